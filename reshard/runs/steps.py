@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from reshard.adapter import registry
 from reshard.adapter.save_folders import step_of
-from reshard.errors import RequestError, ReshardError
+from reshard.errors import RequestError, ReshardError, SystemRefusal
 from reshard.geometry.light_dataclass import dataclass
 from reshard.runs.completeness import Completeness, completeness
 from reshard.storage.files import Files
@@ -192,5 +192,7 @@ def run_at(path: str | os.PathLike[str]) -> RunFolder | None:
     try:
         run = RunFolder(path)
         return run if run.is_run() else None
+    except SystemRefusal:
+        raise
     except RequestError:  # whoever opens it says what is wrong
         return None

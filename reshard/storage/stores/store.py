@@ -9,6 +9,7 @@ A Backend says how one kind of store does this. obstore_backend.py serves object
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from reshard.errors import CheckpointError, ReshardError, SystemRefusal, TargetError
 from reshard.geometry.light_dataclass import dataclass
@@ -24,10 +26,13 @@ if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
 Value = TypeVar("Value")
+LOGGER = logging.getLogger("reshard")
 
 REQUESTS_AT_ONCE = 64
 """The most requests that are under way at a time. S3 answers one request with 85 to 90 MB/s, so that many fill 40 Gb/s."""
-_ATTEMPTS, _FIRST_PAUSE, _LONGEST_PAUSE = 8, 0.1, 10.0
+_ATTEMPTS, _FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST = 10, 0.1, 10.0, 60.0
+# A store that does not answer is spoken of after so many seconds, and then again as seldom.
+_SILENCE = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,7 @@ class Store:
         self.url, self.traffic = url.rstrip("/"), StoreTraffic()
         self._backend, self._lock = backend, threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
+        self._warned = 0.0
 
     def list(self, folder: str = "", *, below: bool = True) -> tuple[Entry, ...]:
         """The files in a folder, and in those below it, sorted by path. Empty if there is no such folder."""
@@ -216,6 +222,7 @@ class Store:
 
     def _asked(self, ask: Callable[[], Value], action: str, path: str) -> Value | None:
         """What `ask` returns; None if there is no such file. Failures that may pass are repeated with growing pauses."""
+        began = time.monotonic()
         for attempt in range(_ATTEMPTS):
             self._count()
             try:
@@ -236,12 +243,24 @@ class Store:
                     do="Wait until the checkpoint has been saved, then run it again",
                 ) from None
             except Exception as error:
-                is_final = isinstance(error, PermissionError | NotImplementedError | ValueError) or attempt == _ATTEMPTS - 1
-                if is_final:
+                is_final = isinstance(error, PermissionError | NotImplementedError | ValueError)
+                if is_final or attempt == _ATTEMPTS - 1 or time.monotonic() - began > _LONGEST:
                     raise self._refusal(error, action, path) from error
                 self._count(requests=0, repeated=1)
+                self._say_repeated(began, attempt + 2)
                 time.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt) * random.uniform(0.5, 1.0))
         raise AssertionError("the last attempt returns or raises")
+
+    def _say_repeated(self, began: float, attempt: int) -> None:
+        """Warn that the store is asked again, unless a request has waited for a moment only or a warning was just given."""
+        now = time.monotonic()
+        with self._lock:
+            if now - max(began, self._warned) < _SILENCE:
+                return
+            self._warned = now
+        host = urlsplit(self.url).netloc
+        text = f"no answer from {host}, trying again ({attempt} of {_ATTEMPTS})"
+        LOGGER.warning(text, extra={"event": "no-answer", "fields": {"store": self.url, "attempt": attempt, "of": _ATTEMPTS}})
 
     def _refusal(self, error: Exception, action: str, path: str) -> SystemRefusal:
         text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
