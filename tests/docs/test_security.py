@@ -1,0 +1,142 @@
+"""SECURITY.md, claim by claim: each has tests, and what can be watched is watched here.
+
+A new claim without tests fails, and so does a test that is renamed.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_pages import FIXTURES, ROOT
+from hostile.limits import ON_LINUX
+from hostile.watched import outcome_of
+
+# The words in bold of each claim -> tests of what it says, as file::name.
+CLAIMS = {
+    "It executes nothing from a checkpoint.": [
+        "tests/hostile/test_hostile_containers.py::test_nothing_runs",
+        "tests/hostile/test_hostile_checkpoints.py::test_a_metadata_that_is_a_program_runs_nothing",
+        "tests/docs/test_security.py::test_a_conversion_imports_no_framework",
+    ],
+    "It has no telemetry, and connects only to what you name on the command line": [
+        "tests/docs/test_security.py::test_a_command_touches_only_what_it_is_given",
+        "tests/cli/test_live_server.py::test_a_command_connects_to_the_given_address_only",
+        "tests/cli/test_live_server.py::test_no_redirect_is_followed",
+        "tests/cli/test_live_server.py::test_no_proxy_is_used",
+    ],
+    "A server's answer is input like a checkpoint, and limited as a whole": [
+        "tests/cli/test_live_server.py::test_a_server_that_lies_is_refused_in_one_sentence_within_its_limits",
+    ],
+    "It writes only to the directory and the files that you name.": [
+        "tests/docs/test_security.py::test_a_command_touches_only_what_it_is_given",
+        "tests/hostile/test_own_files.py::test_a_work_folder_that_is_a_link_is_not_followed",
+        "tests/hostile/test_own_files.py::test_the_work_folder_of_another_program_stays",
+        "tests/hostile/test_own_files.py::test_a_link_inside_of_the_work_folder_is_not_followed",
+        "tests/cli/test_output_files.py::test_a_link_a_directory_a_disk_and_a_lost_folder_are_refused_before_the_work",
+        "tests/cli/test_output_files.py::test_a_device_is_written_into_and_stays",
+    ],
+    "It trusts no number in a file.": [
+        "tests/hostile/test_hostile_containers.py::test_safetensors_that_lie_are_refused_with_numbers",
+        "tests/hostile/test_hostile_fields.py::test_a_billion_of_anything_is_refused",
+        "tests/hostile/test_hostile_fields.py::test_a_config_nested_too_deep_or_with_too_many_digits",
+        "tests/hostile/test_own_files.py::test_a_journal_without_end_takes_neither_memory_nor_time",
+        "tests/hostile/test_own_files.py::test_a_journal_with_values_of_other_types_is_one_clear_paragraph",
+    ],
+    "Paths in a checkpoint's metadata cannot leave the checkpoint's directory.": [
+        "tests/hostile/test_hostile_checkpoints.py::test_a_storage_path_that_leaves_the_directory",
+        "tests/hostile/test_hostile_checkpoints.py::test_an_index_that_points_outside",
+        "tests/docs/test_security.py::test_links_inside_of_a_checkpoint_are_followed",
+    ],
+    "A plan file is an order, not a map.": [
+        "tests/parts/test_plan_files.py::test_forged_plan_files_are_refused_or_write_the_same_bytes",
+    ],
+    "`--resume` and `--finish` believe no journal": [
+        "tests/core/test_resume.py::test_a_forged_journal_gives_no_wrong_bytes_a_name",
+    ],
+    "`convert --ray` trusts the Ray cluster that you name": [],  # says what is not guarded
+    "`make install`, `make release` and the image install no file of another digest": [
+        "tests/packaging/check.py::exchanged_file_is_refused",
+        "tests/packaging/check.py::provenance_is_true",
+    ],
+}
+FSDP2, ZERO3 = FIXTURES / "dcp" / "fsdp2", FIXTURES / "deepspeed" / "z3-bf16"
+on_linux = pytest.mark.skipif(not ON_LINUX, reason="limits of a process are set as on Linux")
+
+
+def test_every_claim_has_its_tests():
+    claimed = re.findall(r"^- \*\*(.+?)\*\*", (ROOT / "SECURITY.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert [" ".join(claim.split()) for claim in claimed] == list(CLAIMS)
+    for path, name in (test.split("::") for tests in CLAIMS.values() for test in tests):
+        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{path} has no {name}"
+
+
+@on_linux
+@pytest.mark.parametrize(
+    "words",
+    [
+        "inspect SOURCE MODEL",
+        "plan SOURCE --to vllm --tp 2 MODEL",
+        "convert SOURCE TARGET --to vllm --tp 2 MODEL",
+        "convert SOURCE TARGET --to megatron --optimizer MODEL",
+        "doctor SOURCE --deep MODEL",
+        "stats SOURCE MODEL",
+        "fingerprint SOURCE MODEL",
+        "verify SOURCE ORIGINAL",
+        "roundtrip SOURCE --to dcp MODEL",
+    ],
+)
+def test_a_command_touches_only_what_it_is_given(tmp_path: Path, words: str) -> None:
+    """No socket, no program, nothing written but below the target's folder, seen by an audit hook of the interpreter."""
+    outcome, text = watched(words, tmp_path)
+    assert outcome == "done", text
+
+
+@on_linux
+def test_what_a_command_writes_elsewhere_is_seen(tmp_path: Path) -> None:
+    """The check above can fail."""
+    (tmp_path / "inside").mkdir()
+    outcome, text = watched(f"inspect SOURCE MODEL --html {tmp_path / 'elsewhere.html'}", tmp_path / "inside")
+    assert outcome == "WROTE ELSEWHERE", text
+
+
+def watched(words: str, folder: Path) -> tuple[str, str]:
+    """The outcome of a command on a copy of the FSDP2 fixture in `folder`."""
+    shutil.copytree(FSDP2 / "checkpoint", folder / "source")
+    meant = {"SOURCE": [folder / "source"], "TARGET": [folder / "target"], "ORIGINAL": [FSDP2 / "checkpoint"]}
+    meant["MODEL"] = ["--model", FSDP2 / "model"]
+    return outcome_of([str(each) for word in words.split() for each in meant.get(word, [word])], folder / "target")
+
+
+@pytest.mark.parametrize("source", [FSDP2, ZERO3], ids=lambda path: path.name)
+def test_a_conversion_imports_no_framework(tmp_path: Path, source: Path) -> None:
+    """Neither the frameworks that wrote these pickles nor torch: none of their modules is loaded in the end."""
+    script = """
+import sys
+from importlib import import_module
+assert import_module("reshard.cli.main").run(sys.argv[1:]) == 0
+frameworks = {"torch", "transformers", "deepspeed", "megatron", "accelerate", "vllm", "sglang", "peft", "nanotron"}
+assert not frameworks & {name.partition(".")[0] for name in sys.modules}
+"""
+    model = ["--model", source / "model"] if (source / "model").is_dir() else []
+    command = [sys.executable, "-c", script, "convert", source / "checkpoint", tmp_path / "out", "--to", "hf", *model]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def test_links_inside_of_a_checkpoint_are_followed(tmp_path: Path) -> None:
+    """As SECURITY.md says: the hub's cache consists of them."""
+    from command import reshard
+
+    model = FIXTURES / "hf" / "llama"
+    (tmp_path / "snapshot").mkdir()
+    for path in model.iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    (tmp_path / "secret").write_text("{}")
+    (tmp_path / "snapshot" / "tokenizer.json").symlink_to(tmp_path / "secret")
+    assert reshard("convert", tmp_path / "snapshot", tmp_path / "out", "--to", "vllm").code == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert reshard("verify", model, tmp_path / "out").code == 0
