@@ -190,8 +190,8 @@ def test_nothing_below_imports_a_plugin_or_what_it_plugs_into():
 CLUSTER = "reshard/engine/parts/on_ray.py"
 # They connect to the stores of URLs that the user names.
 STORES = [f"reshard/storage/stores/{name}.py" for name in ("obstore_backend", "web_backend", "fsspec_backend", "pending_uploads")]
-# They speak HTTP and name the host of a URL.
-HTTP = ["reshard/storage/server.py", "reshard/storage/stores/http_answer.py", "reshard/storage/stores/store.py"]
+# They speak HTTP.
+HTTP = ["reshard/storage/server.py", "reshard/storage/stores/http_answer.py"]
 NETWORK = {
     "obstore", "boto3", "aiohttp", "asyncio", "fsspec", "ftplib", "http", "httpx", "huggingface_hub", "ray", "requests", "smtplib",
     "socket", "ssl", "urllib",

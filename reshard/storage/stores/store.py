@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 from reshard.errors import CheckpointError, ReshardError, SystemRefusal, TargetError
 from reshard.geometry.light_dataclass import dataclass
@@ -258,8 +257,7 @@ class Store:
             if now - max(began, self._warned) < _SILENCE:
                 return
             self._warned = now
-        host = urlsplit(self.url).netloc
-        text = f"no answer from {host}, trying again ({attempt} of {_ATTEMPTS})"
+        text = f"no answer from {self.url}, trying again ({attempt} of {_ATTEMPTS})"
         LOGGER.warning(text, extra={"event": "no-answer", "fields": {"store": self.url, "attempt": attempt, "of": _ATTEMPTS}})
 
     def _refusal(self, error: Exception, action: str, path: str) -> SystemRefusal:
