@@ -27,6 +27,8 @@ CLAIMS = {
         "tests/docs/test_security.py::test_a_command_touches_only_what_it_is_given",
         "tests/cli/test_live_server.py::test_a_command_connects_to_the_given_address_only",
         "tests/cli/test_live_server.py::test_no_redirect_is_followed",
+        "tests/cloud/test_lies.py::test_a_web_server_does_not_lead_elsewhere",
+        "tests/cloud/test_lies.py::test_an_s3_endpoint_does_not_lead_to_another_host",
         "tests/cli/test_live_server.py::test_no_proxy_is_used",
     ],
     "A server's answer is input like a checkpoint, and limited as a whole": [
