@@ -11,6 +11,7 @@ import pytest
 from cloud.models import content, converted, write_hf
 from command import command
 from command import reshard as run
+from moto.s3 import responses
 from moto.server import ThreadedMotoServer
 
 import reshard
@@ -73,6 +74,20 @@ def test_a_file_is_created_once(bucket):
     assert stored(bucket, "x") == {"manifest": b"first"}
 
 
+@pytest.fixture
+def uploads_with_times(monkeypatch):
+    """moto 5.2 says of every upload that it was begun in 2010, before the conversion that wrote it. S3 says when it was."""
+    answer, began = responses.ActionResult, time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(time.time() + 60))
+
+    def with_times(result):
+        return answer(
+            {**result, "Uploads": [{**each, "Initiated": began} for each in result["Uploads"]]} if "Uploads" in result else result
+        )
+
+    monkeypatch.setattr(responses, "ActionResult", with_times)
+
+
+@pytest.mark.usefixtures("uploads_with_times")
 def test_clean_aborts_what_a_killed_run_left(tmp_path, bucket):
     source = write_hf(tmp_path / "hf", layers=8, hidden=512, feed_forward=2048, vocabulary=8192)
     process = subprocess.Popen(
