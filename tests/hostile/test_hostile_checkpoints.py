@@ -247,7 +247,7 @@ def test_a_tied_head_that_is_not(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     assert safetensors.torch.load_file(folder / "model.safetensors").keys() >= {"lm_head.weight", "model.embed_tokens.weight"}
-    refused(folder, tmp_path, "model.embed_tokens.weight", "two copies")
+    refused(folder, tmp_path, "model.embed_tokens.weight: it and lm_head.weight disagree", "tie_word_embeddings")
 
 
 def test_a_missing_serving_rank(vllm, tmp_path):
