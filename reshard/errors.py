@@ -33,6 +33,10 @@ ERROR_IDS: dict[str, tuple[int, str]] = {
 }
 
 
+_LONGEST = 5000
+"""Characters of a part of a message. A path has up to 4,096."""
+
+
 class ReshardError(Exception):
     """One paragraph for the user, built from its four parts.
 
@@ -62,7 +66,7 @@ class ReshardError(Exception):
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
-        return printable(" ".join(_sentence(part) for part in (head, self.why, self.do) if part))
+        return printable(" ".join(_sentence(_shortened(part)) for part in (head, self.why, self.do) if part))
 
 
 class CheckpointError(ReshardError):
@@ -170,6 +174,11 @@ def nearest(word: str, known: Collection[str]) -> str | None:
 def printable(text: str) -> str:
     """The text with control characters escaped: names come from files and must not control a terminal."""
     return "".join(char if char.isprintable() or char == " " else ascii(char)[1:-1] for char in text)
+
+
+def _shortened(text: str) -> str:
+    """The text without its middle if it is longer than any path: names come from files and must not fill a terminal."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
 def _sentence(text: str) -> str:

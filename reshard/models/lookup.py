@@ -180,7 +180,7 @@ def _find(model_type: str, extending: tuple[str, ...], language_model: str | Non
     """The declaration of a model type. extending: the model types whose declarations are being read. language_model: the language model
     inside it, if the config says which one it is."""
     name = model_type.replace("-", "_")
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,99}", name):
         return None
     if name in extending:
         raise RequestError(

@@ -39,7 +39,8 @@ def limited(work: Callable[[], str], *, seconds: int = SECONDS, memory: int = ME
         except BaseException:
             answer = "TRACEBACK " + traceback.format_exc()
         finally:
-            os.write(writing, answer.encode("utf-8", "replace")[-60_000:])
+            text = answer.encode("utf-8", "replace")
+            os.write(writing, text if len(text) <= 60_000 else text[:1000] + text[-59_000:])
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:

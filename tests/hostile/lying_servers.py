@@ -172,9 +172,9 @@ def _serve(kind: str, name: str, seed: int, folder: Path, ready: int) -> None:
     """In a process of its own: the honest server, the liar and the trap."""
     chance, lock = random.Random(f"{kind}|{name}|{seed}|liar"), threading.Lock()
     # Most lies are told rarely, so that what is tried again succeeds and the next answers matter.
-    share, most = chance.choice((0.2, 0.6, 1.0)), chance.choice((1, 2, 1000 if LIES[name] not in _LASTING else 3))
-    trap = socket.create_server(("127.0.0.1", 0))
-    there = f"http://127.0.0.1:{trap.getsockname()[1]}"
+    share, most = chance.choice((0.2, 0.6, 1.0)), chance.choice((1, 2, 8 if LIES[name] not in _LASTING else 3))
+    trap = socket.create_server(("127.0.0.2", 0))  # another host; that another port is not seen, docs/recipes/stores.md says
+    there = f"http://127.0.0.2:{trap.getsockname()[1]}"
     told = 0
 
     def lie(answer: Answer) -> Answer:

@@ -31,6 +31,7 @@ def refused(*arguments: object, naming: str = "") -> None:
     answer = limited(work)
     code, _, message = answer.partition(" ")
     assert code in "23456" and message.startswith("reshard: ") and message.count("\n") == 1 and naming in message, answer
+    assert len(message) < 12_000
 
 
 def commands(source: Path, target: Path) -> list[tuple[object, ...]]:
@@ -110,6 +111,14 @@ def test_an_alpha_of_400_digits(tmp_path: Path) -> None:
     config = json.loads((source / "adapter_config.json").read_text())
     (source / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 10**400}))
     refused("inspect", source, naming="has 401 digits")
+
+
+def test_a_message_stays_short_whatever_a_file_says(tmp_path: Path) -> None:
+    source = shutil.copytree(HF / "llama", tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "x" * 100_000}))
+    refused("plan", source, "--to", "vllm", naming="xxx ... xxx")
+    refused("convert", source, tmp_path / "t", "--to", "trtllm", naming="is not declared")
 
 
 @pytest.mark.parametrize("name", [".".join("a" * 100_000), ".".join("1" * 101), "x" * 5000], ids=len)

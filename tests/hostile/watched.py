@@ -71,7 +71,8 @@ def _watched(arguments: list[str], target: Path, server: tuple[str, int] | None)
         return f"MEMORY {message[-3000:]}"
     if code == 0:
         return f"done {out.getvalue()[-200:]}"
-    if code in range(1, 7) and message.startswith("reshard: ") and message.count("\n") == 1:
+    *earlier, last = message.splitlines() or [""]
+    if code in range(1, 7) and last.startswith("reshard: ") and all(line.startswith("reshard: warning: ") for line in earlier):
         return f"{'unforeseen' if _UNFORESEEN in message else 'refused'} {message}"
     if code == 1 and not message:
         return f"refused {out.getvalue()[-300:]}"
