@@ -58,6 +58,22 @@ def parts(plan, target, of, order=None):
     return [reshard.convert_part(plan, target, f"{i}/{of}") for i in order or range(of)]
 
 
+def test_a_part_whose_record_is_removed_because_the_target_is_complete_has_ended_well(plan, whole, s3, monkeypatch):
+    """Another process sees the last record, completes the target and removes the records, before the part looks at what it wrote."""
+    reshard.convert_part(plan, "s3://bucket/out", "0/2")
+    look, others = Store._written, []
+
+    def written(store, path, nbytes):
+        if not others and len([key for key in s3.keys("bucket") if "/.reshard/files/" in key]) == len(plan.layout.files):
+            others.append(finishing(plan, "s3://bucket/out"))
+            list(others[0].run())
+        return look(store, path, nbytes)
+
+    monkeypatch.setattr(Store, "_written", written)
+    assert reshard.convert_part(plan, "s3://bucket/out", "1/2").complete and others
+    assert content_in(s3, "bucket", "out") == whole
+
+
 @pytest.mark.parametrize(("source", "options"), TARGETS, ids=lambda value: str(value).replace("/", "-"))
 def test_parts_write_what_one_process_writes(source, options, tmp_path, s3):
     plan = reshard.plan(FIXTURES / source, **options)

@@ -24,7 +24,7 @@ from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.plans.file_tasks import FileTask, file_tasks
 from reshard.plans.plan import Plan
-from reshard.storage.stores.store import Store
+from reshard.storage.stores.store import LostObject, Store
 
 _NO_PROVENANCE = Provenance()
 
@@ -80,8 +80,8 @@ class StorePartConversion(SharedConversion):
                 self._join(target)
                 yield from self._copy(target)
             self._complete()
-        except TargetError as refusal:
-            # Another process may have completed the target meanwhile.
+        except (TargetError, LostObject) as refusal:
+            # Another process may have completed the target meanwhile, and removed a record that was just written.
             if not self._whole.take_finished(StoreTarget(self._store)):
                 raise
             event("left", f"another process has completed the target: {refusal.what}")

@@ -112,6 +112,10 @@ class StoreTraffic:
         return f"{self.requests:,} requests, {self.read:,} bytes read, {self.written:,} bytes written{repeated}"
 
 
+class LostObject(SystemRefusal):
+    """A file that was just written is not in the store: the store has lost it, or another process has removed it."""
+
+
 class Store:
     """The files below one URL. Threads may share it."""
 
@@ -210,11 +214,11 @@ class Store:
         return f"{self.url}/{path}" if path else self.url
 
     def _written(self, path: str, nbytes: int) -> Entry:
-        """The file that was just written. Raises SystemRefusal if the store does not have it in full."""
+        """The file that was just written. Raises LostObject if the store does not have it in full."""
         entry = self.look(path)
         if entry is None or entry.nbytes != nbytes:
             found = "nothing" if entry is None else f"{entry.nbytes:,} bytes"
-            raise SystemRefusal(
+            raise LostObject(
                 f"{nbytes:,} bytes were written, the store has {found}", where=self.place(path), do="Run it again with --resume"
             )
         return entry
