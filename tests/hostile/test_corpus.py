@@ -67,7 +67,7 @@ def test_some_inputs_of_every_other_surface(surface: str, tmp_path: Path) -> Non
         outcome, text = run_recipe(next(choices), tmp_path / str(number))
         assert outcome in GOOD, text
         outcomes.append(outcome)
-    assert "done" in outcomes and "refused" in outcomes
+    assert outcomes.count("no such mutation") < len(outcomes) / 2
 
 
 def test_a_recipe_makes_the_same_input_again(tmp_path: Path) -> None:
