@@ -49,6 +49,11 @@ CLAIMS = {
         "tests/hostile/test_own_files.py::test_a_journal_without_end_takes_neither_memory_nor_time",
         "tests/hostile/test_own_files.py::test_a_journal_with_values_of_other_types_is_one_clear_paragraph",
     ],
+    "Text from files neither acts on the terminal nor begins a line of its own.": [
+        "tests/hostile/test_hostile_checkpoints.py::test_control_characters_in_a_name_do_not_reach_the_terminal",
+        "tests/cli/test_live_server.py::test_hostile_names_do_not_reach_the_terminal",
+        "tests/cli/test_look_commands.py::test_what_a_file_says_cannot_begin_a_line_of_its_own",
+    ],
     "Paths in a checkpoint's metadata cannot leave the checkpoint's directory.": [
         "tests/hostile/test_hostile_checkpoints.py::test_a_storage_path_that_leaves_the_directory",
         "tests/hostile/test_hostile_checkpoints.py::test_an_index_that_points_outside",
