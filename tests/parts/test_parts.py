@@ -239,8 +239,12 @@ def test_eight_processes_at_once(whole, tmp_path):
 def test_parts_that_are_killed_at_random_moments_never_leave_a_wrong_byte(plan, whole, tmp_path, seed):
     """tests/parts/kills.py is the long form."""
     old = reshard.plan(HF / "qwen2", to="vllm", tp=4) if seed else None
-    phases = experiment(plan, result_tree(whole), tmp_path / "out", random.Random(seed), kills=5, old=old)
-    assert phases.total() >= 1
+    randomness, kills = random.Random(seed), 0
+    for attempt in range(20):  # on a busy machine the parts may end before the first kill
+        kills += experiment(plan, result_tree(whole), tmp_path / f"out-{attempt}", randomness, kills=5, old=old).total()
+        if kills:
+            break
+    assert kills >= 1
 
 
 def test_a_journal_that_claims_a_block_of_another_plan_is_not_believed(plan, tmp_path):
