@@ -38,6 +38,7 @@ def outcome_of(arguments: list[str], target: Path, *, server: tuple[str, int] | 
 def _watched(arguments: list[str], target: Path, server: tuple[str, int] | None) -> str:
     """In the child: the outcome of a command line."""
     seen: list[str] = []
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # a forked child begins with the pages of its parent
     roots = tuple({str(Path(path).resolve()) for path in (sys.prefix, sys.base_prefix, FIXTURES.parent, *filter(os.path.isabs, sys.path))})
 
     def is_ours(path: object) -> bool:
@@ -65,7 +66,7 @@ def _watched(arguments: list[str], target: Path, server: tuple[str, int] | None)
     message = err.getvalue()
     if seen or os.listdir(nowhere):
         return (seen or ["WROTE ELSEWHERE: in the working directory"])[0]
-    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MEMORY >> 10:
+    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before > MEMORY >> 10:
         return "MEMORY by its peak"
     if "MemoryError" in message or message.endswith("[no-memory]\n"):
         return f"MEMORY {message[-3000:]}"
