@@ -14,11 +14,13 @@ import zlib
 from collections.abc import Sequence
 
 from reshard.containers.torch_pickle import Plain
+from reshard.errors import RequestError
 from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 
 ALIGNMENT = 64
 _WIDE = 0xFFFFFFFF
+_MOST_BYTES = (1 << 63) - 1
 _UTF8 = 0x0800
 
 
@@ -71,6 +73,13 @@ class _Zip:
         """Add a member, and return the byte offset of its payload in the file. content: its bytes, or only their number."""
         full, header_offset = f"{self._root}/{name}".encode(), self._at
         nbytes, crc = (content, 0) if isinstance(content, int) else (len(content), zlib.crc32(content))
+        if nbytes > _MOST_BYTES - self._at:
+            raise RequestError(
+                f"its torch.save file would have more than {_MOST_BYTES:,} bytes",
+                where=self._root,
+                why="No file can; a size in the source or in the request is wrong",
+                do="Compare the model's config with the sizes that were asked for",
+            )
         wide = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if nbytes >= _WIDE else b""
         payload = header_offset + 30 + len(full) + len(wide) + 4
         padding = -payload % ALIGNMENT

@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from reshard.errors import SystemRefusal, TargetError, TargetInUse
-from reshard.storage.own_files import LOCK, WORK_FOLDER, ForeignFile, check_is_own, is_known, open_own, owner
+from reshard.storage.own_files import LOCK, MOST_OF_LOCK, WORK_FOLDER, ForeignFile, check_is_own, is_known, open_own, owner
 from reshard.storage.system_calls import system_errors
 
 SECONDS_BETWEEN_BEATS = 10.0
@@ -125,8 +125,8 @@ class Lock:
 
     def _write_record(self) -> None:
         record = json.dumps(self._record).encode()
-        # Others may read it now: at no moment it is empty, or followed by the end of a longer one.
-        os.pwrite(self._descriptor, record.ljust(os.fstat(self._descriptor).st_size), 0)
+        # Others may read it now: at no moment it is empty, or followed by the end of a longer one. Nobody reads a file beyond the limit.
+        os.pwrite(self._descriptor, record.ljust(min(os.fstat(self._descriptor).st_size, MOST_OF_LOCK)), 0)
         os.ftruncate(self._descriptor, len(record))
 
     def _try(self, final: bool, kind: int = fcntl.LOCK_EX) -> bool:

@@ -33,7 +33,7 @@ _OWNER_KEYS = frozenset({"pid", "host", "started"})
 _LONGEST_LINE = 16 << 20
 # 256 MiB are the journal of 3 million blocks, or 24 TB.
 _MOST_BYTES = 256 << 20
-_MOST_OF_LOCK = 1 << 16
+MOST_OF_LOCK = 1 << 16
 _JOURNAL_BEGINS = b'{"identity":"'
 # What the system says of a link, a FIFO without a reader, a device without a driver, a directory and a path through something else.
 _FOREIGN = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.ENOTDIR)
@@ -134,7 +134,7 @@ def owner(root: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _owner(root: str | os.PathLike[str]) -> dict[str, Any]:
-    record = json_object(read_own(root, f"{WORK_FOLDER}/{LOCK}", limit=_MOST_OF_LOCK))
+    record = json_object(read_own(root, f"{WORK_FOLDER}/{LOCK}", limit=MOST_OF_LOCK))
     return record if record.keys() >= _OWNER_KEYS else {}
 
 

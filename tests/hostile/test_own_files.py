@@ -173,7 +173,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("kind", ENDLESS)
 @pytest.mark.parametrize("name", ["inspect", "convert", "resume", "part", "clean"])
-@pytest.mark.parametrize("place", ["journal.jsonl", "parts/x.jsonl"])
+@pytest.mark.parametrize("place", ["journal.jsonl", "parts/x.jsonl", "lock"])
 def test_a_journal_without_end_takes_neither_memory_nor_time(tmp_path: Path, kind: str, name: str, place: str) -> None:
     path, first = journal_of(tmp_path)
     (path.parent / place).parent.mkdir(exist_ok=True)
