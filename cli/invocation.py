@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 from .logs import LogOptions
 from .metrics import Metrics
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Invocation:
     """One run of the command line."""
 

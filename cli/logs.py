@@ -19,7 +19,7 @@ import click
 
 from reshard.engine.events import LOGGER
 from reshard.errors import RequestError, printable
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.storage.output_file import OutputFile
 
 NOTICE = 25
@@ -27,7 +27,7 @@ NOTICE = 25
 _NEVER = logging.CRITICAL + 1
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LogOptions:
     """What the command line says about the log."""
 

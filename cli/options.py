@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 from .completion_words import architecture_names, format_names
 from .metrics import METERED
@@ -221,7 +221,7 @@ page = together(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PageOptions:
     """Where a page is written; nowhere if `path` is None."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from reshard.errors import CheckpointError, DifferenceFound, RequestError, ReshardError
-    from reshard.verbs.checkpoint import Checkpoint, open
+    from reshard.requests.checkpoint import Checkpoint, open
     from reshard.verbs.convert import convert
     from reshard.verbs.convert_part import convert_part
     from reshard.verbs.degrees import degrees
@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
     check_platform()
     module = "errors" if name.endswith(("Error", "Found")) else f"verbs.{name}"
     if name in ("Checkpoint", "open"):
-        module = "verbs.checkpoint"
+        module = "requests.checkpoint"
     elif name in ("load_plan", "save_plan"):
         module = "verbs.plan_files"
     return getattr(import_module(f"reshard.{module}"), name)

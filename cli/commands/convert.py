@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 
 from .. import options
 from ..invocation import current
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from reshard.engine.stores.conversion import StoreConversion
     from reshard.plans.bands import PartNumber
     from reshard.plans.plan import Plan
+    from reshard.requests.request import Effort
     from reshard.verbs.convert import Existing, Result
-    from reshard.verbs.request import Effort
 
 # Files that are printed; --json prints all.
 _MOST = 20
@@ -70,9 +70,9 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
     TARGET is written atomically: its files appear under their names only when all are complete.
     """
     from reshard.engine.record import Provenance
+    from reshard.requests.request import Effort, EffortOptions
     from reshard.storage.local_path import is_url
     from reshard.verbs.convert import existing_target, result_of, target_folder, unchanged_result
-    from reshard.verbs.request import Effort, EffortOptions
 
     metrics, arguments = current().metrics, current().arguments
     metrics.label(target=target, format=to)
@@ -115,7 +115,7 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
         _show_result(running, result)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Sharing:
     """How the work is shared: this process does all of it, one part, what is left at the end, or gives it to a Ray cluster."""
 
@@ -157,7 +157,7 @@ def _sharing(given: dict[str, Any]) -> _Sharing:
         raise click.UsageError(f"{flags[0]} and {flags[1]} contradict each other", click.get_current_context())
     number = None
     if chosen["--part"]:
-        from reshard.verbs.launcher import part_of
+        from reshard.requests.launcher import part_of
 
         number = part_of(part, parts, os.environ)
     return _Sharing(number, finish, chosen["--ray"], address)
@@ -166,7 +166,7 @@ def _sharing(given: dict[str, Any]) -> _Sharing:
 def _planned(source: str, to: str | None, given: dict[str, Any]) -> Plan:
     """The plan that the options ask for, or the one in a plan file."""
     import reshard
-    from reshard.verbs.request import OpenOptions
+    from reshard.requests.request import OpenOptions
 
     context, path = click.get_current_context(), given.pop("plan_path")
     if path is None:

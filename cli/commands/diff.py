@@ -55,9 +55,9 @@ def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], l
     """
     import reshard
     from reshard.errors import RequestError
-    from reshard.verbs.checkpoint import open_both
+    from reshard.requests.checkpoint import open_both
+    from reshard.requests.request import EffortOptions, ModelOptions, selection_of
     from reshard.verbs.diff import parse_thresholds
-    from reshard.verbs.request import EffortOptions, ModelOptions, selection_of
 
     if headers and thresholds:
         raise RequestError("--threshold compares values, and --headers reads none", do="Leave one of them out")

@@ -37,9 +37,9 @@ def command(bad: str, good: str, as_json: bool, show_progress: bool | None, **gi
     checkpoints differ.
     """
     import reshard
-    from reshard.verbs.checkpoint import open_both
+    from reshard.requests.checkpoint import open_both
+    from reshard.requests.request import EffortOptions, ModelOptions, selection_of
     from reshard.verbs.explain import summary_of
-    from reshard.verbs.request import EffortOptions, ModelOptions, selection_of
 
     about_model, effort = options.take(given, ModelOptions), options.take(given, EffortOptions)
     a, b = open_both(bad, good, **about_model)

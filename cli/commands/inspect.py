@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.errors import CheckpointError, RequestError, ReshardError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.models.drafts import draft_class
 
 from .. import options
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from reshard.index.fold import Fold
     from reshard.index.index import Tensor
     from reshard.plans.summary import ExpertSummary, KindSummary
-    from reshard.verbs.checkpoint import Checkpoint
-    from reshard.verbs.outlook import Outlook
+    from reshard.requests.checkpoint import Checkpoint
+    from reshard.requests.outlook import Outlook
 
 # Rows of the tree on a terminal, and in a document that is not --full.
 _ROWS_ON_TERMINAL, _MOST_ROWS_OF_JSON = 50, 1000
@@ -119,13 +119,13 @@ def _show_files(path: str) -> None:
 
 
 def _write_page(opened: Checkpoint, tensors: list[Tensor], page: options.PageOptions) -> None:
-    from reshard.verbs.outlook import outlook
+    from reshard.requests.outlook import outlook
     from reshard.verbs.pages import checkpoint_page
 
     page.write(checkpoint_page(opened, outlook(opened, _content(opened)), tensors))
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TreeView:
     """How much of a checkpoint is shown, and in which order."""
 
@@ -144,7 +144,7 @@ def document(opened: Checkpoint, tensors: list[Tensor] | None, view: TreeView) -
     """What is known about a checkpoint, with stable keys. tensors: those that are described one by one."""
     from reshard.models.lookup import model_type_of
     from reshard.plans import summary
-    from reshard.verbs.outlook import outlook
+    from reshard.requests.outlook import outlook
 
     index, model, found = opened.index, opened.model, outlook(opened, _content(opened))
     return {
@@ -341,7 +341,7 @@ def _show_quantized(opened: Checkpoint) -> None:
 
 def _show_answer(opened: Checkpoint, model: str | None) -> None:
     """What it is, whether it is complete, what it can become, and the next command."""
-    from reshard.verbs.outlook import outlook
+    from reshard.requests.outlook import outlook
 
     index, facts, found = opened.index, opened.index.facts, outlook(opened, _content(opened))
     dtypes = dict.fromkeys(tensor.dtype.name for tensor in index.tensors if tensor.kind in ("weight", "master"))

@@ -42,7 +42,7 @@ def command(source: str, to: str | None, plan_out: OutputFile | None, as_json: b
     from reshard.containers.gc_pause import gc_paused
     from reshard.engine.events import event
     from reshard.errors import RequestError
-    from reshard.verbs.request import OpenOptions
+    from reshard.requests.request import OpenOptions
 
     page = options.page_of(given)
     if to is None:

@@ -58,7 +58,7 @@ def command(
     their scales.
     """
     import reshard
-    from reshard.verbs.request import EffortOptions
+    from reshard.requests.request import EffortOptions
     from reshard.verbs.stats import wanted
 
     effort = options.take(given, EffortOptions)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import CheckpointError, UnsupportedError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.models.config_values import number, rotary_settings, rotary_type
 from reshard.models.model import Model
 
@@ -33,7 +33,7 @@ _FFN = "layers.0.feed_forward.w1.weight"
 _LARGEST_MULTIPLE = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DerivedConfig:
     """The config.json that follows from params.json."""
 

@@ -19,7 +19,7 @@ from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import state_kind
 from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers.dcp_metadata import DcpMetadata
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import Kind
 
 KeyPath = tuple[str | int, ...]
@@ -30,7 +30,7 @@ NumberNames = Mapping[tuple[str, int], str]
 _CONTAINERS = ("app",)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StateKey:
     """What a key in an optimizer's state dict means."""
 
@@ -70,7 +70,7 @@ def state_key(path: KeyPath) -> StateKey | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelRoots:
     """The keys on the way to the main model's state dict."""
 

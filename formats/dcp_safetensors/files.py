@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files
@@ -14,7 +14,7 @@ _NAME = re.compile(r"(?:.*/)?shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors
 _SHARDED = "sharded/"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ShardFile:
     """A file with some boxes of one rank."""
 

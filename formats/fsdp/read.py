@@ -14,11 +14,11 @@ from reshard.adapter.save_folders import step_of
 from reshard.adapter.state_dicts import group_numbers, model_part, optimizer_part, parameter_shapes, states
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
-from reshard.containers import alike_files, torch_zip
-from reshard.containers.alike_files import AlikeRanks, NotAlike, Parsed
+from reshard.containers import recognised_files, torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
+from reshard.containers.recognised_files import AlikeRanks, NotAlike, Parsed
 from reshard.errors import CheckpointError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, RunFacts
 from reshard.storage.files import Files
 
@@ -30,7 +30,7 @@ KindAndName = Callable[[Any], tuple[Kind, str]]
 _UNNAMED = "optim.state."
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelFile:
     """The content of one rank's file with the model."""
 
@@ -42,7 +42,7 @@ class ModelFile:
     """Whether the file also holds the optimizer's state dict."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class OptimizerFile:
     """The content of one rank's file with the optimizer."""
 
@@ -137,7 +137,7 @@ def add_ranks(builder: IndexBuilder, ranks: Sequence[tuple[int, str]], parse: Pa
             add(part, rank, path, parse(part, rank, path))
         return part
 
-    for found in alike_files.read_ranks(builder.files, ranks, partial(parse, builder)):
+    for found in recognised_files.read_ranks(builder.files, ranks, partial(parse, builder)):
         match found:
             case AlikeRanks():
                 builder.add_alike(found, kind_and_name)

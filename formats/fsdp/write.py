@@ -14,20 +14,20 @@ from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import parameter_and_kind
 from reshard.containers import pickle_writer, torch_frame
-from reshard.containers.alike_files import numbered_bytes
 from reshard.containers.dtensor_writer import RowShards
 from reshard.containers.pickle_writer import Call
+from reshard.containers.recognised_files import numbered_bytes
 from reshard.containers.torch_pickle import Plain, Tensors
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.meshes import chunk
 from reshard.geometry.stored import StoredTensor, part, step_count
+from reshard.geometry.value import value
 from reshard.index.index import ParamGroup, Tensor
-from reshard.plans.alike_files import AlikeTensors, FileForm, LazyFraming
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.placed import PlacedTensor
+from reshard.plans.rank_files import AlikeTensors, FileForm, LazyFraming
 from reshard.plans.target import Target
 
 from . import TORCH_VERSIONS
@@ -77,7 +77,7 @@ def _param_groups(content: Content) -> tuple[ParamGroup, ...]:
     return groups
 
 
-@dataclass(frozen=True)
+@value(slots=False)
 class _Wanted:
     """What all ranks' files hold together."""
 

@@ -18,7 +18,7 @@ from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import flat_boxes, row_major
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 Shape = tuple[int, ...]
 
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 _ALIGNMENTS = (16, 8, 4, 2)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Slot:
     """The place of a parameter in a flat parameter."""
 
@@ -43,7 +43,7 @@ class Slot:
         return self.start + math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FlatRun:
     """Consecutive elements of a flat parameter, as one rank's file holds them."""
 
@@ -59,7 +59,7 @@ class FlatRun:
     """Where the file holds them."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FlatParameter:
     """A row of elements that the ranks share. A parameter that is kept under its own name is a row with one slot."""
 

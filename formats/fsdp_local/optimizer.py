@@ -14,13 +14,13 @@ from reshard.canonical.optimizer_state import names_for, plain_groups, state_kin
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.errors import CheckpointError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.storage.files import Files
 
 from .flat_parameters import FlatParameter, FlatRun, Shape
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RankState:
     """One state of one parameter, as one rank's optimizer holds it."""
 

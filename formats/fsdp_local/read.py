@@ -18,7 +18,7 @@ from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.geometry.boxes import Box
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import Index, RunFacts
 from reshard.models.model import Model
 from reshard.storage.files import Files
@@ -35,7 +35,7 @@ class NamedPart(NamedTuple):
     stored: AnyTensor
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelContent:
     """The content of all ranks' files with the model."""
 

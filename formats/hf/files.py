@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointError, IncompleteError, MissingFile
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files
@@ -25,7 +25,7 @@ _PICKLE = re.compile(r"(pytorch_model|adapter_model|model)[-.\w]*\.bin$")
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.\w+)")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class WeightFiles:
     """The files of a folder that are read."""
 

@@ -15,9 +15,9 @@ from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent, Piece
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, distinct
+from reshard.geometry.value import value
 from reshard.index.index import Index, RunFacts, Tensor
 from reshard.index.shards import Located, PieceTable, Shards
 from reshard.storage.files import Files
@@ -28,7 +28,7 @@ from .files import SAFETENSORS, files_to_read
 _ROOTS = ("state_dict", "model", "module")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StoredWeights:
     """What a folder holds."""
 

@@ -21,7 +21,7 @@ from reshard.geometry.stored import StoredTensor, constant, whole
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
 
-from .like import TargetFolder, match, reference_folder
+from .reference_layout import TargetFolder, match, reference_folder
 
 _INDEX = "model.safetensors.index.json"
 # transformers' default before version 5: files of at most 5 GB.

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.adapter.model_files import CONFIG as MODEL_CONFIG
 from reshard.errors import CheckpointError, UnsupportedError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.models.config_values import rotary_base, rotary_settings, rotary_type
 from reshard.models.model import Model
 
@@ -23,7 +23,7 @@ _SAME = (
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class NanotronModel:
     """What model_config.json says."""
 

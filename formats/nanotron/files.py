@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from reshard.errors import MissingFile, UnsupportedError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files
@@ -23,7 +23,7 @@ _NAME = re.compile(r"model_(\w+?)(?:_pp-rank-(\d+)-of-(\d+)_tp-rank-(\d+)-of-(\d
 _DEEPEST = 16
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class WeightFile:
     """A file of a weight."""
 

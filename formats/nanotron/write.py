@@ -16,10 +16,10 @@ from reshard.canonical.trainer_names import named_places, rows_in_pairs
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.sections import Section, Sections
 from reshard.geometry.stored import StoredTensor
+from reshard.geometry.value import value
 from reshard.models.model import Model
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
@@ -59,7 +59,7 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     return Layout("nanotron", tuple(files), (*carried, *documents), target.parallel, (f"rotary rows are written {order}",))
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Part:
     """What a rank holds of one of the published weights in a weight of nanotron's model."""
 

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from reshard.adapter.rank_files import rank_file_sets
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files
@@ -21,7 +21,7 @@ _PARTS = re.compile(r".*(mp_rank_\d|_states\.pt$|model_optim_rng|zero_pp_rank).*
 _NO_WEIGHTS = re.compile(r".*(training_args|rng_state|random_states|scheduler|scaler|extra_state|tokenizer).*")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Candidates:
     """The files that may belong to a checkpoint."""
 

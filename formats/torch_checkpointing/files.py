@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files
@@ -16,7 +16,7 @@ TORCH, SAFETENSORS, JSON = "TorchSerialization", "SafetensorsSerialization", "Js
 _NUMBERED = re.compile(r"(?P<item>[\w-]+?)_(?P<rank>\d{1,6})\.(pt|json)")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ItemFile:
     """The file of an item on one rank."""
 

@@ -13,8 +13,8 @@ from reshard.containers import inert_pickle
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
+from reshard.geometry.value import value
 from reshard.storage.files import Files, inside, read_whole
 from reshard.storage.json_input import parsed
 
@@ -29,7 +29,7 @@ _Tensors = list[tuple[KeyPath, list[Any]]]
 _Layouts = Mapping[int, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RankBoxes:
     """What one rank holds of a tensor, according to the metadata."""
 
@@ -43,7 +43,7 @@ class RankBoxes:
     """Each box, and where it starts in the local tensor, in elements per axis."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DescribedItem:
     """An item, according to the metadata."""
 
@@ -53,7 +53,7 @@ class DescribedItem:
     """Rank -> path of a tensor in the item -> what the rank holds of it."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Metadata:
     """The content of metadata.pkl."""
 

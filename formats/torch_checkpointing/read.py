@@ -18,7 +18,7 @@ from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.containers.torch_zip import AnyTensor, LocatedTensor, UnlocatedTensor
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.boxes import Box, row_major
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, RunFacts
 from reshard.storage.files import Files, missing
 
@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 _DEEPEST = 32
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RankItem:
     """The content of an item's file on one rank."""
 

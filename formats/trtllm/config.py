@@ -12,15 +12,15 @@ from typing import Any
 from reshard.adapter.model_files import CONFIG, read_json
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import Parallel
+from reshard.geometry.value import value
 from reshard.models.config_values import rotary_base, rotary_settings, rotary_type
 from reshard.models.model import Model
 from reshard.serving.weights import model_dtype
 from reshard.storage.files import Files
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Copied:
     """A value that is taken from the Hugging Face config."""
 
@@ -198,7 +198,7 @@ def hugging_face_config(config: Mapping[str, Any]) -> dict[str, Any]:
             why="How its weights are stored in the ranks' files is not guessed",
             do=f"Known architectures are {', '.join(_CLASSES)}",
         )
-    moe, quantization = (value if isinstance(value := config.get(key), dict) else {} for key in ("moe", "quantization"))
+    moe, quantization = (part if isinstance(part := config.get(key), dict) else {} for key in ("moe", "quantization"))
     algorithms = {value for value in quantization.values() if isinstance(value, str)}
     if algorithms:
         raise CheckpointError(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.serving.versions import Numbers
 
 NEWEST = "0.32.0"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Release:
     """What holds for all models from one version on, until the next Release."""
 

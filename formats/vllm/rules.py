@@ -12,12 +12,12 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.models.model import Model, ModelWeight
 from reshard.models.quantization_settings import quantization_settings, settings_key
-from reshard.models.quantized import Quantization, StoredForm
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Heads
+from reshard.models.stored_forms import Quantization, StoredForm
 from reshard.plans.target import Target
 from reshard.serving.rules import EngineRules, ExtraTensor, Fusion, normalizer
 from reshard.serving.versions import Numbers, about_version, version_numbers
@@ -58,7 +58,7 @@ _PLACEHOLDERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class VersionRules:
     """The rules for one model, from one version of vLLM on."""
 

@@ -12,15 +12,15 @@ from typing import Any
 from reshard.containers import pickle_writer, torch_frame, torch_pickle
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.stored import StoredTensor
+from reshard.geometry.value import mutable, value
 from reshard.plans.layout import TargetFile
 from reshard.plans.placed import PlacedTensor
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DcpEntry:
     """An entry: a box of a tensor, or an object, in a file."""
 
@@ -42,7 +42,7 @@ class DcpEntry:
     """The shape of the whole tensor."""
 
 
-@dataclass(slots=True)
+@mutable
 class DcpFile:
     """A file of entries that is being laid out."""
 

@@ -13,12 +13,12 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from typing import Any
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 _FOLDERS = (".dist-info", ".egg-info")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class EntryPoint:
     """An object that a package offers to others."""
 

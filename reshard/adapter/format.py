@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from reshard.errors import UnsupportedError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 if TYPE_CHECKING:
     from reshard.adapter.model_files import ModelFiles
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from reshard.storage.files import Files
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Hints:
     """What the user has said about a checkpoint that its files may not say."""
 

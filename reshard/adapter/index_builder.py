@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field, replace
+from dataclasses import field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -16,16 +16,16 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.meshes import Distribution, Mesh
 from reshard.geometry.sections import Columns
+from reshard.geometry.value import mutable, value
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, StoredFile, Tensor
 from reshard.index.shards import PieceTable, Shards
 from reshard.storage.files import Files
 
 if TYPE_CHECKING:
-    from reshard.containers.alike_files import AlikeRanks
     from reshard.containers.distributed_tensors import LocalTensor
+    from reshard.containers.recognised_files import AlikeRanks
     from reshard.containers.torch_zip import Locations
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class IndexBuilder:
 
         Raises: CheckpointError as `add` does.
         """
-        from reshard.containers.alike_files import boxes_of_ranks
+        from reshard.containers.recognised_files import boxes_of_ranks
         from reshard.containers.torch_zip import UnlocatedTensor
 
         count = len(alike.ranks)
@@ -207,7 +207,7 @@ class IndexBuilder:
         return self._shared.setdefault(value, value)  # type: ignore[return-value]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class _Rows:
     """Boxes of one tensor as columns. Row i of every column belongs to the same box."""
 
@@ -227,7 +227,7 @@ class _Rows:
     """[n]: byte offset of the first element, counted from the member's payload; from the start of the file if `members` is -1."""
 
 
-@dataclass(slots=True)
+@mutable
 class _Columns:
     """The boxes of one tensor, as they were added: one by one, then in blocks."""
 
@@ -282,7 +282,7 @@ class _Columns:
         if ranks_key not in shared:
             shared[ranks_key] = np.argsort(np.concatenate([part.ranks for part in parts]), kind="stable")
         order = shared[ranks_key]
-        return _Rows(*map(joined, _Rows.__slots__))
+        return _Rows(*map(joined, [field.name for field in fields(_Rows)]))
 
     def shards(self, files: Files, paths: tuple[str, ...], shared: dict[object, Columns]) -> Shards:
         """The boxes as the pieces of a tensor. shared: columns that tensors share if they are equal."""

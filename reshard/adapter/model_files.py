@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import CheckpointError, RequestError, ReshardError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.models.config_values import with_value
 from reshard.models.quantization_settings import SETTING, SETTINGS_FILES, quantization_settings, settings_of_file
 from reshard.storage.files import Files, LocalFiles, read_whole
@@ -53,7 +53,7 @@ _ADAPTER_FOLDERS = ("", "lora_adapter/", "huggingface/")
 _VERL_ADAPTER = "lora_train_meta.json"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelFiles:
     """The config and the tokenizer files of a folder."""
 

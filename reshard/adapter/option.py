@@ -10,11 +10,11 @@ import re
 from typing import Any, Literal
 
 from reshard.errors import RequestError, choices
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import parse_size
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Option:
     """A setting of a target format."""
 

@@ -14,8 +14,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
 from reshard.errors import CheckpointError, MissingFile, MixedSaves, RequestError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import mutable, value
 
 if TYPE_CHECKING:
     from reshard.index.index import Tensor
@@ -26,7 +26,7 @@ _NAMED = 8
 _NAME = re.compile(r"(?P<kind>.*?)(_world_size_(?P<world>\d{1,6}))?[_.-]?rank[_.-]?(?P<rank>\d{1,6})\.(pt|pth|bin|ckpt)")
 
 
-@dataclass(slots=True)
+@mutable
 class RankFiles:
     """One file per rank with the same kind of content."""
 
@@ -65,7 +65,7 @@ class RankFiles:
         return f"{folder}{slash}{name[: match.start('rank')]}{rank}{name[match.end('rank') :]}"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RunFiles:
     """All rank files of a folder, which one run has written."""
 

@@ -30,13 +30,13 @@ from reshard.canonical.tied_head import tie
 from reshard.canonical.trainer_names import check_trainer
 from reshard.canonical.wrappers import is_wrapper
 from reshard.errors import CheckpointError, IncompleteError, RequestError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
 from reshard.models.model import Model, ModelWeight
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Selection:
     """Which tensors of a checkpoint are chosen. Globs match names after `strip_prefix` has been removed."""
 
@@ -79,7 +79,7 @@ def _unreadable(key: str) -> float:
     raise CheckpointError("its value cannot be read here: no reader was given", where=key)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Drop:
     """A stored tensor that is left out."""
 
@@ -93,7 +93,7 @@ class Drop:
     """Why it is left out."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class MergedAdapter:
     """A LoRA adapter that is merged into the weights."""
 
@@ -110,7 +110,7 @@ class MergedAdapter:
         return {"path": self.path, "weights": self.weights, **chosen}
 
 
-@dataclass(frozen=True, eq=False)
+@value(slots=False, eq=False)
 class Content:
     """The chosen tensors of a checkpoint under canonical names."""
 

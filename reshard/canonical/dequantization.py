@@ -12,13 +12,13 @@ from typing import Any
 from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.geometry.dtypes import BF16
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import EncodedPart, Encoding, Tensor
 from reshard.index.name_parts import family_of
 from reshard.models.model import Model
 from reshard.models.quantization import quantization_of, unknown_quantization
 from reshard.models.quantization_settings import PLACES, without_quantization
-from reshard.models.quantized import Component, Quantization, StoredForm
+from reshard.models.stored_forms import Component, Quantization, StoredForm
 
 
 def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
@@ -53,7 +53,7 @@ def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
     return replace(content, tensors={name: tensors[name] for name in in_order}, drops=tuple(drops), model=model)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class QuantizedFamily:
     """Quantized weights that are alike but for the numbers of their layers and experts."""
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import Index, ParamGroup, Tensor
 
 PREFIX = "base_model.model."
@@ -35,7 +35,7 @@ _SAVED = "modules_to_save"
 _MARKS = ("lora_", _SAVED, TRAINED_TOKENS)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AdapterName:
     """What the stored name of an adapter's tensor says."""
 
@@ -123,7 +123,7 @@ _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga", "orthogonal_base
 _CONFIG = "adapter_config.json"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LoraSettings:
     """The settings of an adapter, from adapter_config.json."""
 

@@ -22,8 +22,8 @@ from reshard.canonical.lora import PREFIX, LoraSettings, adapter_name
 from reshard.canonical.name_variants import Names
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.boxes import Box
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, Tile
+from reshard.geometry.value import mutable, value
 from reshard.index.index import Tensor, Update
 
 _BASE_LAYER = ".base_layer"
@@ -31,7 +31,7 @@ _BASE_LAYER = ".base_layer"
 _WITHOUT_MARK = ("llama4", "llama4_text")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Adapter:
     """A LoRA adapter that is to be merged."""
 
@@ -77,7 +77,7 @@ def _without_base_layers(module: str) -> str:
     return module
 
 
-@dataclass(slots=True)
+@mutable
 class _Merge:
     """A merge that is being described."""
 
@@ -282,7 +282,7 @@ def _is_quantized(weight: str, form: str) -> RequestError:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Factors:
     """The two factors of a module, or of one of its parameters for all experts."""
 

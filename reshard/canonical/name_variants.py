@@ -22,14 +22,14 @@ from reshard.canonical.stacked_experts import located_in, stacks
 from reshard.canonical.trainer_names import places_in, with_published_names
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, joined, stacked
+from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, ParamGroup, Tensor
 from reshard.index.shards import Shards, concatenated
 from reshard.models.model import Model, Part
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class NameVariant:
     """Another name of one or several weights of a layer."""
 
@@ -194,7 +194,7 @@ class Names:
         return joined(arrays)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Share:
     """The part of a canonical tensor that one stored tensor holds."""
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import Kind, ParamGroup, Tensor
 
 Shape = tuple[int, ...]
@@ -110,7 +110,7 @@ def is_unnamed(tensor: Tensor) -> bool:
     return tensor.kind == "state" and tensor.name.startswith(_PREFIX)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Unnamed:
     """The reason why the names of numbered parameters cannot be known."""
 

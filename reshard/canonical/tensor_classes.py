@@ -34,7 +34,7 @@ from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import is_state_key
 from reshard.canonical.wrappers import without_wrappers
 from reshard.errors import RequestError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, ParamGroup, Tensor, element_count
 from reshard.models.drafts import is_draft_table
 from reshard.models.model import Model
@@ -92,7 +92,7 @@ _OF_TRAINED = ("master", "moment1", "moment2")
 _PACKED = ("U8", "I8", "I32")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StoredModel:
     """One of the models in a checkpoint."""
 

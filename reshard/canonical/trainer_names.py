@@ -27,10 +27,10 @@ from functools import cached_property
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, Tile, joined
 from reshard.geometry.sections import Section, Sections
 from reshard.geometry.stored import StoredTensor
+from reshard.geometry.value import value
 from reshard.index.index import Index, ParamGroup, Tensor
 from reshard.index.shards import Shards
 from reshard.index.subviews import SubviewsBuilder
@@ -40,7 +40,7 @@ from reshard.models.roles import ROLES, Replicate, Row
 _ROTARY = {"attention.q": "heads", "attention.k": "kv_heads"}
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TrainerNames:
     """The names of one trainer."""
 
@@ -160,7 +160,7 @@ def axis_of(name: str) -> int | None:
     return None if isinstance(split, Replicate) else int(isinstance(split, Row))
 
 
-@dataclass(frozen=True, eq=False)
+@value(slots=False, eq=False)
 class Places:
     """Where the weights of a model lie in the tensors of a trainer."""
 

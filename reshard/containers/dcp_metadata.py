@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
@@ -27,9 +27,9 @@ from reshard.containers.inert_pickle import Inert, load, shown
 from reshard.containers.pickle_objects import NotColumnsError, ObjectTable, Run, load_objects
 from reshard.errors import CheckpointError
 from reshard.geometry.dtypes import DType, from_torch
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import distinct
+from reshard.geometry.value import value
 from reshard.storage.files import inside
 
 Numbers = npt.NDArray[np.int64]
@@ -37,7 +37,7 @@ Numbers = npt.NDArray[np.int64]
 _CHUNK, _INDEX, _INFO = "ChunkStorageMetadata", "MetadataIndex", "_StorageInfo"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Chunks:
     """The stored boxes of one tensor, one row each, sorted by offsets. Rows with the same box are replicas."""
 
@@ -59,7 +59,7 @@ class Chunks:
         return f"Chunks({plural(len(self), 'box', 'boxes')} in {plural(len(np.unique(self.files)), 'file')})"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TensorItem:
     """A tensor of the checkpoint."""
 
@@ -75,7 +75,7 @@ class TensorItem:
     """The stream extensions that encoded each of its entries, in the order in which the metadata lists them."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class BytesItem:
     """An object of the checkpoint that is not a tensor. One entry holds it as a torch.save file."""
 
@@ -91,7 +91,7 @@ class BytesItem:
     """The stream extensions that encoded the entry, in the order in which the metadata lists them."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DcpMetadata:
     """The content of a .metadata file."""
 
@@ -187,7 +187,7 @@ def merge(parts: Sequence[DcpMetadata]) -> DcpMetadata:
 # ---- objects as columns ----
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class _Boxes:
     """Chunks, or entries, of several tensors."""
 
@@ -531,7 +531,7 @@ def _merged(items: list[TensorItem]) -> TensorItem:
             )
     if len(items) == 1:
         return first
-    columns = (np.concatenate([getattr(item.chunks, name) for item in items]) for name in Chunks.__slots__)
+    columns = (np.concatenate([getattr(item.chunks, field.name) for item in items]) for field in fields(Chunks))
     return replace(first, chunks=_sorted(Chunks(*columns)))
 
 

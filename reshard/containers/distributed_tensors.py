@@ -17,12 +17,12 @@ from reshard.containers.torch_zip import AnyTensor, is_plain_tensor, memory_of
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LocalTensor:
     """The part of a global tensor that one rank's file holds."""
 
@@ -148,7 +148,7 @@ class Decoder:
         return LocalTensor(dtype, tuple(shape), tuple(shards), None, _rank(_attribute(state[2], "global_rank")))
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _MeshFacts:
     """A DeviceMesh as one rank's file describes it."""
 

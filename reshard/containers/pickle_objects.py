@@ -17,6 +17,7 @@ from __future__ import annotations
 import pickle
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,8 @@ import numpy.typing as npt
 
 from reshard.containers.inert_pickle import Function, Inert, after_opcode, load_with_memo
 from reshard.errors import CheckpointError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import distinct
+from reshard.geometry.value import mutable
 
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[Any]
@@ -70,7 +71,7 @@ class Run:
         raise pickle.UnpicklingError("it changes a run of objects")
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class _Values:
     """One attribute of n objects of a form."""
 
@@ -84,7 +85,7 @@ class _Values:
     """[n]: the memo number of a text or size that stands here, counted from that of the object; -1 for other kinds."""
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class _Form:
     """Objects of one class with the same attributes."""
 
@@ -102,7 +103,7 @@ class _Form:
             values.memo = values.memo[:0]
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class _Block:
     """Objects as they were read, of any form."""
 
@@ -185,7 +186,7 @@ def load_objects(content: Callable[[], bytes], items: str, pairs: tuple[str, str
     blocks = [reading.block(starts) for starts in _starts(reading.data)]
     if not blocks:
         raise NotColumnsError
-    objects = _Block(*(np.concatenate([getattr(block, name) for block in blocks]) for name in _Block.__slots__))
+    objects = _Block(*(np.concatenate([getattr(block, field.name) for block in blocks]) for field in fields(_Block)))
     blocks.clear()
     if int(objects.lengths.sum(dtype=np.int64)) < _SHARE * len(data) or int(objects.counts.sum(dtype=np.int64)) >= _MOST_MEMOS:
         raise NotColumnsError
@@ -376,7 +377,7 @@ class _Reading:
         return number
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class _Read:
     """Values as they were read."""
 

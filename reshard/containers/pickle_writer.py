@@ -10,10 +10,10 @@ import struct
 from collections import OrderedDict
 from typing import Any
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Name:
     """A class or function such as torch.Size. The unpickler imports the module and takes the attribute."""
 
@@ -23,7 +23,7 @@ class Name:
     """The attribute of the module, such as "Size"."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Call:
     """The result of calling `function` with `args`."""
 
@@ -31,7 +31,7 @@ class Call:
     args: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Instance:
     """An object of a class, made by its __new__ and then given its state."""
 
@@ -43,14 +43,14 @@ class Instance:
     """The arguments of __new__, as a named tuple has them."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class PersistentId:
     """A persistent id, whose meaning is defined by the reader; for torch it names a storage."""
 
     value: Any
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Shared:
     """A value that occurs several times and becomes one object."""
 

@@ -23,9 +23,9 @@ import numpy as np
 from reshard.containers import magic_bytes
 from reshard.errors import CheckpointError, TruncatedFile, UnsupportedError
 from reshard.geometry.dtypes import DType, from_safetensors, is_in_safetensors
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns
+from reshard.geometry.value import value
 from reshard.storage.files import Files, missing, read_range
 
 # safetensors refuses longer headers (tensor.rs, MAX_HEADER_SIZE).
@@ -60,7 +60,7 @@ class TensorForm(NamedTuple):
     """The length of each in bytes."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Header:
     """What a file says about its content. The tensors are columns, in the order of their bytes: a file may hold many thousands."""
 
@@ -88,7 +88,7 @@ class Header:
         return f"Header({plural(len(self.names), 'tensor')}, {plural(self.nbytes, 'byte')})"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Frame:
     """The layout of a file to be written, without the bytes of its tensors."""
 

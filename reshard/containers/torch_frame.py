@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from reshard.containers.torch_pickle import Plain
 from reshard.errors import RequestError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 
 ALIGNMENT = 64
 _WIDE = 0xFFFFFFFF
@@ -24,7 +24,7 @@ _MOST_BYTES = (1 << 63) - 1
 _UTF8 = 0x0800
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TorchFrame:
     """The layout of a torch.save file, without the bytes of its storages. All offsets count from the start of the file."""
 

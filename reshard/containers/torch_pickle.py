@@ -9,10 +9,10 @@ from reshard.containers import pickle_writer
 from reshard.containers.pickle_writer import Call, Name, PersistentId
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Plain:
     """A row-major tensor in a storage of its own. Two Plain objects are never equal: each is one tensor."""
 

@@ -24,12 +24,12 @@ from reshard.containers import magic_bytes
 from reshard.containers.inert_pickle import DTypeName, Function, Inert, Rebuild, StorageClass, end_of_pickle, load, sealed, shown
 from reshard.containers.zip_directory import Directory, Member, Range, payload, payload_start, read_directory
 from reshard.geometry.dtypes import DType, from_storage, from_torch
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.storage.files import Files
 
 
 @sealed
-@dataclass(frozen=True, slots=True)
+@value
 class LocatedTensor:
     """A tensor in a file: element (i, j, ...) is at byte_offset + itemsize * (i * strides[0] + j * strides[1] + ...).
 
@@ -51,7 +51,7 @@ class LocatedTensor:
 
 
 @sealed
-@dataclass(frozen=True, slots=True)
+@value
 class UnlocatedTensor:
     """A tensor in a file whose zip member is known, but not where the member's payload starts. `Locations` looks that up."""
 

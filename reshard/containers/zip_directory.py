@@ -15,8 +15,8 @@ from typing import NoReturn
 
 from reshard.containers import magic_bytes
 from reshard.errors import CheckpointError, TruncatedFile
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.storage.files import Files, missing, read_range
 
 _END, _END64, _LOCATOR, _CENTRAL, _LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
@@ -26,7 +26,7 @@ _MAX_DIRECTORY = 1 << 28
 _TAIL, _AHEAD = 4096, 2048
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Member:
     """A member of a zip."""
 
@@ -85,7 +85,7 @@ class Range:
         raise CheckpointError(what, where=self.where, do=do)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Directory:
     """The central directory of a zip."""
 

@@ -18,15 +18,15 @@ from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.dtypes import DType
 from reshard.geometry.functions import INVERTIBLE
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import mutable, value
 from reshard.index.index import Constant, Index, Tensor
 from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
 from reshard.plans.manifest import MANIFEST
 from reshard.storage.files import Files, read_range
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Side:
     """One checkpoint of a comparison."""
 
@@ -41,7 +41,7 @@ class Side:
         return f"Side({self.files.root!r}, {plural(len(self.content.tensors), 'tensor')})"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Difference:
     """A tensor that differs."""
 
@@ -53,7 +53,7 @@ class Difference:
     """A sentence for the user."""
 
 
-@dataclass(slots=True)
+@mutable
 class Comparison:
     """The result of comparing two checkpoints, or one with the manifest that reshard wrote beside it."""
 
@@ -87,7 +87,7 @@ class Comparison:
         return f"Comparison({result}, {plural(self.tensors, 'tensor')}, {plural(self.nbytes, 'byte')})"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Job:
     """One block to read."""
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CheckpointError, TargetError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.storage.files import inside
 from reshard.storage.lock import is_locked
 from reshard.storage.own_files import JOURNAL, WORK_FOLDER, json_object, open_own, own_lines
@@ -46,7 +46,7 @@ BlockKey = tuple[int, int]
 """(index of the route in the plan, index of the block in the tensor)."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class JournalHeader:
     """The first line of a journal: which conversion it is."""
 
@@ -187,7 +187,7 @@ class Journal:
         os.fsync(self._file.fileno())
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Unfinished:
     """A conversion that was interrupted, or that is running, as its journal describes it."""
 

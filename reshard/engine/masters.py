@@ -17,7 +17,7 @@ from reshard.engine.casts import cast
 from reshard.engine.transfer import Pieces, Worker
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
 from reshard.storage.files import Files
@@ -29,7 +29,7 @@ _ELEMENTS = 2048
 _INFINITIES = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class WrongMaster:
     """A master that does not round to its weight."""
 

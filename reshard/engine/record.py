@@ -18,7 +18,7 @@ import numpy as np
 import reshard
 from reshard.canonical.content import Drop
 from reshard.engine.pool import run_jobs
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import Constant
 from reshard.plans.digests import CURRENT, Fingerprint, content_digest
 from reshard.plans.fixed_bytes import Ranges, fixed_ranges, parts, planned_bytes
@@ -45,7 +45,7 @@ Read = Callable[[str, int, int], bytes]
 _MOST_REASONS, _MOST_EXAMPLES, _LONGEST_REASON, _LONGEST_TEXT = 32, 5, 200, 4096
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Provenance:
     """What the caller of a conversion wants to be recorded."""
 

@@ -23,8 +23,8 @@ from reshard.engine.transfer import Pieces, Worker, bytes_of, strips
 from reshard.engine.values import Values
 from reshard.errors import CheckpointError, RequestError, TargetError
 from reshard.geometry.boxes import Box, blocks
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.plans.digests import CURRENT, Fingerprint
 from reshard.plans.manifest import CHECKSUMS, MANIFEST, listed_files, usable_manifest
 from reshard.plans.plan import Plan, Route
@@ -38,7 +38,7 @@ _NO_PROVENANCE = Provenance()
 _BUFFERS_OF_RECIPES = 6
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Done:
     """A block that has been written."""
 
@@ -48,7 +48,7 @@ class Done:
     """Its size in bytes, in the target's element type and without replicas."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Job:
     """One block to convert."""
 

@@ -23,8 +23,8 @@ from reshard.errors import CheckpointError, ReplicasDiffer
 from reshard.geometry.boxes import BLOCK_ELEMENTS, Box, contiguous_runs
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Piece, covering_spans, is_row_major, spans
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Columns
+from reshard.geometry.value import value
 from reshard.index.index import Tensor
 from reshard.index.join import rows_meeting
 from reshard.index.shards import primary_rows
@@ -100,7 +100,7 @@ class SlabPiece:
         return self.byte_offset + (line - self.start) * self.step
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SlabPieces:
     """What all pieces of a tensor hold of a slab."""
 
@@ -112,7 +112,7 @@ class SlabPieces:
     """Whether few lines would be read in short runs."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Strip:
     """Consecutive lines of a slab."""
 

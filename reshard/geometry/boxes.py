@@ -13,10 +13,10 @@ from types import EllipsisType
 import numpy as np
 import numpy.typing as npt
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Box:
     """A part of a tensor, in elements per axis.
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from reshard.errors import CheckpointError
 from reshard.geometry.functions import INVERTIBLE
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DType:
     """One element type."""
 

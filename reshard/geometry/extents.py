@@ -10,11 +10,11 @@ import numpy.typing as npt
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, contiguous_runs, row_major
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Extent:
     """Where a box lies: its element (i, j, ...) starts at byte_offset + itemsize * (i * strides[0] + j * strides[1] + ...)."""
 
@@ -34,7 +34,7 @@ class Extent:
             raise CheckpointError(f"negative strides {self.strides}", where=self.path, why="no framework writes them")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Piece:
     """A box of a canonical tensor and where its bytes lie."""
 
@@ -47,7 +47,7 @@ class Piece:
         return self.extent.byte_offset + self.extent.dtype.itemsize * sum((a - b) * stride for a, b, stride in steps)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Span:
     """One contiguous range of a file that holds a box, possibly with other elements between those of the box."""
 
@@ -109,7 +109,7 @@ def covering_spans(sizes: tuple[int, ...], strides: tuple[int, ...], gap: int) -
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Runs:
     """The contiguous runs of a strided box, all of one length."""
 

@@ -11,10 +11,10 @@ from functools import lru_cache
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Mesh:
     """The dimensions of a device mesh."""
 
@@ -32,7 +32,7 @@ class Mesh:
         return " x ".join(f"{name} {size}" for name, size in zip(self.names, self.sizes, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Replicated:
     """Every rank along the mesh dimension holds the same elements."""
 
@@ -45,7 +45,7 @@ class Replicated:
         return "every rank holds a copy"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Sharded:
     """The ranks along the mesh dimension hold consecutive chunks of one axis of the tensor."""
 
@@ -61,7 +61,7 @@ class Sharded:
         return f"axis {self.axis} is cut into runs"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StridedSharded:
     """Like Sharded, but the mesh dimensions to the right cut the axis first.
 
@@ -85,7 +85,7 @@ class StridedSharded:
 Placement = Replicated | Sharded | StridedSharded
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Distribution:
     """How a tensor is distributed on a mesh."""
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Section, Sections
 from reshard.geometry.stored import StoredTensor
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Tile:
     """A box of a canonical tensor at a place in an array."""
 
@@ -54,7 +54,7 @@ class Tile:
         return Tile(self.name, self.box, at, tuple(None if axis is None else number(axis) for axis in self.axes))
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Mosaic:
     """An array of that shape, covered by tiles. Elements without a tile are padding."""
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 Block = npt.NDArray[Any]
 
@@ -25,7 +25,7 @@ Block = npt.NDArray[Any]
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Packing:
     """How consecutive values along one axis of a weight lie in a stored word."""
 

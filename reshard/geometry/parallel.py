@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from reshard.errors import RequestError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Parallel:
     """The parallel sizes of a target, each 1 or more."""
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.geometry.boxes import Box, contiguous_runs
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 Columns = npt.NDArray[np.int64]
 """Numbers, one row per box."""
@@ -27,7 +27,7 @@ def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return result
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Section:
     """A box of a canonical tensor inside a stored tensor."""
 
@@ -41,7 +41,7 @@ class Section:
     """The distance between neighbours of the box along each canonical axis, in stored elements."""
 
 
-@dataclass(frozen=True, eq=False)
+@value(slots=False, eq=False)
 class Pattern:
     """Where the sections of a stored tensor lie, without the names of their canonical tensors. n sections.
 
@@ -102,7 +102,7 @@ class Pattern:
             yield ndim, rows, Pattern(offsets, sizes, self.starts[rows], strides)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Sections(Sequence[Section]):
     """The sections of a stored tensor: a pattern, and the canonical tensor of each section."""
 

@@ -7,12 +7,12 @@ import struct
 
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType, from_torch
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import NO_SECTIONS, Section, Sections
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StoredTensor:
     """The array that a file holds under one name."""
 

@@ -23,7 +23,7 @@ def bad_numbers(measured: Sequence[Measured]) -> Iterator[Finding]:
             continue  # the run's own; a mask may be infinite
         what = "" if tensor.kind == "weight" else f" of its {tensor.kind}"
         if is_scale(tensor.name) and not tensor.dtype.floating:
-            continue  # exponents, or integers that quantized.py knows how to read
+            continue  # exponents, or integers that stored_forms.py knows how to read
         if is_scale(tensor.name):
             counts = {"NaN": statistics.nan, "infinite": statistics.inf, "zero": statistics.zeros, "negative": statistics.negatives}
             if faulty := ", ".join(f"{count:,} are {word}" for word, count in counts.items() if count):

@@ -12,8 +12,8 @@ from reshard.containers import safetensors
 from reshard.containers.zip_directory import Directory, Member, Range, payload, read_directory
 from reshard.engine.pool import run_jobs
 from reshard.errors import CheckpointError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.health.findings import Finding, found, of_error
 from reshard.index.index import Index
 from reshard.storage.files import Files
@@ -60,7 +60,7 @@ def unused_files(format: Format, index: Index, files: Files, paths: Sequence[str
             yield found("unused-file", f"it is called like a weight file of the format {format.name}, but no tensor lies in it", file=path)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Zip:
     """One zip: a file of torch.save, or an entry of a DCP file."""
 

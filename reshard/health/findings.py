@@ -15,14 +15,14 @@ from reshard.errors import (
     TruncatedFile,
     check_word,
 )
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FindingKind:
     """One kind of finding."""
 
@@ -168,7 +168,7 @@ _OF_ERRORS: tuple[tuple[type[CheckpointError], str], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Finding:
     """One thing that `doctor` found."""
 
@@ -207,7 +207,7 @@ def of_error(error: ReshardError, id: str | None = None) -> Finding:
     return found(kind, detail, file=error.where, do=error.do or "")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Report:
     """What `doctor` found in a checkpoint."""
 

@@ -10,8 +10,8 @@ import numpy as np
 from reshard.engine.transfer import Block
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import mutable
 from reshard.health.findings import Finding, found, of_error
 from reshard.index.index import Index, Kind, Tensor
 from reshard.index.name_parts import expert_of, is_scale, is_stacked_experts
@@ -19,7 +19,7 @@ from reshard.measures.walk import Read, walk
 from reshard.storage.files import Files
 
 
-@dataclass(slots=True)
+@mutable
 class Pair:
     """One tensor in two saves."""
 

@@ -10,7 +10,7 @@ from reshard.engine.stores.read_ahead import run_reading
 from reshard.engine.transfer import Block, Pieces, Worker, bytes_of
 from reshard.errors import CheckpointError, ReplicasDiffer
 from reshard.geometry.boxes import Box, blocks
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import mutable, value
 from reshard.health.findings import Finding, found, of_error
 from reshard.index.index import Tensor
 from reshard.index.name_parts import is_scale
@@ -20,7 +20,7 @@ from reshard.plans.digests import CURRENT
 from reshard.storage.files import Files
 
 
-@dataclass(slots=True)
+@mutable
 class Measured:
     """A tensor and what its values showed."""
 
@@ -41,7 +41,7 @@ class Measured:
         return self.tensor.name
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Job:
     """One block to measure."""
 

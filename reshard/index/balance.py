@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import nbytes_text
+from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor
 from reshard.index.name_parts import layer_of
 from reshard.index.shards import PieceTable
@@ -16,7 +16,7 @@ from reshard.index.shards import PieceTable
 Bar = TypeVar("Bar")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ByteShare:
     """A part of the stored bytes."""
 

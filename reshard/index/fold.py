@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import Tensor
 
 _NUMBER = re.compile(r"\d+")
@@ -52,7 +52,7 @@ def _range_text(numbers: list[int]) -> str:
     return "{" + ",".join(map(str, numbers[:6])) + (",..." if len(numbers) > 6 else "") + "}"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Fold:
     """A branch of the tree of names. It stands for everything below it, and for all its alike copies."""
 

@@ -11,11 +11,11 @@ from typing import Any, Literal
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16, F32, DType
 from reshard.geometry.extents import Piece
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.meshes import Distribution, Mesh
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.index.shards import Shards
-from reshard.models.quantized import BlockShape, Component
+from reshard.models.stored_forms import BlockShape, Component
 
 Kind = Literal["weight", "buffer", "adapter", "other", "master", "moment1", "moment2", "step", "state"]
 """What a tensor is for in the training run. (A *role* is what a weight does in the model, such as attention.q.)"""
@@ -32,7 +32,7 @@ KINDS: dict[Kind, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Tensor:
     """A canonical tensor and its pieces."""
 
@@ -97,7 +97,7 @@ def element_count(tensors: Iterable[Tensor]) -> int:
     return sum(math.prod(shape) * count for shape, count in Counter(tensor.shape for tensor in tensors).items())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class EncodedPart:
     """One of the stored tensors of a quantized tensor."""
 
@@ -138,7 +138,7 @@ class EncodedPart:
         return Box(tuple(starts), tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Encoding:
     """How the values of a quantized tensor follow from stored tensors."""
 
@@ -160,7 +160,7 @@ class Encoding:
         return f"Encoding({self.name}, {plural(len(self.parts), 'part')})"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Derivation:
     """How a component of a quantized weight follows from the weight's values."""
 
@@ -175,7 +175,7 @@ class Derivation:
         return f"Derivation({self.recipe}, {self.component.kind} of {self.weight.name})"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Update:
     """What a merged LoRA adapter adds to a box of a tensor: scale * (rows x columns), in float32.
 
@@ -199,7 +199,7 @@ class Update:
         return tuple(factor for factor in (self.rows, self.columns, self.magnitude) if factor is not None)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StoredFile:
     """One file of the checkpoint."""
 
@@ -209,7 +209,7 @@ class StoredFile:
     """Its length in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Constant:
     """A range of bytes that a format prescribes, such as a scale that is always 1, or padding rows of zeros."""
 
@@ -225,7 +225,7 @@ class Constant:
     """The prescribed bytes, repeated over the range."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RunFacts:
     """What the files tell about the run that wrote them. A fact that they do not tell is None or empty."""
 
@@ -260,7 +260,7 @@ class RunFacts:
         return f"RunFacts({', '.join(filter(None, facts))})"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ParamGroup:
     """A param group of the optimizer."""
 
@@ -273,7 +273,7 @@ class ParamGroup:
         return f"ParamGroup({plural(len(self.names), 'parameter')}, {plural(len(self.settings), 'setting')})"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Index:
     """One checkpoint: which box of which tensor lies in which bytes of which file."""
 

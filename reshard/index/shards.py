@@ -18,12 +18,12 @@ import numpy.typing as npt
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent, Piece
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, eq=False)
+@value(slots=False, eq=False)
 class PieceTable:
     """Pieces of one or more tensors with the same number of axes as columns, one row per stored box."""
 
@@ -57,7 +57,7 @@ class PieceTable:
         return f"PieceTable({plural(len(self), 'piece')} in {plural(len(self.paths), 'file')})"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Located:
     """Where each row of a PieceTable lies, if that is known without a read: the `extent` of the table."""
 

@@ -14,16 +14,16 @@ import numpy as np
 
 from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Extent
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Tile
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, Section
+from reshard.geometry.value import value
 from reshard.index.shards import PieceTable, Shards
 
 _NO_AXIS = -1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Subviews:
     """Boxes of canonical tensors in the pieces of a stored tensor, one row each, in the order of the canonical tensors. n boxes with ndim
     axes, in arrays of k axes. Stored tensors that are cut alike share the columns."""
@@ -124,7 +124,7 @@ class SubviewsBuilder:
         rows.extend((self._numbers.setdefault(name, len(self._numbers)), piece, *offsets, *sizes, *at, *axes, *steps))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class SubviewsByTensor:
     """The subviews of a stored tensor; canonical tensors with different numbers of axes have columns of their own."""
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from reshard.engine.casts import cast
 from reshard.engine.transfer import Block
 from reshard.geometry.dtypes import BF16, F32, DType
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import mutable
 from reshard.measures.statistics import LAYOUTS
 
 _STRIP = 1 << 17
@@ -34,7 +34,7 @@ _EDGES = (0, *(1 << power for power in range(16)))
 _INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "<u1"}
 
 
-@dataclass(slots=True)
+@mutable
 class Change:
     """How a tensor, or a group of tensors, changed."""
 

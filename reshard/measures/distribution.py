@@ -18,7 +18,7 @@ from reshard.engine.casts import cast
 from reshard.engine.transfer import Block
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import mutable
 from reshard.measures.statistics import constant_rows
 
 # Below this size the words that occur are sorted; from it on, all 65,536 words are counted.
@@ -27,7 +27,7 @@ _INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U64": "<u8"
 _F64 = from_torch("float64", where="distribution")
 
 
-@dataclass(slots=True)
+@mutable
 class ValueDistribution:
     """What is known of the elements of a tensor, or of a part of it. `add` combines parts."""
 

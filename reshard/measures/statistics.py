@@ -22,7 +22,7 @@ import numpy.typing as npt
 from reshard.engine.transfer import Block
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import mutable, value
 
 _STRIP = 1 << 16
 # Elements of each block from which the shape of the distribution is taken.
@@ -31,7 +31,7 @@ _SAMPLE = 1 << 15
 _SHORTEST_ROW = 8
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FloatLayout:
     """How a floating-point type uses the bits of its word."""
 
@@ -62,7 +62,7 @@ LAYOUTS: dict[str, FloatLayout] = {
 }
 
 
-@dataclass(slots=True)
+@mutable
 class Statistics:
     """What is known of a tensor, or of a part of it. `add` combines parts."""
 

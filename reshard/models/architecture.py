@@ -12,7 +12,7 @@ from dataclasses import field, replace
 from typing import Any
 
 from reshard.errors import RequestError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.models.computation import Computation
 from reshard.models.config_values import value_at, whole_number
 from reshard.models.quirks import ModelQuirks
@@ -23,7 +23,7 @@ from reshard.models.roles import Split
 LAYER_SETS = ("dense", "sparse", "mtp")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Weight:
     """The declaration of one weight, or of one weight per layer and per expert."""
 
@@ -79,7 +79,7 @@ _STACKED = {"gate_up_proj": ("expert.gate", "expert.up"), "down_proj": ("expert.
 _OF_EXPERT = {"expert.gate": "gate_proj.weight", "expert.up": "up_proj.weight", "expert.down": "down_proj.weight"}
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Dimension:
     """A number of the model, such as the hidden size: where the config gives it, and its default."""
 
@@ -114,7 +114,7 @@ class Dimension:
         return (self, *(form for other in inner for form in other.forms))
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LayerRule:
     """Which layers are in a set, such as the sparse layers.
 
@@ -177,7 +177,7 @@ class LayerRule:
         return frozenset(layer for layer in layers_of_set if layer not in dense)
 
 
-@dataclass(frozen=True)
+@value(slots=False)
 class Architecture:
     """What all models of one `model_type` have in common."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.errors import ReshardError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.models.architecture import Architecture
 from reshard.models.config_values import value_at, with_value
 from reshard.models.lookup import find_model
@@ -16,7 +16,7 @@ from reshard.models.quantization_settings import without_quantization
 _MOST = 60
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ChangedKey:
     """A key of a config with two values. None: the config does not set it."""
 

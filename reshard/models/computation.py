@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ConfigKey:
     """A setting whose value is that of a key of the model's config."""
 
@@ -26,14 +26,14 @@ class ConfigKey:
     """A key of the config, or "not KEY": the setting is left out unless it is set. None: it always counts."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LayersOf:
     """A setting whose value is a list with 1 for each layer of a set and 0 for the others."""
 
     layer_set: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Computation:
     """How a framework computes one model. A model without one was not compared with the framework."""
 

@@ -20,17 +20,17 @@ from typing import Any
 
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, joined
+from reshard.geometry.value import value
 from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
 from reshard.models.config_values import entries, value_at, whole_number
 from reshard.models.quantization import quantization_of
-from reshard.models.quantized import BlockShape, Component, Quantization, StoredForm
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import ROLES, Split
+from reshard.models.stored_forms import BlockShape, Component, Quantization, StoredForm
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelWeight:
     """One tensor of one model."""
 
@@ -76,7 +76,7 @@ class ModelWeight:
         return math.prod(self.shape) // math.prod(packing.words) * packing.count if packing else math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class LayerKind:
     """Layers whose weights are alike but for the number of the layer."""
 
@@ -86,7 +86,7 @@ class LayerKind:
     """The weights of the first of them, in the model's order."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Part:
     """The part of a canonical tensor that has one role, viewed as an array [out features, in features] or [out features]."""
 
@@ -157,7 +157,7 @@ def _too_large(what: str, limit: int) -> RequestError:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _NamesInLayer:
     """The names in one layer that follow from a pattern: one for each expert, or a single one."""
 
@@ -193,7 +193,7 @@ class Dimensions(dict[str, int]):
         )
 
 
-@dataclass(frozen=True, eq=False)
+@value(slots=False, eq=False)
 class Model:
     """An architecture together with one config."""
 

@@ -1,4 +1,4 @@
-"""The quantization that a config describes: how the quantized weights of the model are stored (quantized.py).
+"""The quantization that a config describes: how the quantized weights of the model are stored (stored_forms.py).
 
 Sources: transformers 5.23, quantizers (finegrained_fp8, compressed_tensors, mxfp4); compressed-tensors 0.20, compressors; vLLM 0.32,
 layers/quantization; NVIDIA ModelOpt 0.47; AutoAWQ 0.2.9; GPTQModel 7.7; published configs of DeepSeek-V3, Qwen3-FP8, gpt-oss.
@@ -13,7 +13,7 @@ from typing import Any
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.packed import fp4, integers
 from reshard.models.quantization_settings import PLACES, quantization_settings
-from reshard.models.quantized import BlockShape, Component, Quantization, StoredForm
+from reshard.models.stored_forms import BlockShape, Component, Quantization, StoredForm
 
 _FP8_TYPES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _BYTES, _WORDS = ("U8", "I8"), ("I32",)

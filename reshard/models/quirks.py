@@ -14,14 +14,14 @@ from dataclasses import field, fields, replace
 from typing import Any
 
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.models.roles import Split
 
 # The numbers of a version: (0, 32).
 Version = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class EngineName:
     """Words of Hugging Face names, and the words that an engine has in their place in which versions."""
 
@@ -37,7 +37,7 @@ class EngineName:
         return (rf"(?<![^.]){re.escape(self.words)}(?![^.])", words[-1]) if words and words[-1] != self.words else None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelQuirks:
     """What an engine's class of one model does differently from the engine's other classes."""
 

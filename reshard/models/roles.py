@@ -15,30 +15,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Replicate:
     """Every rank holds the whole tensor."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Column:
     """Column-parallel: ranks share the output features, axis 0 of a Linear's [out, in] and of its bias [out], in equal runs."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Row:
     """Row-parallel: ranks share the input features, axis 1 of [out, in], in equal runs. A bias [out] is replicated."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Vocabulary:
     """Vocabulary-parallel: ranks share the rows of an embedding or head in equal runs, after padding to the engine's multiple."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Heads:
     """Ranks share whole attention heads along axis 0."""
 
@@ -50,7 +50,7 @@ class Heads:
     """With `copies`: whether ranks can hold the same head only if there is one head."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FirstRank:
     """Rank 0 holds the whole tensor, the others hold zeros in its place: the bias of a row-parallel layer, where the ranks' outputs are
     added up afterwards."""
@@ -59,7 +59,7 @@ class FirstRank:
 Split = Replicate | Column | Row | Vocabulary | Heads | FirstRank
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SavedForBackward:
     """How many copies of a module's input and output are saved for the backward pass.
 
@@ -79,7 +79,7 @@ class SavedForBackward:
     """The dimension that counts how often the module is applied to one token: "heads" for a norm per head. Empty: once."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Role:
     """One row of the role table."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.value import value
 from reshard.models.model import Part
 from reshard.models.roles import Column, FirstRank, Heads, Replicate, Row, Vocabulary
 
@@ -22,7 +22,7 @@ _HEADS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SplitRules:
     """What the split of a part depends on, besides the part and the number of ranks."""
 
@@ -37,7 +37,7 @@ class SplitRules:
         return -(-rows // self.vocabulary_multiple) * self.vocabulary_multiple
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Cut:
     """How tensor-parallel ranks share a part."""
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.picture.page import COLOURS, Html, element, escaped
 
 Span = tuple[float, float]
 """Where something starts and ends, as shares of the width."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class MapRow:
     """One row of a map: what one holder has."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import field
 
 from reshard.errors import printable
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import mutable
 
 _LONGEST = 200
 """Characters of a name that are shown."""
@@ -65,7 +65,7 @@ def meter(share: float) -> Html:
     return Html(f'<span class="bar" role="img" aria-label="{width} %"><span style="width:{width}%"></span></span>')
 
 
-@dataclass(slots=True)
+@mutable
 class Page:
     """A page that is put together section by section."""
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from reshard.errors import RequestError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 if TYPE_CHECKING:
     from reshard.plans.plan import Route
@@ -28,7 +28,7 @@ _MOST_BANDS = 2048
 _BOX_WEIGHT = 1 << 15
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Band:
     """Consecutive routes of a plan, which one process converts."""
 
@@ -66,7 +66,7 @@ class Task(Protocol):
 AnyTask = TypeVar("AnyTask", bound=Task)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PartNumber:
     """One of the processes that share a conversion."""
 

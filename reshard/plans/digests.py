@@ -22,11 +22,11 @@ from typing import Protocol
 from blake3 import blake3
 
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Fingerprint:
     """The digests of a checkpoint, as text."""
 
@@ -55,7 +55,7 @@ class Hash(Protocol):
         """The digest of all bytes so far, 32 bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DigestVersion:
     """One definition of digests."""
 

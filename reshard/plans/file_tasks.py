@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 if TYPE_CHECKING:
     from reshard.plans.plan import Plan
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FileTask:
     """Files of a plan that one process writes."""
 

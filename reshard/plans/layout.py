@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 
 from reshard.geometry.boxes import Box
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.meshes import chunk
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.geometry.quantities import plural
-from reshard.plans.alike_files import AlikeTensors, FileForm
+from reshard.geometry.value import value
 from reshard.plans.placed import FileSections, Literal, PlacedTensor
+from reshard.plans.rank_files import AlikeTensors, FileForm
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TargetFile:
     """A file to be written: framing, such as a header, and tensors."""
 
@@ -61,7 +61,7 @@ class TargetFile:
         return f"TargetFile({self.path!r}, {plural(self.nbytes, 'byte')}, {plural(len(self.tensors), 'tensor')}{ranks})"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Sidecar:
     """A small file whose whole content is known: config, tokenizer, index."""
 
@@ -74,7 +74,7 @@ class Sidecar:
         return f"Sidecar({self.path!r}, {plural(len(self.content), 'byte')})"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Layout:
     """The files of a target."""
 

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Columns, Pattern
+from reshard.geometry.value import mutable
 from reshard.index.index import Constant, Index, RunFacts, StoredFile, Tensor
 from reshard.index.shards import Located, PieceTable, Shards
 from reshard.plans.layout import Layout, TargetFile
@@ -67,7 +67,7 @@ def index_of_layout(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> In
     return _index(layout.format, tables, constants, shapes, layout.files, RunFacts())
 
 
-@dataclass(slots=True)
+@mutable
 class _Rows:
     """The sections of tensors with one number of axes, as lists of columns; item i of each list belongs to the same sections."""
 

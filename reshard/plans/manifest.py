@@ -16,8 +16,8 @@ from dataclasses import field
 from typing import Any, TypeGuard
 
 from reshard.errors import CheckpointError, ReshardError, UnsupportedError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.plans.digests import CURRENT, VERSIONS, DigestVersion, Hash, content_digest, is_digest
 from reshard.plans.fixed_bytes import Ranges
 from reshard.storage.files import Files, inside, read_range, read_whole
@@ -35,7 +35,7 @@ _MOST_READ = 1 << 24
 _MOST_DIGESTS, _LONGEST_LINE, _PART = 1 << 28, 1 << 24, 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Manifest:
     """What reshard.json says."""
 
@@ -74,7 +74,7 @@ class Manifest:
         return self.digests is None or self.document.get("digest") == _self_digest(self.document)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FileRecord:
     """A file that holds tensors."""
 
@@ -88,7 +88,7 @@ class FileRecord:
     """The digest of some parts of it (`sample_ranges`), which tells files apart quickly."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Digests:
     """What reshard.digests says."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Pattern
 from reshard.geometry.stored import StoredTensor
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PlacedTensor:
     """A stored tensor in a file."""
 
@@ -18,7 +18,7 @@ class PlacedTensor:
     """Where it starts in the file."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class FileSections:
     """Sections of one or more tensors of a file."""
 

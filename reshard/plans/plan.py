@@ -17,8 +17,8 @@ from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, can_cast
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor
 from reshard.index.join import meetings
 from reshard.index.shards import PieceTable, primary_rows
@@ -31,7 +31,7 @@ from reshard.plans.target import Target
 from reshard.storage.files import Files
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Route:
     """One canonical tensor in a plan: where it is read, and where it is written."""
 
@@ -70,7 +70,7 @@ class Route:
         return f"Route({self.name!r}, {self.source.dtype} -> {self.target.dtype}, {list(self.source.shape)}, {pieces})"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Copy:
     """A box of a canonical tensor that goes from one source file to one target file."""
 
@@ -86,7 +86,7 @@ class Copy:
     """Whether the source bytes are a replica, which is compared but not written."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Totals:
     """Sums over a plan."""
 
@@ -114,7 +114,7 @@ class Totals:
     """Bytes of the source tensors that are left out."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Order:
     """What a caller asked for. Together with the source it determines the plan, so that a plan file holds this and no place of a byte."""
 
@@ -130,7 +130,7 @@ class Order:
     """What has to live as long as the plan: the folder into which a plan file was unpacked."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class Plan:
     """A conversion that can be printed, proven and run."""
 

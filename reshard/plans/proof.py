@@ -15,9 +15,9 @@ from reshard.canonical.content import tensors_by_key
 from reshard.canonical.optimizer_state import is_master_key
 from reshard.errors import ReshardError
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, Pattern, first_overlap
+from reshard.geometry.value import value
 from reshard.index.coverage import check_all_covered, check_coverage
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
@@ -96,7 +96,7 @@ def _sections_are_disjoint(file: TargetFile, item: PlacedTensor) -> None:
         raise ProofFailed(f"{first.name} {first.box} and {second.name} {second.box} claim the same bytes", where=where)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RoundTrip:
     """The result of composing a plan with the way back."""
 
@@ -199,7 +199,7 @@ def _matched(written: Tensor, returned: Tensor) -> Columns:
     return matched
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class _Places:
     """Where the pieces of a tensor lie, as columns."""
 

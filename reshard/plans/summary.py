@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.canonical.dequantization import quantized_families, quantized_names
 from reshard.canonical.lora import is_of_adapter
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor, element_count
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reshard.plans.plan import Plan
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class KindSummary:
     """The tensors of an index that have one kind and element type."""
 
@@ -35,7 +35,7 @@ class KindSummary:
     """Their bytes, stored once."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ExpertSummary:
     """The routed experts of a model, as its config says."""
 
@@ -47,7 +47,7 @@ class ExpertSummary:
     """The parameters of the experts that a token is not sent to, in all layers; None if that is not known."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AdapterSummary:
     """A LoRA adapter in a checkpoint."""
 
@@ -63,7 +63,7 @@ class AdapterSummary:
     """Its bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DropSummary:
     """The tensors of one kind that a plan leaves out for one reason."""
 
@@ -83,7 +83,7 @@ class DropSummary:
         return {"reason": self.reason, "kind": self.kind, "tensors": self.tensors, "bytes": self.nbytes, "example": self.example}
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RankSummary:
     """The content of one rank of a target. Ranges are half-open (start, stop), and None if the model is not known."""
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from reshard.canonical.globs import matches
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.index.index import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Target:
     """A request for a target: a format, parallel sizes, element types, and the format's own options."""
 

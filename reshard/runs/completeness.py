@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from reshard.adapter.save_folders import step_of
 from reshard.errors import ReshardError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.plans.manifest import MANIFEST
 from reshard.storage.files import Files, read_whole
 from reshard.storage.own_files import WORK_FOLDER
@@ -27,7 +27,7 @@ _NEED = {".distcp": ".metadata"}
 _MOST_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Completeness:
     """Whether a checkpoint is complete."""
 

@@ -11,7 +11,7 @@ import json
 import os
 from typing import Any
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.runs.outputs import Outputs
 from reshard.runs.steps import Step
 from reshard.storage.local_path import absolute_place
@@ -21,7 +21,7 @@ from reshard.storage.own_files import json_object
 _LONGEST_LINE = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Finished:
     """One step that is finished."""
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from reshard.adapter import registry
 from reshard.adapter.save_folders import step_of
 from reshard.errors import RequestError, ReshardError, SystemRefusal
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.runs.completeness import Completeness, completeness
 from reshard.storage.files import Files
 from reshard.storage.folder_files import FolderFiles
@@ -36,7 +36,7 @@ QUIET_SECONDS = 60.0
 """How long nothing must have changed in a checkpoint that has no marker, until it counts as complete."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Step:
     """One checkpoint of a run."""
 

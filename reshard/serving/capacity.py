@@ -18,11 +18,11 @@ import numpy as np
 
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns
 from reshard.geometry.stored import StoredTensor
+from reshard.geometry.value import value
 from reshard.models.model import Model
 from reshard.picture.drawing import in_notebook
 from reshard.serving import kv_cache
@@ -34,7 +34,7 @@ from reshard.serving.weights import model_dtype, stored_dtypes, weights_without_
 RulesFor = Callable[[Parallel], EngineRules]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class GpuMemory:
     """The memory of one GPU."""
 
@@ -60,7 +60,7 @@ class GpuMemory:
         return int(self.nbytes * self.utilization) - self.reserve
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CacheCapacity:
     """What fits beside the weights, on the stage where the fewest tokens fit."""
 
@@ -74,7 +74,7 @@ class CacheCapacity:
     """Sequences of the longest length that fit; None if that length is not given."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Stage:
     """What the fullest rank of one pipeline stage holds."""
 
@@ -94,7 +94,7 @@ class Stage:
     """Bytes of KV cache for one sequence of the longest length; None if that length is not given."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DegreeRow:
     """One choice of parallel sizes: what its stages hold, or why the engine refuses it."""
 
@@ -121,7 +121,7 @@ class DegreeRow:
         return max((stage.cache_per_token for stage in self.stages), default=0)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DegreeReport:
     """Several choices of parallel sizes for one model and engine."""
 
@@ -202,7 +202,7 @@ def _problem(model: Model, rules: EngineRules, parallel: Parallel) -> str | None
     return None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Bytes:
     """Bytes of weights on a rank."""
 

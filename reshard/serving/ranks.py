@@ -13,19 +13,19 @@ from sys import intern
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32, DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.sections import Sections
 from reshard.geometry.stored import StoredTensor, constant
+from reshard.geometry.value import value
 from reshard.models.model import LayerKind, Model, Part
-from reshard.models.quantized import Component
 from reshard.models.splits import shard
+from reshard.models.stored_forms import Component
 from reshard.serving.rules import EngineRules, Fusion
 from reshard.serving.weights import KEPT_ONCE, model_dtype, parts_by_kind
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RankTensor:
     """A tensor in a rank's state dict, as it is in every layer of one kind. Its names have {layer} in place of the number of the layer."""
 
@@ -49,7 +49,7 @@ class RankTensor:
 _IN_ORDER_OF_ROWS = ("weight", "weight_packed", "weight_scale")
 
 
-@dataclass(frozen=True)
+@value(slots=False)
 class EngineRank:
     """One rank of an engine that serves a model."""
 

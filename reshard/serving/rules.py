@@ -16,14 +16,14 @@ from dataclasses import field, replace
 from functools import lru_cache
 
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.models.model import Model, Part
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Split
 from reshard.models.splits import SplitRules
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Fusion:
     """Several roles that an engine stores as one tensor, joined along the output features.
 
@@ -38,7 +38,7 @@ class Fusion:
     """The name that replaces the last component of the first role's module: qkv_proj in place of q_proj."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ExtraTensor:
     """A constant that an engine expects in the state dict and that the model does not have, such as an attention scale of 1."""
 
@@ -63,7 +63,7 @@ def normalizer(model: Model) -> ExtraTensor:
     return ExtraTensor("embedding", "normalizer", model.dimensions["hidden"] ** 0.5, None)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class EngineRules:
     """How a serving engine stores the weights of one model, the same for every rank."""
 

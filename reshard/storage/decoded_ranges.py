@@ -14,7 +14,7 @@ from dataclasses import field
 from typing import Any, Protocol
 
 from reshard.errors import CheckpointError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import mutable
 from reshard.storage.system_calls import open_files_at_once, read_at, system_errors
 
 Read = Callable[[str, int, memoryview], None]
@@ -52,7 +52,7 @@ def check_known(names: Sequence[str], *, where: str) -> None:
         )
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class _Range:
     """An encoded byte range, and its decoded bytes while they are on the disk."""
 

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from reshard.errors import CheckpointError, RequestError, SystemRefusal, printable
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.storage.stores.http_answer import Answer, connected
 
 # 40,000 parameters on 8 ranks, as many as large models have, are 40 MB.
@@ -28,7 +28,7 @@ def is_server(path: object) -> bool:
     return isinstance(path, str) and re.fullmatch(r"https?://[^/]+/?", path) is not None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Server:
     """A server at an address such as http://host:8000."""
 

@@ -20,7 +20,7 @@ from fractions import Fraction
 from typing import Literal
 
 from reshard.errors import check_word
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.models.model import Model, Part
 from reshard.models.roles import ROLES
 
@@ -28,7 +28,7 @@ Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Batch:
     """One microbatch, and what decides which of its activations a rank saves."""
 
@@ -64,7 +64,7 @@ class Batch:
         return self.tp if self.sequence_parallel else 1
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SavedActivations:
     """The activations that one layer saves, in bytes per token."""
 

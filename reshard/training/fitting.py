@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.errors import RequestError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.training.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MOST_PARAMETERS = 1 << 50
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Fit:
     """What one strategy makes of a GPU's memory."""
 

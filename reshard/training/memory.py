@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from reshard.errors import RequestError, check_word
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import ONE_RANK, Parallel
+from reshard.geometry.value import value
 from reshard.models.model import Model
 from reshard.picture.drawing import in_notebook
 from reshard.training import collectives
@@ -42,7 +42,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 FORMULAS = ("published", "itemised")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class BytesPer:
     """Bytes per parameter. The defaults are those of mixed precision with Adam."""
 
@@ -75,7 +75,7 @@ class BytesPer:
 ADAM = BytesPer()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TrainingRun:
     """What the memory of a training run depends on, apart from the model and the ZeRO stage."""
 
@@ -107,7 +107,7 @@ class TrainingRun:
         check_word("--activations", self.formula, FORMULAS)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RankBytes:
     """What the fullest rank of one pipeline stage holds, in bytes."""
 
@@ -147,7 +147,7 @@ class RankBytes:
         return self.states + (self.activations or 0) + (self.transient or 0)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Traffic:
     """What one rank sends to the other data-parallel ranks in one optimizer step, by ring collectives."""
 
@@ -166,7 +166,7 @@ class Traffic:
         return self.gradients + self.weights
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Strategy:
     """Memory and traffic under one ZeRO stage."""
 
@@ -185,7 +185,7 @@ class Strategy:
         return max(self.stages, key=lambda rank: rank.total)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Estimate:
     """Memory and traffic of one training run, under several ZeRO stages."""
 

@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from reshard.errors import RequestError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import Parallel, stage_layers
+from reshard.geometry.value import value
 from reshard.models.model import Model, Part
 from reshard.models.roles import Heads, Split, Vocabulary
 from reshard.models.splits import SplitRules, cut_of, problem
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class WeightCount:
     """Parameters on one rank."""
 
@@ -39,7 +39,7 @@ class WeightCount:
         return self.dense + self.experts
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StageCount:
     """Parameters on each rank of one pipeline stage."""
 

@@ -19,12 +19,12 @@ from __future__ import annotations
 from fractions import Fraction
 
 from reshard.errors import RequestError, check_word
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Schedule:
     """The order in which a pipeline computes its microbatches."""
 

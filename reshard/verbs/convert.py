@@ -19,21 +19,21 @@ from reshard.engine.parts.shared import SharedConversion
 from reshard.engine.record import Provenance
 from reshard.engine.run import Conversion, recorded_fingerprint
 from reshard.errors import RequestError, TargetError, TargetInUse, check_word
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.health.findings import Finding
 from reshard.health.model_files import missing_in_target
 from reshard.plans.digests import Fingerprint
 from reshard.plans.manifest import MANIFEST, RECORDS
 from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
+from reshard.requests.request import Effort, EffortOptions, PathLike, checked_keywords
 from reshard.storage.files import LocalFiles
 from reshard.storage.local_path import is_url, local_path
 from reshard.storage.lock import is_locked
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import system_errors
 from reshard.verbs.plan import check_whole
-from reshard.verbs.request import Effort, EffortOptions, PathLike, checked_keywords
 
 if TYPE_CHECKING:
     from reshard.engine.parts.part import PartConversion
@@ -48,7 +48,7 @@ _NO_LIMITS = Effort()
 _NO_PROVENANCE = Provenance()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Result:
     """What a conversion has written, and what it has left out."""
 
@@ -153,7 +153,7 @@ def existing_target(*, resume: bool, overwrite: bool, if_changed: bool) -> Exist
 
 def unchanged_result(plan: Plan, target: PathLike, provenance: Provenance) -> Result | None:
     """The result of an earlier conversion, if the target holds what this one would write; None if it must be written."""
-    from reshard.verbs.unchanged import files_of_target, reason_to_convert
+    from reshard.requests.unchanged import files_of_target, reason_to_convert
 
     root, began = os.fspath(target if is_url(target) else target_folder(target)), time.monotonic()
     with nullcontext() if is_url(target) else system_errors("read", root):
@@ -288,7 +288,7 @@ def _replaceable(root: Path, plan: Plan, existing: Existing) -> tuple[str, ...]:
     inner = sorted(str(path.relative_to(root)) for folder in folders for path in (root / folder).rglob("*") if path.is_file())
     weights = [name for name in (*entries, *inner) if any(fnmatchcase(name, glob) for glob in globs)]
     if existing == "update":
-        from reshard.verbs.unchanged import own_files
+        from reshard.requests.unchanged import own_files
 
         own = own_files(LocalFiles(root), plan, entries, weights, is_interrupted=interrupted is not None)
         return tuple(name for name in own if (root / name).is_file())

@@ -10,10 +10,11 @@ from reshard.engine.parts.part import PartConversion, check_nothing_is_missing
 from reshard.engine.parts.shared import SharedConversion
 from reshard.engine.record import Provenance
 from reshard.engine.run import Conversion
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.plans.bands import PartNumber, tasks_of_part
 from reshard.plans.plan import Plan
+from reshard.requests.request import Effort, EffortOptions, PathLike, checked_keywords
 from reshard.storage.local_path import is_url
 from reshard.verbs.convert import (
     Existing,
@@ -25,7 +26,6 @@ from reshard.verbs.convert import (
     target_folder,
 )
 from reshard.verbs.plan import check_whole
-from reshard.verbs.request import Effort, EffortOptions, PathLike, checked_keywords
 
 if TYPE_CHECKING:
     from reshard.engine.stores.conversion import StoreConversion
@@ -34,7 +34,7 @@ _NO_LIMITS = Effort()
 _NO_PROVENANCE = Provenance()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PartResult:
     """What one part of a conversion has done, and the result if the target is complete."""
 

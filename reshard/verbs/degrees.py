@@ -21,14 +21,14 @@ from reshard.models.model import Model, ModelWeight
 from reshard.models.quantization import check_has_settings
 from reshard.models.quantization_settings import without_quantization
 from reshard.plans.target import Target
+from reshard.requests.checkpoint import Checkpoint, opened
+from reshard.requests.named_model import model_at, model_of
+from reshard.requests.planning import check_nothing_unanswered
+from reshard.requests.request import ModelOptions, PathLike, Weights, checked_keywords, dtype_named, kept_globs
 from reshard.serving.capacity import DegreeReport, GpuMemory, degree_report
 from reshard.serving.learned.degrees import learned_degree_report
 from reshard.serving.learned.fit import check_config, check_engine
 from reshard.storage.tar import open_tree
-from reshard.verbs.checkpoint import Checkpoint, opened
-from reshard.verbs.models import model_at, model_of
-from reshard.verbs.planning import check_nothing_unanswered
-from reshard.verbs.request import ModelOptions, PathLike, Weights, checked_keywords, dtype_named, kept_globs
 
 
 class DegreeOptions(ModelOptions, total=False):

@@ -9,18 +9,18 @@ from typing import Unpack
 from reshard.canonical.content import Selection
 from reshard.engine.compare import Comparison, Difference, Side, comparable
 from reshard.errors import RequestError, choices
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import mutable, value
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.changes import Change, ChangeMeter, sum_of
 from reshard.measures.walk import Read, walk
-from reshard.verbs.checkpoint import Checkpoint
-from reshard.verbs.request import Effort, EffortOptions, PathLike, checked_keywords
+from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.request import Effort, EffortOptions, PathLike, checked_keywords
 from reshard.verbs.resumed import compare_counts
 from reshard.verbs.verify import log_compared, not_compared, sides_of
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class NotFinite:
     """The tensors that hold NaN, or infinite elements, on one side of a comparison."""
 
@@ -39,7 +39,7 @@ class NotFinite:
         return f"{plural(len(self.tensors), 'tensor')} {verb} {what} on the {self.side}: {where}"
 
 
-@dataclass(slots=True)
+@mutable
 class Diff(Comparison):
     """What changed between two checkpoints."""
 

@@ -12,9 +12,9 @@ from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.views import LazyTensor
 from reshard.errors import RequestError, UnsupportedError
 from reshard.plans.plan import Plan
-from reshard.verbs.checkpoint import Checkpoint
+from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.request import PathLike, PlanOptions, Progress, checked_keywords
 from reshard.verbs.plan import plan
-from reshard.verbs.request import PathLike, PlanOptions, Progress, checked_keywords
 from reshard.verbs.server_comparison import ExpectedParameters
 
 # Parameters, the smallest ones, that tell how a server hashes.

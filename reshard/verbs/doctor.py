@@ -15,8 +15,8 @@ from reshard.engine.events import details, event
 from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.engine.pool import workers_within
 from reshard.errors import CheckpointError, RequestError, ReshardError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.health import distributions, elements, experts, files, movement, optimizer, quantized, structure, values
 from reshard.health.findings import SEVERITIES, Finding, Report, found, of_error, sorted_findings
 from reshard.health.model_files import missing_beside_weights
@@ -24,10 +24,10 @@ from reshard.health.values import Measured
 from reshard.index.index import Index, Tensor
 from reshard.models.quantization import quantization_of
 from reshard.plans.manifest import usable_manifest
+from reshard.requests.checkpoint import Checkpoint, classified_checkpoint, open, unchecked
+from reshard.requests.request import Effort, EffortOptions, OpenOptions, PathLike, Progress, checked_keywords
 from reshard.storage.files import Files
 from reshard.storage.tar import open_tree
-from reshard.verbs.checkpoint import Checkpoint, classified_checkpoint, open, unchecked
-from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike, Progress, checked_keywords
 from reshard.verbs.verify import verify_written
 
 
@@ -35,7 +35,7 @@ class DoctorOptions(OpenOptions, EffortOptions, total=False):
     """Keywords of `doctor`."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Patient:
     """A checkpoint that is checked, as far as it could be opened."""
 

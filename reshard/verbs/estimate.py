@@ -12,13 +12,13 @@ from reshard.geometry.quantities import parse_count
 from reshard.models.architecture import Architecture
 from reshard.models.model import Model
 from reshard.models.quantization_settings import without_quantization
+from reshard.requests.named_model import model_at
+from reshard.requests.request import PathLike, checked_keywords
 from reshard.training import memory
 from reshard.training.activations import Batch, Recompute
 from reshard.training.fitting import fewest_microbatches
 from reshard.training.memory import BytesPer, Estimate, TrainingRun
 from reshard.training.schedules import Schedule
-from reshard.verbs.models import model_at
-from reshard.verbs.request import PathLike, checked_keywords
 
 
 class EstimateOptions(TypedDict, total=False):

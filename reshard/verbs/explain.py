@@ -13,21 +13,21 @@ import numpy as np
 from reshard.canonical.content import Selection
 from reshard.engine.compare import Side
 from reshard.engine.views import LazyTensor, View
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
+from reshard.geometry.value import mutable, value
 from reshard.index.fold import folded_name, name_pattern
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.mistakes import column_mistake, row_mistake, shape_mistake, stale_part, value_mistakes
-from reshard.verbs.checkpoint import Checkpoint
+from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.request import EffortOptions, PathLike, checked_keywords
 from reshard.verbs.diff import diff
-from reshard.verbs.request import EffortOptions, PathLike, checked_keywords
 from reshard.verbs.verify import sides_of
 
 _DIFFERENT = ("values", "shape", "dtype")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Mistake:
     """One mistake, which explains every bit of these tensors."""
 
@@ -45,7 +45,7 @@ class Mistake:
         return ", ".join(map(folded_name, patterns.values()))
 
 
-@dataclass(slots=True)
+@mutable
 class Explanation:
     """Why two checkpoints differ."""
 

@@ -12,8 +12,8 @@ from reshard.containers.safetensors import frame
 from reshard.engine.views import LazyTensor, numpy_type
 from reshard.errors import RequestError, TargetError
 from reshard.geometry.dtypes import is_in_safetensors
+from reshard.requests.request import PathLike
 from reshard.storage.output_file import OutputFile
-from reshard.verbs.request import PathLike
 
 SUFFIXES = (".safetensors", ".npy")
 

@@ -21,11 +21,11 @@ from reshard.plans.bands import PartNumber, imbalance, tasks_of_part
 from reshard.plans.file_tasks import FileTask, file_tasks
 from reshard.plans.manifest import MANIFEST, RECORDS
 from reshard.plans.plan import Plan
+from reshard.requests.request import Effort
+from reshard.requests.unchanged import own_files
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.stores.remote_files import RemoteFiles
 from reshard.storage.stores.urls import open_store
-from reshard.verbs.request import Effort
-from reshard.verbs.unchanged import own_files
 
 if TYPE_CHECKING:
     from reshard.verbs.convert import Existing

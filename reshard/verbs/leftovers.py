@@ -16,7 +16,7 @@ from typing import Any, Literal
 from reshard.engine.events import event
 from reshard.engine.journal import Unfinished, read_journal
 from reshard.errors import RequestError, ReshardError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.storage.local_path import existing_path
 from reshard.storage.lock import Lock, is_locked
 from reshard.storage.own_files import JOURNAL, WORK_FOLDER, is_digest, owner
@@ -35,7 +35,7 @@ REMOVABLE: tuple[State, ...] = ("resumable", "not-begun")
 """The states in which a work folder may be removed."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Leftover:
     """A work folder."""
 

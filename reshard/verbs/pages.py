@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from reshard.index.index import Tensor
     from reshard.measures.changes import Change
     from reshard.plans.plan import Plan
+    from reshard.requests.checkpoint import Checkpoint
+    from reshard.requests.outlook import Outlook
+    from reshard.requests.request import PathLike
     from reshard.serving.capacity import DegreeReport
     from reshard.training.memory import Estimate
-    from reshard.verbs.checkpoint import Checkpoint
-    from reshard.verbs.outlook import Outlook
-    from reshard.verbs.request import PathLike
 
 
 # What a page shows; the rest is counted.

@@ -15,9 +15,9 @@ from reshard.errors import RequestError
 from reshard.geometry.quantities import plural
 from reshard.plans.plan import Order, Plan
 from reshard.plans.summary import drops
-from reshard.verbs.checkpoint import Checkpoint, opened
-from reshard.verbs.planning import plan_conversion
-from reshard.verbs.request import ConversionRequest, ModelOptions, PathLike, PlanOptions, checked_keywords
+from reshard.requests.checkpoint import Checkpoint, opened
+from reshard.requests.planning import plan_conversion
+from reshard.requests.request import ConversionRequest, ModelOptions, PathLike, PlanOptions, checked_keywords
 
 # The keywords whose files belong to an order, besides the model's folder.
 _ATTACHED = ("architecture", "stored_layout", "layout", "adapter_config")

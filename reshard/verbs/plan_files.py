@@ -30,17 +30,17 @@ from reshard.containers import safetensors
 from reshard.engine.record import request_digest, samples
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.dtypes import from_torch
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.plans.digests import content_digest
 from reshard.plans.plan import Order, Plan
+from reshard.requests.checkpoint import open as open_checkpoint
+from reshard.requests.request import OpenOptions, PathLike
 from reshard.storage.files import Files, LocalFiles, VirtualFiles, inside, read_range, read_whole
 from reshard.storage.output_file import OutputFile
 from reshard.storage.system_calls import system_errors
 from reshard.storage.tar import open_tree
-from reshard.verbs.checkpoint import open as open_checkpoint
 from reshard.verbs.plan import check_whole
 from reshard.verbs.plan import plan as plan_of
-from reshard.verbs.request import OpenOptions, PathLike
 
 _KIND, _VERSION, _PLAN = "reshard plan", "2", "plan"
 # What is planned takes memory for each rank of the target: 200 MB for as many as these.
@@ -70,7 +70,7 @@ def load_plan(path: PathLike, source: PathLike) -> Plan:
     return PlanFile(read_whole(files, files.list()[0], limit=_MOST_BYTES), os.fspath(path)).planned(os.fspath(source))
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PlanFile:
     """A plan as the content of a file, which another process plans again."""
 

@@ -16,11 +16,11 @@ from reshard.engine.compare import Comparison, Side, compare
 from reshard.models.lookup import find_model
 from reshard.plans.plan import Plan
 from reshard.plans.proof import RoundTrip, compose, widens
+from reshard.requests.checkpoint import Checkpoint, open
+from reshard.requests.request import Effort, EffortOptions, PathLike, checked_keywords
 from reshard.storage.files import VirtualFiles
-from reshard.verbs.checkpoint import Checkpoint, open
 from reshard.verbs.convert import convert
 from reshard.verbs.plan import plan as plan_of
-from reshard.verbs.request import Effort, EffortOptions, PathLike, checked_keywords
 
 # The format that holds every tensor whole, under its canonical name.
 _WHOLE = "hf"

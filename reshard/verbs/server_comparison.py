@@ -18,11 +18,11 @@ from reshard.adapter.serving_format.weight_checker import ParameterHash, Serving
 from reshard.engine.compare import Comparison, Difference
 from reshard.engine.views import LazyTensor
 from reshard.errors import DifferenceFound, UnsupportedError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import mutable, value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ExpectedParameters:
     """What a checkpoint gives the ranks of a server. Keys are those of `digests`."""
 
@@ -49,7 +49,7 @@ class ExpectedParameters:
         return digest.hexdigest() if found else None
 
 
-@dataclass(slots=True)
+@mutable
 class ServerComparison(Comparison):
     """What a live server holds, compared with what a checkpoint gives its ranks. Keys are those of `digests`. A difference of the kind
     "values" has other bytes, one of the kind "missing" is not on the server."""

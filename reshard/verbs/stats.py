@@ -8,12 +8,12 @@ from typing import Unpack
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs, check_globs, matches
 from reshard.geometry.boxes import blocks
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import Tensor
 from reshard.measures.distribution import ValueDistribution, measure_distribution
 from reshard.measures.walk import Read, walk
-from reshard.verbs.checkpoint import Checkpoint, open
-from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike, checked_keywords
+from reshard.requests.checkpoint import Checkpoint, open
+from reshard.requests.request import Effort, EffortOptions, OpenOptions, PathLike, checked_keywords
 
 BINS = 16
 """The intervals of a histogram."""
@@ -24,7 +24,7 @@ class StatsOptions(OpenOptions, EffortOptions, total=False):
     """Keywords of `stats`."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TensorStatistics:
     """The statistics of one tensor. Infinite elements and NaN are counted, and left out of the other numbers."""
 

@@ -13,7 +13,7 @@ from reshard.engine.events import event
 from reshard.engine.journal import JournalHeader
 from reshard.engine.stores.store_target import StoreTarget
 from reshard.errors import CheckpointError, ReshardError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.plans.manifest import MANIFEST
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.stores.pending_uploads import PendingUpload, PendingUploads
@@ -23,7 +23,7 @@ Kind = Literal["upload", "target"]
 _OF_TARGET = re.compile(rf"(?:(?<=/)|^)(?:{re.escape(WORK_FOLDER)}/|{re.escape(MANIFEST)}$)")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StoreLeftover:
     """A pending upload, or a folder in which a conversion has begun and has not ended."""
 

@@ -14,11 +14,11 @@ from reshard.geometry.dtypes import from_user
 from reshard.geometry.parallel import Parallel
 from reshard.plans.summary import casts
 from reshard.plans.summary import kinds as kinds_of
+from reshard.requests.checkpoint import Checkpoint, opened
+from reshard.requests.planning import plan_conversion
+from reshard.requests.request import ConversionRequest, PathLike, Progress
 from reshard.storage.server import Server
-from reshard.verbs.checkpoint import Checkpoint, opened
 from reshard.verbs.digests import expected_parameters, weight_checkers
-from reshard.verbs.planning import plan_conversion
-from reshard.verbs.request import ConversionRequest, PathLike, Progress
 from reshard.verbs.server_comparison import ExpectedParameters, ServerComparison, compare_with_server
 
 

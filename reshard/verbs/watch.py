@@ -11,8 +11,9 @@ from typing import Any, Unpack
 
 from reshard.engine.events import event
 from reshard.errors import DifferenceFound, RequestError, ReshardError, UnsupportedError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
+from reshard.requests.request import Effort, PathLike, PlanOptions, checked_keywords
 from reshard.runs.local_outputs import LocalOutputs
 from reshard.runs.outputs import LATEST, Outputs
 from reshard.runs.record import WatchRecord
@@ -20,7 +21,6 @@ from reshard.runs.steps import QUIET_SECONDS, Seen, Step, find_steps
 from reshard.storage.local_path import is_url, local_path
 from reshard.verbs.convert import convert
 from reshard.verbs.plan import plan
-from reshard.verbs.request import Effort, PathLike, PlanOptions, checked_keywords
 from reshard.verbs.verify import verify_written
 
 _POLL_SECONDS = 30.0
@@ -47,7 +47,7 @@ class WatchOptions(PlanOptions, total=False):
     """Seconds without a change after which a checkpoint without a marker counts as complete."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class WatchEvent:
     """Something that a watch has done."""
 
@@ -153,7 +153,7 @@ def _chosen(steps: list[Step], part: str | None, into: str) -> list[Step]:
     return steps
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Work:
     """What is done with each step."""
 

@@ -12,8 +12,8 @@ from command import reshard, tree
 from places import HF
 
 import reshard as library
+from reshard.requests.request import Effort
 from reshard.verbs.convert import conversion
-from reshard.verbs.request import Effort
 
 
 @pytest.fixture

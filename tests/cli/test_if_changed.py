@@ -12,8 +12,8 @@ from places import FIXTURES, HF
 
 import reshard as library
 from reshard.engine.journal import read_journal
+from reshard.requests.request import Effort
 from reshard.verbs.convert import conversion
-from reshard.verbs.request import Effort
 
 
 @pytest.fixture

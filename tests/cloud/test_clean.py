@@ -13,8 +13,8 @@ from command import reshard as run
 from places import HF
 
 import reshard
+from reshard.requests.request import Effort
 from reshard.verbs.convert import conversion
-from reshard.verbs.request import Effort
 
 BEGUN = "out/.reshard/begun.json"
 

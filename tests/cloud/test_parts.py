@@ -21,11 +21,11 @@ from reshard.geometry.stored import StoredTensor
 from reshard.plans.bands import PartNumber
 from reshard.plans.file_tasks import file_tasks
 from reshard.plans.manifest import MANIFEST
+from reshard.requests.request import Effort
 from reshard.storage.stores.store import Store
 from reshard.storage.stores.urls import open_store
 from reshard.verbs.convert import conversion
 from reshard.verbs.convert_part import finishing, part_conversion
-from reshard.verbs.request import Effort
 
 TARGETS = (
     ("hf/llama", {"to": "vllm", "tp": 2, "max_shard_size": 30_000}),

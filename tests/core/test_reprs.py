@@ -15,7 +15,7 @@ from reshard.geometry.dtypes import BF16
 from reshard.geometry.extents import dense_runs
 from reshard.geometry.mosaics import Mosaic, stacked
 from reshard.index.index import EncodedPart, ParamGroup
-from reshard.models.quantized import Component
+from reshard.models.stored_forms import Component
 from reshard.storage.files import LocalFiles
 
 LLAMA = FIXTURES / "hf" / "llama"

@@ -19,8 +19,8 @@ import reshard
 from reshard.containers import safetensors
 from reshard.errors import CheckpointError, RequestError, TargetError
 from reshard.geometry.dtypes import from_safetensors
+from reshard.requests.request import Effort
 from reshard.verbs.convert import conversion
-from reshard.verbs.request import Effort
 
 MEGABYTES = 96
 

@@ -6,8 +6,8 @@ from collections import OrderedDict
 import pytest
 
 import reshard
-from reshard.containers import alike_files, torch_zip
-from reshard.containers.alike_files import AlikeRanks, NotAlike
+from reshard.containers import recognised_files, torch_zip
+from reshard.containers.recognised_files import AlikeRanks, NotAlike
 
 torch = pytest.importorskip("torch", reason="torch writes the files")
 
@@ -48,13 +48,13 @@ def pieces(folder):
 
 def parsed_in_full(monkeypatch):
     """From now on no file is recognised."""
-    monkeypatch.setattr(alike_files, "read_ranks", lambda files, ranks, parse: iter([NotAlike(ranks)]))
+    monkeypatch.setattr(recognised_files, "read_ranks", lambda files, ranks, parse: iter([NotAlike(ranks)]))
 
 
 def recognised(monkeypatch, folder):
     """The ranks that are recognised when a folder is opened."""
     ranks = []
-    found = alike_files.read_ranks
+    found = recognised_files.read_ranks
 
     def spying(*arguments):
         for each in found(*arguments):
@@ -62,7 +62,7 @@ def recognised(monkeypatch, folder):
             yield each
 
     with monkeypatch.context() as patch:
-        patch.setattr(alike_files, "read_ranks", spying)
+        patch.setattr(recognised_files, "read_ranks", spying)
         pieces(folder)
     return ranks
 
@@ -141,7 +141,7 @@ def write_zero3(folder, ranks=3):
 
 def all_parsed(monkeypatch):
     """From now on no file is taken for equal to another."""
-    monkeypatch.setattr(alike_files.EqualFiles, "is_useful", False)
+    monkeypatch.setattr(recognised_files.EqualFiles, "is_useful", False)
 
 
 def parsed_paths(monkeypatch, folder):

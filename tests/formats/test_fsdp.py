@@ -277,8 +277,8 @@ def test_ranks_that_several_processes_read_are_the_same_checkpoint():
 import os
 import reshard
 from reshard.adapter import processes
-from reshard.containers import alike_files
-alike_files.read_ranks = lambda files, ranks, parse: iter([alike_files.NotAlike(ranks)])  # none is recognised
+from reshard.containers import recognised_files
+recognised_files.read_ranks = lambda files, ranks, parse: iter([recognised_files.NotAlike(ranks)])  # none is recognised
 folder = {str(FSDP / "verl-groups" / "checkpoint")!r}
 def described():
     index = reshard.open(folder).index

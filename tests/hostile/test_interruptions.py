@@ -27,11 +27,11 @@ from sampled import sampled
 import reshard
 from reshard.engine.journal import Journal, read_journal
 from reshard.errors import CheckpointError, RequestError, SystemRefusal, TargetError
+from reshard.requests.request import Effort
 from reshard.storage import lock
 from reshard.storage.files import LocalFiles
 from reshard.storage.staging import Staging
 from reshard.verbs.convert import conversion
-from reshard.verbs.request import Effort
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

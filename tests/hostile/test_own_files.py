@@ -12,9 +12,9 @@ from hostile.limits import ON_LINUX, limited
 from places import HF
 
 import reshard as library
+from reshard.requests.request import Effort
 from reshard.storage.staging import Staging
 from reshard.verbs.convert import conversion
-from reshard.verbs.request import Effort
 
 pytestmark = pytest.mark.skipif(not ON_LINUX, reason="limits of a process are set as on Linux")
 TO = ("--to", "vllm", "--tp", "2")

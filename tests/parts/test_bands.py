@@ -11,7 +11,7 @@ from places import DCP, HF
 import reshard
 from reshard.errors import RequestError
 from reshard.plans.bands import PartNumber, imbalance, owners, tasks_of_part
-from reshard.verbs.launcher import part_of
+from reshard.requests.launcher import part_of
 
 
 @pytest.fixture(scope="module", params=["vllm", "hf", "dcp"])

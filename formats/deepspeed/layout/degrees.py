@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelRank:
     """One model-parallel rank: the files of one pipeline stage and one tensor-parallel rank."""
 
@@ -19,7 +19,7 @@ class ModelRank:
     """The tensor-parallel rank."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RunDegrees:
     """The parallel sizes of the run that saved a tag."""
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.shards import Shards, concatenated
 
 from .states import ModelStates, OptimizerStates, Parameters, Shape
@@ -32,7 +32,7 @@ _EXPERT = re.compile(r"(?P<module>.*\bdeepspeed_experts)\.(?P<number>\d+)\.(?P<r
 _FUSED_TENSORS = ("w1", "w2", "w3")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ExpertSlice:
     """Some experts of a layer as a part of the fused tensor of all its experts, [experts, ...]."""
 
@@ -52,7 +52,7 @@ class ExpertSlice:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ProcessGroup:
     """The data-parallel ranks that share one flat group, and the group's parameters under their names in the whole model."""
 

@@ -21,12 +21,12 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from reshard.errors import CheckpointError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 from .states import Parameters, Shape
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FlatSlice:
     """One parameter in a flat buffer, as runs of its elements: one run per rank, on consecutive ranks."""
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from reshard.adapter.state_dicts import flat
 from reshard.canonical.optimizer_state import is_plain, plain_settings
-from reshard.containers.alike_files import Move
 from reshard.containers.inert_pickle import DTypeName, Inert, shown
+from reshard.containers.recognised_files import Move
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 Shape = tuple[int, ...]
 # Names and shapes, in the order of a flat buffer.
@@ -34,7 +34,7 @@ _KNOWN = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@value(repr=False)
 class ModelStates:
     """One file of model states. A field is empty or None if the file lacks its key."""
 
@@ -130,7 +130,7 @@ def model_states(root: Any, path: str) -> ModelStates:
     )
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@value(repr=False)
 class OptimizerStates:
     """One file of a ZeRO optimizer's states. The tuples have one entry per group (ZeRO-1, 2) or sub-group (ZeRO-3), unless noted."""
 

@@ -22,7 +22,7 @@ from dataclasses import field
 
 from reshard.adapter.save_folders import the_one_save
 from reshard.errors import CheckpointError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.storage.files import Files
 
 _LATEST, _SCRIPT = "latest", "zero_to_fp32.py"
@@ -40,7 +40,7 @@ _PATTERNS = {
 Paths = Mapping[tuple[int, ...], str]
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@value(repr=False)
 class Tag:
     """The paths of a tag's files, keyed by the numbers in their names. A number that a name leaves out counts as 0."""
 

@@ -17,13 +17,13 @@ from typing import Any
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 from .affine_map import Move, attributes, described_moves, described_shape
 from .states import Shape
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class JoinedParameter:
     """A parameter joined from the parts of its tensor-parallel ranks."""
 
@@ -35,7 +35,7 @@ class JoinedParameter:
     """Whether every rank holds the whole parameter."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@value(repr=False)
 class JoinRules:
     """The rules by which one checkpoint joins tensor-parallel parts."""
 

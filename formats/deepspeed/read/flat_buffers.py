@@ -13,15 +13,15 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import flat_boxes, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Columns
+from reshard.geometry.value import value
 from reshard.index.shards import PieceTable, Shards
 
 from ..layout.partitions import FlatSlice, zero3_slice
 from ..layout.states import Shape
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@value(eq=False, repr=False)
 class FlatBuffer:
     """A flat buffer: the rows of elements of the ranks that share it, in order."""
 
@@ -87,7 +87,7 @@ def _column(ranks: Iterable[int]) -> Columns:
     return np.array(list(ranks), np.int64)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class RunBoxes:
     """The boxes of consecutive runs of a tensor's elements. n boxes, in the order of the runs."""
 

@@ -8,7 +8,7 @@ from dataclasses import field, replace
 from reshard.canonical.optimizer_state import state_kind
 from reshard.containers.torch_zip import AnyTensor, Locations
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import Kind, ParamGroup, Tensor
 from reshard.index.shards import Shards
 
@@ -17,7 +17,7 @@ from ..layout.states import Shape
 from .flat_buffers import pieces_of_whole
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@value(eq=False, repr=False)
 class ParameterPart:
     """The part of a parameter, of its master or of its optimizer state in the files of one model-parallel rank."""
 
@@ -40,7 +40,7 @@ class ParameterPart:
         return f"<{self.kind} {self.name} {list(self.shape)} {self.dtype} of stage {self.stage}, tp rank {self.tp_rank}>"
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@value(eq=False, repr=False)
 class Contents:
     """What one step found in the files. Every field may be empty."""
 

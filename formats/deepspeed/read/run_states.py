@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from reshard.adapter.processes import in_processes
 from reshard.containers import torch_zip
-from reshard.containers.alike_files import EqualFiles, Move
+from reshard.containers.recognised_files import EqualFiles, Move
 from reshard.containers.torch_zip import AnyTensor, LocatedTensor, is_plain_tensor
 from reshard.errors import IncompleteError, MixedSaves
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.storage.files import Files
 
 from ..layout.states import ModelStates, OptimizerStates, Shape, model_states, optimizer_states
@@ -30,7 +30,7 @@ _Optimizer = tuple[OptimizerStates, dict[str, Any]]
 Tensors = Mapping[str, AnyTensor]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@value(eq=False, repr=False)
 class RunStates:
     """What the files of a tag hold, by the numbers in the files' names."""
 

@@ -24,7 +24,7 @@ from reshard.canonical.optimizer_state import STEP, counted, plain_settings
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import Locations, is_plain_tensor
 from reshard.errors import CheckpointError, MissingFile
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, ParamGroup
 from reshard.storage.files import Files
 
@@ -89,7 +89,7 @@ def trained_shapes(models: Iterable[ModelStates]) -> dict[str, Shape]:
     return {name: shape for model in models for group in model.groups or () for name, shape in group}
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ParameterFile:
     """A file zero/<parameter>/<state>.pt."""
 
@@ -199,7 +199,7 @@ def parameter_contents(files: Files, parameters: Iterable[ParameterFile], shapes
     return Contents(tuple(parts), objects=tuple(objects))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class SharedOptimizer:
     """What the file optimizer_state.pt holds for all parameters."""
 

@@ -11,7 +11,7 @@ from reshard.canonical.optimizer_state import is_plain, parameter_and_kind
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.dtypes import DType, from_torch
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import ParamGroup, Tensor
 from reshard.plans.target import Target
 
@@ -22,7 +22,7 @@ _VERSION = "0.19.8"
 _CARRIED = ("lr_scheduler", "global_samples", "ds_config", "universal_checkpoint_info")
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@value(eq=False, repr=False)
 class TrainingState:
     """What DeepSpeed resumes from."""
 

@@ -20,9 +20,9 @@ from reshard.canonical.optimizer_state import STEP
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Section, Sections
 from reshard.geometry.stored import StoredTensor
+from reshard.geometry.value import value
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
 
@@ -33,7 +33,7 @@ from .training_state import F32, TrainingState, stored_dtype, torch_size, traini
 _SUB_GROUP_SIZE = 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SubGroup:
     """The parameters that share one flat group."""
 
@@ -43,7 +43,7 @@ class SubGroup:
     """The parameters, in the optimizer's order."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DataRank:
     """One data-parallel rank."""
 

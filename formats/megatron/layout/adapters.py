@@ -20,8 +20,8 @@ from functools import cached_property
 from reshard.canonical.lora import PREFIX, adapter_name
 from reshard.errors import UnsupportedError
 from reshard.geometry.boxes import Box
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, Tile, joined
+from reshard.geometry.value import value
 
 from .tensors import MegatronModel, MegatronTensor, Tensors
 
@@ -31,7 +31,7 @@ _NAME = re.compile(r"(((?:.+\.)?linear_(?:qkv|proj|fc1|fc2))\.adapter(?:\.adapte
 _PROJECTIONS = (("q", "k", "v"), ("gate", "up"))
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Factor:
     """One of the two matrices of an adapter, by its name in Megatron."""
 

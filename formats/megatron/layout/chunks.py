@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from reshard.errors import RequestError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.value import value
 
 from .layer_spec import CORE_ATTENTION, LayerSpec
 from .parallel_sizes import ParallelSizes, StageRank
 from .tensors import BUFFERS, EMBEDDING, MegatronModel, MegatronTensor, Tensors
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Chunk:
     """A chunk of a stage."""
 
@@ -43,7 +43,7 @@ def split_into_chunks(layers_per_chunk: Sequence[int], pp: int) -> list[Chunk]:
     return chunks
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class ChunkEntry:
     """An entry of the state dict of a rank's chunk."""
 
@@ -72,7 +72,7 @@ def chunk_entries(model: MegatronModel, chunk: Chunk, sizes: ParallelSizes, rank
     return _RankView(model, sizes, rank, spec).entries(chunk)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _RankView:
     """A model as one rank sees it."""
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 _ALIGNMENT = 64
 BUFFER_KINDS = {"param": "master_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """Array of a buffer -> torch's name for that kind of state."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class BufferedParameter:
     """A parameter in a buffer."""
 
@@ -31,7 +31,7 @@ class BufferedParameter:
     """Whether it is an embedding that other stages hold, too."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class BufferLayout:
     """Where the parameters of a buffer lie."""
 

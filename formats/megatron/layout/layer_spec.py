@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 from .tensors import Tensors
 
@@ -28,7 +28,7 @@ CORE_ATTENTION = "self_attention.core_attention"
 _DOWN_PROJECTION = re.compile(r"self_attention\.linear_(q|kv)_down_proj\.")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LayerSpec:
     """The layer classes of a run."""
 

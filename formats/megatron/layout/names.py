@@ -10,12 +10,12 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 from .tensors import local_spec_name
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ParsedName:
     """A tensor's name in a legacy save, in its parts."""
 
@@ -33,7 +33,7 @@ class ParsedName:
         return self.expert is not None or self.name.startswith("mlp.experts.")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ParsedKey:
     """A tensor's key in a distributed save, in its parts."""
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ParallelSizes:
     """The parallel sizes of a run."""
 
@@ -43,7 +43,7 @@ class ParallelSizes:
                 seen |= {("file", tp_rank, ep_rank), ("dense", tp_rank, 0), ("experts", ep_rank, etp_rank)}
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StageRank:
     """A rank of one stage."""
 

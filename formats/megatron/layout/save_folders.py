@@ -21,7 +21,7 @@ import re
 
 from reshard.adapter.save_folders import step_of, the_one_save
 from reshard.errors import CheckpointError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.storage.files import Files, read_whole
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -41,7 +41,7 @@ _FOLDERS_OF_OTHERS = ("weights/", "model_weights/", "dist_ckpt/")
 _MEGATRON_WORD, _LARGEST_METADATA = b"checkpoint_version", 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class MegatronRankFolder:
     """The folder of one rank of a legacy save."""
 

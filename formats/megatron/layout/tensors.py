@@ -20,8 +20,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, joined, stacked
+from reshard.geometry.value import value
 from reshard.models.computation import Computation
 from reshard.models.model import Model, Part, numbered
 
@@ -37,7 +37,7 @@ all q of a rank, then all k, then all v; or row 0 of q, of k and of v, then row 
 """
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class MegatronTensor:
     """A tensor of a Megatron model: arrays that follow each other along axis 0. Each array is split over the ranks separately."""
 
@@ -88,7 +88,7 @@ Tensors = Mapping[str, MegatronTensor]
 """Tensors by Megatron's name, relative to their layer or expert."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _TensorRule:
     """How Megatron stores one role, or several roles as one tensor."""
 

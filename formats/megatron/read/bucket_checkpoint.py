@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from reshard.canonical.optimizer_state import state_kind
 from reshard.containers.dcp_metadata import TensorItem
 from reshard.errors import CheckpointError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.value import value
 from reshard.index.index import Tensor
 from reshard.index.shards import Shards, concatenated
 from reshard.index.subviews import SubviewsBuilder
@@ -40,7 +40,7 @@ _KEY = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Buffer:
     """A buffer of the distributed optimizer."""
 
@@ -56,7 +56,7 @@ class _Buffer:
     """The buckets of each array ("param", "exp_avg", "exp_avg_sq"), in order."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _RankParameters:
     """The parameters of a rank that lie in the buffers of one optimizer."""
 
@@ -68,7 +68,7 @@ class _RankParameters:
     """The parameters of each chunk."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _StatePieces:
     """The part of one canonical tensor's state that lies in some boxes of a bucket."""
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError, IncompleteError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.value import value
 
 from ..layout.adapters import factor_of
 from ..layout.names import ParsedName, parse_name
@@ -22,7 +22,7 @@ from .tensor_boxes import Shape, check_shape, named_tensor, shared_expert, store
 _GROUPED_EXPERTS = {"mlp.experts.weight1": "weight1", "mlp.experts.weight2": "weight2"}
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@value(eq=False, repr=False)
 class ChunkTensor:
     """A stored tensor of a rank's chunk."""
 
@@ -108,7 +108,7 @@ def locate_tensors(
     return [tensor for number, chunk in enumerate(rank.chunks) for tensor in locator.tensors(number, chunk)]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Locator:
     """Finds the arrays of one rank's tensors."""
 

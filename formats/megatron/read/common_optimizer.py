@@ -13,7 +13,7 @@ from reshard.canonical.optimizer_state import plain_settings
 from reshard.containers.torch_zip import LocatedTensor
 from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Extent, Piece
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import ParamGroup, Tensor
 from reshard.index.shards import Shards
 from reshard.models.model import Model, Part
@@ -25,7 +25,7 @@ from .zarr import StoredFolder
 _RANK_SETTINGS = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/shard_0_1")
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@value(eq=False, repr=False)
 class CommonOptimizer:
     """The param groups and step counts that all ranks share."""
 

@@ -18,7 +18,7 @@ from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import row_major
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import Kind, ParamGroup
 from reshard.storage.files import Files
 
@@ -34,7 +34,7 @@ OF_ADAPTER = "the optimizer's state is left out: of a run that trains a LoRA ada
 """A note on a checkpoint."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class ParameterState:
     """A tensor that the optimizer keeps of one parameter."""
 
@@ -46,7 +46,7 @@ class ParameterState:
     """Where its elements lie."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RankParamGroup:
     """A rank's part of one of the optimizer's param groups."""
 
@@ -60,7 +60,7 @@ class RankParamGroup:
     """Its settings as plain values."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@value(eq=False, repr=False)
 class RankOptimizer:
     """The optimizer state of one rank."""
 
@@ -126,7 +126,7 @@ def canonical_state(state: ParameterState, shapes: Mapping[str, Shape]) -> Itera
         yield kind, known_as, local
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _ChainLink:
     """One of the chained optimizers, as stored."""
 

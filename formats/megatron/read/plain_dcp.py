@@ -19,7 +19,7 @@ from typing import Any
 
 from reshard.canonical.optimizer_state import plain_settings, state_kind
 from reshard.containers.dcp_metadata import TensorItem
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import ParamGroup, Tensor
 
 from ..layout.arguments import Args
@@ -38,7 +38,7 @@ _GROUP = re.compile(r"optimizer\.(?:optimizer\.)?param_groups\.(\d+)\.(\w+)")
 _RUN_STATE = ("args", "iteration", "checkpoint_version", "num_floating_point_operations_so_far")
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@value(eq=False, repr=False)
 class NumberedOptimizer:
     """The optimizer of a plain folder. It identifies its parameters by number."""
 

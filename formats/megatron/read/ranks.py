@@ -11,7 +11,7 @@ from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import shown
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError, IncompleteError, MissingFile, MixedSaves
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.storage.files import Files
 
 from ..layout.arguments import MODEL_ARGS, Args, parallel_size, plain_args
@@ -25,7 +25,7 @@ _MODEL = "model"
 _RUN_STATE = ("iteration", "checkpoint_version", "num_floating_point_operations_so_far", "opt_param_scheduler", "lr_scheduler", "tokens")
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@value(eq=False, repr=False)
 class MegatronRank:
     """The file of one rank."""
 
@@ -73,7 +73,7 @@ class MegatronRank:
         return f"<{self.path}: tp rank {self.tp_rank}, stage {self.pp_rank}, ep rank {self.ep_rank}, {tensors} tensors>"
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@value(eq=False, repr=False)
 class LegacySave:
     """All rank files of a legacy save."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from reshard.adapter.format import Hints
 from reshard.canonical.lora import adapter_name
 from reshard.errors import CheckpointError, IncompleteError, UnsupportedError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import Tensor
 from reshard.models.lookup import find_model, known_model_types, model_type_of
 from reshard.models.model import Model
@@ -23,7 +23,7 @@ from .tensor_boxes import Shape
 _MOST_LAYERS = 100_000
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@value(slots=False, eq=False, repr=False)
 class RunModel:
     """The model of a run, in a known layout."""
 

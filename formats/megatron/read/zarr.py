@@ -23,7 +23,7 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.extents import Extent
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import StoredFile
 from reshard.index.shards import PieceTable, Shards
 from reshard.storage.files import Files, read_whole
@@ -76,7 +76,7 @@ StoredFolder = DcpFolder | ZarrFolder
 """The folder of a distributed save, whatever its backend."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Array:
     """An array of the folder."""
 

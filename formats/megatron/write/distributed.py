@@ -23,8 +23,8 @@ from reshard.adapter.dcp_writer import DcpFile, written_metadata
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.torch_writer import TorchFile
 from reshard.canonical.content import Content
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.value import value
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
 
@@ -42,7 +42,7 @@ _Lead = tuple[tuple[int, int], ...]
 """(number, count) per stacked axis: the layer's number among all layers, then the expert's among all experts."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class _KeyedTensor:
     """A tensor of one layer or expert, and where it lies in the stored tensor."""
 

@@ -20,10 +20,10 @@ from reshard.canonical.content import Content
 from reshard.containers.pickle_writer import Name
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.sections import Section, Sections
 from reshard.geometry.stored import StoredTensor
+from reshard.geometry.value import value
 from reshard.plans.layout import Layout, TargetFile
 from reshard.plans.target import Target
 
@@ -37,7 +37,7 @@ from .save import F32, MegatronSave, begin_save
 _VERSION = 3.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class _Parameter:
     """A parameter of a rank."""
 
@@ -58,7 +58,7 @@ class _Parameter:
         return self.dtype.itemsize >= 4
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class _SavedRank:
     """What one rank of a stage saves."""
 

@@ -11,9 +11,9 @@ from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import STEP, counts_of_groups, parameter_and_kind, plain_settings
 from reshard.containers.pickle_writer import Call
 from reshard.errors import RequestError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.stored import step_count
+from reshard.geometry.value import value
 
 # Settings that torch's Adam and Transformer Engine's look for in a param group. They stand in for what the source's groups lack;
 # Megatron's scheduler sets the learning rates again.
@@ -23,7 +23,7 @@ _ADAM: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
+@value(slots=False, eq=False)
 class OptimizerContent:
     """The optimizer's part of the source's content."""
 

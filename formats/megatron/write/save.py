@@ -11,9 +11,9 @@ from reshard.canonical.content import Content, check_against_model
 from reshard.containers.pickle_writer import Instance
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_torch
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.models.model import Model
 from reshard.plans.layout import Sidecar
 from reshard.plans.target import Target
@@ -37,7 +37,7 @@ _SCHEDULER: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@value(slots=False, eq=False, repr=False)
 class MegatronSave:
     """A save that is being laid out."""
 

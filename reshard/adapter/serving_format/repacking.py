@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 if TYPE_CHECKING:
     from reshard.engine.views import LazyTensor
@@ -35,7 +35,7 @@ class Repacking(Protocol):
         """The words of a weight as they lie in memory, in parts; none if its shape does not allow it."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Widened:
     """A vector, such as a bias, in 32-bit floats: each value stays what it is."""
 
@@ -45,7 +45,7 @@ class Widened:
             yield weight.numpy().astype(np.float32)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Panels:
     """A matrix in panels of rows."""
 

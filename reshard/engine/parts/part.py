@@ -26,8 +26,8 @@ from reshard.engine.run import (
 )
 from reshard.errors import TargetError, TargetInUse
 from reshard.geometry.boxes import blocks
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.plans.bands import Band
 from reshard.plans.plan import Plan
 from reshard.storage.lock import is_locked
@@ -37,7 +37,7 @@ from reshard.storage.system_calls import system_errors
 _NO_PROVENANCE = Provenance()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Missing:
     """The bands of a conversion that are not finished."""
 

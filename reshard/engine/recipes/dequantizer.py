@@ -17,9 +17,9 @@ from reshard.engine.casts import Block, cast, decoded
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import E8M0, F32, DType
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.index.index import EncodedPart, Encoding
-from reshard.models.quantized import BlockShape
+from reshard.models.stored_forms import BlockShape
 
 # The elements or bytes of codes that are computed at once, so that all intermediate results stay in a processor's cache.
 _AT_ONCE = 1 << 17
@@ -28,7 +28,7 @@ _LONG = 1024
 _BYTES = np.arange(256, dtype=np.uint8)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StoredWords:
     """What a component holds of a block of elements."""
 
@@ -94,7 +94,7 @@ class Dequantizer:
         return last[1], places
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _CodesInBytes:
     """The codes of a box. Each byte and its scale determine the values of some elements.
 

@@ -10,7 +10,7 @@ import numpy as np
 from reshard.engine.casts import Block, numpy_type
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16, DType
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 # The most columns of a band, because short runs take many calls, and about how many elements it has. Fewer would stay in a processor's
 # cache, but Python's threads would wait for each other more often, before each operation of numpy.
@@ -24,7 +24,7 @@ class NotRepresentable(Exception):
     """Why values cannot be written in the form of a recipe, as the end of a sentence."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Recipe:
     """How codes and scales follow from values."""
 

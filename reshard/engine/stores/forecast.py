@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from reshard.engine.stores.read_ahead import LONGEST_REQUEST
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.plans.manifest import sample_ranges
 from reshard.plans.plan import Plan
 from reshard.storage.stores.file_fronts import SMALLEST_PART, part_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StoreForecast:
     """The traffic with one store. Requests are about those that will be made: how ranges meet is known when they are read."""
 

@@ -18,8 +18,8 @@ from reshard.engine.recipes.quantizer import Bands
 from reshard.engine.transfer import Pieces
 from reshard.engine.values import Values
 from reshard.geometry.boxes import Box, blocks
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Columns
+from reshard.geometry.value import value
 from reshard.plans.file_tasks import files_sharing_tensors
 from reshard.plans.layout import TargetFile
 from reshard.plans.plan import Plan, Route
@@ -28,7 +28,7 @@ from reshard.plans.plan import Plan, Route
 _NEAR = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Visit:
     """A block that is read once, and written to those of its pieces that lie at about one position."""
 
@@ -51,7 +51,7 @@ class Visit:
         return self.box.volume * self.route.target.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Pass:
     """Files that are open side by side, and the visits that fill them."""
 

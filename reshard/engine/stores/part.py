@@ -20,8 +20,8 @@ from reshard.engine.stores.conversion import StoreConversion
 from reshard.engine.stores.gather import Budget, Gather, gather_workers
 from reshard.engine.stores.store_target import StoreTarget
 from reshard.errors import CheckpointError, TargetError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.plans.file_tasks import FileTask, file_tasks
 from reshard.plans.plan import Plan
 from reshard.storage.stores.store import LostObject, Store
@@ -146,7 +146,7 @@ class StorePartConversion(SharedConversion):
             self._whole.fingerprint = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class MissingTasks:
     """The tasks of a conversion into a store that are not finished."""
 

@@ -18,7 +18,7 @@ from reshard.engine.transfer import FileRange, Pieces
 from reshard.engine.values import Values
 from reshard.errors import ReshardError
 from reshard.geometry.boxes import Box
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import mutable
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files
@@ -51,7 +51,7 @@ class NoReadAhead:
         return perform
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class _Shared:
     """Bytes that several jobs read."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from reshard.engine.journal import BlockKey, JournalHeader, blocks_of
 from reshard.errors import CheckpointError, TargetError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.plans.layout import Layout
 from reshard.plans.manifest import CHECKSUMS, DIGESTS, MANIFEST, Manifest, listed_files, usable_manifest
 from reshard.storage.files import Files, read_whole
@@ -49,7 +49,7 @@ def check_ended(files: Files) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Begun:
     """The record of a conversion that has begun."""
 
@@ -72,7 +72,7 @@ class Begun:
         return Begun(header, lengths)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FinishedFile:
     """A file that an earlier run has completed."""
 

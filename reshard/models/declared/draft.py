@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import RequestError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.models.architecture import Architecture, Dimension, Weight
 from reshard.models.declared.reader import LANGUAGE, UNKNOWN
 from reshard.models.declared.relatives import Relative, nearest
@@ -80,7 +80,7 @@ def draft(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, where: 
     return "\n".join([*_comments(relative, has_questions, bool(scales)), *lines]).rstrip("\n")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Facts:
     """What is known about the checkpoint."""
 

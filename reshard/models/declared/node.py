@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import RequestError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.models.architecture import Dimension
 from reshard.models.declared.yaml_data import Document, Path
 
@@ -18,7 +18,7 @@ _TERM = r"(?:[a-z_][a-z0-9_]*|[1-9][0-9]{0,9})"
 _EXPRESSION = re.compile(rf"\s*{_TERM}(?:\s*[*/+-]\s*{_TERM})*\s*")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Node:
     """A value of a declaration, and its place. The methods that read the value raise RequestError if it is not what they expect."""
 

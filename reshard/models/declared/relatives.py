@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import RequestError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.models.architecture import Architecture
 from reshard.models.declared.stored_weights import Shape, StoredWeight
 from reshard.models.model import Model
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Relative:
     """A declared model compared with a checkpoint."""
 

@@ -13,13 +13,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import field
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 Shape = tuple[int, ...]
 _EXPERT = re.compile(r"(?<=experts)\.\d+\.|(?<=expert)\.\d+\.")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StoredWeight:
     """The tensors that one line of a declaration is about."""
 

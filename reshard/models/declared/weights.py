@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.models.architecture import Dimension, Weight
 from reshard.models.declared.node import Node, expression
 from reshard.models.roles import DECLARED_ROLES, ROLES, Column, FirstRank, Heads, Replicate, Row, Split, Vocabulary
@@ -24,7 +24,7 @@ NUMBER = r"\{\w+\}|\d+"
 _ROLE = r"[\w.-]+"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class WeightReader:
     """Reads the weights of a declaration."""
 

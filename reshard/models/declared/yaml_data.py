@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import RequestError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import mutable, value
 
 if TYPE_CHECKING:
     import yaml
@@ -22,7 +22,7 @@ _QUOTES = "Correct that line. A name that starts with *, { or [, and a ? alone, 
 Path = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Document:
     """The content of a file."""
 
@@ -48,7 +48,7 @@ def parse(content: bytes, where: str) -> Document:
         raise RequestError(f"this is not valid YAML: {error}", where=where, do="A text file in UTF-8 is expected") from None
 
 
-@dataclass(slots=True)
+@mutable
 class _Collection:
     """A mapping or list whose end has not been read."""
 

@@ -13,17 +13,17 @@ from itertools import product
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, Tile
 from reshard.geometry.parallel import Parallel
 from reshard.geometry.stored import StoredTensor, constant
+from reshard.geometry.value import value
 from reshard.serving.learned.numbers import Number
 
 Ranges = tuple[tuple[int, ...], ...]
 """For each number in a name, the values that it takes. The names are those of the product."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TemplateAxis:
     """A loop along an axis of a tensor and an axis of a checkpoint tensor."""
 
@@ -39,7 +39,7 @@ class TemplateAxis:
     """The distance of neighbours along that axis."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TemplateRun:
     """Experts that lie one after another in a tensor."""
 
@@ -53,7 +53,7 @@ class TemplateRun:
     """The distance of neighbours along that axis."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TemplatePart:
     """A box of a checkpoint tensor in a tensor of a rank; with a run, such a box for each expert."""
 
@@ -69,7 +69,7 @@ class TemplatePart:
     """The experts; None for one box."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TensorTemplate:
     """A tensor of a rank."""
 
@@ -87,7 +87,7 @@ class TensorTemplate:
     """Why its shape depends on a kernel that the platform chooses; empty if it does not: the tensor is the same on every platform."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class NamedTemplate:
     """The tensors that one template stands for."""
 
@@ -110,7 +110,7 @@ class NamedTemplate:
         return self.ranks is None or tp_rank in self.ranks.get(tp, ())
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LearnedStage:
     """The tensors of one pipeline stage."""
 
@@ -124,7 +124,7 @@ class LearnedStage:
     """The tensors."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LearnedSources:
     """Checkpoint tensors of the same kind in many layers."""
 
@@ -138,7 +138,7 @@ class LearnedSources:
     """Their shape."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LearnedSizes:
     """Parallel sizes that were traced together."""
 
@@ -153,7 +153,7 @@ class LearnedSizes:
     sizes are known."""
 
 
-@dataclass(frozen=True)
+@value(slots=False)
 class LearnedLayout:
     """What every rank of an engine holds of one model."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_safetensors
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.serving.learned.fold import TracedRanks, folded_stage
 from reshard.serving.learned.layers import folded_names
 from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, LearnedSources, LearnedStage, NamedTemplate, dtype_of
@@ -28,7 +28,7 @@ Sizes = tuple[int, int]
 """(pp, ep): a pipeline-parallel size, and 1 or 2 for ranks that hold whole experts."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TracedRank:
     """One rank of a traced run."""
 

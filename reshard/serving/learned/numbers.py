@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 TpRank = tuple[int, int]
 """A tensor-parallel size and a rank: (tp, tp_rank)."""
@@ -21,7 +21,7 @@ def _exact(number: int, parts: int) -> int:
     return number // parts
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Fixed:
     """The same number on all ranks."""
 
@@ -32,7 +32,7 @@ class Fixed:
         return self.number
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Share:
     """An equal share of `total`, or the position where the rank's share starts, counted from `base`.
 
@@ -53,7 +53,7 @@ class Share:
         return share if self.base is None else self.base + tp_rank * parts // tp * share
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Rest:
     """What padding leaves of a rank's share: `total` rows, padded to `padded`, are cut into equal shares."""
 
@@ -66,7 +66,7 @@ class Rest:
         return max(0, min(share, self.total - tp_rank * share))
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Sum:
     """The sum of two shares, as where key heads that several ranks hold follow query heads."""
 
@@ -78,7 +78,7 @@ class Sum:
         return self.first.at(tp, tp_rank) + self.second.at(tp, tp_rank)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class OnFirst:
     """A number on rank 0, and 0 on all other ranks, such as the size of a bias that only one rank adds."""
 
@@ -89,7 +89,7 @@ class OnFirst:
         return 0 if tp_rank else self.number
 
 
-@dataclass(frozen=True)
+@value(slots=False)
 class Listed:
     """A number that follows no rule: one for each rank of the traced sizes."""
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.geometry.dtypes import DType, from_torch
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TracedPart:
     """A box of a checkpoint tensor in a traced tensor, or a run of such boxes of checkpoint tensors that are numbered through."""
 
@@ -36,7 +36,7 @@ class TracedPart:
     """What is applied to each element."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TracedTensor:
     """A tensor of one rank."""
 

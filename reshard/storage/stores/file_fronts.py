@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 from reshard.storage.stores.store import CheckedUpload, Entry, Store
 
 SMALLEST_PART = 8 << 20
@@ -25,7 +25,7 @@ def part_bytes(nbytes: int) -> int:
     return max(SMALLEST_PART, -(-needed // _MIB) * _MIB)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FrontFile:
     """A file to be written."""
 

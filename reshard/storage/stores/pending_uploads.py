@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import SystemRefusal, UnsupportedError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PendingUpload:
     """An upload that is not complete."""
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.errors import RequestError, TruncatedFile
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import mutable
 from reshard.storage.decoded_ranges import DecodedRanges
 from reshard.storage.files import Change, missing, read_each_run
 from reshard.storage.stores.similar_files import SimilarFiles
@@ -34,7 +34,7 @@ _LONGEST_RANGE = 16 << 20
 _MOST_METADATA = 128 << 20
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class Fetched:
     """Bytes [start, stop) of a file, which are there or on their way."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import mutable
 from reshard.storage.stores.store import Entry
 
 END = 64 << 10
@@ -24,7 +24,7 @@ _ROOM_OF_FIRST = 4
 _DIGITS = re.compile(r"\d+")
 
 
-@dataclass(slots=True)
+@mutable
 class Kind:
     """Files like each other, and what was asked for of them."""
 

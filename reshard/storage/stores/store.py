@@ -19,7 +19,7 @@ from dataclasses import asdict, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from reshard.errors import CheckpointError, ReshardError, SystemRefusal, TargetError
-from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.value import mutable, value
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +34,7 @@ _ATTEMPTS, _FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST = 10, 0.1, 10.0, 60.0
 _SILENCE = 3.0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Entry:
     """A file in a store."""
 
@@ -90,7 +90,7 @@ class ObjectChanged(Exception):
     """A file is not the one that was listed: somebody wrote it since."""
 
 
-@dataclass(slots=True)
+@mutable
 class StoreTraffic:
     """What a store was asked for."""
 

@@ -33,9 +33,9 @@ from reshard.engine.events import details, event
 from reshard.engine.journal import Unfinished, read_journal
 from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.errors import CheckpointError, RequestError, TargetError, UnexpectedContentError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
+from reshard.geometry.value import value
 from reshard.index.coverage import check_index
 from reshard.index.fold import Fold, fold
 from reshard.index.index import Index, Tensor
@@ -44,17 +44,17 @@ from reshard.models.changed_keys import changed_keys
 from reshard.models.lookup import find_model, model_type_of, named_architecture
 from reshard.models.model import Model
 from reshard.plans.manifest import DIGESTS, MANIFEST, Manifest, listed_files, read_digests, usable_manifest
+from reshard.requests.request import ConversionRequest, ModelOptions, OpenOptions, PathLike, PlanOptions, checked_keywords
 from reshard.storage.files import Files
 from reshard.storage.local_path import is_url
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.tar import open_files, open_tree
-from reshard.verbs.request import ConversionRequest, ModelOptions, OpenOptions, PathLike, PlanOptions, checked_keywords
 
 if TYPE_CHECKING:
     from reshard.engine.views import LazyTensor, View
 
 
-@dataclass(frozen=True, eq=False)
+@value(slots=False, eq=False)
 class Checkpoint:
     """An opened checkpoint: its index, and the files that weights are read from when asked for."""
 
@@ -164,7 +164,7 @@ class Checkpoint:
         Raises: RequestError if the target has no such rank.
         """
         from reshard.engine.views import View
-        from reshard.verbs.planning import plan_conversion
+        from reshard.requests.planning import plan_conversion
 
         only = {"tp": rank, "pp": pp_rank, "ep": ep_rank, "dp": dp_rank}
         request = ConversionRequest.of(to, {**options, "only": only})

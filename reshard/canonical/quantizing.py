@@ -19,8 +19,8 @@ from reshard.index.shards import Shards
 from reshard.models.model import Model
 from reshard.models.quantization import quantization_of
 from reshard.models.quantization_settings import SETTING, quantization_settings, without_quantization
-from reshard.models.quantized import Component, StoredForm
 from reshard.models.roles import ROLES
+from reshard.models.stored_forms import Component, StoredForm
 
 QUANTIZE, REQUANTIZE = ("fp8-block", "mxfp4"), ("fp8-block",)
 """What --quantize and --requantize take."""

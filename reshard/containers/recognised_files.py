@@ -28,8 +28,8 @@ from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor
 from reshard.containers.zip_directory import Directory, Range, members_of, payload, read_records
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Columns
+from reshard.geometry.value import mutable, value
 from reshard.storage.files import Files
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ _MOST_FORMS, _PATIENCE = 32, 24
 _LONGEST_PICKLE = 1 << 28
 
 
-@dataclass(slots=True)
+@mutable
 class AlikeRanks:
     """Ranks whose files hold the same tensors in the same places but for the ranks' coordinates."""
 
@@ -62,7 +62,7 @@ class AlikeRanks:
     """For each rank: [number of entries], the byte offset of the local header of the zip member that holds each tensor; -1: none."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Parsed:
     """A file that was parsed in full."""
 
@@ -74,7 +74,7 @@ class Parsed:
     """Its tensors."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class NotAlike:
     """The ranks that are left when the files turn out not to be alike."""
 
@@ -159,7 +159,7 @@ class EqualFiles(Generic[T]):
         return self._failures < _PATIENCE
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Raw:
     """What two files are compared by."""
 

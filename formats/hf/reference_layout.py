@@ -12,9 +12,9 @@ from reshard.canonical.content import Content
 from reshard.canonical.name_variants import Names
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType, can_cast
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.stored import StoredTensor, whole
+from reshard.geometry.value import mutable, value
 from reshard.index.index import Tensor
 from reshard.storage.files import LocalFiles
 
@@ -24,7 +24,7 @@ _WRITTEN_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _MOST_NAMED = 8
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ReferenceFolder:
     """The folder that --like names, according to its headers."""
 
@@ -36,7 +36,7 @@ class ReferenceFolder:
     """Its tensors."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TargetFolder:
     """The weights that a folder will hold."""
 
@@ -48,7 +48,7 @@ class TargetFolder:
     """Sentences on tensors of the reference that are left out, and on tensors that are renamed or fused."""
 
 
-@dataclass(slots=True)
+@mutable
 class _Mismatch:
     """Everything that does not fit the reference, by kind."""
 

@@ -13,7 +13,7 @@ from reshard.canonical.content import Content, Selection, check_against_model, c
 from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs
 from reshard.canonical.lora import is_of_adapter, with_adapter_names
-from reshard.canonical.requantization import quantized, requantized
+from reshard.canonical.quantizing import quantized, requantized
 from reshard.canonical.stacked_experts import by_expert
 from reshard.canonical.trainer_names import trainer_of
 from reshard.containers.gc_pause import gc_paused
@@ -25,11 +25,11 @@ from reshard.plans.layout import Layout
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
 from reshard.plans.target import Target
-from reshard.verbs.adapters import adapter_index, check_part, chosen_adapter, with_asked_adapter
+from reshard.requests.adapters import adapter_index, check_part, chosen_adapter, with_asked_adapter
 
 if TYPE_CHECKING:
-    from reshard.verbs.checkpoint import Checkpoint
-    from reshard.verbs.request import ConversionRequest
+    from reshard.requests.checkpoint import Checkpoint
+    from reshard.requests.request import ConversionRequest
 
 _NAMES_ARE_KEPT = (
     "names stay as the source has them, so that its run can go on, and the fingerprint is of these names; "

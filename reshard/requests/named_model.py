@@ -11,9 +11,9 @@ from reshard.models.architecture import Architecture
 from reshard.models.lookup import find_model, named_architecture, unknown_architecture
 from reshard.models.model import Model
 from reshard.models.quantization import unknown_quantization
+from reshard.requests.checkpoint import open
+from reshard.requests.request import PathLike
 from reshard.storage.tar import open_tree
-from reshard.verbs.checkpoint import open
-from reshard.verbs.request import PathLike
 
 
 def model_at(path: PathLike, architecture: Architecture | PathLike | None = None) -> Model:

@@ -17,12 +17,12 @@ from reshard.adapter.format import Format
 from reshard.adapter.option import ADAPTER, Option
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs
-from reshard.canonical.requantization import QUANTIZE, REQUANTIZE
+from reshard.canonical.quantizing import QUANTIZE, REQUANTIZE
 from reshard.errors import RequestError, choices, nearest
 from reshard.geometry import dtypes
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import Parallel
+from reshard.geometry.value import value
 from reshard.models.architecture import Architecture
 
 PathLike = str | os.PathLike[str]
@@ -161,7 +161,7 @@ def _unknown_keyword(name: str, known: list[str], where: str | None = None) -> R
     return RequestError(f"there is no option {name!r}", where=where, do=f"Did you mean {near}?" if near else "Leave it out")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Effort:
     """How much of the machine a verb may use."""
 
@@ -179,7 +179,7 @@ class Effort:
             self.progress(nbytes)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ConversionRequest:
     """The target that a conversion is asked to write, independent of the source."""
 

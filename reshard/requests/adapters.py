@@ -19,8 +19,8 @@ from reshard.storage.files import Files
 from reshard.storage.joined import JoinedFiles
 
 if TYPE_CHECKING:
-    from reshard.verbs.checkpoint import Checkpoint
-    from reshard.verbs.request import ConversionRequest
+    from reshard.requests.checkpoint import Checkpoint
+    from reshard.requests.request import ConversionRequest
 
 
 def adapter_index(source: Checkpoint, request: ConversionRequest, companions: ModelFiles) -> tuple[Index, Callable[[Tensor], bool]]:

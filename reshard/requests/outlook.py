@@ -9,22 +9,22 @@ from reshard.adapter.model_files import has_tokenizer
 from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.content import Content, check_against_model
 from reshard.errors import ReshardError
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import Parallel
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.models.drafts import draft_class
 from reshard.models.model import Model
 from reshard.plans.target import Target
 from reshard.serving.legality import check_degrees
 
 if TYPE_CHECKING:
-    from reshard.verbs.checkpoint import Checkpoint
+    from reshard.requests.checkpoint import Checkpoint
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """The tensor-parallel sizes that are tried."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Outlook:
     """What a checkpoint can become."""
 

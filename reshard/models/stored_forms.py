@@ -23,8 +23,8 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal
 
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.packed import Packing
+from reshard.geometry.value import value
 
 # Weight elements per value along each axis of a weight [out, in]. None: one value for the whole axis.
 BlockShape = tuple[int | None, ...]
@@ -33,7 +33,7 @@ Use = Literal["codes", "scale", "divisor", "zero point", "group index", "input s
 """What a component is for: an element's value is (code - zero point) * scale / divisor."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Component:
     """One of the tensors in which a quantized weight [out, in] is stored."""
 
@@ -102,7 +102,7 @@ class Component:
         return (*stack, *(length * (size or 1) for length, size in zip(sizes, self.grid, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StoredForm:
     """How a quantized weight is stored: the components of every weight of this form."""
 
@@ -174,7 +174,7 @@ class StoredForm:
         return name if self.takes(name) else None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Quantization:
     """How the linear layers of a model are quantized."""
 

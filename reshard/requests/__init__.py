@@ -1,0 +1,1 @@
+"""What is asked, opened and planned: options, checkpoints, and planning as a row of steps."""
