@@ -231,7 +231,7 @@ class PageOptions:
     def write(self, page: Page) -> None:
         """Write the page and say so in the log."""
         from reshard.engine.events import event
-        from reshard.verbs.pages import write_page
+        from reshard.pages.pages import write_page
 
         if self.path is not None:
             nbytes = write_page(page, self.path, interactive=self.interactive)

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from reshard.requests.checkpoint import Checkpoint, open
     from reshard.verbs.convert import convert
     from reshard.verbs.convert_part import convert_part
-    from reshard.verbs.degrees import degrees
-    from reshard.verbs.diff import diff
     from reshard.verbs.digests import digests
-    from reshard.verbs.doctor import doctor
-    from reshard.verbs.estimate import estimate
-    from reshard.verbs.explain import explain
-    from reshard.verbs.fingerprint import fingerprint
-    from reshard.verbs.learn import learn
+    from reshard.verbs.look.degrees import degrees
+    from reshard.verbs.look.diff import diff
+    from reshard.verbs.look.doctor import doctor
+    from reshard.verbs.look.estimate import estimate
+    from reshard.verbs.look.explain import explain
+    from reshard.verbs.look.fingerprint import fingerprint
+    from reshard.verbs.look.learn import learn
+    from reshard.verbs.look.stats import stats
     from reshard.verbs.plan import plan
     from reshard.verbs.plan_files import load_plan, save_plan
     from reshard.verbs.roundtrip import roundtrip
-    from reshard.verbs.stats import stats
     from reshard.verbs.verify import verify
     from reshard.verbs.watch import watch
 
@@ -59,6 +59,7 @@ __all__ = [
     "verify",
     "watch",
 ]
+_LOOKS = {"degrees", "diff", "doctor", "estimate", "explain", "fingerprint", "learn", "stats"}
 
 
 def __getattr__(name: str) -> Any:
@@ -70,12 +71,17 @@ def __getattr__(name: str) -> Any:
     from reshard.storage.system_calls import check_platform
 
     check_platform()
-    module = "errors" if name.endswith(("Error", "Found")) else f"verbs.{name}"
+    return getattr(import_module(f"reshard.{_module_of(name)}"), name)
+
+
+def _module_of(name: str) -> str:
+    if name.endswith(("Error", "Found")):
+        return "errors"
     if name in ("Checkpoint", "open"):
-        module = "requests.checkpoint"
-    elif name in ("load_plan", "save_plan"):
-        module = "verbs.plan_files"
-    return getattr(import_module(f"reshard.{module}"), name)
+        return "requests.checkpoint"
+    if name in ("load_plan", "save_plan"):
+        return "verbs.plan_files"
+    return f"verbs.look.{name}" if name in _LOOKS else f"verbs.{name}"
 
 
 def __dir__() -> list[str]:

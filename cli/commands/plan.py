@@ -57,7 +57,7 @@ def command(source: str, to: str | None, plan_out: OutputFile | None, as_json: b
             nbytes = reshard.save_plan(plan, plan_out)
             event("plan-file", f"wrote {plan_out}, {nbytes:,} bytes", path=str(plan_out), bytes=nbytes)
         if page.path:
-            from reshard.verbs.pages import plan_page
+            from reshard.pages.pages import plan_page
 
             page.write(plan_page(plan))
         show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)

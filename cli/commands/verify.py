@@ -100,7 +100,7 @@ def command(
             result = reshard.verify(a, b, cast=cast, selection=selection_of(given), **{**effort, "progress": advance})
     metrics.record(bytes_read=result.nbytes, tensors=result.tensors, differences=len(result.differences))
     if page.path:
-        from reshard.verbs.pages import comparison_page
+        from reshard.pages.pages import comparison_page
 
         page.write(comparison_page(result, f"{left}: as written?" if right is None else f"{left} and {right}"))
     if as_json:

@@ -197,7 +197,7 @@ def test_a_mistake_in_values_must_explain_every_part():
     import numpy as np
 
     from reshard.geometry.dtypes import F32
-    from reshard.verbs.explain import _value_mistake
+    from reshard.verbs.look.explain import _value_mistake
 
     right = np.random.default_rng(0).standard_normal((2, 50)).astype(np.float32)
     cast = (((right.view(np.uint32) + 0x7FFF + (right.view(np.uint32) >> 16 & 1)) >> 16) << 16).view(np.float32)

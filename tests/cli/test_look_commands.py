@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import reshard as library
-from reshard.verbs.diff import MEASURES
+from reshard.verbs.look.diff import MEASURES
 
 LLAMA, FSDP2 = HF / "llama", DCP / "fsdp2"
 MODEL = ("--model", FSDP2 / "model")

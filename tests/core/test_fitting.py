@@ -10,7 +10,7 @@ import reshard as library
 from reshard.errors import RequestError
 from reshard.training.fitting import bubbles, fewest_microbatches, fits
 from reshard.training.schedules import Schedule
-from reshard.verbs.estimate import estimates
+from reshard.verbs.look.estimate import estimates
 
 
 @pytest.mark.parametrize("stages", [2, 4, 7])

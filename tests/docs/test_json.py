@@ -187,7 +187,7 @@ def test_learn():
 
     from reshard.adapter.serving_format.learned import read_layout
 
-    document = import_module("reshard.cli.commands.learn").document
+    document = import_module("reshard.cli.commands.look.learn").document
     layouts = sorted((FIXTURES / "learned").glob("*/layout.json"))
     documents = [{"schema_version": 1, **document(read_layout(str(path)), "layout.json", 1.0)} for path in layouts]
     # No model of the fixtures has a tensor that the engine computes.

@@ -38,7 +38,7 @@ from reshard.geometry.parallel import Parallel  # noqa: E402
 from reshard.models.lookup import built_in_model_types, find_architecture, find_model  # noqa: E402
 from reshard.models.model import Model  # noqa: E402
 from reshard.serving.learned.learn import LearnedLayout, learned_layout, traced_rank  # noqa: E402
-from reshard.verbs.learn import answered, config_of, write_layout  # noqa: E402
+from reshard.verbs.look.learn import answered, config_of, write_layout  # noqa: E402
 
 DECLARED = (
     *("llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2", "gpt_neox", "gemma2", "phi3"),

@@ -31,7 +31,7 @@ from environments import LONG, Environment, run_checks  # noqa: E402
 from learned import Sizes  # noqa: E402
 
 from reshard.serving.learned.layout import LearnedLayout  # noqa: E402
-from reshard.verbs.learn import write_layout  # noqa: E402
+from reshard.verbs.look.learn import write_layout  # noqa: E402
 
 SGLANG = Environment("SGLang", HERE / "sglang_requirements.txt", options=("--no-deps",))
 # SGLang's Transformers backend refuses more ranks than KV heads.

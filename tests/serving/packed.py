@@ -45,7 +45,7 @@ from questions import Ask, asking
 
 import reshard
 from reshard.errors import ReshardError, UnsupportedError
-from reshard.verbs.learn import write_layout
+from reshard.verbs.look.learn import write_layout
 
 HERE = Path(__file__).resolve().parent
 FIXTURES = HERE.parent.parent / "fixtures" / "hf_packed"

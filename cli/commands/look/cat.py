@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import options
-from ..json_output import show_json
-from ..tables import shape_text, show
+from ... import options
+from ...json_output import show_json
+from ...tables import shape_text, show
 
 if TYPE_CHECKING:
     from reshard.engine.views import LazyTensor

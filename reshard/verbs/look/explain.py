@@ -21,7 +21,7 @@ from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.mistakes import column_mistake, row_mistake, shape_mistake, stale_part, value_mistakes
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.request import EffortOptions, PathLike, checked_keywords
-from reshard.verbs.diff import diff
+from reshard.verbs.look.diff import diff
 from reshard.verbs.verify import sides_of
 
 _DIFFERENT = ("values", "shape", "dtype")

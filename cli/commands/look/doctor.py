@@ -8,11 +8,11 @@ import click
 
 from reshard.geometry.quantities import plural
 
-from .. import options
-from ..invocation import current
-from ..json_output import show_json
-from ..progress import bar
-from ..tables import nbytes_text, show, table
+from ... import options
+from ...invocation import current
+from ...json_output import show_json
+from ...progress import bar
+from ...tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.health.findings import Finding, Report
@@ -61,7 +61,7 @@ def command(checkpoint: str | None, fail_on: str, list_kinds: bool, as_json: boo
     metrics.record(bytes_read=report.nbytes, tensors=report.tensors)
     metrics.record_findings({severity: report.count(severity) for severity in SEVERITIES})
     if page.path:
-        from reshard.verbs.pages import report_page
+        from reshard.pages.pages import report_page
 
         page.write(report_page(report))
     if as_json:

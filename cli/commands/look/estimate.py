@@ -9,9 +9,9 @@ import click
 
 from reshard.geometry.quantities import plural
 
-from .. import options
-from ..json_output import show_json
-from ..tables import count_text, nbytes_text, show, show_table, table
+from ... import options
+from ...json_output import show_json
+from ...tables import count_text, nbytes_text, show, show_table, table
 
 if TYPE_CHECKING:
     from reshard.training.fitting import Fit
@@ -72,7 +72,7 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
     from reshard.errors import RequestError
     from reshard.training.fitting import fits
     from reshard.training.memory import ZERO_STAGES, BytesPer
-    from reshard.verbs.estimate import estimates
+    from reshard.verbs.look.estimate import estimates
 
     page = options.page_of(given)
     named = STRATEGIES[strategy] if strategy else None
@@ -94,7 +94,7 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
 
     fitting = fits(found, nbytes, of_parameters) if nbytes is not None else ()
     if page.path:
-        from reshard.verbs.pages import estimate_page
+        from reshard.pages.pages import estimate_page
 
         page.write(estimate_page(found))
     if as_json:

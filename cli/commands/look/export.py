@@ -8,10 +8,10 @@ import click
 
 from reshard.geometry.quantities import plural
 
-from .. import options
-from ..json_output import show_json
-from ..progress import bar
-from ..tables import nbytes_text, shape_text, show
+from ... import options
+from ...json_output import show_json
+from ...progress import bar
+from ...tables import nbytes_text, shape_text, show
 from .cat import named, sliced
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def command(
     In a .npy file bfloat16 and 8-bit floats stand as raw words, because numpy has no such types; the result says how to view them.
     """
     import reshard
-    from reshard.verbs.export import export
+    from reshard.verbs.look.export import export
 
     opened = reshard.open(checkpoint, **given)
     tensors: dict[str, LazyTensor] = {}

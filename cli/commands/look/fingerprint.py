@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import options
-from ..json_output import show_json
-from ..progress import bar
-from ..tables import show
+from ... import options
+from ...json_output import show_json
+from ...progress import bar
+from ...tables import show
 
 if TYPE_CHECKING:
     from reshard.canonical.content import Content

@@ -18,7 +18,7 @@ from reshard.serving.drawing import degrees_picture
 from reshard.storage.output_file import OutputFile
 from reshard.training.drawing import bubble_picture, estimate_picture
 from reshard.training.fitting import schedules_of
-from reshard.verbs.diff import Diff
+from reshard.verbs.look.diff import Diff
 
 if TYPE_CHECKING:
     from reshard.engine.compare import Comparison

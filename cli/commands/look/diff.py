@@ -10,15 +10,15 @@ import click
 
 from reshard.geometry.quantities import plural
 
-from .. import options
-from ..invocation import current
-from ..json_output import show_json
-from ..progress import bar
-from ..tables import nbytes_text, show, table
+from ... import options
+from ...invocation import current
+from ...json_output import show_json
+from ...progress import bar
+from ...tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.measures.changes import Change
-    from reshard.verbs.diff import Diff
+    from reshard.verbs.look.diff import Diff
 
 
 @click.command(
@@ -57,7 +57,7 @@ def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], l
     from reshard.errors import RequestError
     from reshard.requests.checkpoint import open_both
     from reshard.requests.request import EffortOptions, ModelOptions, selection_of
-    from reshard.verbs.diff import parse_thresholds
+    from reshard.verbs.look.diff import parse_thresholds
 
     if headers and thresholds:
         raise RequestError("--threshold compares values, and --headers reads none", do="Leave one of them out")
@@ -69,7 +69,7 @@ def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], l
         result = reshard.diff(a, b, headers=headers, selection=selection_of(given), **{**effort, "progress": advance})
     beyond = result.beyond(limits) if limits else None
     if page.path:
-        from reshard.verbs.pages import comparison_page
+        from reshard.pages.pages import comparison_page
 
         page.write(comparison_page(result, f"From {left} to {right}"))
     if as_json:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import options
-from ..json_output import show_json
-from ..progress import bar
-from ..tables import show
+from ... import options
+from ...json_output import show_json
+from ...progress import bar
+from ...tables import show
 
 if TYPE_CHECKING:
-    from reshard.verbs.explain import Explanation
+    from reshard.verbs.look.explain import Explanation
 
 # Names that are printed; --json prints all.
 _MOST = 8
@@ -39,7 +39,7 @@ def command(bad: str, good: str, as_json: bool, show_progress: bool | None, **gi
     import reshard
     from reshard.requests.checkpoint import open_both
     from reshard.requests.request import EffortOptions, ModelOptions, selection_of
-    from reshard.verbs.explain import summary_of
+    from reshard.verbs.look.explain import summary_of
 
     about_model, effort = options.take(given, ModelOptions), options.take(given, EffortOptions)
     a, b = open_both(bad, good, **about_model)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import options
-from ..json_output import show_json
-from ..tables import nbytes_text, show, table
+from ... import options
+from ...json_output import show_json
+from ...tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.serving.capacity import CacheCapacity, DegreeReport, DegreeRow, Stage
@@ -54,7 +54,7 @@ def command(source: str, as_json: bool, **given: Any) -> None:
     page = options.page_of(given)
     report = reshard.degrees(source, **given)
     if page.path:
-        from reshard.verbs.pages import degrees_page
+        from reshard.pages.pages import degrees_page
 
         page.write(degrees_page(report))
     show_json(document(report)) if as_json else show_degrees(report)

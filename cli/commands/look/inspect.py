@@ -15,11 +15,11 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.models.drafts import draft_class
 
-from .. import options
-from ..json_output import Streamed, show_json
-from ..plans import show_drop_reasons
-from ..runs import show_run
-from ..tables import bar_text, count_text, nbytes_text, shape_text, show, show_table, strip_text
+from ... import options
+from ...json_output import Streamed, show_json
+from ...plans import show_drop_reasons
+from ...runs import show_run
+from ...tables import bar_text, count_text, nbytes_text, shape_text, show, show_table, strip_text
 
 if TYPE_CHECKING:
     from reshard.canonical.content import Content, Drop
@@ -119,8 +119,8 @@ def _show_files(path: str) -> None:
 
 
 def _write_page(opened: Checkpoint, tensors: list[Tensor], page: options.PageOptions) -> None:
+    from reshard.pages.pages import checkpoint_page
     from reshard.requests.outlook import outlook
-    from reshard.verbs.pages import checkpoint_page
 
     page.write(checkpoint_page(opened, outlook(opened, _content(opened)), tensors))
 

@@ -9,9 +9,9 @@ import click
 
 from reshard.geometry.quantities import plural
 
-from .. import options
-from ..json_output import show_json
-from ..tables import show
+from ... import options
+from ...json_output import show_json
+from ...tables import show
 
 if TYPE_CHECKING:
     from reshard.serving.learned.layout import LearnedLayout
@@ -50,7 +50,7 @@ def command(model: str, output: OutputFile, as_json: bool, **given: Any) -> None
     predict another one exactly.
     """
     import reshard
-    from reshard.verbs.learn import write_layout
+    from reshard.verbs.look.learn import write_layout
 
     began = time.monotonic()
     layout = reshard.learn(model, **given)

@@ -9,13 +9,13 @@ import click
 
 from reshard.geometry.quantities import plural
 
-from .. import options
-from ..json_output import show_json
-from ..progress import bar
-from ..tables import nbytes_text, show, sparkline, table
+from ... import options
+from ...json_output import show_json
+from ...progress import bar
+from ...tables import nbytes_text, show, sparkline, table
 
 if TYPE_CHECKING:
-    from reshard.verbs.stats import TensorStatistics
+    from reshard.verbs.look.stats import TensorStatistics
 
 # By which --sort puts a tensor first.
 _ORDERS = {
@@ -59,7 +59,7 @@ def command(
     """
     import reshard
     from reshard.requests.request import EffortOptions
-    from reshard.verbs.stats import wanted
+    from reshard.verbs.look.stats import wanted
 
     effort = options.take(given, EffortOptions)
     opened = reshard.open(checkpoint, **given)

@@ -1,0 +1,1 @@
+"""Verbs that look at checkpoints and configurations: they write nothing, or what they found."""
