@@ -1,7 +1,12 @@
-"""The formats of this installation, found through the entry-point group `reshard.formats`; and the format of a checkpoint."""
+"""The formats of this installation, found through the entry-point group `reshard.formats`; and the format of a checkpoint.
+
+A format's module is imported when the format is named, or when its signature fits a checkpoint. Signatures are tables, format -> globs,
+that packages offer in the entry-point group `reshard.signatures`; a format without a signature is always asked.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from functools import cache
 from typing import TYPE_CHECKING
@@ -14,38 +19,47 @@ from reshard.storage.files import Files
 if TYPE_CHECKING:
     from reshard.adapter.option import Option
     from reshard.adapter.serving_format import ServingFormat
-    from reshard.storage.files import Files
 
-GROUP = "reshard.formats"
+GROUP, SIGNATURES = "reshard.formats", "reshard.signatures"
 
 
 @cache
-def formats() -> dict[str, Format]:
-    """Every installed format by name, sorted. Other packages can add formats through the same entry-point group.
+def points() -> dict[str, EntryPoint]:
+    """Where every installed format is, by name, sorted. Other packages can add formats through the same entry-point group.
 
-    Raises: RequestError if there are none, or if an entry point cannot be loaded or is not a Format.
+    Raises: RequestError if there are none.
     """
-    found: dict[str, Format] = {}
-    for point in entry_points(GROUP):
-        try:
-            loaded = point.load()
-        except Exception as error:
-            raise RequestError(
-                f"the entry point {point.name} of the group {GROUP} cannot be loaded: {error}",
-                where=point.value,
-                do=f"Update or remove the package that brings it{_name_of_package(point)}",
-            ) from error
-        if not isinstance(loaded, Format):
-            raise RequestError(
-                f"the entry point {point.name} of the group {GROUP} is not a Format but an object of the class {type(loaded).__name__}",
-                where=point.value,
-                why="A format is an object of a subclass of reshard.adapter.format.Format",
-                do=f"Update or remove the package that brings it{_name_of_package(point)}",
-            )
-        found[point.name] = loaded
+    found = {point.name: point for point in entry_points(GROUP)}
     if not found:
         raise RequestError("no format is installed", why=f"The entry-point group {GROUP} is empty", do="Install reshard with pip")
     return found
+
+
+def formats() -> dict[str, Format]:
+    """Every installed format by name, sorted.
+
+    Raises: RequestError if there are none, or if an entry point cannot be loaded or is not a Format.
+    """
+    return {name: _loaded(point) for name, point in points().items()}
+
+
+def _loaded(point: EntryPoint) -> Format:
+    try:
+        loaded = point.load()
+    except Exception as error:
+        raise RequestError(
+            f"the entry point {point.name} of the group {GROUP} cannot be loaded: {error}",
+            where=point.value,
+            do=f"Update or remove the package that brings it{_name_of_package(point)}",
+        ) from error
+    if not isinstance(loaded, Format):
+        raise RequestError(
+            f"the entry point {point.name} of the group {GROUP} is not a Format but an object of the class {type(loaded).__name__}",
+            where=point.value,
+            why="A format is an object of a subclass of reshard.adapter.format.Format",
+            do=f"Update or remove the package that brings it{_name_of_package(point)}",
+        )
+    return loaded
 
 
 def _name_of_package(point: EntryPoint) -> str:
@@ -54,18 +68,17 @@ def _name_of_package(point: EntryPoint) -> str:
 
 def named(name: str) -> Format:
     """The format of that name. Raises RequestError, listing the installed formats, if there is none."""
-    try:
-        return formats()[name]
-    except KeyError:
-        raise _unknown(name, formats()) from None
+    if name not in points():
+        raise _unknown(name, points())
+    return _loaded(points()[name])
 
 
 def target(name: str) -> Format:
     """The format of that name. Raises RequestError, listing the formats that can be written, if it cannot."""
-    writable = {each: found for each, found in formats().items() if found.can_write}
-    if name in writable:
-        return writable[name]
-    if name in formats():
+    if name in points() and (found := named(name)).can_write:
+        return found
+    writable = [each for each, found in formats().items() if found.can_write]
+    if name in points():
         raise RequestError(f"--to {name}: this format is read, not written", do=f"Formats that are written: {', '.join(writable)}")
     raise _unknown(name, writable)
 
@@ -136,11 +149,31 @@ def is_claimed(files: Files) -> bool:
 
 def _claims(files: Files) -> list[tuple[Format, str]]:
     """The formats that claim these files, each with its reason. A format yields to one that consists of its checkpoints."""
-    is_file = files.is_file
-    asked = [found for found in formats().values() if found.one_file_suffices or not is_file]
+    asked = [named(name) for name in _fitting(files)]
+    asked = [found for found in asked if found.one_file_suffices or not files.is_file]
     claims = [(found, reason) for found in asked if (reason := found.detect(files))]
     refined = {name for found, _ in claims for name in found.refines}
     return [(found, reason) for found, reason in claims if found.name not in refined]
+
+
+def _fitting(files: Files) -> Iterator[str]:
+    """The formats whose signature fits these files, and those that have none."""
+    listing, signatures = files.list(), _signatures()
+    here = "../" + files.root.rstrip("/").rpartition("/")[2] + "/"
+    inner = (path for folder in listing if folder.endswith("/") for path in files.list(folder))
+    paths = (*listing, *(here + path for path in listing), *inner)
+    for name in points():
+        if name not in signatures or any(map(signatures[name].fullmatch, paths)):
+            yield name
+
+
+@cache
+def _signatures() -> dict[str, re.Pattern[str]]:
+    """Format -> a pattern of the paths of which its checkpoints have one."""
+    globs: dict[str, tuple[str, ...]] = {}
+    for point in entry_points(SIGNATURES):
+        globs |= point.load()
+    return {name: re.compile("|".join(re.escape(glob).replace(r"\*", "[^/]*") for glob in some)) for name, some in globs.items()}
 
 
 def _not_a_checkpoint(file: Files) -> RequestError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 
 import numpy
@@ -10,6 +11,7 @@ from command import reshard
 from doc_pages import FIXTURES, ROOT, read_page
 
 from reshard.adapter import registry
+from reshard.adapter.entry_points import EntryPoint
 
 
 @pytest.fixture
@@ -18,7 +20,8 @@ def npy(monkeypatch):
     code = next(block for block in page.blocks if block.language == "python")
     module = types.ModuleType("npy_format")
     exec(compile("\n".join(code.lines), "format.md", "exec"), module.__dict__)
-    monkeypatch.setitem(registry.formats(), "npy", module.FORMAT)
+    monkeypatch.setitem(sys.modules, "npy_format", module)
+    monkeypatch.setitem(registry.points(), "npy", EntryPoint("npy", "npy_format:FORMAT", None))
 
 
 def test_the_format_of_the_page_reads_what_it_writes(npy, tmp_path):

@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 from places import HF, stored
 
 import reshard
 from reshard.adapter import registry
+from reshard.adapter.entry_points import EntryPoint
 from reshard.adapter.serving_format import ServingFormat
 from reshard.errors import CheckpointError, RequestError
 from reshard.serving.rules import EngineRules, Fusion, ModelQuirks
@@ -43,7 +45,8 @@ class MadeUpEngine(ServingFormat):
 
 @pytest.fixture
 def made_up(monkeypatch):
-    monkeypatch.setitem(registry.formats(), "made-up", MadeUpEngine())
+    monkeypatch.setitem(sys.modules, "made_up", types.SimpleNamespace(FORMAT=MadeUpEngine()))
+    monkeypatch.setitem(registry.points(), "made-up", EntryPoint("made-up", "made_up:FORMAT", None))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])

@@ -148,7 +148,7 @@ def _is_bare(source: Checkpoint | PathLike) -> TypeGuard[PathLike]:
     if isinstance(source, Checkpoint):
         return False
     files = open_tree(source)
-    return find_model_files(files).config is not None and not any(found.detect(files) for found in registry.formats().values())
+    return find_model_files(files).config is not None and not registry.is_claimed(files)
 
 
 def _refuse_for_bare(options: DegreeOptions) -> None:
