@@ -71,7 +71,17 @@ def __getattr__(name: str) -> Any:
     from reshard.storage.system_calls import check_platform
 
     check_platform()
+    _bind_pictures()
     return getattr(import_module(f"reshard.{_module_of(name)}"), name)
+
+
+def _bind_pictures() -> None:
+    """What draws values stands above them, and is loaded when the first drawing is asked for."""
+    from importlib import import_module
+
+    from reshard.geometry.drawn import draw_with
+
+    draw_with(lambda value, for_notebook: str(import_module("reshard.pages.pictures").draw(value, for_notebook)))
 
 
 def _module_of(name: str) -> str:

@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from reshard.engine.transfer import Block, Worker, strips
 from reshard.engine.values import Values
 from reshard.errors import RequestError, UnsupportedError, choices
 from reshard.geometry.boxes import Box, blocks
+from reshard.geometry.drawn import Drawn
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import StoredTensor, sliced
@@ -213,7 +213,7 @@ class NoSuchTensorError(KeyError):
         return f"no tensor is called {self.args[0]!r}. {choices(str(self.args[0]), self._names, most=3)}."
 
 
-class View(Mapping[str, LazyTensor]):
+class View(Mapping[str, LazyTensor], Drawn):
     """Tensors by name, which are read on demand: those of one rank of a target, or those of a whole model."""
 
     def __init__(self, stored: Mapping[str, StoredTensor], sources: Mapping[str, Tensor], files: Files) -> None:
@@ -241,14 +241,6 @@ class View(Mapping[str, LazyTensor]):
 
         rows = [(each.name, each.dtype.name, each.shape, math.prod(each.shape), each.nbytes) for each in self._stored.values()]
         return pd.DataFrame(rows, columns=["name", "dtype", "shape", "elements", "bytes"])
-
-    def _repr_html_(self) -> str:
-        """The first tensors as a table, for a notebook."""
-        from reshard.picture.drawing import in_notebook
-        from reshard.picture.page import table
-
-        rows = [(each.name, each.dtype.name, str(list(each.shape)), each.nbytes) for each in islice(self._stored.values(), 100)]
-        return in_notebook(table(("name", "dtype", "shape", "bytes"), rows, caption=repr(self)))
 
     def __repr__(self) -> str:
         return f"View({plural(len(self), 'tensor')}, {plural(sum(stored.nbytes for stored in self._stored.values()), 'byte')})"

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING
 
 from reshard.geometry.quantities import nbytes_text, plural
 from reshard.health.model_files import missing_in_target
-from reshard.index.drawing import shard_map, share_table, tensor_map, tree_list
-from reshard.measures.drawing import change_map
+from reshard.pages.pictures import bubble_picture, picture_of, plan_maps, plan_transfers
+from reshard.pages.shard_maps import share_table, tensor_map, tree_list
 from reshard.picture.drawing import heat_map
 from reshard.picture.page import Html, Page, element, facts, folded, joined, meter, table
 from reshard.plans import summary
-from reshard.plans.drawing import plan_maps, plan_transfers
-from reshard.serving.drawing import degrees_picture
 from reshard.storage.output_file import OutputFile
-from reshard.training.drawing import bubble_picture, estimate_picture
 from reshard.training.fitting import schedules_of
 from reshard.verbs.look.diff import Diff
 
@@ -70,7 +67,7 @@ def checkpoint_page(checkpoint: Checkpoint, outlook: Outlook, tensors: list[Tens
     page.add("Kinds", table(("kind", "dtype", "tensors", "elements", "bytes"), kinds))
     for tensor in tensors:
         page.add(tensor.name, element("p", f"{tensor.kind} {tensor.dtype} {list(tensor.shape)}"), tensor_map(tensor))
-    page.add("Who holds what", shard_map(tree))
+    page.add("Who holds what", picture_of(checkpoint))
     for by in ("rank", "file"):
         content = share_table(index, by)
         page.add(
@@ -152,7 +149,7 @@ def comparison_page(result: Comparison, title: str) -> Page:
     bad = [("not finite", _error(str(each))) for each in result.not_finite()] if isinstance(result, Diff) else []
     page.add("Summary", facts([*bad, ("result", outcome), ("compared", compared), *(("note", note) for note in result.notes)]))
     if isinstance(result, Diff) and result.changes:
-        page.add("Change by layer and role", change_map(result.changes))
+        page.add("Change by layer and role", picture_of(result))
         for name, rows in (("role", result.by_role()), ("layer", result.by_layer()), ("tensor", result.largest())):
             content = _change_table(name, rows)
             page.add(f"Change by {name}", folded(f"{plural(len(rows), name)}", content, is_open=len(rows) <= 20) if rows else "")
@@ -201,7 +198,7 @@ def report_page(report: Report) -> Page:
 def degrees_page(report: DegreeReport) -> Page:
     """What the fullest GPU holds at each choice of sizes: weights, replicated weights, and room for the KV cache."""
     page, memory = Page(f"{report.model_type}: what the fullest GPU holds"), report.memory
-    page.add("The fullest GPU", degrees_picture(report))
+    page.add("The fullest GPU", picture_of(report))
     refused = [(str(row.parallel), row.problem) for row in report.rows if row.problem]
     page.add("Refused", table(("sizes", "why"), refused) if refused else "")
     about = [("assumed", text) for text in report.assumptions]
@@ -214,7 +211,7 @@ def estimate_page(estimates: Sequence[Estimate]) -> Page:
     found = estimates[-1]
     page = Page(f"{found.parameters:,} parameters: training memory")
     for each in estimates:
-        page.add(f"The fullest rank on {each.training.parallel}", estimate_picture(each))
+        page.add(f"The fullest rank on {each.training.parallel}", picture_of(each))
     if pipelines := schedules_of(estimates):
         page.add("Pipeline bubble", bubble_picture(pipelines))
     page.add("Assumptions", facts(("assumed", text) for text in found.assumptions))

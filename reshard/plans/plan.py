@@ -16,6 +16,7 @@ import numpy as np
 from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box
+from reshard.geometry.drawn import Drawn
 from reshard.geometry.dtypes import DType, can_cast
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
@@ -131,7 +132,7 @@ class Order:
 
 
 @value(eq=False)
-class Plan:
+class Plan(Drawn):
     """A conversion that can be printed, proven and run."""
 
     source: Index
@@ -200,17 +201,6 @@ class Plan:
     def bands(self) -> tuple[Band, ...]:
         """The plan in tasks, each of which can run on another machine: no source byte is read for two of them (bands.py)."""
         return bands_of(self.routes)
-
-    def picture(self) -> str:
-        """Who holds what in the source and in the target, as SVG with captions."""
-        from reshard.plans.drawing import plan_picture
-
-        return str(plan_picture(self))
-
-    def _repr_html_(self) -> str:
-        from reshard.picture.drawing import in_notebook
-
-        return in_notebook(self.picture())
 
     def to_json(self, *, tensors: bool = True, copies: bool = False) -> dict[str, Any]:
         """The plan as plain values with stable keys. tensors: include each tensor. copies: include every box that is copied."""

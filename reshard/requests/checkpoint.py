@@ -33,6 +33,7 @@ from reshard.engine.events import details, event
 from reshard.engine.journal import Unfinished, read_journal
 from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.errors import CheckpointError, RequestError, TargetError, UnexpectedContentError
+from reshard.geometry.drawn import Drawn
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
 from reshard.geometry.value import value
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 
 @value(slots=False, eq=False)
-class Checkpoint:
+class Checkpoint(Drawn):
     """An opened checkpoint: its index, and the files that weights are read from when asked for."""
 
     path: str
@@ -184,20 +185,6 @@ class Checkpoint:
     def tree_of(self, tensors: Iterable[Tensor]) -> Fold:
         """The same of some tensors."""
         return fold(tensors, self.model.weights if self.model else ())
-
-    def picture(self) -> str:
-        """Who holds what, as SVG with a caption; empty if every tensor is in one piece."""
-        from reshard.index.drawing import shard_map
-
-        return str(shard_map(self.tree))
-
-    def _repr_html_(self) -> str:
-        from reshard.index.drawing import shard_map, tree_list
-        from reshard.picture.drawing import in_notebook
-        from reshard.picture.page import element, joined
-
-        about = f"{self.path}: {self.format}, {plural(len(self.index.tensors), 'tensor')}"
-        return in_notebook(joined((element("p", about), shard_map(self.tree), tree_list(self.tree))))
 
     @cached_property
     def _everything(self) -> View:

@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.errors import RequestError
+from reshard.geometry.drawn import Drawn
 from reshard.geometry.dtypes import DType
 from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.quantities import plural
@@ -24,7 +25,6 @@ from reshard.geometry.sections import Columns
 from reshard.geometry.stored import StoredTensor
 from reshard.geometry.value import value
 from reshard.models.model import Model
-from reshard.picture.drawing import in_notebook
 from reshard.serving import kv_cache
 from reshard.serving.legality import check_degrees, check_stages, degree_problem
 from reshard.serving.ranks import EngineRank
@@ -122,7 +122,7 @@ class DegreeRow:
 
 
 @value
-class DegreeReport:
+class DegreeReport(Drawn):
     """Several choices of parallel sizes for one model and engine."""
 
     model_type: str
@@ -140,14 +140,11 @@ class DegreeReport:
     assumptions: tuple[str, ...]
     """What the numbers assume, as sentences."""
 
-    def picture(self) -> str:
-        """What the fullest GPU holds at each choice, as SVG."""
-        from reshard.serving.drawing import degrees_picture
-
-        return str(degrees_picture(self))
-
-    def _repr_html_(self) -> str:
-        return in_notebook(self.picture())
+    @property
+    def smallest_that_fits(self) -> DegreeRow | None:
+        """The sizes with the fewest GPUs at which room for a KV cache is left; None if there are none, or no GPU's memory is given."""
+        fitting = [row for row in self.rows if row.capacity is not None and row.capacity.nbytes > 0]
+        return min(fitting, key=lambda row: (row.parallel.tp * row.parallel.pp, row.parallel.pp), default=None)
 
 
 def degree_report(

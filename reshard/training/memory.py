@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from reshard.errors import RequestError, check_word
+from reshard.geometry.drawn import Drawn
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.geometry.value import value
 from reshard.models.model import Model
-from reshard.picture.drawing import in_notebook
 from reshard.training import collectives
 from reshard.training.activations import Batch, SavedActivations, embedding_bytes, head_bytes, itemised, published
 from reshard.training.parameter_counts import (
@@ -186,7 +186,7 @@ class Strategy:
 
 
 @value
-class Estimate:
+class Estimate(Drawn):
     """Memory and traffic of one training run, under several ZeRO stages."""
 
     parameters: int
@@ -206,15 +206,6 @@ class Estimate:
 
     fewest_microbatches: int | None = None
     """The fewest microbatches for the largest bubble that was asked for; None if none was."""
-
-    def picture(self) -> str:
-        """What the fullest rank holds in each strategy, as SVG."""
-        from reshard.training.drawing import estimate_picture
-
-        return str(estimate_picture(self))
-
-    def _repr_html_(self) -> str:
-        return in_notebook(self.picture())
 
 
 def estimate(source: Model | int, training: TrainingRun, zero_stages: Sequence[int] = ZERO_STAGES) -> Estimate:

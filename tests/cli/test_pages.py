@@ -17,8 +17,8 @@ from sampled import sampled
 
 import reshard as library
 from reshard.index.balance import shares
-from reshard.index.drawing import divided_axis, held_spans
 from reshard.index.fold import fold
+from reshard.pages.shard_maps import divided_axis, held_spans
 from reshard.picture.page import Html, Page, element, escaped, table
 
 FSDP2 = (DCP / "fsdp2" / "checkpoint", "--model", DCP / "fsdp2" / "model")

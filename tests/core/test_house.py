@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # A room imports only rooms above it in this list. architectures/ is data.
 ROOMS = [
-    "errors", "geometry", "picture", "storage", "containers", "models", "serving", "training", "index", "canonical", "plans", "adapter",
-    "engine", "measures", "health", "requests", "runs", "verbs", "pages",
+    "errors", "geometry", "storage", "containers", "models", "serving", "training", "index", "canonical", "plans", "adapter",
+    "engine", "measures", "health", "requests", "runs", "verbs", "picture", "pages",
 ]  # fmt: skip
 CORE = sorted((ROOT / "reshard").rglob("*.py"))
 FORMATS = sorted((ROOT / "formats").rglob("*.py"))
@@ -48,13 +48,18 @@ def module_name(path):
 MODULES = {module_name(path): path for path in CORE}
 
 
+# Rooms whose last circle or upward import for type checking alone is being mended; there, such imports are not seen.
+_MENDED_SOON = ("plans", "adapter", "requests", "verbs")
+
+
 def imported(path):
-    """The modules of reshard that a file imports, at its top level or inside functions; imports for type checking alone are left out."""
-    typing_only = {
-        id(inner) for node in nodes(path) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for inner in ast.walk(node)
-    }
+    """The modules of reshard that a file imports: at its top level, inside functions, and for type checking alone."""
+    unseen = set()
+    if path.relative_to(ROOT).parts[1] in _MENDED_SOON:
+        conditions = [node for node in nodes(path) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+        unseen = {id(inner) for node in conditions for inner in ast.walk(node)}
     for node in nodes(path):
-        if id(node) in typing_only:
+        if id(node) in unseen:
             continue
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "reshard":
             base = node.module.removeprefix("reshard").removeprefix(".")
@@ -85,7 +90,7 @@ def test_inside_a_room_nothing_runs_in_a_circle(name):
     TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("top", ["formats", "cli"])
+@pytest.mark.parametrize("top", ["formats", "cli", "plugins"])
 def test_outside_the_core_nothing_runs_in_a_circle(top):
     graph = {}
     for path in sorted((ROOT / top).rglob("*.py")):

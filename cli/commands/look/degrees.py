@@ -114,8 +114,6 @@ def _stage(stage: Stage) -> dict[str, Any]:
 
 def show_degrees(report: DegreeReport) -> None:
     """Print one row per choice of sizes: what the fullest rank holds, or why the engine would refuse them."""
-    from reshard.serving.drawing import smallest_that_fits
-
     memory = report.memory
     headings = ["TP", "PP", "GPUs", "weights", "replicated", "KV per token"]
     if memory:
@@ -128,7 +126,7 @@ def show_degrees(report: DegreeReport) -> None:
     if legal:
         show(*table([_cells(row, has_experts) for row in legal], headings))
         show()
-    if best := smallest_that_fits(report):
+    if best := report.smallest_that_fits:
         show(f"  fits       {best.parallel}: the fewest GPUs")
     refused: dict[str, list[str]] = {}
     for row in report.rows:

@@ -9,6 +9,7 @@ from typing import Unpack
 from reshard.canonical.content import Selection
 from reshard.engine.compare import Comparison, Difference, Side, comparable
 from reshard.errors import RequestError, choices
+from reshard.geometry.drawn import Drawn
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
 from reshard.index.name_parts import layer_of, part_of_layer
@@ -40,7 +41,7 @@ class NotFinite:
 
 
 @mutable
-class Diff(Comparison):
+class Diff(Comparison, Drawn):
     """What changed between two checkpoints."""
 
     changes: list[Change] = field(default_factory=list)
@@ -67,17 +68,6 @@ class Diff(Comparison):
                 if counts:
                     found.append(NotFinite(what, side, sum(counts.values()), list(counts)))
         return found
-
-    def picture(self) -> str:
-        """How much each role changed in each layer, as SVG with a caption."""
-        from reshard.measures.drawing import change_map
-
-        return str(change_map(self.changes))
-
-    def _repr_html_(self) -> str:
-        from reshard.picture.drawing import in_notebook
-
-        return in_notebook(self.picture())
 
     def beyond(self, thresholds: Mapping[str, float]) -> list[Change]:
         """The tensors whose change is larger than a threshold. thresholds: by measure, one of MEASURES."""

@@ -1,0 +1,165 @@
+"""How values are drawn. `picture_of(value)` is the one entry: what notebooks, `value.picture()` and pages show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import singledispatch
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.engine.views import View
+from reshard.geometry.quantities import nbytes_text, plural
+from reshard.index.fold import fold
+from reshard.index.shards import primary_rows
+from reshard.measures.changes import Change, sum_of
+from reshard.pages.shard_maps import shard_map, tree_list
+from reshard.picture.drawing import curves, heat_map, in_notebook, stacked
+from reshard.picture.page import Html, element, joined, table
+from reshard.plans.plan import Plan, Route
+from reshard.requests.checkpoint import Checkpoint
+from reshard.serving.capacity import DegreeReport
+from reshard.training.fitting import bubbles
+from reshard.training.memory import Estimate
+from reshard.training.schedules import Schedule
+from reshard.verbs.look.diff import Diff
+
+_LEAST = 1e-6
+"""The relative change that is drawn lightest; ten times as much is a sixth darker."""
+
+
+def draw(value: object, for_notebook: bool) -> str:
+    """The picture of a value. for_notebook: with its colours, and what a notebook shows beside it."""
+    if not for_notebook:
+        return str(picture_of(value))
+    if isinstance(value, Checkpoint):
+        about = f"{value.path}: {value.format}, {plural(len(value.index.tensors), 'tensor')}"
+        return in_notebook(joined((element("p", about), picture_of(value), tree_list(value.tree))))
+    return in_notebook(picture_of(value))
+
+
+@singledispatch
+def picture_of(value: object) -> Html:
+    """A value as SVG with captions, or as a table.
+
+    Raises: TypeError if nothing here draws values of its class.
+    """
+    raise TypeError(f"a {type(value).__name__} has no picture")
+
+
+@picture_of.register
+def _(checkpoint: Checkpoint) -> Html:
+    """Who holds what; empty if every tensor is in one piece."""
+    return shard_map(checkpoint.tree)
+
+
+@picture_of.register
+def _(view: View) -> Html:
+    """The first tensors as a table."""
+    rows = [(each.name, each.dtype.name, str(list(each.shape)), each.nbytes) for each in islice(view.values(), 100)]
+    return table(("name", "dtype", "shape", "bytes"), rows, caption=repr(view))
+
+
+@picture_of.register
+def _(plan: Plan) -> Html:
+    """Who holds what in the source and in the target, one above the other."""
+    source, target = plan_maps(plan)
+    return joined((element("h4", f"Source: {plan.source.format}"), source, element("h4", f"Target: {plan.layout.format}"), target))
+
+
+@picture_of.register
+def _(report: DegreeReport) -> Html:
+    """Stacked bars: the weights that a GPU holds alone, those that others hold as well, and what is left for the KV cache."""
+    best, rows = report.smallest_that_fits, []
+    for row in report.rows:
+        if (stage := row.fullest) is None:
+            continue
+        room = max(row.capacity.nbytes, 0) if row.capacity else 0
+        after = f", {nbytes_text(room)} for the KV cache" if room else ", does not fit" if row.capacity else ""
+        text = ("fewest GPUs: " if row is best else "") + nbytes_text(stage.weights) + after
+        rows.append((f"TP {row.parallel.tp} PP {row.parallel.pp}", (stage.weights - stage.replicated, stage.replicated, room), text))
+    limit = report.memory.usable if report.memory else None
+    names = ("weights", "replicated weights", "room for the KV cache")
+    note = element("p", f"The line is the memory that the engine may use: {nbytes_text(limit)}.", class_="dim") if limit else ""
+    return joined((stacked(rows, names, title="Bytes on the fullest GPU", limit=limit), note))
+
+
+@picture_of.register
+def _(estimate: Estimate) -> Html:
+    """Stacked bars for each strategy: weights, gradients, optimizer state, activations and what is needed for a moment."""
+    names = ("weights", "gradients", "optimizer", "activations", "transient")
+    rows = []
+    for strategy in estimate.strategies:
+        rank = strategy.fullest
+        label = f"ZeRO-{strategy.zero}" if strategy.zero else "DDP"
+        rows.append((label, tuple(float(getattr(rank, name) or 0) for name in names), nbytes_text(rank.total)))
+    return stacked(rows, names, title="Bytes on the fullest rank")
+
+
+@picture_of.register
+def _(diff: Diff) -> Html:
+    """Roles x layers: the relative L2 change of each, on a logarithmic scale. What belongs to no layer is the last column."""
+    groups: dict[tuple[str, int | None], list[Change]] = {}
+    for change in diff.changes:
+        groups.setdefault((change.role, change.layer), []).append(change)
+    cells = {key: sum_of("", parts) for key, parts in groups.items()}
+    layers: list[int | None] = [*sorted({layer for _, layer in cells if layer is not None})]
+    columns = [*layers, *([None] if any(layer is None for _, layer in cells) else [])]
+    roles = list(dict.fromkeys(role for role, _ in cells))
+    rows = [(role, [_shade(cells[role, layer]) if (role, layer) in cells else None for layer in columns]) for role in roles]
+    picture = heat_map(["-" if layer is None else str(layer) for layer in columns], rows, title="Relative L2 change by layer and role")
+    text = (
+        "Columns are layers; - is what belongs to none. The palest cells did not change; the strongest changed by their whole length, and "
+        "each sixth of the colour is a factor of 10."
+    )
+    return joined((picture, element("p", text, class_="dim")))
+
+
+def _shade(change: Change) -> float:
+    relative = change.relative
+    if not change.changed or relative == 0:
+        return 0.0
+    return min(max(math.log(min(relative, 1.0) / _LEAST) / -math.log(_LEAST), 0.02), 1.0)
+
+
+def plan_maps(plan: Plan) -> tuple[Html, Html]:
+    """Who holds what in the source, and in the target."""
+    model = plan.content.model
+    order = model.weights if model else ()
+    source, target = (fold(tensors, order) for tensors in ((each.source for each in plan.routes), (each.target for each in plan.routes)))
+    return shard_map(source), shard_map(target)
+
+
+def plan_transfers(routes: Iterable[Route]) -> dict[tuple[str, str], int]:
+    """(source file, target file) -> bytes of the target that come from there. Replicas of a source are not read."""
+    found: dict[tuple[str, str], int] = {}
+    for route in routes:
+        sources, targets = route.source.shards, route.target.shards
+        rows = np.flatnonzero(primary_rows(sources))
+        shared = _shared(sources.offsets[rows], sources.sizes[rows], targets.offsets, targets.sizes)
+        for i, j in np.argwhere(shared > 0).tolist():
+            key = sources.path(int(rows[i])), targets.path(j)
+            found[key] = found.get(key, 0) + int(shared[i, j]) * route.target.dtype.itemsize
+    return found
+
+
+_Columns = npt.NDArray[Any]
+
+
+def _shared(offsets: _Columns, sizes: _Columns, other: _Columns, other_sizes: _Columns) -> _Columns:
+    """[n, m]: the elements that box i of one side and box j of the other share."""
+    low = np.maximum(offsets[:, None], other[None])
+    high = np.minimum((offsets + sizes)[:, None], (other + other_sizes)[None])
+    volumes: _Columns = np.clip(high - low, 0, None).prod(axis=2, dtype=np.int64)
+    return volumes
+
+
+def bubble_picture(schedules: Sequence[Schedule]) -> Html:
+    """The share of the time that pipelines wait, against the number of microbatches: a curve and a table of each."""
+    points = {f"PP {schedule.stages}": bubbles(schedule) for schedule in schedules}
+    picture = curves(points, title="Pipeline bubble against microbatches", x_name="microbatches", y_name="bubble")
+    rows = [(name, count, f"{100 * bubble:.3g} %") for name, line in points.items() for count, bubble in line]
+    return joined((picture, table(("pipeline", "microbatches", "bubble"), rows)))
