@@ -10,8 +10,10 @@ WITHOUT_TORCH := torch; python_version < "3"
 OF_TORCH := filelock fsspec jinja2 networkx sympy setuptools
 SOURCE := fixtures/dcp/fsdp2
 OUT := demo-output
+# What of tests/core takes longer than it tells every day: kills, published models, every degree.
+QUICKLY := $(foreach name,resume published_configs degrees containers_pickle_objects,--ignore tests/core/test_$(name).py)
 
-.PHONY: help install demo test check docs release lock clean
+.PHONY: help install demo quick test check docs release lock clean
 
 help: ## List the targets (default).
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +35,9 @@ demo: $(VENV)/installed ## Convert a bundled FSDP2 checkpoint of 4 ranks for vLL
 	@echo
 	$(RESHARD) fingerprint $(SOURCE)/checkpoint --model $(SOURCE)/model
 	$(RESHARD) fingerprint $(OUT)
+
+quick: $(VENV)/installed ## Run the laws, the house, a conversion of each format and README's commands: half a minute.
+	$(VENV)/bin/python -m pytest tests/quick tests/core $(QUICKLY) "tests/docs/test_commands.py::test_commands_print_what_the_page_shows[README.md]"
 
 test: $(VENV)/installed ## Run the tests that need no framework except torch.
 	$(VENV)/bin/python -m pytest

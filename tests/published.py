@@ -16,3 +16,12 @@ DEEPSEEK_V3 = {
     "n_routed_experts": 256, "num_experts_per_tok": 8, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "qk_nope_head_dim": 128, "first_k_dense_replace": 3, "moe_layer_freq": 1,
 }  # fmt: skip
+# What one layer of each kind shows, without the other 57.
+DEEPSEEK_V3_OF_4_LAYERS = {**DEEPSEEK_V3, "num_hidden_layers": 4}
+
+
+def parameters_of_deepseek_v3(layers: int) -> int:
+    """By hand, from the shapes in the paper: 671,026,419,200 for the 61 layers of the release, without the layer of MTP."""
+    attention = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 + 512 * 128 * 256 + 128 * 128 * 7168
+    experts = 256 * 7168 + 256 + 257 * 3 * 7168 * 2048
+    return 2 * 129280 * 7168 + 7168 + layers * (attention + 2 * 7168) + 3 * 3 * 7168 * 18432 + (layers - 3) * experts

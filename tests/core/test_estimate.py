@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from places import FIXTURES, HF, MODELS, stored
-from published import DEEPSEEK_V3, GPT2, LLAMA_8B, LLAMA_70B, MIXTRAL
+from published import DEEPSEEK_V3, DEEPSEEK_V3_OF_4_LAYERS, GPT2, LLAMA_8B, LLAMA_70B, MIXTRAL, parameters_of_deepseek_v3
 
 import reshard
 from reshard.containers import torch_zip
@@ -96,7 +96,7 @@ def test_every_rank_holds_what_a_real_megatron_rank_saved(case):
     assert ranks == expected
 
 
-@pytest.mark.parametrize("config", [LLAMA_70B, MIXTRAL, DEEPSEEK_V3], ids=["llama", "mixtral", "deepseek"])
+@pytest.mark.parametrize("config", [LLAMA_70B, MIXTRAL, DEEPSEEK_V3_OF_4_LAYERS], ids=["llama", "mixtral", "deepseek"])
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_stages_add_up_to_the_model(config, pp):
     model = find_model(config)
@@ -105,11 +105,16 @@ def test_stages_add_up_to_the_model(config, pp):
 
 def test_a_model_whose_release_is_quantized_is_trained_as_values():
     """FP8 with scales per block cuts nothing smaller, and scales are no parameters: DeepSeek-V3 with TP 32, 576 rows of an MLP per rank."""
+    model = DEEPSEEK_V3_OF_4_LAYERS
     quantized = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    released = find_model({**DEEPSEEK_V3, "quantization_config": quantized})
+    released = find_model({**model, "quantization_config": quantized})
     found = reshard.estimate(released, tp=32, gpus=64, ep=2, zero=1)
-    assert found == reshard.estimate(find_model(DEEPSEEK_V3), tp=32, gpus=64, ep=2, zero=1)
-    assert found.parameters == 671_026_419_200
+    assert found == reshard.estimate(find_model(model), tp=32, gpus=64, ep=2, zero=1)
+    assert found.parameters == parameters_of_deepseek_v3(4)
+
+
+def test_the_parameters_of_deepseek_v3_are_those_of_its_paper():
+    assert parameters(find_model(DEEPSEEK_V3)) == parameters_of_deepseek_v3(61) == 671_026_419_200
 
 
 def test_layers_that_are_left_over_go_to_the_first_stages():

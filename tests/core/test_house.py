@@ -31,9 +31,14 @@ def label(path):
 
 
 @cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+@cache
 def nodes(path):
     """All nodes of a file's syntax tree."""
-    return [*ast.walk(ast.parse(path.read_text()))]
+    return [*ast.walk(parsed(path))]
 
 
 def room(module):
@@ -95,7 +100,7 @@ def test_outside_the_core_nothing_runs_in_a_circle(top):
     graph = {}
     for path in sorted((ROOT / top).rglob("*.py")):
         names = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and node.level:
                 folder = path.parent
                 for _ in range(node.level - 1):
@@ -123,7 +128,7 @@ def test_a_room_has_at_most_about_a_dozen_files():
 
 def public_classes():
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 yield node.name, path
 
