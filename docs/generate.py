@@ -1,5 +1,6 @@
 """Write the reference pages that follow from the code: reference/cli.md from click, reference/python.md from docstrings,
-reference/models.md and reference/megatron-models.md from the declarations and from the references of serving engines in fixtures/.
+reference/models.md and reference/megatron-models.md from the declarations and from the references of serving engines in fixtures/. Other
+pages get their counts of formats and models (COUNTS).
 
     python docs/generate.py
 
@@ -234,6 +235,18 @@ def models() -> str:
     )
 
 
+def compared_with_vllm() -> int:
+    """How many model types have references of real vLLM, of their own or of a family that they are like."""
+    from reshard.models.lookup import built_in_model_types, find_architecture
+
+    found = [find_architecture(model_type) for model_type in built_in_model_types()]
+    return sum(bool(_degrees_of_vllm(each.model_type) or _degrees_of_vllm(each.family)) for each in found if each is not None)
+
+
+def number_of_formats() -> int:
+    return len(import_module("reshard.adapter.registry").formats())
+
+
 def megatron_models() -> str:
     from reshard.models.lookup import built_in_model_types, find_architecture
 
@@ -346,9 +359,27 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
+# Page -> the words around each count, and what is counted.
+COUNTS: dict[str, tuple[tuple[str, str, Callable[[], int]], ...]] = {
+    "../README.md": (("For ", " model types the files equal what ranks of real vLLM hold", compared_with_vllm),),
+    "index.md": (("[", " formats](formats/index.md) are known", number_of_formats),),
+}
+
+
+def counted(path: str) -> str:
+    """A page of COUNTS with its numbers as they are now. Raises AssertionError if a sentence is not there any more."""
+    text = (HERE / path).read_text()
+    for before, after, count in COUNTS[path]:
+        text, replaced = re.subn(rf"{re.escape(before)}\d+{re.escape(after)}", f"{before}{count()}{after}", text)
+        assert replaced, f"{path} does not say '{before}N{after}'"
+    return text
+
+
 def main() -> None:
     for path, page in PAGES.items():
         (HERE / path).write_text(page())
+    for path in COUNTS:
+        (HERE / path).write_text(counted(path))
 
 
 if __name__ == "__main__":

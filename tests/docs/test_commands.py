@@ -11,7 +11,7 @@ from importlib import import_module
 
 import click
 import pytest
-from doc_pages import PAGES, PROMPT, Page, masked, read_page, run_page
+from doc_pages import PAGES, PROMPT, ROOT, Page, masked, read_page, run_page
 
 from reshard.adapter import registry
 
@@ -37,7 +37,7 @@ def test_commands_print_what_the_page_shows(page: Page, tmp_path):
         assert code == 0 or code_is_shown, f"{page.name}:{command.line + 1}: {command.text} ends with the exit code {code}"
 
 
-@pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*ALL, read_page(ROOT / "CONTRIBUTING.md"), read_page(ROOT / "SECURITY.md")], ids=lambda page: page.name)
 def test_commands_that_are_not_run_have_options_that_exist(page: Page):
     for text in _unrun_commands(page):
         for part in re.split(r"\s[|>&]+\s", text):
