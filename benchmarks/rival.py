@@ -9,7 +9,7 @@ import numpy as np
 
 import reshard
 from reshard.geometry.boxes import contiguous_runs
-from reshard.index.join import meetings
+from reshard.index.shards import meetings
 
 
 def compiled(work: Path) -> Path:

@@ -11,10 +11,10 @@ from typing import Any
 import reshard
 from reshard.adapter import registry
 from reshard.engine.views import LazyTensor
-from reshard.geometry.stored import whole
+from reshard.geometry.sections import whole
 from reshard.index.index import Tensor
 from reshard.models.model import Model
-from reshard.plans.target import Target
+from reshard.plans.layout import Target
 from reshard.serving.rules import EngineRules
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"

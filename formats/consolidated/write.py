@@ -7,15 +7,13 @@ from collections import OrderedDict
 from functools import partial
 
 from reshard.adapter.model_files import CONFIG, ModelFiles
-from reshard.adapter.safetensors_writer import framed
 from reshard.adapter.torch_writer import TorchFile
 from reshard.canonical.content import Content
 from reshard.canonical.trainer_names import Places, axis_of, named_places
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.mosaics import Mosaic
-from reshard.plans.layout import Layout, Sidecar, TargetFile
-from reshard.plans.target import Target
+from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
 
 from .files import PARAMS
 from .params import params_of

@@ -6,8 +6,7 @@
     step-{n}/                torchtitan: one such directory per step
 
 files.py        which directories make up a checkpoint
-keys.py         what the keys of the saved state dict mean
-optimizer.py    the optimizer's parameter names and param groups
+keys.py         what the keys of the saved state dict mean; the optimizer's parameter names and param groups
 read.py         the index
 write.py        the layout of a new checkpoint
 
@@ -21,8 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.adapter.format import Format, Hints
-from reshard.adapter.option import MAX_SHARD_SIZE
+from reshard.adapter.format import MAX_SHARD_SIZE, Format, Hints
 
 from .files import dcp_folders, first_dcp_path
 
@@ -30,8 +28,7 @@ if TYPE_CHECKING:
     from reshard.adapter.model_files import ModelFiles
     from reshard.canonical.content import Content
     from reshard.index.index import Index
-    from reshard.plans.layout import Layout
-    from reshard.plans.target import Target
+    from reshard.plans.layout import Layout, Target
     from reshard.storage.files import Files
 
 

@@ -13,8 +13,7 @@ from reshard.canonical.tensor_classes import is_run_root, root_of
 from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
 from reshard.storage.files import Files
 
-from .keys import ModelRoots, kind_and_name, stored_path
-from .optimizer import number_names, param_groups
+from .keys import ModelRoots, kind_and_name, number_names, param_groups, stored_path
 
 Shape = tuple[int, ...]
 

@@ -9,10 +9,9 @@ from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import is_state_key, parameter_and_kind
 from reshard.geometry.dtypes import DType
-from reshard.geometry.stored import part, step_count
+from reshard.geometry.sections import part, step_count
 from reshard.index.index import ParamGroup
-from reshard.plans.layout import Layout, Sidecar, row_shard
-from reshard.plans.target import Target
+from reshard.plans.layout import Layout, Sidecar, Target, row_shard
 
 from .files import DATA, METADATA
 from .keys import KeyPath

@@ -22,13 +22,10 @@ from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import chunk
-from reshard.geometry.stored import StoredTensor, part, step_count
+from reshard.geometry.sections import StoredTensor, part, step_count
 from reshard.geometry.value import value
 from reshard.index.index import ParamGroup, Tensor
-from reshard.plans.layout import Layout, Sidecar, TargetFile
-from reshard.plans.placed import PlacedTensor
-from reshard.plans.rank_files import AlikeTensors, FileForm, LazyFraming
-from reshard.plans.target import Target
+from reshard.plans.layout import AlikeTensors, FileForm, Layout, LazyFraming, PlacedTensor, Sidecar, Target, TargetFile
 
 from . import TORCH_VERSIONS
 

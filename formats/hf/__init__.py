@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.adapter.format import Format, Hints
-from reshard.adapter.option import MAX_SHARD_SIZE, Option
+from reshard.adapter.format import MAX_SHARD_SIZE, Format, Hints, Option
 
 from .files import weight_files
 
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
     from reshard.adapter.model_files import ModelFiles
     from reshard.canonical.content import Content
     from reshard.index.index import Index
-    from reshard.plans.layout import Layout
-    from reshard.plans.target import Target
+    from reshard.plans.layout import Layout, Target
     from reshard.storage.files import Files
 
 LIKE = Option("like", "path", "Use the names, fusions, element types and files of this Hugging Face folder; only its headers are read.")

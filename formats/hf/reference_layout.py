@@ -13,7 +13,7 @@ from reshard.canonical.name_variants import Names
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType, can_cast
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.stored import StoredTensor, whole
+from reshard.geometry.sections import StoredTensor, whole
 from reshard.geometry.value import mutable, value
 from reshard.index.index import Tensor
 from reshard.storage.files import LocalFiles

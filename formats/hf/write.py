@@ -12,14 +12,12 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from reshard.adapter.model_files import ModelFiles
-from reshard.adapter.safetensors_writer import framed
 from reshard.canonical.content import Content
 from reshard.canonical.trainer_names import named_places
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType, from_safetensors
-from reshard.geometry.stored import StoredTensor, constant, whole
-from reshard.plans.layout import Layout, Sidecar, TargetFile
-from reshard.plans.target import Target
+from reshard.geometry.sections import StoredTensor, constant, whole
+from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
 
 from .reference_layout import TargetFolder, match, reference_folder
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.adapter.option import Option
+from reshard.adapter.format import Option
 
 OPTIONS = (
     Option("vp", "number", "Set the chunks of layers per pipeline stage (virtual pipeline)."),

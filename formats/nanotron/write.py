@@ -10,19 +10,16 @@ from collections.abc import Iterator
 
 from reshard.adapter.model_files import CONFIG as MODEL_CONFIG
 from reshard.adapter.model_files import ModelFiles
-from reshard.adapter.safetensors_writer import framed
 from reshard.canonical.content import Content
 from reshard.canonical.trainer_names import named_places, rows_in_pairs
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.sections import Section, Sections
-from reshard.geometry.stored import StoredTensor
+from reshard.geometry.sections import Section, Sections, StoredTensor
 from reshard.geometry.value import value
 from reshard.models.model import Model
-from reshard.plans.layout import Layout, Sidecar, TargetFile
-from reshard.plans.target import Target
+from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
 
 from .config import document_of
 from .files import CONFIG, METADATA, TENSOR, path_of

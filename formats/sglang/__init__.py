@@ -24,14 +24,14 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from reshard.adapter.option import ACCEPT_PLATFORM, ENGINE_VERSION, LAYOUT, MAX_SHARD_SIZE
+from reshard.adapter.format import ACCEPT_PLATFORM, ENGINE_VERSION, LAYOUT, MAX_SHARD_SIZE
 from reshard.adapter.serving_format import ServingFormat
 
 if TYPE_CHECKING:
     from reshard.adapter.serving_format.weight_checker import WeightChecker
     from reshard.geometry.parallel import Parallel
     from reshard.models.model import Model
-    from reshard.plans.target import Target
+    from reshard.plans.layout import Target
     from reshard.serving.learned.layout import LearnedLayout
     from reshard.serving.rules import EngineRules
     from reshard.storage.files import Files

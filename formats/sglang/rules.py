@@ -11,7 +11,7 @@ from reshard.geometry.dtypes import F32
 from reshard.models.lookup import built_in_model_types
 from reshard.models.model import Model
 from reshard.models.quirks import ModelQuirks
-from reshard.plans.target import Target
+from reshard.plans.layout import Target
 from reshard.serving.rules import EngineRules, Fusion, normalizer
 from reshard.serving.versions import about_version, version_numbers
 

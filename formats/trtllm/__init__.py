@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reshard.geometry.dtypes import DType
     from reshard.geometry.parallel import Parallel
     from reshard.models.model import Model
-    from reshard.plans.target import Target
+    from reshard.plans.layout import Target
     from reshard.serving.rules import EngineRules
     from reshard.storage.files import Files
 

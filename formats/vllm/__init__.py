@@ -8,8 +8,7 @@ q, k and v are one tensor `qkv_proj` [this rank's rows of q; k; v], gate and up 
 `w13_weight` [experts, gate above up, in] and `w2_weight`. The vocabulary is padded with zero rows to a multiple of 64. A tied table is
 stored once per stage.
 
-    rules.py             the differences between the model classes, and the rules of a version
-    history.py           what changed between versions
+    rules.py             the differences between the model classes and between versions, and the rules of a version
     stored_version.py    the versions that a checkpoint's keys belong to
     weight_checker.py    how a live server tells the digests of its parameters
 
@@ -22,7 +21,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from reshard.adapter.option import ACCEPT_PLATFORM, ENGINE_VERSION, LAYOUT, MAX_SHARD_SIZE
+from reshard.adapter.format import ACCEPT_PLATFORM, ENGINE_VERSION, LAYOUT, MAX_SHARD_SIZE
 from reshard.adapter.serving_format import ServingFormat
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from reshard.geometry.parallel import Parallel
     from reshard.index.index import Index
     from reshard.models.model import Model
-    from reshard.plans.target import Target
+    from reshard.plans.layout import Target
     from reshard.serving.rules import EngineRules
     from reshard.storage.files import Files
 

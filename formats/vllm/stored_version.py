@@ -12,8 +12,7 @@ from reshard.models.model import Model
 from reshard.serving.ranks import placeholder_dtypes, rank_tensors
 from reshard.serving.rules import EngineRules
 
-from .history import as_text
-from .rules import all_rules
+from .rules import all_rules, as_text
 
 
 def stored_rules(model: Model, parallel: Parallel, headers: RankHeaders) -> tuple[EngineRules, str]:

@@ -12,10 +12,9 @@ from typing import Any
 from reshard.containers import pickle_writer, torch_frame, torch_pickle
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.geometry.dtypes import DType
-from reshard.geometry.stored import StoredTensor
+from reshard.geometry.sections import StoredTensor
 from reshard.geometry.value import mutable, value
-from reshard.plans.layout import TargetFile
-from reshard.plans.placed import PlacedTensor
+from reshard.plans.layout import PlacedTensor, TargetFile
 
 Shape = tuple[int, ...]
 

@@ -8,10 +8,9 @@ from reshard.containers import pickle_writer, torch_frame, torch_pickle
 from reshard.containers.pickle_writer import Call
 from reshard.containers.torch_pickle import Plain
 from reshard.geometry.dtypes import DType
-from reshard.geometry.stored import StoredTensor, whole
+from reshard.geometry.sections import StoredTensor, whole
 from reshard.index.index import Tensor
-from reshard.plans.layout import TargetFile
-from reshard.plans.placed import PlacedTensor
+from reshard.plans.layout import PlacedTensor, TargetFile
 
 
 class TorchFile:

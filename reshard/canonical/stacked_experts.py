@@ -13,8 +13,7 @@ from dataclasses import replace
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, Tile, joined, stacked
 from reshard.index.index import Index, Tensor
-from reshard.index.join import rows_meeting
-from reshard.index.shards import Shards
+from reshard.index.shards import Shards, rows_meeting
 from reshard.index.subviews import SubviewsBuilder, SubviewsByTensor
 from reshard.models.model import Model, numbered
 from reshard.models.quantization_settings import without_quantization

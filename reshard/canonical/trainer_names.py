@@ -28,8 +28,7 @@ from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.mosaics import Mosaic, Tile, joined
-from reshard.geometry.sections import Section, Sections
-from reshard.geometry.stored import StoredTensor
+from reshard.geometry.sections import Section, Sections, StoredTensor
 from reshard.geometry.value import value
 from reshard.index.index import Index, ParamGroup, Tensor
 from reshard.index.shards import Shards

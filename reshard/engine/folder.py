@@ -15,8 +15,7 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, blocks
 from reshard.index.index import Tensor
 from reshard.plans.digests import CURRENT, DigestVersion
-from reshard.plans.fixed_bytes import parts
-from reshard.plans.manifest import MANIFEST, RECORDS, Digests, FileRecord, Manifest, listed_files
+from reshard.plans.manifest import MANIFEST, RECORDS, Digests, FileRecord, Manifest, listed_files, parts
 from reshard.storage.files import Files, read_range
 
 KnownDigests = Callable[[Tensor], Mapping[int, bytes] | None]

@@ -21,7 +21,6 @@ from reshard.engine.pool import run_jobs
 from reshard.geometry.value import value
 from reshard.index.index import Constant
 from reshard.plans.digests import CURRENT, Fingerprint, content_digest
-from reshard.plans.fixed_bytes import Ranges, fixed_ranges, parts, planned_bytes
 from reshard.plans.layout import Sidecar, TargetFile
 from reshard.plans.manifest import (
     CHECKSUMS,
@@ -30,8 +29,12 @@ from reshard.plans.manifest import (
     SCHEMA_VERSION,
     Digests,
     FileRecord,
+    Ranges,
     digests_bytes,
+    fixed_ranges,
     manifest_bytes,
+    parts,
+    planned_bytes,
     sample_ranges,
     usable_manifest,
 )

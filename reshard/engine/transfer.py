@@ -26,8 +26,7 @@ from reshard.geometry.extents import Piece, covering_spans, is_row_major, spans
 from reshard.geometry.sections import Columns
 from reshard.geometry.value import value
 from reshard.index.index import Tensor
-from reshard.index.join import rows_meeting
-from reshard.index.shards import primary_rows
+from reshard.index.shards import primary_rows, rows_meeting
 from reshard.storage.files import Files
 
 if TYPE_CHECKING:

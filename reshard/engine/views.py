@@ -19,7 +19,7 @@ from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.drawn import Drawn
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.quantities import plural
-from reshard.geometry.stored import StoredTensor, sliced
+from reshard.geometry.sections import StoredTensor, sliced
 from reshard.index.index import Tensor
 from reshard.storage.files import Files
 

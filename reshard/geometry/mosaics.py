@@ -11,8 +11,7 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
-from reshard.geometry.sections import Section, Sections
-from reshard.geometry.stored import StoredTensor
+from reshard.geometry.sections import Section, Sections, StoredTensor
 from reshard.geometry.value import value
 
 

@@ -7,7 +7,7 @@ tensor costs a few words, however many pieces it has.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -299,3 +299,22 @@ def primary_rows(shards: Shards) -> npt.NDArray[np.bool_]:
     primary = np.zeros(len(shards), np.bool_)
     primary[first] = True
     return primary
+
+
+def rows_meeting(offsets: Columns, stops: Columns, box: Box) -> npt.NDArray[np.int64]:
+    """The rows whose boxes share an element with `box`, in order. offsets, stops: [n, ndim], the boxes of the rows."""
+    starts_before = (offsets < np.array(box.stops, np.int64)).all(axis=1)
+    ends_after = (stops > np.array(box.offsets, np.int64)).all(axis=1)
+    rows = np.flatnonzero(starts_before & ends_after & (stops > offsets).all(axis=1))
+    return rows.astype(np.int64, copy=False)
+
+
+def meetings(left: Shards, right: Shards) -> Iterator[tuple[int, int, Box]]:
+    """Every pair (row of left, row of right) whose boxes share elements, with the box that they share, in the order of the left rows."""
+    stops = right.offsets + right.sizes
+    for i in range(len(left)):
+        box = left.box(i)
+        for j in rows_meeting(right.offsets, stops, box).tolist():
+            shared = box.intersect(right.box(j))
+            assert shared is not None
+            yield i, j, shared

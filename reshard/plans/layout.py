@@ -1,20 +1,113 @@
-"""Layout: the files of a checkpoint that does not exist yet, and the tensors in them. Its Index follows from the layout (layout_index.py).
+"""Target: the request that a format lays out. Layout: its answer, the files and tensors of a checkpoint that does not exist yet.
 
-A format makes a layout from a Content and a Target. Nothing here reads or writes.
+A format makes a layout from a Content and a Target. Nothing here reads or writes. The layout's Index follows from it (layout_index.py).
+
+Files of ranks may be alike: where the tensors lie is computed for one rank, and only the boxes differ for the others. A plan for a thousand
+data-parallel ranks has a million stored tensors. A FileForm holds those of one rank; AlikeTensors makes those of another one on demand, and
+its sections as columns. Framing, such as a pickle of each rank, is made when the file is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
+from functools import cached_property
+from typing import Any, overload
 
+import numpy as np
+
+from reshard.canonical.globs import matches
+from reshard.containers import safetensors
 from reshard.geometry.boxes import Box
+from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import chunk
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.geometry.quantities import plural
+from reshard.geometry.sections import Columns, Pattern, Sections, StoredTensor
 from reshard.geometry.value import value
-from reshard.plans.placed import FileSections, Literal, PlacedTensor
-from reshard.plans.rank_files import AlikeTensors, FileForm
+from reshard.index.index import Tensor
+
+
+@value
+class Target:
+    """A request for a target: a format, parallel sizes, element types, and the format's own options."""
+
+    format: str
+    """The format's name."""
+    parallel: Parallel = ONE_RANK
+    """The parallel sizes."""
+    dtype: DType | None = None
+    """Cast floating-point weights to this type; None: each weight keeps its own type."""
+    keep_dtype: tuple[str, ...] = ()
+    """Globs of tensors that `dtype` does not cast."""
+    dtype_kept_for: frozenset[str] = frozenset()
+    """Names of tensors that `dtype` never casts: quantized weights and their scales."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The format's own options, parsed."""
+    only_rank: Mapping[str, int] = field(default_factory=dict)
+    """The one rank that is requested, such as {"tp": 3, "pp": 0}; a layout may leave out the files of other ranks. Empty: all ranks."""
+
+    @property
+    def engine_version(self) -> str | None:
+        """The version of the serving engine that will load the files; None for the newest known version."""
+        return self.options.get("engine_version")
+
+    @property
+    def max_shard_size(self) -> int | None:
+        """The most bytes of tensors in one file; None for no limit."""
+        return self.options.get("max_shard_size")
+
+    def wants(self, ranks: Mapping[str, int]) -> bool:
+        """Whether the files of a rank, such as {"tp": 3, "pp": 0}, are requested. An axis that `ranks` does not name counts as rank 0; an
+        axis that `only_rank` does not name does not matter."""
+        return all(ranks.get(axis, 0) == rank for axis, rank in self.only_rank.items())
+
+    def dtype_of(self, tensor: Tensor) -> DType:
+        """The element type in which the target stores a tensor. Where a source holds a function of a weight, it is that of the weight."""
+        if tensor.derivation:
+            return tensor.dtype
+        if tensor.encoding:
+            return self.dtype or tensor.encoding.dtype
+        if (
+            self.dtype is None
+            or not tensor.dtype.floating
+            or tensor.kind not in ("weight", "buffer", "adapter", "other", "master")
+            or tensor.name in self.dtype_kept_for
+            or matches(tensor.name, self.keep_dtype)
+        ):
+            return tensor.dtype.of("")
+        return self.dtype
+
+    def __repr__(self) -> str:
+        return f"Target({self.format}, {self.parallel}, dtype {self.dtype or 'kept'}, {plural(len(self.options), 'option')})"
+
+
+@value
+class PlacedTensor:
+    """A stored tensor in a file."""
+
+    tensor: StoredTensor
+    """The tensor."""
+    byte_offset: int
+    """Where it starts in the file."""
+
+
+@value(eq=False)
+class FileSections:
+    """Sections of one or more tensors of a file."""
+
+    names: tuple[str, ...]
+    """[n]: the canonical tensor of each section."""
+    pattern: Pattern
+    """Where they lie. Starts count from `byte_offset`."""
+    dtype: DType
+    """The element type of the tensors."""
+    byte_offset: int
+    """The byte of the file from which starts count."""
+
+
+Literal = tuple[int, bytes]
+"""A range of framing: (byte offset, bytes)."""
 
 
 @value
@@ -108,3 +201,135 @@ def row_shard(shape: tuple[int, ...], ranks: int, rank: int) -> Box | None:
     start, size = chunk(shape[0], ranks, rank)
     box = Box.whole(shape).narrow(0, start, start + size)
     return box if size or (rank == 0 and not shape[0]) else None
+
+
+@value(slots=False, eq=False)
+class FileForm:
+    """What the files of some ranks have in common."""
+
+    tensors: tuple[PlacedTensor, ...]
+    """The tensors of the first of these ranks."""
+    steps: tuple[int, ...]
+    """[tensors]: how far the boxes of a tensor move along their first axis from one rank to the next."""
+    framing: tuple[tuple[int, int], ...]
+    """The framing as (byte offset, length); its bytes differ from rank to rank."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of the tensors of one file."""
+        return sum(item.tensor.nbytes for item in self.tensors)
+
+    @cached_property
+    def filled(self) -> tuple[PlacedTensor, ...]:
+        """The tensors that hold fill."""
+        return tuple(item for item in self.tensors if item.tensor.filled)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The canonical tensors of all sections, in the order of the stored tensors."""
+        return tuple(name for item in self.tensors for name in item.tensor.sections.names)
+
+    @cached_property
+    def sections(self) -> tuple[tuple[FileSections, Columns], ...]:
+        """The sections of the first file, those of one element type and number of axes together, and the step of each section."""
+        groups: dict[tuple[DType, int], list[tuple[PlacedTensor, int]]] = {}
+        for item, step in zip(self.tensors, self.steps, strict=True):
+            if len(item.tensor.sections):
+                groups.setdefault((item.tensor.dtype, item.tensor.sections.pattern.sizes.shape[1]), []).append((item, step))
+        return tuple(_joined(dtype, alike) for (dtype, _), alike in groups.items())
+
+
+def _joined(dtype: DType, items: list[tuple[PlacedTensor, int]]) -> tuple[FileSections, Columns]:
+    patterns = [item.tensor.sections.pattern for item, _ in items]
+    bases = [item.byte_offset // dtype.itemsize for item, _ in items]
+    assert all(item.byte_offset % dtype.itemsize == 0 for item, _ in items), "tensors are aligned to their elements"
+    starts = np.concatenate([pattern.starts + base for pattern, base in zip(patterns, bases, strict=True)])
+    offsets, sizes, strides = (np.concatenate([getattr(pattern, name) for pattern in patterns]) for name in ("offsets", "sizes", "strides"))
+    names = tuple(name for item, _ in items for name in item.tensor.sections.names)
+    steps = np.repeat([step for _, step in items], [len(pattern) for pattern in patterns])
+    return FileSections(names, Pattern(offsets, sizes, starts, strides), dtype, 0), steps
+
+
+@value(eq=False)
+class AlikeTensors(Sequence[PlacedTensor]):
+    """The tensors of the file of one of the ranks of a form."""
+
+    form: FileForm
+    """What the file has in common with the others."""
+    number: int
+    """How many ranks after the first one of the form."""
+
+    def sections(self) -> Iterator[FileSections]:
+        """The sections of all tensors, with starts from the start of the file."""
+        for found, steps in self.form.sections:
+            yield replace(found, pattern=_moved(found.pattern, steps * self.number))
+
+    def __len__(self) -> int:
+        return len(self.form.tensors)
+
+    @overload
+    def __getitem__(self, index: int) -> PlacedTensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PlacedTensor]: ...
+
+    def __getitem__(self, index: int | slice) -> PlacedTensor | Sequence[PlacedTensor]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(len(self))[index])
+        item, by = self.form.tensors[index], self.form.steps[index] * self.number
+        sections = item.tensor.sections
+        if not by or not len(sections):
+            return item
+        moved = Sections(sections.names, _moved(sections.pattern, np.full(len(sections), by, np.int64)))
+        return replace(item, tensor=replace(item.tensor, sections=moved))
+
+
+def _moved(pattern: Pattern, by: Columns) -> Pattern:
+    """The pattern with boxes that lie further along their first axis. by: [n], in elements."""
+    if not pattern.offsets.shape[1]:
+        return pattern
+    offsets = pattern.offsets.copy()
+    offsets[:, 0] += by
+    return replace(pattern, offsets=offsets)
+
+
+@value(eq=False)
+class LazyFraming(Sequence[Literal]):
+    """The framing of a file, which is made anew whenever it is needed: a thousand pickles do not fit into memory."""
+
+    places: tuple[tuple[int, int], ...]
+    """(byte offset, length) of each literal."""
+    make: Callable[[], Sequence[Literal]]
+    """Makes the literals."""
+
+    def __iter__(self) -> Iterator[Literal]:
+        made = self.make()
+        assert tuple((offset, len(data)) for offset, data in made) == self.places, "the framing has the length that was planned"
+        return iter(made)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> Literal: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Literal]: ...
+
+    def __getitem__(self, index: int | slice) -> Literal | Sequence[Literal]:
+        return tuple(self)[index]
+
+
+# transformers and the serving engines look for it; "pt" stands for torch.
+_METADATA = {"format": "pt"}
+
+
+def framed(
+    path: str, stored: Iterable[StoredTensor], ranks: Mapping[str, int] | None = None, *, metadata: Mapping[str, str] = _METADATA
+) -> TargetFile:
+    """A file that holds these tensors. ranks: the rank that loads the file, if only one does; see TargetFile. metadata: of the header."""
+    # The widest element types come first, so that every tensor is aligned to its element size. The safetensors library does the same.
+    ordered = sorted(stored, key=lambda tensor: -tensor.dtype.itemsize)
+    frame = safetensors.frame(((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered), metadata)
+    placed = tuple(PlacedTensor(tensor, entry.byte_offset) for tensor, entry in zip(ordered, frame.entries, strict=True))
+    return TargetFile(path, frame.nbytes, ((0, frame.header),), placed, ranks or {})

@@ -16,8 +16,7 @@ from reshard.geometry.sections import Columns, Pattern
 from reshard.geometry.value import mutable
 from reshard.index.index import Constant, Index, RunFacts, StoredFile, Tensor
 from reshard.index.shards import Located, PieceTable, Shards
-from reshard.plans.layout import Layout, TargetFile
-from reshard.plans.placed import FileSections, PlacedTensor
+from reshard.plans.layout import FileSections, Layout, PlacedTensor, TargetFile
 
 
 def index_of(

@@ -4,24 +4,32 @@
     reshard.digests   a line of JSON for each file and each tensor, with its digest; equal results have equal digests, whatever the source
 
 reshard.json holds the digest of reshard.digests, and a digest of its own other keys. Both are hostile input: their size is limited, and
-every value that is used is checked. Version 1 of the manifest (reshard 0.1) is reshard.json alone, without digests of single tensors.
+every value that is used is checked. Of a file that holds tensors, the digest of its fixed bytes and the digests of the tensors together
+cover every byte. Version 1 of the manifest (reshard 0.1) is reshard.json alone, without digests of single tensors.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from reshard.errors import CheckpointError, ReshardError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.plans.digests import CURRENT, VERSIONS, DigestVersion, Hash, content_digest, is_digest
-from reshard.plans.fixed_bytes import Ranges
 from reshard.storage.files import Files, inside, read_range, read_whole
 
+if TYPE_CHECKING:
+    from reshard.index.index import Constant
+    from reshard.plans.layout import TargetFile
+
+
+Ranges = tuple[tuple[int, int], ...]
+"""Byte ranges [start, stop) of a file, in order and disjoint."""
 MANIFEST = "reshard.json"
 DIGESTS = "reshard.digests"
 CHECKSUMS = "SHA256SUMS"
@@ -32,7 +40,9 @@ MOST_BYTES = 1 << 16
 """reshard.json is written with fewer bytes than this."""
 # Version 1 listed all files in reshard.json.
 _MOST_READ = 1 << 24
-_MOST_DIGESTS, _LONGEST_LINE, _PART = 1 << 28, 1 << 24, 1 << 20
+_MOST_DIGESTS, _LONGEST_LINE = 1 << 28, 1 << 24
+# Bytes are made, read and hashed in parts of at most this length.
+_PART = 1 << 20
 
 
 @value
@@ -81,7 +91,7 @@ class FileRecord:
     nbytes: int
     """Its length."""
     fixed: Ranges
-    """The ranges of its fixed bytes (fixed_bytes.py)."""
+    """The ranges of its fixed bytes."""
     fixed_digest: str
     """The digest of its fixed bytes."""
     samples: str
@@ -108,6 +118,49 @@ def sample_ranges(nbytes: int) -> Ranges:
     if nbytes <= count * length:
         return ((0, nbytes),)
     return tuple((start, start + length) for start in ((nbytes - length) * i // (count - 1) for i in range(count)))
+
+
+# ---- fixed bytes: framing, padding and constants, those that the plan knows and no source tensor fills ----
+
+
+def fixed_ranges(file: TargetFile, constants: Sequence[Constant]) -> Ranges:
+    """The ranges of the fixed bytes of a file. constants: those of this file."""
+    ranges, end = [(constant.byte_offset, constant.byte_offset + constant.nbytes) for constant in constants], 0
+    for start, stop in [*sorted((item.byte_offset, item.byte_offset + item.tensor.nbytes) for item in file.tensors), (file.nbytes,) * 2]:
+        if start > end:
+            ranges.append((end, start))
+        end = max(end, stop)
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def parts(ranges: Ranges) -> Iterator[tuple[int, int]]:
+    """The ranges in order, cut into parts of at most 1 MiB."""
+    for start, stop in ranges:
+        yield from ((at, min(at + _PART, stop)) for at in range(start, stop, _PART))
+
+
+def planned_bytes(file: TargetFile, constants: Sequence[Constant], ranges: Ranges) -> Iterator[bytes]:
+    """The fixed bytes of a file as they will be written, in parts: the literals, the constants, and zeros elsewhere."""
+    known = [(offset, len(data), data) for offset, data in file.literals if data]
+    known += [(constant.byte_offset, constant.nbytes, constant.expected) for constant in constants if constant.expected.strip(b"\0")]
+    known.sort(key=lambda each: each[0])
+    starts = [start for start, _, _ in known]
+    for start, stop in parts(ranges):
+        content = bytearray(stop - start)
+        for at, nbytes, repeated in known[max(0, bisect_right(starts, start) - 1) :]:
+            if at >= stop:
+                break
+            first, last = max(at, start), min(at + nbytes, stop)
+            if first < last:
+                phase = (first - at) % len(repeated)
+                content[first - start : last - start] = (repeated * ((last - first + phase) // len(repeated) + 1))[phase:][: last - first]
+        yield bytes(content)
 
 
 # ---- writing ----

@@ -21,14 +21,11 @@ from reshard.geometry.dtypes import DType, can_cast
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor
-from reshard.index.join import meetings
-from reshard.index.shards import PieceTable, primary_rows
+from reshard.index.shards import PieceTable, meetings, primary_rows
 from reshard.plans.bands import Band, bands_of
 from reshard.plans.digests import CURRENT
-from reshard.plans.layout import Layout
+from reshard.plans.layout import Layout, PlacedTensor, Target
 from reshard.plans.layout_index import index_of_layout
-from reshard.plans.placed import PlacedTensor
-from reshard.plans.target import Target
 from reshard.storage.files import Files
 
 

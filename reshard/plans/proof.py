@@ -21,8 +21,7 @@ from reshard.geometry.value import value
 from reshard.index.coverage import check_all_covered, check_coverage
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
-from reshard.plans.layout import TargetFile
-from reshard.plans.placed import PlacedTensor
+from reshard.plans.layout import PlacedTensor, TargetFile
 from reshard.plans.plan import Plan, Route
 
 

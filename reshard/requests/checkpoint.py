@@ -35,7 +35,7 @@ from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.errors import CheckpointError, RequestError, TargetError, UnexpectedContentError
 from reshard.geometry.drawn import Drawn
 from reshard.geometry.quantities import plural
-from reshard.geometry.stored import whole
+from reshard.geometry.sections import whole
 from reshard.geometry.value import value
 from reshard.index.coverage import check_index
 from reshard.index.fold import Fold, fold

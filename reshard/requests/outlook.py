@@ -14,7 +14,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.models.drafts import draft_class
 from reshard.models.model import Model
-from reshard.plans.target import Target
+from reshard.plans.layout import Target
 from reshard.serving.legality import check_degrees
 
 if TYPE_CHECKING:

@@ -21,10 +21,9 @@ from reshard.errors import RequestError
 from reshard.geometry.quantities import plural
 from reshard.models.quantization import check_has_settings
 from reshard.models.quantization_settings import without_quantization
-from reshard.plans.layout import Layout
+from reshard.plans.layout import Layout, Target
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
-from reshard.plans.target import Target
 from reshard.requests.adapters import adapter_index, check_part, chosen_adapter, with_asked_adapter
 
 if TYPE_CHECKING:

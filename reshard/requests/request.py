@@ -13,8 +13,7 @@ from functools import wraps
 from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
 
 from reshard.adapter import registry
-from reshard.adapter.format import Format
-from reshard.adapter.option import ADAPTER, Option
+from reshard.adapter.format import ADAPTER, Format, Option
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs
 from reshard.canonical.quantizing import QUANTIZE, REQUANTIZE

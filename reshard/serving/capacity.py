@@ -21,8 +21,7 @@ from reshard.geometry.drawn import Drawn
 from reshard.geometry.dtypes import DType
 from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.quantities import plural
-from reshard.geometry.sections import Columns
-from reshard.geometry.stored import StoredTensor
+from reshard.geometry.sections import Columns, StoredTensor
 from reshard.geometry.value import value
 from reshard.models.model import Model
 from reshard.serving import kv_cache

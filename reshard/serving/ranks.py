@@ -15,8 +15,7 @@ from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32, DType
 from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.parallel import Parallel, stage_layers
-from reshard.geometry.sections import Sections
-from reshard.geometry.stored import StoredTensor, constant
+from reshard.geometry.sections import Sections, StoredTensor, constant
 from reshard.geometry.value import value
 from reshard.models.model import LayerKind, Model, Part
 from reshard.models.splits import shard

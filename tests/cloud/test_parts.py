@@ -17,7 +17,7 @@ from reshard.engine.stores import conversion as store_conversion
 from reshard.engine.stores.store_target import BEGUN, StoreTarget
 from reshard.errors import CheckpointError, RequestError, TargetError
 from reshard.geometry.dtypes import BF16
-from reshard.geometry.stored import StoredTensor
+from reshard.geometry.sections import StoredTensor
 from reshard.plans.bands import PartNumber
 from reshard.plans.file_tasks import file_tasks
 from reshard.plans.manifest import MANIFEST

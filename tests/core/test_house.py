@@ -253,7 +253,7 @@ def format_names():
 def test_the_core_names_no_format():
     """As a word of its own in a string that the code uses; docstrings may tell examples. `verbs` names the one that is whole, in headers of
     safetensors "pt" stands for torch, and nanotron is also the trainer that gives weights its names."""
-    allowed = {"verbs.roundtrip": "hf", "adapter.safetensors_writer": "pt", "canonical.trainer_names": "nanotron"}
+    allowed = {"verbs.roundtrip": "hf", "plans.layout": "pt", "canonical.trainer_names": "nanotron"}
     names = {*format_names()}
     for path in CORE:
         documentation = {id(node.value) for node in nodes(path) if isinstance(node, ast.Expr)}

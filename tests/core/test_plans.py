@@ -12,8 +12,8 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.sections import Section, Sections
 from reshard.index.shards import Shards
+from reshard.plans.layout import PlacedTensor
 from reshard.plans.layout_index import index_of_layout
-from reshard.plans.placed import PlacedTensor
 from reshard.plans.proof import ProofFailed, compose, prove
 
 

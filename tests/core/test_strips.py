@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import reshard.engine.transfer
-from reshard.adapter.entry_points import entry_points
+from reshard.adapter.registry import entry_points
 from reshard.engine.casts import cast
 from reshard.engine.compare import _PairDigests
 from reshard.engine.transfer import STRIP_BYTES, Pieces, Worker, slabs, strips

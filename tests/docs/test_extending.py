@@ -11,7 +11,7 @@ from command import reshard
 from doc_pages import FIXTURES, ROOT, read_page
 
 from reshard.adapter import registry
-from reshard.adapter.entry_points import EntryPoint
+from reshard.adapter.registry import EntryPoint
 
 
 @pytest.fixture

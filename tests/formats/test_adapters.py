@@ -16,7 +16,7 @@ import reshard
 from reshard.canonical.name_variants import Names
 from reshard.engine.views import LazyTensor
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
-from reshard.geometry.stored import whole
+from reshard.geometry.sections import whole
 
 sys.path.insert(0, str(FIXTURES / "hf_packed"))
 

@@ -20,7 +20,7 @@ from reshard.containers.torch_zip import Locations
 from reshard.engine.casts import cast
 from reshard.engine.views import LazyTensor
 from reshard.errors import CheckpointError, RequestError
-from reshard.geometry.stored import whole
+from reshard.geometry.sections import whole
 from reshard.storage.files import LocalFiles
 
 ZERO, PARALLEL, UNIVERSAL = FIXTURES / "deepspeed", FIXTURES / "deepspeed_parallel", FIXTURES / "universal"

@@ -24,7 +24,7 @@ from reshard.adapter.format import Hints
 from reshard.containers import torch_frame, torch_zip
 from reshard.engine.views import LazyTensor
 from reshard.errors import CheckpointError, RequestError
-from reshard.geometry.stored import whole
+from reshard.geometry.sections import whole
 from reshard.storage.files import LocalFiles
 
 LEGACY, DIST, DERIVED = FIXTURES / "megatron", FIXTURES / "megatron_dist", FIXTURES / "megatron_derived"

@@ -14,7 +14,7 @@ from places import FIXTURES, TRUTHS, described, open_case, truth
 
 import reshard
 from reshard.engine.views import LazyTensor
-from reshard.geometry.stored import whole
+from reshard.geometry.sections import whole
 
 SOURCES = [
     "megatron/llama-tp2-pp2-dp2", "megatron/llama-tp2", "megatron_dist/mixtral-dp-reshardable", "dcp/fsdp2", "fsdp/verl",

@@ -10,7 +10,7 @@ from places import HF, stored
 
 import reshard
 from reshard.adapter import registry
-from reshard.adapter.entry_points import EntryPoint
+from reshard.adapter.registry import EntryPoint
 from reshard.adapter.serving_format import ServingFormat
 from reshard.errors import CheckpointError, RequestError
 from reshard.serving.rules import EngineRules, Fusion, ModelQuirks

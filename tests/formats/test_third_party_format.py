@@ -134,7 +134,7 @@ def test_a_package_whose_entry_point_is_not_a_format_is_named(run, tmp_path, mod
 
 
 OTHER = """
-from reshard.adapter.option import Option
+from reshard.adapter.format import Option
 from reshard_raw import Raw
 
 class Other(Raw):

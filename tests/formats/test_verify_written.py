@@ -11,8 +11,7 @@ from command import reshard
 from places import FIXTURES, HF
 
 import reshard as library
-from reshard.plans.fixed_bytes import fixed_ranges
-from reshard.plans.manifest import CHECKSUMS, DIGESTS
+from reshard.plans.manifest import CHECKSUMS, DIGESTS, fixed_ranges
 
 FSDP2 = FIXTURES / "dcp" / "fsdp2"
 ADAPTER = FIXTURES / "peft" / "fsdp2"

@@ -257,7 +257,7 @@ def differences(found: dict[str, Any], expected: dict[str, Any], layout: Learned
 
 
 def row_to_add(ours: str, theirs: str, version: str) -> str:
-    """The row of formats/vllm/history.py that gives a tensor its new name."""
+    """The row of formats/vllm/rules.py that gives a tensor its new name."""
     words, others = ours.split("."), theirs.split(".")
     start = next((i for i, (a, b) in enumerate(zip(words, others, strict=False)) if a != b), min(len(words), len(others)))
     ends = zip(reversed(words[start:]), reversed(others[start:]), strict=False)
@@ -265,7 +265,7 @@ def row_to_add(ours: str, theirs: str, version: str) -> str:
     old, new = (".".join(each[start : len(each) - end]) for each in (words, others))
     tail = f"(?=\\.{words[-end]})" if end else "$"
     numbers = ", ".join(version.split(".")[:2])
-    return f'Row for the model in formats/vllm/history.py: Rename(r"\\.{old}{tail}", ((({numbers}), ".{new}"),))'
+    return f'Row for the model in formats/vllm/rules.py: Rename(r"\\.{old}{tail}", ((({numbers}), ".{new}"),))'
 
 
 def spelled(sizes: Sizes) -> str:

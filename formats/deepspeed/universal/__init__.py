@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from reshard.adapter.model_files import ModelFiles
     from reshard.canonical.content import Content
     from reshard.index.index import Index
-    from reshard.plans.layout import Layout
-    from reshard.plans.target import Target
+    from reshard.plans.layout import Layout, Target
     from reshard.storage.files import Files
 
 

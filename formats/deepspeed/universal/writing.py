@@ -15,10 +15,9 @@ from reshard.adapter.torch_writer import TorchFile
 from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import STEP
 from reshard.errors import RequestError
-from reshard.geometry.stored import step_count
+from reshard.geometry.sections import step_count
 from reshard.index.index import Tensor
-from reshard.plans.layout import Layout, Sidecar, TargetFile
-from reshard.plans.target import Target
+from reshard.plans.layout import Layout, Sidecar, Target, TargetFile
 
 from ..layout.tensor_parallel import is_listed
 from ..write.training_state import TrainingState, stored_dtype, torch_size, training_state, zero_stage

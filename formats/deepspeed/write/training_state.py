@@ -13,7 +13,7 @@ from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.value import value
 from reshard.index.index import ParamGroup, Tensor
-from reshard.plans.target import Target
+from reshard.plans.layout import Target
 
 F32 = from_torch("float32", where="")
 # The version that is written where the source is not DeepSpeed's. DeepSpeed's loaders ask for one, and refuse 0.3 and older.

@@ -20,11 +20,9 @@ from reshard.canonical.optimizer_state import STEP
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.dtypes import DType
-from reshard.geometry.sections import Section, Sections
-from reshard.geometry.stored import StoredTensor
+from reshard.geometry.sections import Section, Sections, StoredTensor
 from reshard.geometry.value import value
-from reshard.plans.layout import Layout, Sidecar, TargetFile
-from reshard.plans.target import Target
+from reshard.plans.layout import Layout, Sidecar, Target, TargetFile
 
 from ..layout.partitions import FlatSlice, zero3_part_size, zero3_slice, zero3_slices
 from .training_state import F32, TrainingState, stored_dtype, torch_size, training_state, zero_stage

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 
 from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles
-from reshard.adapter.safetensors_writer import framed
 from reshard.canonical.content import Content
 from reshard.errors import RequestError
-from reshard.geometry.stored import whole
-from reshard.plans.layout import Layout, Sidecar
-from reshard.plans.target import Target
+from reshard.geometry.sections import whole
+from reshard.plans.layout import Layout, Sidecar, Target, framed
 
 from .config import complete_config
 

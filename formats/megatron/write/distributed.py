@@ -25,8 +25,7 @@ from reshard.adapter.torch_writer import TorchFile
 from reshard.canonical.content import Content
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.value import value
-from reshard.plans.layout import Layout, Sidecar, TargetFile
-from reshard.plans.target import Target
+from reshard.plans.layout import Layout, Sidecar, Target, TargetFile
 
 from ..layout.chunks import Chunk, cannot_split
 from ..layout.layer_spec import CORE_ATTENTION, local_keys

@@ -21,11 +21,9 @@ from reshard.containers.pickle_writer import Name
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.sections import Section, Sections
-from reshard.geometry.stored import StoredTensor
+from reshard.geometry.sections import Section, Sections, StoredTensor
 from reshard.geometry.value import value
-from reshard.plans.layout import Layout, TargetFile
-from reshard.plans.target import Target
+from reshard.plans.layout import Layout, Target, TargetFile
 
 from ..layout.chunks import Chunk, ChunkEntry
 from ..layout.flat_buckets import BUFFER_KINDS, BufferedParameter, BufferLayout, lay_out_buffer

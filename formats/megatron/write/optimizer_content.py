@@ -12,7 +12,7 @@ from reshard.canonical.optimizer_state import STEP, counts_of_groups, parameter_
 from reshard.containers.pickle_writer import Call
 from reshard.errors import RequestError
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.stored import step_count
+from reshard.geometry.sections import step_count
 from reshard.geometry.value import value
 
 # Settings that torch's Adam and Transformer Engine's look for in a param group. They stand in for what the source's groups lack;

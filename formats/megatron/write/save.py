@@ -15,8 +15,7 @@ from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.models.model import Model
-from reshard.plans.layout import Sidecar
-from reshard.plans.target import Target
+from reshard.plans.layout import Sidecar, Target
 
 from ..layout.arguments import Args, sparse_layers
 from ..layout.chunks import Chunk, ChunkEntry, chunk_entries, split_into_chunks

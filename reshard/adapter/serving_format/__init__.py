@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from reshard.geometry.parallel import Parallel
     from reshard.index.index import Index
     from reshard.models.model import Model
-    from reshard.plans.layout import Layout
-    from reshard.plans.target import Target
+    from reshard.plans.layout import Layout, Target
     from reshard.serving.learned.layout import LearnedLayout
     from reshard.serving.rules import EngineRules
     from reshard.storage.files import Files
@@ -104,7 +103,7 @@ class ServingFormat(Format):
 
     def stored_rules(self, model: Model, parallel: Parallel, headers: RankHeaders) -> tuple[EngineRules, str | None]:
         """The rules that a checkpoint's files follow, and the engine versions with these rules as a version specifier, if known."""
-        from reshard.plans.target import Target
+        from reshard.plans.layout import Target
 
         return self.rules(model, Target(self.name, parallel)), None
 

@@ -12,8 +12,7 @@ from reshard.canonical.content import Content
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.parallel import Parallel
-from reshard.plans.layout import Layout, Sidecar
-from reshard.plans.target import Target
+from reshard.plans.layout import Layout, Sidecar, Target
 from reshard.serving.learned.document import LAYOUT_FILE, layout_of, text_of
 from reshard.serving.learned.fit import (
     check_config,

@@ -12,14 +12,12 @@ from reshard.containers import safetensors
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.parallel import Parallel
-from reshard.geometry.sections import Sections
-from reshard.geometry.stored import StoredTensor
+from reshard.geometry.sections import Sections, StoredTensor
 from reshard.index.index import Index, RunFacts
 from reshard.models.lookup import find_model
 from reshard.models.model import Model
-from reshard.plans.layout import TargetFile
+from reshard.plans.layout import PlacedTensor, TargetFile
 from reshard.plans.layout_index import index_of
-from reshard.plans.placed import PlacedTensor
 from reshard.serving.legality import check_degrees
 from reshard.serving.ranks import placeholder_dtypes, rank_tensors
 from reshard.serving.rules import EngineRules

@@ -8,18 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
+from reshard.adapter.format import MAX_SHARD_SIZE
 from reshard.adapter.model_files import CONFIG, ModelFiles
-from reshard.adapter.option import MAX_SHARD_SIZE
-from reshard.adapter.safetensors_writer import framed
 from reshard.canonical.content import Content, check_against_model
 from reshard.canonical.globs import any_layer
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
-from reshard.geometry.stored import StoredTensor
+from reshard.geometry.sections import StoredTensor
 from reshard.models.model import Model
-from reshard.plans.layout import Layout, Sidecar, TargetFile
-from reshard.plans.target import Target
+from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
 from reshard.serving.legality import check_degrees, check_stages
 from reshard.serving.ranks import rank_tensors
 from reshard.serving.rules import EngineRules

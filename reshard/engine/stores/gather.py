@@ -24,8 +24,8 @@ from reshard.engine.stores.store_target import FinishedFile, StoreTarget
 from reshard.errors import RequestError
 from reshard.geometry.quantities import plural
 from reshard.index.index import Constant
-from reshard.plans.fixed_bytes import fixed_ranges, parts, planned_bytes
 from reshard.plans.layout import TargetFile
+from reshard.plans.manifest import fixed_ranges, parts, planned_bytes
 from reshard.plans.plan import Plan
 from reshard.storage.stores.file_fronts import FileFronts, FrontFile, part_bytes
 

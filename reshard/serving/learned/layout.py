@@ -15,7 +15,7 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.mosaics import Mosaic, Tile
 from reshard.geometry.parallel import Parallel
-from reshard.geometry.stored import StoredTensor, constant
+from reshard.geometry.sections import StoredTensor, constant
 from reshard.geometry.value import value
 from reshard.serving.learned.numbers import Number
 

@@ -20,7 +20,7 @@ from reshard.geometry.parallel import Parallel
 from reshard.models.model import Model, ModelWeight
 from reshard.models.quantization import check_has_settings
 from reshard.models.quantization_settings import without_quantization
-from reshard.plans.target import Target
+from reshard.plans.layout import Target
 from reshard.requests.checkpoint import Checkpoint, opened
 from reshard.requests.named_model import model_at, model_of
 from reshard.requests.planning import check_nothing_unanswered

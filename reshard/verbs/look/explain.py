@@ -14,7 +14,7 @@ from reshard.canonical.content import Selection
 from reshard.engine.compare import Side
 from reshard.engine.views import LazyTensor, View
 from reshard.geometry.quantities import plural
-from reshard.geometry.stored import whole
+from reshard.geometry.sections import whole
 from reshard.geometry.value import mutable, value
 from reshard.index.fold import folded_name, name_pattern
 from reshard.index.name_parts import layer_of, part_of_layer

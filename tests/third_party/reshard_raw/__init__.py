@@ -13,15 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.adapter.format import Format, Hints
-from reshard.adapter.option import Option
+from reshard.adapter.format import Format, Hints, Option
 
 if TYPE_CHECKING:
     from reshard.adapter.model_files import ModelFiles
     from reshard.canonical.content import Content
     from reshard.index.index import Index
-    from reshard.plans.layout import Layout
-    from reshard.plans.target import Target
+    from reshard.plans.layout import Layout, Target
     from reshard.storage.files import Files
 
 WEIGHTS, TABLE = "weights.raw", "weights.json"

@@ -6,10 +6,8 @@ import json
 
 from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content
-from reshard.geometry.stored import whole
-from reshard.plans.layout import Layout, Sidecar, TargetFile
-from reshard.plans.placed import PlacedTensor
-from reshard.plans.target import Target
+from reshard.geometry.sections import whole
+from reshard.plans.layout import Layout, PlacedTensor, Sidecar, Target, TargetFile
 
 from . import TABLE, WEIGHTS
 
