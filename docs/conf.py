@@ -40,6 +40,7 @@ CONTENTS = {
         reference/models reference/megatron-models reference/traced-models
         reference/versions glossary
     """,
+    "Why": "why/no-conversion-code why/own-unpickler why/files-not-dump",
     "Extending": "design extending/format extending/engine architectures extending/option extending/storage",
 }
 
