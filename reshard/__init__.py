@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from reshard.verbs.verify import verify
     from reshard.verbs.watch import watch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Checkpoint",
     "CheckpointError",

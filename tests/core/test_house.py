@@ -284,9 +284,10 @@ def test_the_parts_of_the_ci_are_listed():
     assert len(lanes) == 2 and [line.split()[0] for line in listed] == parts and all(len(line.split()) > 1 for line in listed)
 
 
-def test_the_changelog_has_this_version():
+def test_the_version_is_said_alike():
     import reshard
 
+    assert project()["project"]["version"] == reshard.__version__
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert f"## [{reshard.__version__}]" in changelog and "## [Unreleased]" in changelog
 
