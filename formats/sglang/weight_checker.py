@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.adapter.serving_format.repacking import Panels
-from reshard.adapter.serving_format.weight_checker import ParameterHash, ServerFacts, ServingRank, WeightChecker, split_key, texts
+from reshard.adapter.serving_format.weight_checker import ParameterHash, ServerFacts, ServingRank, WeightChecker, panels, split_key, texts
 
 if TYPE_CHECKING:
     from reshard.engine.views import LazyTensor
@@ -128,7 +127,7 @@ class SglangWeightChecker(WeightChecker):
     info_path = "/server_info"
     hashes = (TensorHash, ShortSha256)
     own = re.compile(r"normalizer$|(cos|sin)_cache|inv_freq|freqs_cis|expert_mask_gpu")
-    repackings = (Panels(32, 2), Panels(None, 1))
+    repackings = (panels(32, 2), panels(None, 1))
 
     def keeps(self, weight: LazyTensor, new_hash: Callable[[], ParameterHash]) -> bool:
         return super().keeps(weight, new_hash) and (new_hash is TensorHash or len(weight.shape) < 2)

@@ -22,8 +22,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.adapter.serving_format.repacking import Panels, Widened
-from reshard.adapter.serving_format.weight_checker import ServerFacts, WeightChecker, texts
+from reshard.adapter.serving_format.weight_checker import ServerFacts, WeightChecker, panels, texts, widened
 
 
 class VllmWeightChecker(WeightChecker):
@@ -32,7 +31,7 @@ class VllmWeightChecker(WeightChecker):
     info_path = "/server_info?config_format=json"
     hashes = (hashlib.sha256,)
     own = re.compile(r"attn\._?([qkv]|prob)_(scale|zero_point)$")
-    repackings = (Panels(16, 1), Panels(16, 2), Panels(32, 2), Panels(None, 1), Widened())
+    repackings = (panels(16, 1), panels(16, 2), panels(32, 2), panels(None, 1), widened)
 
     def read(self, answer: Mapping[str, Any]) -> dict[str, str]:
         # A document of `reshard digests --json` has them under "baseline".

@@ -13,8 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 
-from reshard.adapter.serving_format.repacking import Repacking
-from reshard.adapter.serving_format.weight_checker import ParameterHash, ServingRank, WeightChecker, split_key
+from reshard.adapter.serving_format.weight_checker import ParameterHash, Repacking, ServingRank, WeightChecker, split_key
 from reshard.engine.compare import Comparison, Difference
 from reshard.engine.views import LazyTensor
 from reshard.errors import DifferenceFound, UnsupportedError
@@ -41,7 +40,7 @@ class ExpectedParameters:
         """The digest of a parameter that is arranged in a way; None if its shape does not allow it."""
         digest, found = self.new_hash(), False
         try:
-            for part in way.parts(self.tensors[key]):
+            for part in way(self.tensors[key]):
                 digest.update(part.view("u1").data)
                 found = True
         except UnsupportedError:  # interleaved rows

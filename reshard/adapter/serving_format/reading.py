@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from reshard.adapter.serving_format import learned
 from reshard.containers import safetensors
@@ -20,7 +21,6 @@ from reshard.plans.layout import PlacedTensor, TargetFile
 from reshard.plans.layout_index import index_of
 from reshard.serving.legality import check_degrees
 from reshard.serving.ranks import placeholder_dtypes, rank_tensors
-from reshard.serving.rules import EngineRules
 from reshard.serving.served_model import require_model
 from reshard.serving.weights import scale_aliases
 from reshard.storage.files import Files
@@ -28,7 +28,6 @@ from reshard.storage.files import Files
 if TYPE_CHECKING:
     from reshard.adapter.format import Hints
     from reshard.adapter.serving_format import ServingFormat
-    from reshard.serving.learned.layout import LearnedLayout
 
 # (pp_rank, tp_rank)
 StageRank = tuple[int, int]
@@ -43,46 +42,34 @@ def read(serving_format: ServingFormat, files: Files, hints: Hints) -> Index:
     Raises: CheckpointError if a rank does not hold exactly what the engine's rules expect, RequestError if the model is not known or the
     engine does not serve it at the stored sizes.
     """
-    config = serving_format.stored_config(files, hints)
-    if layout := learned.stored_layout(files, hints):
-        return _read_learned(serving_format, files, layout, config)
-    model = require_model(
-        find_model(config, hints.architecture), config, serving_format.engine, can_learn=serving_format.tracer is not None
-    )
-    stated = serving_format.stored_sizes(files)
+    config, layout = serving_format.stored_config(files, hints), learned.stored_layout(files, hints)
+    model, stated = None, None
+    if layout is None:
+        can_learn = serving_format.tracer is not None
+        model = require_model(find_model(config, hints.architecture), config, serving_format.engine, can_learn=can_learn)
+        stated = serving_format.stored_sizes(files)
     paths = _paths_by_rank(serving_format, files, stated)
     parallel = stated or Parallel(tp=1 + max(tp for _, tp in paths), pp=1 + max(pp for pp, _ in paths))
     _check_complete(serving_format, paths, parallel)
     headers = {rank: _headers(files, paths[rank]) for rank in _ranks(parallel)}
-    if stated is None:
-        parallel = _with_stored_experts(parallel, model, headers)
-    rules, version = serving_format.stored_rules(model, parallel, headers)
-    check_degrees(model, rules, parallel)
+    if layout:
+        parallel = learned.stored_sizes(layout, parallel, {name: entry.shape for name, (_, entry) in headers[0, 0].items()})
+        version: str | None = f"=={layout.engine_version}"
+        shapes = {name: source.shape for name, source in layout.source_entries.items()}
+        placed = _placed(headers, partial(layout.rank_tensors, parallel, dtypes={}), {})
+    else:
+        assert model is not None
+        if stated is None:
+            parallel = _with_stored_experts(parallel, model, headers)
+        rules, version = serving_format.stored_rules(model, parallel, headers)
+        check_degrees(model, rules, parallel)
+        shapes = {weight.name: weight.shape for weight in model.weights.values()}
+        expected = partial(rank_tensors, model, placeholder_dtypes(model, rules), rules, parallel)
+        placed = _placed(headers, expected, {stored: name for name, stored in scale_aliases(model, rules).items()})
     sizes = {size: getattr(parallel, size) for size in serving_format.sizes if size != "ep" or parallel.ep > 1}
     facts = RunFacts(serving_format.producer, version, parallel=sizes, config=config)
-    return _index(serving_format.name, model, rules, parallel, headers, facts)
-
-
-def _read_learned(serving_format: ServingFormat, files: Files, layout: LearnedLayout, config: Mapping[str, Any] | None) -> Index:
-    """The index of files that follow a learned layout."""
-    paths = _paths_by_rank(serving_format, files, None)
-    parallel = Parallel(tp=1 + max(tp for _, tp in paths), pp=1 + max(pp for pp, _ in paths))
-    _check_complete(serving_format, paths, parallel)
-    headers = {rank: _headers(files, paths[rank]) for rank in _ranks(parallel)}
-    parallel = learned.stored_sizes(layout, parallel, {name: entry.shape for name, (_, entry) in headers[0, 0].items()})
-    sizes = {size: getattr(parallel, size) for size in serving_format.sizes if size != "ep" or parallel.ep > 1}
-    facts = RunFacts(serving_format.producer, f"=={layout.engine_version}", parallel=sizes, config=config)
-    placed: list[tuple[TargetFile, PlacedTensor]] = []
-    for (pp_rank, tp_rank), rank_headers in headers.items():
-        expected = layout.rank_tensors(parallel, tp_rank, pp_rank, {})
-        placed.extend(_matched(expected, rank_headers, f"stage {pp_rank}, rank {tp_rank}" if parallel.pp > 1 else f"rank {tp_rank}"))
-    shapes = {name: source.shape for name, source in layout.source_entries.items()}
-    return index_of(serving_format.name, iter(placed), shapes, files=_files(headers), facts=facts)
-
-
-def _files(headers: RankHeaders) -> tuple[TargetFile, ...]:
-    """The files of all ranks."""
-    return tuple({file.path: file for rank_headers in headers.values() for file, _ in rank_headers.values()}.values())
+    stored_files = {file.path: file for rank_headers in headers.values() for file, _ in rank_headers.values()}
+    return index_of(serving_format.name, iter(placed), shapes, files=tuple(stored_files.values()), facts=facts)
 
 
 def _ranks(parallel: Parallel) -> Iterator[StageRank]:
@@ -159,19 +146,21 @@ def _with_stored_experts(parallel: Parallel, model: Model, headers: RankHeaders)
     return replace(parallel, ep=parallel.tp if is_distributed else 1)
 
 
-def _index(format_name: str, model: Model, rules: EngineRules, parallel: Parallel, headers: RankHeaders, facts: RunFacts) -> Index:
-    """The index of the files of all ranks. Raises CheckpointError if a rank does not hold exactly what the rules expect."""
-    aliases = {stored: name for name, stored in scale_aliases(model, rules).items()}
-    dtypes = placeholder_dtypes(model, rules)
+def _placed(
+    headers: RankHeaders, expected: Callable[[int, int], tuple[StoredTensor, ...]], aliases: Mapping[str, str]
+) -> list[tuple[TargetFile, PlacedTensor]]:
+    """The tensors of all ranks where the files have them. expected: the tensors of a rank, by tp_rank and pp_rank.
+
+    Raises: CheckpointError if a rank does not hold exactly what is expected.
+    """
     placed: list[tuple[TargetFile, PlacedTensor]] = []
+    has_stages = max(pp_rank for pp_rank, _ in headers) > 0
     for (pp_rank, tp_rank), rank_headers in headers.items():
-        expected = rank_tensors(model, dtypes, rules, parallel, tp_rank, pp_rank)
-        rank = f"stage {pp_rank}, rank {tp_rank}" if parallel.pp > 1 else f"rank {tp_rank}"
-        for file, item in _matched(expected, rank_headers, rank):
+        rank = f"stage {pp_rank}, rank {tp_rank}" if has_stages else f"rank {tp_rank}"
+        for file, item in _matched(expected(tp_rank, pp_rank), rank_headers, rank):
             placed.append((file, item))
             placed.extend((file, alias) for alias in _aliases_of(item, aliases))
-    shapes = {weight.name: weight.shape for weight in model.weights.values()}
-    return index_of(format_name, iter(placed), shapes, files=_files(headers), facts=facts)
+    return placed
 
 
 def _matched(expected: tuple[StoredTensor, ...], headers: Headers, rank: str) -> Iterator[tuple[TargetFile, PlacedTensor]]:

@@ -3,21 +3,39 @@
 Inside reshard, a parameter has one key for all engines, the one of vLLM's checker: the rank, and the parameter's name.
 
     dp0:pp0:pcp0:tp3:model.norm.weight
+
+Engines arrange the bytes of some weights anew after loading, under the weight's own name. A weight is a matrix [rows, columns], or a stack
+of them ([experts, rows, columns]). Kernels for processors take it in panels of rows. In a panel, `together` neighbours of a row stay
+neighbours, and those of all its rows follow each other:
+
+    rows=2, together=2:     a b c d        a b e f  c d g h
+                            e f g h   ->   i j m n  k l o p
+                            i j k l
+                            m n o p
+
+A panel of all rows is the transposed matrix. The bytes are the same ones, so that an equal digest proves equal weights.
 """
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from reshard.adapter.serving_format.repacking import Repacking
+import numpy as np
+import numpy.typing as npt
+
 from reshard.errors import CheckpointError
 
 if TYPE_CHECKING:
     from reshard.engine.views import LazyTensor
 
+Words = npt.NDArray[Any]
+Repacking = Callable[["LazyTensor"], Iterator[Words]]
+"""A known way to arrange a weight: its words as they lie in memory, in parts; none if its shape does not allow it."""
+# The most elements that are read at a time.
+_ELEMENTS = 1 << 21
 _KEY = re.compile(r"dp(\d{1,6}):pp(\d{1,6}):pcp(\d{1,6}):tp(\d{1,6}):(.+)", re.DOTALL)
 
 
@@ -125,3 +143,37 @@ def texts(value: object) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise TypeError(value)
     return value
+
+
+def widened(weight: LazyTensor) -> Iterator[Words]:
+    """A vector, such as a bias, in 32-bit floats: each value stays what it is."""
+    if len(weight.shape) == 1 and weight.dtype.floating:
+        yield weight.numpy().astype(np.float32)
+
+
+def panels(rows: int | None, together: int) -> Repacking:
+    """A matrix in panels of `rows` rows (None: all), of which the last may be shorter. `together` neighbours of a row stay neighbours."""
+
+    def arranged(panel: Words) -> Words:
+        return panel.reshape(len(panel), -1, together).transpose(1, 0, 2).reshape(-1)
+
+    def of_matrix(matrix: LazyTensor, height: int, columns: int) -> Iterator[Words]:
+        if rows is None:
+            width = max(1, _ELEMENTS // height // together) * together
+            for start in range(0, columns, width):
+                yield arranged(matrix[..., start : start + width].words().reshape(height, -1))
+            return
+        step = max(1, _ELEMENTS // columns // rows) * rows
+        for start in range(0, height, step):
+            words = matrix[start : start + step].words().reshape(-1, columns)
+            yield from (arranged(words[i : i + rows]) for i in range(0, len(words), rows))
+
+    def repacked(weight: LazyTensor) -> Iterator[Words]:
+        # A weight of a convolution over one channel, [channels, 1, width], is a matrix of two axes.
+        shape = tuple(size for size in weight.shape if size != 1)
+        if len(shape) not in (2, 3) or shape[-1] % together:
+            return
+        for matrix in (weight[i] for i in range(shape[0])) if len(shape) == 3 else (weight,):
+            yield from of_matrix(matrix, *shape[-2:])
+
+    return repacked
