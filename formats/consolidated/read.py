@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.model_files import read_json
-from reshard.adapter.state_dicts import model_part
+from reshard.adapter.state_dicts import decoded, model_part
 from reshard.canonical.trainer_names import axis_of
 from reshard.containers import safetensors, torch_zip
-from reshard.containers.distributed_tensors import Decoder, LocalTensor
+from reshard.containers.distributed_tensors import LocalTensor
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.extents import Extent, Piece
@@ -57,11 +55,12 @@ def _read_ranks(builder: IndexBuilder, paths: list[str]) -> None:
     """Add what the ranks hold, each at its place in the whole tensors."""
     hidden: int | None = None
     for rank, path in enumerate(paths):
-        state_dict = _state_dict(builder.files, path)
-        decoder = Decoder(path)
-        decoded = {str(name): decoder.decode(str(name), value) for name, value in state_dict.items()}
-        builder.add_objects(name for name, local in decoded.items() if local is None)
-        tensors = {name: local for name, local in decoded.items() if local is not None}
+        model, _ = model_part(torch_zip.read(builder.files, path, locate=False))
+        if model is None:
+            raise CheckpointError("it does not hold a dict of tensors", where=path, do="Copy the file again")
+        found, objects = decoded(model, path)
+        builder.add_objects(objects)
+        tensors = dict(found)
         if hidden is None and "norm.weight" in tensors:
             hidden = math.prod(tensors["norm.weight"].shape)
         for name, local in tensors.items():
@@ -73,13 +72,6 @@ def _read_ranks(builder: IndexBuilder, paths: list[str]) -> None:
                 )
             axis = None if len(paths) == 1 else _axis(name, local.shape, len(paths), hidden, path)
             builder.add("weight", name, local if axis is None else _of_rank(local, axis, rank, len(paths)), path, rank)
-
-
-def _state_dict(files: Files, path: str) -> Mapping[Any, Any]:
-    model, _ = model_part(torch_zip.read(files, path, locate=False))
-    if model is None:
-        raise CheckpointError("it does not hold a dict of tensors", where=path, do="Copy the file again")
-    return model
 
 
 def _axis(name: str, shape: tuple[int, ...], ranks: int, hidden: int | None, path: str) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,11 +11,11 @@ from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.processes import in_processes
 from reshard.adapter.rank_files import RankFiles, check_missing_ranks, check_progress, notes_on_missing_ranks, run_files
 from reshard.adapter.save_folders import step_of
-from reshard.adapter.state_dicts import group_numbers, model_part, optimizer_part, parameter_shapes, states
+from reshard.adapter.state_dicts import SavedOptimizer, decoded, model_part, optimizer_part, parameter_shapes, read_optimizer
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
-from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
+from reshard.canonical.optimizer_state import state_kind
 from reshard.containers import recognised_files, torch_zip
-from reshard.containers.distributed_tensors import Decoder, LocalTensor
+from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.recognised_files import AlikeRanks, NotAlike, Parsed
 from reshard.errors import CheckpointError
 from reshard.geometry.value import value
@@ -42,16 +42,6 @@ class ModelFile:
     """Whether the file also holds the optimizer's state dict."""
 
 
-@value
-class OptimizerFile:
-    """The content of one rank's file with the optimizer."""
-
-    state_dict: Mapping[str, Any]
-    """{"state": ..., "param_groups": ...}, as the inert unpickler reads it."""
-    tensors: list[tuple[Any, str, LocalTensor]]
-    """(the parameter's name or number, kind of state, the rank's part of it)."""
-
-
 def read(files: Files, hints: Hints) -> Index:
     """The index of the ranks' files in a folder.
 
@@ -62,7 +52,7 @@ def read(files: Files, hints: Hints) -> Index:
     builder = IndexBuilder("fsdp", files)
     builder.add_files(run.paths())
     first_model: ModelFile | None = None
-    first_optimizer: OptimizerFile | None = None
+    first_optimizer: SavedOptimizer | None = None
     if run.model:
         first_model = read_model_file(files, *run.model.first_item)
         add_weights(builder, list(run.model.paths.items()), first_model)
@@ -91,26 +81,16 @@ def read_model_file(files: Files, rank: int, path: str) -> ModelFile:
     model, other_keys = model_part(root)
     if model is None:
         raise CheckpointError("it holds no dict of tensors", where=path, do="Give the files that hold the model's state dict")
-    objects = [key for key in other_keys if key not in OPTIMIZER_ROOTS]
-    decoder, tensors = Decoder(path), list[tuple[str, LocalTensor]]()
-    for name, value in model.items():
-        local = decoder.decode(str(name), value)
-        if local is None:
-            objects.append(str(name))
-        else:
-            tensors.append((str(name), _with_checked_rank(local, rank, path)))
-    return ModelFile(tensors, objects, optimizer_part(root) is not None)
+    tensors, others = decoded(model, path)
+    _check_rank((local for _, local in tensors), rank, path)
+    return ModelFile(tensors, [*(key for key in other_keys if key not in OPTIMIZER_ROOTS), *others], optimizer_part(root) is not None)
 
 
-def read_optimizer_file(files: Files, rank: int, path: str) -> OptimizerFile:
+def read_optimizer_file(files: Files, rank: int, path: str) -> SavedOptimizer:
     """The content of the optimizer's file of a rank. Raises CheckpointError if it holds no optimizer state, or another rank's part."""
-    state_dict = optimizer_part(torch_zip.read(files, path, locate=False))
-    if state_dict is None:
-        raise CheckpointError("it holds no optimizer state (state and param_groups)", where=path)
-    decoder = Decoder(path)
-    decoded = ((parameter, kind, decoder.decode(f"{parameter}.{kind}", value)) for parameter, kind, value in states(state_dict))
-    tensors = [(parameter, kind, _with_checked_rank(local, rank, path)) for parameter, kind, local in decoded if local]
-    return OptimizerFile(state_dict, tensors)
+    optimizer = read_optimizer(files, path)
+    _check_rank((local for *_, local in optimizer.tensors), rank, path)
+    return optimizer
 
 
 def add_weights(builder: IndexBuilder, ranks: Sequence[tuple[int, str]], first: ModelFile) -> None:
@@ -148,11 +128,11 @@ def add_ranks(builder: IndexBuilder, ranks: Sequence[tuple[int, str]], parse: Pa
                     builder.join(part)
 
 
-def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, first: OptimizerFile, first_model: ModelFile | None) -> None:
+def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, first: SavedOptimizer, first_model: ModelFile | None) -> None:
     """Add the optimizer's state of all ranks, and its param groups. `first` is the content of the first rank's file."""
     names, notes = parameter_names(first, first_model)
     builder.add_notes(notes)
-    builder.param_groups = plain_groups(first.state_dict["param_groups"], names, first.state_dict["state"])
+    builder.param_groups = first.param_groups(names)
     add_states(builder, rank_files, names, first)
     if any(name.startswith(_UNNAMED) for name in builder.objects):
         builder.add_notes(
@@ -160,7 +140,7 @@ def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, first: Optimizer
         )
 
 
-def add_states(builder: IndexBuilder, rank_files: RankFiles, names: Mapping[Any, str], first: OptimizerFile) -> None:
+def add_states(builder: IndexBuilder, rank_files: RankFiles, names: Mapping[Any, str], first: SavedOptimizer) -> None:
     """Add the optimizer's state of all ranks under the parameters' names. `first` is the content of the first rank's file."""
 
     def parse(into: IndexBuilder, rank: int, path: str) -> list[tuple[tuple[Any, str], LocalTensor]]:
@@ -176,30 +156,28 @@ def add_states(builder: IndexBuilder, rank_files: RankFiles, names: Mapping[Any,
     add_ranks(builder, list(rank_files.paths.items()), parse, kind_and_name)
 
 
-def parameter_names(optimizer: OptimizerFile, model: ModelFile | None) -> tuple[Mapping[Any, str], list[str]]:
+def parameter_names(optimizer: SavedOptimizer, model: ModelFile | None) -> tuple[Mapping[Any, str], list[str]]:
     """The names of the parameters that an optimizer lists, and notes on how they are known.
 
     If the names do not follow from all tensors of the model, the tensors that are whole on every rank are taken for buffers, which no
     optimizer numbers. Parameters that FSDP ignores (`ignored_modules`) are whole as well, so all tensors are tried first.
     """
     tensors = model.tensors if model else []
-    numbers = group_numbers(optimizer.state_dict)
-    shapes = {parameter: local.shape for parameter, kind, local in optimizer.tensors if kind != "step"}
     parameters = parameter_shapes(tensors)
-    names, notes = names_for(optimizer.state_dict, numbers, shapes, list(parameters.items()))
+    names, notes = optimizer.names(list(parameters.items()))
     whole = {name for name, local in tensors if local.distribution is None and local.rank is None}
     sharded = [(name, shape) for name, shape in parameters.items() if name not in whole]
     if not names and len(sharded) < len(parameters):
-        names_of_sharded, notes_of_sharded = names_for(optimizer.state_dict, numbers, shapes, sharded)
+        names_of_sharded, notes_of_sharded = optimizer.names(sharded)
         if names_of_sharded:
             return names_of_sharded, notes_of_sharded
     return names, notes
 
 
-def _of_same_run(files: Files, rank: int, path: str, first: OptimizerFile, first_path: str) -> OptimizerFile:
+def _of_same_run(files: Files, rank: int, path: str, first: SavedOptimizer, first_path: str) -> SavedOptimizer:
     """The content of a rank's file. Raises CheckpointError if its param groups list other parameters than those of the first rank."""
     optimizer = read_optimizer_file(files, rank, path)
-    if group_numbers(optimizer.state_dict) != group_numbers(first.state_dict):
+    if optimizer.numbers() != first.numbers():
         raise CheckpointError(
             f"its param groups list other parameters than those in {first_path}",
             where=path,
@@ -214,19 +192,19 @@ def _is_unnamed(parameter: Any, local: LocalTensor, names: Mapping[Any, str]) ->
     return parameter not in names and bool(local.shape) and local.distribution is None and local.rank is None
 
 
-def _with_checked_rank(local: LocalTensor, rank: int, path: str) -> LocalTensor:
-    """The tensor, unchanged. Raises CheckpointError if the rank that it records is not the rank in the file's name."""
-    if local.rank is not None and local.rank != rank:
-        raise CheckpointError(
-            f"the file says it is rank {local.rank}'s, its name says rank {rank}",
-            where=path,
-            why="The file was renamed, or copied over another one: then one part is there twice, and another one is lost",
-            do="Give every file the name of its own rank",
-        )
-    return local
+def _check_rank(tensors: Iterable[LocalTensor], rank: int, path: str) -> None:
+    """Raises CheckpointError if a rank that the tensors record is not the rank in the file's name."""
+    for local in tensors:
+        if local.rank is not None and local.rank != rank:
+            raise CheckpointError(
+                f"the file says it is rank {local.rank}'s, its name says rank {rank}",
+                where=path,
+                why="The file was renamed, or copied over another one: then one part is there twice, and another one is lost",
+                do="Give every file the name of its own rank",
+            )
 
 
-def _producer(builder: IndexBuilder, model: ModelFile | None, optimizer: OptimizerFile | None) -> str:
+def _producer(builder: IndexBuilder, model: ModelFile | None, optimizer: SavedOptimizer | None) -> str:
     """The class of the run's tensors. Only DTensors have a mesh; ShardedTensors tell their rank, and plain tensors do not."""
     if builder.mesh:
         return "FSDP (DTensor)"

@@ -8,11 +8,11 @@ from typing import Any
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.save_folders import step_of
-from reshard.adapter.state_dicts import beside_model, group_numbers, model_part, optimizer_part, parameter_shapes, states
-from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
+from reshard.adapter.state_dicts import beside_model, decoded, model_part, parameter_shapes, saved_optimizer
+from reshard.canonical.optimizer_state import state_kind
 from reshard.canonical.tensor_classes import root_of
 from reshard.containers import torch_zip
-from reshard.containers.distributed_tensors import Decoder, LocalTensor
+from reshard.containers.distributed_tensors import Decoder
 from reshard.errors import CheckpointError, RequestError
 from reshard.index.index import Index, RunFacts
 from reshard.storage.files import Files
@@ -34,8 +34,8 @@ def read(files: Files, candidates: Candidates, hints: Hints) -> Index:
     beside: dict[str, None] = {}
     for path in candidates.paths:
         root = torch_zip.read(files, path, locate=False)
-        optimizer = optimizer_part(root)
-        model, other_keys = model_part(root) if root is not optimizer else (None, [])
+        optimizer = saved_optimizer(root, path)
+        model, other_keys = model_part(root) if optimizer is None or root is not optimizer.state_dict else (None, [])
         if model is not None:
             parameters |= read_model(builder, model, path)
             roots = read_beside_model(builder, root, path)
@@ -43,7 +43,11 @@ def read(files: Files, candidates: Candidates, hints: Hints) -> Index:
             other_keys = [key for key in other_keys if key not in roots]
         builder.add_objects(other_keys)
         if optimizer is not None:
-            read_optimizer(builder, optimizer, path, parameters)
+            names, notes = optimizer.names(list(parameters.items()))
+            builder.add_notes(notes)
+            builder.param_groups = optimizer.param_groups(names)
+            for parameter, kind, local in optimizer.tensors:
+                builder.add(*state_kind(names.get(parameter), parameter, kind), local, path, local.rank or 0)
     index = builder.build(RunFacts("torch.save", step=step_of(files.root), config=hints.config, roots=tuple(beside)))
     if not index.tensors:
         raise CheckpointError(
@@ -70,13 +74,9 @@ def read_model(builder: IndexBuilder, model: Mapping[Any, Any], path: str) -> di
 
     Raises: CheckpointError if the file holds only a part of a tensor.
     """
-    decoder, tensors = Decoder(path), list[tuple[str, LocalTensor]]()
-    for key, value in model.items():
-        name = str(key)
-        local = decoder.decode(name, value)
-        if local is None:
-            builder.add_objects([name])
-            continue
+    tensors, others = decoded(model, path)
+    builder.add_objects(others)
+    for name, local in tensors:
         if any(box.sizes != local.shape for box, _ in local.shards) or not local.shards:
             raise CheckpointError(
                 f"the file holds only a part of it: {local.shards[0][0] if local.shards else 'nothing'} of {list(local.shape)}",
@@ -85,7 +85,6 @@ def read_model(builder: IndexBuilder, model: Mapping[Any, Any], path: str) -> di
                 do="Give the directory with all ranks' files, named ..rank<r>.pt",
             )
         builder.add("weight", name, local, path, local.rank or 0)
-        tensors.append((name, local))
     return parameter_shapes(tensors)
 
 
@@ -98,16 +97,3 @@ def read_beside_model(builder: IndexBuilder, root: Any, path: str) -> dict[str, 
             builder.add("weight", name, local, path, local.rank or 0)
             roots[root_of(name)] = None
     return roots
-
-
-def read_optimizer(builder: IndexBuilder, optimizer: Mapping[str, Any], path: str, parameters: Mapping[str, Shape]) -> None:
-    """Add the state that an optimizer's state dict holds, under the names of the model's parameters, and its param groups."""
-    decoder = Decoder(path)
-    decoded = ((parameter, kind, decoder.decode(f"{parameter}.{kind}", value)) for parameter, kind, value in states(optimizer))
-    tensors = [(parameter, kind, local) for parameter, kind, local in decoded if local]
-    shapes = {parameter: local.shape for parameter, kind, local in tensors if kind != "step"}
-    names, notes = names_for(optimizer, group_numbers(optimizer), shapes, list(parameters.items()))
-    builder.add_notes(notes)
-    builder.param_groups = plain_groups(optimizer["param_groups"], names, optimizer["state"])
-    for parameter, kind, local in tensors:
-        builder.add(*state_kind(names.get(parameter), parameter, kind), local, path, local.rank or 0)

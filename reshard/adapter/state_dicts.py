@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from reshard.canonical.optimizer_state import ROOTS
+from reshard.canonical.optimizer_state import ROOTS, names_for, plain_groups
 from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers import torch_zip
-from reshard.containers.distributed_tensors import LocalTensor, class_of
+from reshard.containers.distributed_tensors import Decoder, LocalTensor, class_of
 from reshard.containers.torch_zip import is_plain_tensor
 from reshard.errors import CheckpointError
+from reshard.geometry.value import value
+from reshard.index.index import ParamGroup
 from reshard.storage.files import Files
 
 # FSDP1's name for the one flat parameter of a wrapped module in LOCAL_STATE_DICT.
@@ -22,6 +24,59 @@ _LAST_READ: WeakKeyDictionary[Files, tuple[str, Mapping[Any, Any]]] = WeakKeyDic
 _DISTRIBUTED = ("DTensor", "ShardedTensor")
 # Limits the nesting that is followed: the dict of a hostile file can hold itself.
 _DEEPEST = 8
+
+
+@value
+class SavedOptimizer:
+    """An optimizer's state dict, and the tensors that a file holds of it."""
+
+    state_dict: Mapping[str, Any]
+    """{"state": ..., "param_groups": ...}, as the inert unpickler reads it."""
+    tensors: list[tuple[Any, str, LocalTensor]]
+    """(the parameter's name or number, kind of state, the file's part of it)."""
+
+    def names(self, parameters: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[Mapping[Any, str], list[str]]:
+        """The names of the parameters that it lists, and notes on how they are known. parameters: names and shapes of the model's."""
+        shapes = {parameter: local.shape for parameter, kind, local in self.tensors if kind != "step"}
+        return names_for(self.state_dict, self.numbers(), shapes, parameters)
+
+    def numbers(self) -> tuple[tuple[Any, ...], ...]:
+        """The names or numbers of the parameters of each param group."""
+        return group_numbers(self.state_dict)
+
+    def param_groups(self, names: Mapping[Any, str]) -> tuple[ParamGroup, ...]:
+        """Its param groups, with these names of its parameters."""
+        return plain_groups(self.state_dict["param_groups"], names, self.state_dict["state"])
+
+
+def saved_optimizer(root: Any, path: str) -> SavedOptimizer | None:
+    """The optimizer in the root of a torch.save file, which lies at `path`; None if there is none."""
+    state_dict = optimizer_part(root)
+    if state_dict is None:
+        return None
+    decoder = Decoder(path)
+    decoded = ((parameter, kind, decoder.decode(f"{parameter}.{kind}", value)) for parameter, kind, value in states(state_dict))
+    return SavedOptimizer(state_dict, [(parameter, kind, local) for parameter, kind, local in decoded if local])
+
+
+def read_optimizer(files: Files, path: str) -> SavedOptimizer:
+    """The optimizer in a torch.save file. Raises CheckpointError if it holds none."""
+    found = saved_optimizer(torch_zip.read(files, path, locate=False), path)
+    if found is None:
+        raise CheckpointError("it holds no optimizer state (state and param_groups)", where=path)
+    return found
+
+
+def decoded(state_dict: Mapping[Any, Any], path: str) -> tuple[list[tuple[str, LocalTensor]], list[str]]:
+    """The tensors in a model's state dict by name, as the file at `path` holds them, and the names of everything else in it."""
+    decoder, tensors, others = Decoder(path), list[tuple[str, LocalTensor]](), list[str]()
+    for key, value in state_dict.items():
+        local = decoder.decode(str(key), value)
+        if local is None:
+            others.append(str(key))
+        else:
+            tensors.append((str(key), local))
+    return tensors, others
 
 
 def holds_tensors(files: Files, path: str) -> bool:
