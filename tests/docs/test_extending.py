@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
-import types
 
 import numpy
 import pytest
@@ -15,13 +16,30 @@ from reshard.adapter.registry import EntryPoint
 
 
 @pytest.fixture
-def npy(monkeypatch):
-    page = read_page(ROOT / "docs" / "extending" / "format.md")
-    code = next(block for block in page.blocks if block.language == "python")
-    module = types.ModuleType("npy_format")
-    exec(compile("\n".join(code.lines), "format.md", "exec"), module.__dict__)
-    monkeypatch.setitem(sys.modules, "npy_format", module)
-    monkeypatch.setitem(registry.points(), "npy", EntryPoint("npy", "npy_format:FORMAT", None))
+def npy(monkeypatch, tmp_path):
+    """The folder with the files of the page, as an installed format."""
+    folder = tmp_path / "installed" / "npy"
+    folder.mkdir(parents=True)
+    for block in read_page(ROOT / "docs" / "extending" / "format.md").blocks:
+        if block.language == "python":
+            (folder / block.lines[0].removeprefix("# npy/")).write_text("\n".join(block.lines) + "\n")
+    monkeypatch.syspath_prepend(folder.parent)
+    monkeypatch.setitem(registry.points(), "npy", EntryPoint("npy", "npy:FORMAT", None))
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] == "npy"]:
+        del sys.modules[name]
+
+
+def test_the_format_of_the_page_keeps_the_rules_of_the_tree(npy):
+    """Importing it loads nothing heavy, and what the checkers of the tree say of it is nothing."""
+    script = "import sys, npy; print(*sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(npy.parent)}
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment).stdout.split()
+    assert "npy" in loaded and not {"numpy", "torch", "npy.read"} & {*loaded}
+    settings = ["--config", str(ROOT / "pyproject.toml"), "--ignore", "TID"]  # neighbours are imported relatively, as in formats/
+    for check in (["check", *settings], ["format", "--check", "--config", str(ROOT / "pyproject.toml")]):
+        found = subprocess.run([sys.executable, "-m", "ruff", *check, str(npy)], capture_output=True, text=True)
+        assert found.returncode == 0, found.stdout
 
 
 def test_the_format_of_the_page_reads_what_it_writes(npy, tmp_path):
