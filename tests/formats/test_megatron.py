@@ -311,17 +311,15 @@ def test_weights_are_not_listed_as_objects(case):
 
 @pytest.mark.parametrize("case", LEGACY_CASES, ids=label)
 def test_each_step_of_reading_returns_a_value_that_prints_as_one_line(case):
-    legacy, ranks, chunk_tensors, optimizer = (
-        import_module(f"reshard.formats.megatron.read.{name}") for name in ("legacy", "ranks", "chunk_tensors", "optimizer")
-    )
+    legacy, ranks, rank_tensors = (import_module(f"reshard.formats.megatron.read.{name}") for name in ("legacy", "ranks", "rank_tensors"))
     files = LocalFiles(case / "checkpoint")
     save = ranks.read_ranks(files, import_module("reshard.formats.megatron.layout.save_folders").find_save(files))
     model = legacy.legacy_model(save, Hints(config=json.loads((case / "model" / "config.json").read_text())))
-    offsets = chunk_tensors.layer_offsets(save, model.megatron)
+    offsets = rank_tensors.layer_offsets(save, model.megatron)
     values = [save, model]
     for rank in save.ranks:
-        tensors = chunk_tensors.locate_tensors(rank, model.megatron, save.sizes, offsets)
-        state = optimizer.read_optimizer(files, rank, save.args, tensors)
+        tensors = [tensor for tensor, _ in rank_tensors.rank_tensors(rank, model.megatron, save.sizes, offsets)]
+        state = legacy.read_optimizer(files, rank, save.args, model, tensors)
         assert len(tensors) == sum(map(len, rank.chunks))
         values += [rank, *tensors, state]
     assert all("\n" not in repr(value) and len(repr(value)) < 240 for value in values)
@@ -334,15 +332,15 @@ def test_parameters_lie_in_their_buckets_where_the_buffer_has_them(elements, sha
     A bucket ends behind each shared parameter; so the lengths of the buckets follow from the layout.
     """
     flat_buckets = import_module("reshard.formats.megatron.layout.flat_buckets")
-    layout = flat_buckets.lay_out_buffer([flat_buckets.BufferedParameter(n, i in shared) for i, n in enumerate(elements)], None)
+    offsets, _ = flat_buckets.lay_out_buffer(elements, shared, None)
     starts, end = [0], 0
     for i in reversed(range(len(elements))):
-        end = layout.offsets[i] + elements[i]
+        end = offsets[i] + elements[i]
         if i in shared and i:
             starts.append(end)
     lengths = [stop - start for start, stop in itertools.pairwise([*starts, end])]
     positions = flat_buckets.positions_in_buckets(elements, lengths)
-    assert [starts[bucket] + offset for bucket, offset in positions] == list(layout.offsets)
+    assert [starts[bucket] + offset for bucket, offset in positions] == list(offsets)
     assert flat_buckets.positions_in_buckets(elements, [*lengths[:-1], lengths[-1] + 1]) is None
 
 

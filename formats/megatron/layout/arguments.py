@@ -14,8 +14,7 @@ from reshard.containers.inert_pickle import DTypeName, Inert
 from reshard.errors import CheckpointError
 from reshard.models.lookup import find_architecture
 
-Args = Mapping[str, Any]
-"""The settings of a run, by Megatron's names."""
+from .stages import Args
 
 # The settings that describe the model and how it was cut: all ranks of a run have the same.
 MODEL_ARGS = (
@@ -45,11 +44,6 @@ def plain_args(value: Any) -> dict[str, Any]:
     """The settings in a dict, or in a Namespace as the inert unpickler reads it; empty for anything else."""
     settings = value.state if isinstance(value, Inert) else value
     return {str(key): setting for key, setting in settings.items()} if isinstance(settings, Mapping) else {}
-
-
-def parallel_size(args: Args, *keys: str, default: int = 1) -> int:
-    """The first of these settings that is a positive integer; `default` if none is."""
-    return next((value for key in keys if type(value := args.get(key)) is int and value > 0), default)
 
 
 def model_type(args: Args) -> str:

@@ -12,49 +12,53 @@ Source: megatron/core/distributed/param_and_grad_buffer.py and optimizer/distrib
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from reshard.geometry.value import value
+from .chunks import ChunkTensor
+from .stages import Args, parallel_size
 
 _ALIGNMENT = 64
 BUFFER_KINDS = {"param": "master_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """Array of a buffer -> torch's name for that kind of state."""
 
 
-@value
-class BufferedParameter:
-    """A parameter in a buffer."""
-
-    elements: int
-    """The number of its elements."""
-    is_shared: bool = False
-    """Whether it is an embedding that other stages hold, too."""
+def by_buffer(parameters: Iterable[ChunkTensor]) -> list[list[ChunkTensor]]:
+    """The parameters of each buffer: there is one buffer for each element type of each chunk."""
+    buffers: dict[tuple[int, object], list[ChunkTensor]] = {}
+    for parameter in parameters:
+        buffers.setdefault((parameter.chunk, parameter.dtype), []).append(parameter)
+    return list(buffers.values())
 
 
-@value
-class BufferLayout:
-    """Where the parameters of a buffer lie."""
-
-    offsets: tuple[int, ...]
-    """The first element of each parameter, in the order of the model."""
-    elements: int
-    """The length of the buffer, without padding at its end."""
+def bucket_size(args: Args) -> int:
+    """The bucket size of a run whose gradient reduction overlaps, in its first stage; later stages have one bucket
+    (distributed_data_parallel.py)."""
+    data_parallel = parallel_size(args, "data_parallel_size") * parallel_size(args, "context_parallel_size")
+    size = args.get("ddp_bucket_size")
+    return size if isinstance(size, int) else max(40_000_000, 1_000_000 * data_parallel)
 
 
-def lay_out_buffer(parameters: Sequence[BufferedParameter], bucket_size: int | None) -> BufferLayout:
-    """Where parameters, given in the order of the model, lie in their buffer.
+def lay_out_buffer(elements: Sequence[int], shared: Collection[int], bucket_size: int | None) -> tuple[tuple[int, ...], int]:
+    """The first element of each parameter in their buffer, and the length of the buffer without padding at its end.
 
-    A bucket is closed when it holds `bucket_size` elements or more; None: all parameters are in one bucket.
+    elements: the number of elements of each parameter, in the order of the model. shared: the positions of those that are embeddings which
+    other stages hold, too. A bucket is closed when it holds `bucket_size` elements or more; None: all parameters are in one bucket.
     """
     offsets: list[int] = []
     bucket = end = 0  # the start of the current bucket, and the end of its last parameter
-    for parameter in reversed(parameters):
+    for i in reversed(range(len(elements))):
         offset = bucket + _aligned(end - bucket)
         offsets.append(offset)
-        end = offset + parameter.elements
-        if parameter.is_shared or (bucket_size is not None and end - bucket >= bucket_size):
+        end = offset + elements[i]
+        if i in shared or (bucket_size is not None and end - bucket >= bucket_size):
             bucket = end
-    return BufferLayout(tuple(reversed(offsets)), end)
+    return tuple(reversed(offsets)), end
+
+
+def buffer_of(parameters: Sequence[ChunkTensor], bucket_size: int | None) -> tuple[tuple[int, ...], int]:
+    """What `lay_out_buffer` returns for these parameters."""
+    shared = [i for i, parameter in enumerate(parameters) if parameter.is_shared]
+    return lay_out_buffer([parameter.elements for parameter in parameters], shared, bucket_size)
 
 
 def positions_in_buckets(parameters: Sequence[int], buckets: Sequence[int]) -> tuple[tuple[int, int], ...] | None:

@@ -17,8 +17,7 @@ from reshard.models.computation import ConfigKey, LayersOf
 from reshard.models.config_values import number, rotary_settings, rotary_type
 from reshard.models.model import Model, Part
 
-from .chunks import Chunk
-from .parallel_sizes import ParallelSizes
+from .stages import Chunk, ParallelSizes
 from .tensors import computation_of, is_hybrid
 
 # For a source without args: the values with which Megatron's check of a checkpoint against a new run passes.

@@ -1,22 +1,129 @@
-"""How many layers each chunk of a pipeline holds.
+"""The parallel sizes of a Megatron run, the ranks of a stage that write files, and the layers that each chunk of a stage holds.
 
-There are three sources: the files, if every chunk has a file; the run's settings, if chunks have no files; the user, for a target. In all
-three, the layers follow each other in the order of the model: chunk 0 of every stage, then chunk 1 of every stage (virtual pipeline).
+A stage has one chunk of the model, or several with a virtual pipeline. The layers follow each other in the order of the model: chunk 0 of
+every stage, then chunk 1 of every stage, and so on. How many layers a chunk has is told by the files, if every chunk has a file; by the
+run's settings, if chunks have no files; by the user, for a target.
 
-Source: megatron/core/transformer/transformer_layer.py, get_transformer_layer_offset; measured with even and uneven stages, virtual stages
-and pipeline_model_parallel_layout.
+Source: megatron/core/parallel_state.py and transformer/transformer_layer.py (get_transformer_layer_offset) of 0.16.1; measured with even
+and uneven stages, virtual stages and pipeline_model_parallel_layout.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.containers.inert_pickle import Inert, shown
 from reshard.errors import CheckpointError, RequestError
+from reshard.geometry.value import value
 
-from .parallel_sizes import ParallelSizes
+Args = Mapping[str, Any]
+"""The settings of a run, by Megatron's names."""
+
+
+def parallel_size(args: Args, *keys: str, default: int = 1) -> int:
+    """The first of these settings that is a positive integer; `default` if none is."""
+    return next((value for key in keys if type(value := args.get(key)) is int and value > 0), default)
+
+
+@value
+class ParallelSizes:
+    """The parallel sizes of a run."""
+
+    tp: int = 1
+    """Tensor-parallel size."""
+    pp: int = 1
+    """Pipeline-parallel size: the number of stages."""
+    ep: int = 1
+    """Expert-parallel size."""
+    vp: int = 1
+    """Chunks of layers per stage (virtual pipeline)."""
+    etp: int = 1
+    """Tensor-parallel size of the experts."""
+
+    @classmethod
+    def from_args(cls, args: Args, *, tp: int = 1, pp: int = 1) -> ParallelSizes:
+        """The sizes that the settings of a run tell. tp, pp: the sizes if they do not."""
+        tp = parallel_size(args, "tensor_model_parallel_size", "model_parallel_size", default=tp)
+        return cls(
+            tp,
+            parallel_size(args, "pipeline_model_parallel_size", default=pp),
+            parallel_size(args, "expert_model_parallel_size"),
+            parallel_size(args, "virtual_pipeline_model_parallel_size"),
+            parallel_size(args, "expert_tensor_parallel_size", default=tp),
+        )
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        """The sizes of the axes, as users call them."""
+        return {"tp": self.tp, "pp": self.pp, "vp": self.vp, "ep": self.ep}
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """The smallest number of ranks that a stage can have: a multiple of tp and of etp * ep."""
+        return math.lcm(self.tp, self.etp * self.ep)
+
+    def stage_ranks(self) -> Iterator[StageRank]:
+        """The ranks of a stage that write files: one for each pair of tensor-parallel and expert-parallel rank."""
+        seen: set[tuple[str, int, int]] = set()
+        for number in range(self.ranks_per_stage):
+            tp_rank, ep_rank, etp_rank = number % self.tp, number // self.etp % self.ep, number % self.etp
+            if ("file", tp_rank, ep_rank) not in seen:
+                is_first_dense = ("dense", tp_rank, 0) not in seen
+                is_first_experts = ("experts", ep_rank, etp_rank) not in seen
+                yield StageRank(tp_rank, ep_rank, etp_rank, number, is_first_dense, is_first_experts)
+                seen |= {("file", tp_rank, ep_rank), ("dense", tp_rank, 0), ("experts", ep_rank, etp_rank)}
+
+    def experts_of(self, ep_rank: int, experts: int) -> range:
+        """The experts of an expert-parallel rank, of a model with so many per layer."""
+        per_rank = experts // self.ep
+        return range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
+
+
+@value
+class StageRank:
+    """A rank of one stage."""
+
+    tp_rank: int
+    """Tensor-parallel rank."""
+    ep_rank: int
+    """Expert-parallel rank."""
+    etp_rank: int
+    """Tensor-parallel rank among the ranks that share an expert."""
+    number: int = 0
+    """The rank's number in its stage, from 0."""
+    is_first_dense: bool = True
+    """Whether it is the first rank of the stage with its shard of the dense weights."""
+    is_first_experts: bool = True
+    """Whether it is the first rank of the stage with its shard of its experts."""
+
+
+@value
+class Chunk:
+    """A chunk of a stage."""
+
+    stage: int
+    """The stage that holds it."""
+    number: int
+    """Its number in the stage."""
+    layers: range
+    """Its layers, as the model numbers them."""
+    is_first: bool
+    """Whether it is the first chunk of the model."""
+    is_last: bool
+    """Whether it is the last chunk of the model."""
+
+
+def split_into_chunks(layers_per_chunk: Sequence[int], pp: int) -> tuple[Chunk, ...]:
+    """All chunks of `pp` stages, in the order of the model, from the number of layers of each."""
+    chunks, start = [], 0
+    for i, layers in enumerate(layers_per_chunk):
+        is_last = i == len(layers_per_chunk) - 1
+        chunks.append(Chunk(i % pp, i // pp, range(start, start + layers), i == 0, is_last))
+        start += layers
+    return tuple(chunks)
 
 
 def first_layers(layer_counts: Mapping[tuple[int, int], int], layers: int, where: str) -> dict[tuple[int, int], int]:
@@ -40,8 +147,8 @@ def first_layers(layer_counts: Mapping[tuple[int, int], int], layers: int, where
     return first
 
 
-def layers_per_chunk(args: Mapping[str, Any], sizes: ParallelSizes, where: str) -> tuple[int, ...]:
-    """The number of layers of each chunk, as the settings of a run distribute them (get_num_layers_to_build, pipeline layout).
+def chunks_of_run(args: Args, sizes: ParallelSizes, where: str) -> tuple[Chunk, ...]:
+    """The chunks to which the settings of a run distribute its layers (get_num_layers_to_build, pipeline layout).
 
     Raises: CheckpointError if they do not add up to the model's layers.
     """
@@ -56,10 +163,10 @@ def layers_per_chunk(args: Mapping[str, Any], sizes: ParallelSizes, where: str) 
             where=where,
             why="Without the layers of a stage, the parameters in its buffers are not known",
         )
-    return tuple(counts)
+    return split_into_chunks(counts, sizes.pp)
 
 
-def _distributed_layers(args: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[int]:
+def _distributed_layers(args: Args, layers: int, sizes: ParallelSizes) -> list[int]:
     first, last = args.get("decoder_first_pipeline_num_layers"), args.get("decoder_last_pipeline_num_layers")
     chunks = sizes.pp * sizes.vp
     if first is not None or last is not None:
@@ -93,25 +200,24 @@ def _decoder_layers(chunk: Any) -> int:
     return sum(str(layer_type).lower() in ("t", "decoder") for layer_type in chunk)
 
 
-def requested_layers_per_chunk(layers: int, sizes: ParallelSizes, requested: Sequence[int] | None) -> tuple[int, ...]:
-    """The number of layers of each chunk of a target: `requested`, or equal numbers.
+def chunks_of_target(layers: int, sizes: ParallelSizes, requested: Sequence[int] | None) -> tuple[Chunk, ...]:
+    """The chunks of a target, with `requested` numbers of layers, or equal ones.
 
     Raises: RequestError if the layers do not divide by the chunks, or `requested` does not add up to the model's layers.
     """
     chunks = sizes.pp * sizes.vp
-    if requested is None:
-        if layers % chunks:
-            legal = [pp for pp in range(1, layers + 1) if layers % (pp * sizes.vp) == 0]
-            raise RequestError(
-                f"{layers} layers do not divide by {chunks} chunks ({sizes.pp} stages{f' of {sizes.vp} chunks' if sizes.vp > 1 else ''})",
-                do=f"Legal pipeline-parallel sizes are {', '.join(map(str, legal))}; or give the layers of each chunk with --stage-layers",
-            )
-        return (layers // chunks,) * chunks
-    if len(requested) != chunks or sum(requested) != layers:
+    if requested is None and layers % chunks:
+        legal = [pp for pp in range(1, layers + 1) if layers % (pp * sizes.vp) == 0]
         raise RequestError(
-            f"--stage-layers {','.join(map(str, requested))}: {len(requested)} chunks with {sum(requested)} layers",
+            f"{layers} layers do not divide by {chunks} chunks ({sizes.pp} stages{f' of {sizes.vp} chunks' if sizes.vp > 1 else ''})",
+            do=f"Legal pipeline-parallel sizes are {', '.join(map(str, legal))}; or give the layers of each chunk with --stage-layers",
+        )
+    counts = (layers // chunks,) * chunks if requested is None else requested
+    if len(counts) != chunks or sum(counts) != layers:
+        raise RequestError(
+            f"--stage-layers {','.join(map(str, counts))}: {len(counts)} chunks with {sum(counts)} layers",
             why=f"The model has {layers} layers, and the target has {chunks} chunks"
             + (", chunk 0 of every stage before chunk 1 of any stage" if sizes.vp > 1 else ""),
             do=f"Give {chunks} numbers that add up to {layers}",
         )
-    return tuple(requested)
+    return split_into_chunks(counts, sizes.pp)

@@ -14,7 +14,6 @@ measured on fixtures/megatron, fixtures/megatron_dist and fixtures/megatron_decl
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -145,12 +144,10 @@ _SEPARATE: Mapping[str, Callable[[Mosaic, Dimensions], dict[str, Mosaic]]] = {
 _OUTPUT_GATE, _MAMBA_NORM = "attention.output_gate", "ssm.layer_norm"
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-BUFFERS = {"mlp.router.expert_bias"}
+BUFFERS = ("mlp.router.expert_bias",)
 """Names of tensors that no optimizer updates."""
 BUFFER_ROLES = {"router.correction"}
 """The roles of BUFFERS."""
-MASTER_KINDS = {"param": "master_param", "fp32_param": "master_param"}
-"""Megatron's name for a master (param: distributed optimizer, fp32_param: plain optimizer) -> canonical name of that kind."""
 
 _OUTSIDE_LAYERS = (
     _TensorRule("embedding.word_embeddings.{parameter}", "column", ("embedding",)),
@@ -414,32 +411,3 @@ def _axis(sharding: _Sharding, array: Mosaic) -> int | None:
     if sharding == "replicated" or (sharding == "row" and len(array.shape) == 1):
         return None  # the bias of a row-parallel layer is replicated
     return 1 if sharding == "row" else 0
-
-
-# Other names of a layer's tensors, as regular expressions, and the name in the local spec. Transformer Engine fuses a norm into the linear
-# layer after it. The later rows are names of GPT models before Megatron-Core (legacy/model/transformer.py).
-_LOCAL_NAMES = [
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)", r"input_layernorm.\1"),
-        (r"self_attention\.linear_q_up_proj\.layer_norm_(weight|bias)", r"self_attention.q_layernorm.\1"),
-        (r"self_attention\.linear_kv_up_proj\.layer_norm_(weight|bias)", r"self_attention.kv_layernorm.\1"),
-        (r"mlp\.linear_fc1\.layer_norm_(weight|bias)", r"pre_mlp_layernorm.\1"),
-        (r"self_attention\.in_proj\.layer_norm_(weight|bias)", r"input_layernorm.\1"),
-        (r"mixer\.in_proj\.layer_norm_(weight|bias)", r"norm.\1"),
-        (r"input_norm\.(weight|bias)", r"input_layernorm.\1"),
-        (r"post_attention_(?:layer)?norm\.(weight|bias)", r"pre_mlp_layernorm.\1"),
-        (r"(?:self_)?attention\.query_key_value\.(weight|bias)", r"self_attention.linear_qkv.\1"),
-        (r"(?:self_)?attention\.dense\.(weight|bias)", r"self_attention.linear_proj.\1"),
-        (r"mlp\.dense_h_to_4h\.(weight|bias)", r"mlp.linear_fc1.\1"),
-        (r"mlp\.dense_4h_to_h\.(weight|bias)", r"mlp.linear_fc2.\1"),
-    )
-]
-
-
-def local_spec_name(name: str) -> str:
-    """The name that `MegatronModel.layer` gives to a layer's tensor, from its name in any spec and version."""
-    for pattern, local_name in _LOCAL_NAMES:
-        if match := pattern.fullmatch(name):
-            return match.expand(local_name)
-    return name

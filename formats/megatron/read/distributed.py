@@ -12,43 +12,39 @@ numbers. Source: megatron/core/transformer/*.py (sharded_state_dict) and dist_ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from reshard.adapter.dcp_reader import DcpFolder
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
-from reshard.canonical.optimizer_state import plain_settings
+from reshard.canonical.optimizer_state import plain_settings, state_kind
 from reshard.containers import torch_zip
+from reshard.containers.dcp_metadata import TensorItem
 from reshard.containers.inert_pickle import shown
 from reshard.errors import CheckpointError
-from reshard.index.index import Index, RunFacts, Tensor
+from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
 from reshard.storage.files import Files, read_whole
 from reshard.storage.json_input import parsed
 
-from ..layout.arguments import Args, NotUnderstoodError, parallel_size, plain_args
-from ..layout.names import strip_wrappers
+from ..layout.arguments import NotUnderstoodError, plain_args
+from ..layout.chunks import ChunkTensor, chunk_parameters
+from ..layout.names import LayerSpec, strip_wrappers
 from ..layout.save_folders import COMMON, METADATA_JSON
+from ..layout.stages import Args, ParallelSizes, StageRank, split_into_chunks
 from ..layout.tensors import EMBEDDING
-from .bucket_checkpoint import bucket_tensors
-from .common_optimizer import CommonOptimizer, read_common_optimizer
-from .keyed_tensors import is_run_key, keyed_tensors, with_stored_adapters
+from .flat_buffers import bucket_tensors
+from .keyed_tensors import array_subviews, canonical_tensors, is_run_key, keyed_tensors, with_stored_adapters
 from .nemo import nemo_args
-from .optimizer import OF_ADAPTER
-from .plain_dcp import NumberedOptimizer, numbered_tensors, read_numbered_optimizer, read_run_state
+from .optimizer import OF_ADAPTER, OptimizerState, common_optimizer, folder_optimizer
 from .run_model import RunModel, check_complete, describe_model, layout_question
 from .zarr import StoredFolder, ZarrFolder
 
-_FORMAT = "megatron-dist"
 # Written as torch_dcp or fsdp_dtensor: a plain folder of torch.distributed.checkpoint, without metadata.json.
 _PLAIN = "torch_dcp"
 _COMMON_ENTRY = "common_state/shard_0_1"
-_DEGREES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vp": "virtual_pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-}
+_RUN_STATE = ("args", "iteration", "checkpoint_version", "num_floating_point_operations_so_far")
 
 
 def read_distributed(files: Files, folder: str, hints: Hints) -> Index:
@@ -60,25 +56,60 @@ def read_distributed(files: Files, folder: str, hints: Hints) -> Index:
     stored = open_folder(files, folder, backend)
     common = read_common(files, stored, backend)
     args = plain_args(common.get("args")) or nemo_args(files, folder)
+    builder = IndexBuilder("megatron-dist", files)
+    builder.add_objects(stored.metadata.objects)
+    builder.add_files(file.path for file in stored.files)
     try:
         model = with_stored_adapters(stored, describe_model(args, hints, _stored_vocab(stored), folder + COMMON))
     except NotUnderstoodError as error:
-        return _index_as_stored(files, stored, RunFacts("Megatron-Core", backend, unanswered=layout_question(error)))
-    numbered, has_adapter = NumberedOptimizer(), bool(model.adapters)
-    if backend == _PLAIN and not has_adapter:
-        numbered = read_numbered_optimizer(stored, model.megatron, args)
-    found = [*keyed_tensors(stored, model), *numbered_tensors(stored, numbered, model)]
-    if not has_adapter:
-        found.extend(bucket_tensors(stored, model, args))
-    tensors = [model.as_stored(tensor) for tensor in found] if model.megatron.functions else found
+        return _index_as_stored(builder, stored, RunFacts("Megatron-Core", backend, unanswered=layout_question(error)))
+    tensors = list(keyed_tensors(stored, model))
+    states, builder.param_groups, notes = _optimizer(stored, common, args, model, tensors)
     check_complete(model, tensors, files.root, with_optimizer=False)
-    stored_weights = {tensor.name for tensor in tensors if tensor.kind == "weight"}
-    optimizer = CommonOptimizer() if has_adapter else read_common_optimizer(stored, common, model.megatron.model, stored_weights)
-    builder = _builder(files, stored, [*tensors, *optimizer.steps])
+    for tensor in (*tensors, *states):
+        builder.add_tensor(model.as_stored(tensor))
+    builder.add_notes(notes)
     builder.add_files([folder + COMMON] if files.size(folder + COMMON) is not None else [])
-    builder.add_notes([OF_ADAPTER] if has_adapter and any(map(is_run_key, stored.metadata.tensors)) else numbered.notes)
-    builder.param_groups = numbered.param_groups() if backend == _PLAIN else optimizer.param_groups
     return builder.build(_facts(backend, common, args, model))
+
+
+def _optimizer(
+    stored: StoredFolder, common: Mapping[str, Any], args: Args, model: RunModel, tensors: Sequence[Tensor]
+) -> tuple[list[Tensor], tuple[ParamGroup, ...], tuple[str, ...]]:
+    """(optimizer state that is stored under no weight's name, param groups, notes). tensors: those under the names of weights.
+
+    Raises: CheckpointError if the parameters that the settings describe do not fill the buckets.
+    """
+    if model.adapters:
+        return [], (), (OF_ADAPTER,) if any(map(is_run_key, stored.metadata.tensors)) else ()
+    numbered = folder_optimizer(stored, lambda: _stored_parameters(stored, model, args))
+    weights = {tensor.name for tensor in tensors if tensor.kind == "weight"}
+    groups, steps = common_optimizer(stored, common, model.megatron.model, weights)
+    states = [*_numbered_tensors(stored, numbered, model), *bucket_tensors(stored, model, args), *steps]
+    return states, tuple(numbered.groups.values()) or groups, numbered.notes
+
+
+def _stored_parameters(stored: StoredFolder, model: RunModel, args: Args) -> list[ChunkTensor]:
+    """The stored parameters in the order of the model. The whole model is one chunk, as tensors are stored whole."""
+    dtypes = {strip_wrappers(key): item.dtype for key, item in stored.metadata.tensors.items()}
+    (chunk,) = split_into_chunks((model.megatron.layers,), 1)
+    spec = LayerSpec.from_args(args, str(args.get("transformer_impl", "local")))
+    parameters = chunk_parameters(model.megatron, chunk, ParallelSizes(), StageRank(0, 0, 0), spec)
+    return [replace(parameter, dtype=dtypes[parameter.name]) for parameter in parameters if parameter.name in dtypes]
+
+
+def _numbered_tensors(stored: StoredFolder, optimizer: OptimizerState[TensorItem], model: RunModel) -> Iterator[Tensor]:
+    """The canonical tensors of the state of numbered parameters.
+
+    A state of another shape than its parameter, such as a step count, belongs to each canonical tensor that is fused in the parameter.
+    """
+    for parameter, kind, item in optimizer.states:
+        if item.shape == parameter.array.shape:
+            yield from canonical_tensors(stored, item, array_subviews(parameter.array, item), model, kind)
+        else:
+            for name in parameter.array.names:
+                tensor_kind, known_as = state_kind(name, name, kind)
+                yield Tensor(known_as, item.dtype, item.shape, tensor_kind, stored.shards(item))
 
 
 def read_backend(files: Files, folder: str) -> str:
@@ -122,7 +153,7 @@ def read_common(files: Files, stored: StoredFolder, backend: str) -> Mapping[str
     Raises: CheckpointError if there are none.
     """
     if backend == _PLAIN:
-        return read_run_state(stored)
+        return _run_state(stored)
     path = stored.prefix + COMMON
     if files.size(path) is not None:
         common = torch_zip.read(files, path)
@@ -141,6 +172,14 @@ def read_common(files: Files, stored: StoredFolder, backend: str) -> Mapping[str
     return common
 
 
+def _run_state(stored: StoredFolder) -> dict[str, Any]:
+    """The plain values of the run in a folder with one entry each: those at the root, and the state of the schedule."""
+    objects = stored.metadata.objects
+    state = {key: stored.value(objects[key]) for key in _RUN_STATE if key in objects}
+    schedule = {key.partition(".")[2]: stored.value(item) for key, item in objects.items() if key.startswith("opt_param_scheduler.")}
+    return {**state, "opt_param_scheduler": schedule} if schedule else state
+
+
 def _stored_vocab(stored: StoredFolder) -> int | None:
     """The rows of the embedding with padding; None if there is no embedding."""
     shapes = (item.shape for key, item in stored.metadata.tensors.items() if strip_wrappers(key) == EMBEDDING)
@@ -148,22 +187,11 @@ def _stored_vocab(stored: StoredFolder) -> int | None:
     return shape[0] if shape else None
 
 
-def _builder(files: Files, stored: StoredFolder, tensors: list[Tensor]) -> IndexBuilder:
-    builder = IndexBuilder(_FORMAT, files)
-    for tensor in tensors:
-        builder.add_tensor(tensor)
-    builder.add_objects(stored.metadata.objects)
-    builder.add_files(file.path for file in stored.files)
-    return builder
-
-
-def _index_as_stored(files: Files, stored: StoredFolder, facts: RunFacts) -> Index:
+def _index_as_stored(builder: IndexBuilder, stored: StoredFolder, facts: RunFacts) -> Index:
     """Every tensor under its key."""
-    tensors = [
-        Tensor(key, item.dtype, item.shape, "state" if is_run_key(key) else "weight", stored.shards(item))
-        for key, item in stored.metadata.tensors.items()
-    ]
-    return _builder(files, stored, tensors).build(facts)
+    for key, item in stored.metadata.tensors.items():
+        builder.add_tensor(Tensor(key, item.dtype, item.shape, "state" if is_run_key(key) else "weight", stored.shards(item)))
+    return builder.build(facts)
 
 
 def _facts(backend: str, common: Mapping[str, Any], args: Args, model: RunModel) -> RunFacts:
@@ -174,6 +202,6 @@ def _facts(backend: str, common: Mapping[str, Any], args: Args, model: RunModel)
         step=step if type(step) is int else None,
         config=model.config,
         state={**plain_settings(common), "args": plain_settings(args)},
-        parallel={name: size for name, key in _DEGREES.items() if (size := parallel_size(args, key)) > 1},
+        parallel={name: size for name, size in ParallelSizes.from_args(args).by_name.items() if size > 1},
         unanswered=model.unanswered,
     )

@@ -28,10 +28,11 @@ from reshard.index.shards import concatenated
 from reshard.index.subviews import SubviewsBuilder, SubviewsByTensor
 
 from ..layout.adapters import Factor, by_halves, factor_of, is_saved_by_halves
-from ..layout.names import ParsedKey, is_weight_name, parse_key
-from ..layout.tensors import MASTER_KINDS, MegatronModel, MegatronTensor
+from ..layout.flat_buckets import BUFFER_KINDS
+from ..layout.names import ParsedName, is_weight_name, parse_key
+from ..layout.tensors import MegatronModel, MegatronTensor
+from .arrays import flat_sections, model_layer, model_tensor, named_tensor, shared_expert, wrong_shape
 from .run_model import RunModel
-from .tensor_boxes import flat_sections, named_tensor, shared_expert, wrong_shape
 from .zarr import StoredFolder
 
 _STATE_KEY = re.compile(
@@ -47,14 +48,8 @@ def is_run_key(key: str) -> bool:
 
 def with_stored_adapters(stored: StoredFolder, model: RunModel) -> RunModel:
     """The model with the LoRA adapters that the save holds."""
-    weights = ((parse_key(key), item) for key, item in stored.metadata.tensors.items() if is_weight_name(key) and not is_run_key(key))
-    return model.with_adapters((_factor_name(parsed, item), item.shape) for parsed, item in weights)
-
-
-def _factor_name(parsed: ParsedKey, item: TensorItem) -> str:
-    """The name of a tensor relative to the layer, or to the expert if it has an axis of experts."""
-    has_no_experts = parsed.stacks_experts and len(item.shape) == parsed.stacked_axes + 1
-    return f"mlp.experts.{parsed.name}" if has_no_experts else parsed.name
+    weights = ((parse_key(key), item.shape) for key, item in stored.metadata.tensors.items() if is_weight_name(key) and not is_run_key(key))
+    return model.with_adapters((parsed.factor_name(shape), shape) for parsed, shape in weights)
 
 
 def keyed_tensors(stored: StoredFolder, model: RunModel) -> Iterator[Tensor]:
@@ -62,24 +57,20 @@ def keyed_tensors(stored: StoredFolder, model: RunModel) -> Iterator[Tensor]:
 
     Raises: CheckpointError if the model does not have the tensor that a key names, or has it with another shape.
     """
-    locator = _Locator(stored, model.megatron)
+    locator, items = _Locator(model.megatron, f"{stored.prefix}.metadata"), stored.metadata.tensors
     segments: dict[tuple[str, str], list[Tensor]] = {}
-    for key, item in stored.metadata.tensors.items():
-        if not is_weight_name(key):
+    for key, item in items.items():
+        match = _STATE_KEY.fullmatch(key) if not model.adapters else None
+        if not is_weight_name(key) or (is_run_key(key) and not match):
             continue
-        if (match := _STATE_KEY.fullmatch(key)) and not model.adapters:
-            parsed = parse_key(match["key"])
-            found = _state_tensors(locator, model, MASTER_KINDS.get(match["kind"], match["kind"]), match["key"], item)
-        elif not is_run_key(key):
-            parsed = parse_key(key)
-            found = canonical_tensors(stored, item, locator.subviews(parsed, item), model)
-        else:
-            continue
-        if not parsed.segment:
-            yield from found
-            continue
-        for tensor in found:
-            segments.setdefault((tensor.kind, tensor.name), []).append(tensor)
+        weight_key, kind = (match["key"], BUFFER_KINDS.get(match["kind"], match["kind"])) if match else (key, None)
+        parsed = parse_key(weight_key)
+        subviews = locator.subviews(parsed, item, items.get(weight_key, item))
+        for tensor in canonical_tensors(stored, item, subviews, model, kind):
+            if parsed.segment:
+                segments.setdefault((tensor.kind, tensor.name), []).append(tensor)
+            else:
+                yield tensor
     yield from map(_joined, segments.values())
 
 
@@ -108,10 +99,16 @@ def canonical_tensors(
 def array_subviews(array: Mosaic, item: TensorItem) -> SubviewsByTensor:
     """The tiles in each stored box of a tensor that holds this array."""
     found = SubviewsBuilder()
-    for i, (offsets, sizes) in enumerate(zip(item.chunks.offsets.tolist(), item.chunks.sizes.tolist(), strict=True)):
+    for i, offsets, sizes in _boxes(item):
         for tile in _cut(array, offsets, sizes).tiles:
             found.add_tile(i, tile.name, tile)
     return found.build()
+
+
+def _boxes(item: TensorItem) -> Iterator[tuple[int, list[int], list[int]]]:
+    """(number, offsets, sizes) of each stored box."""
+    for i, (offsets, sizes) in enumerate(zip(item.chunks.offsets.tolist(), item.chunks.sizes.tolist(), strict=True)):
+        yield i, offsets, sizes
 
 
 def _cut(array: Mosaic, offsets: Sequence[int], sizes: Sequence[int]) -> Mosaic:
@@ -122,87 +119,57 @@ def _cut(array: Mosaic, offsets: Sequence[int], sizes: Sequence[int]) -> Mosaic:
     return array
 
 
-def _state_tensors(locator: _Locator, model: RunModel, kind: str, weight_key: str, item: TensorItem) -> Iterator[Tensor]:
-    stored, parsed = locator.stored, parse_key(weight_key)
-    weight = stored.metadata.tensors.get(weight_key)
-    if weight is not None and len(item.shape) == len(weight.shape) + 1:
-        subviews = locator.blocked_subviews(parsed, weight, item)
-    else:
-        subviews = locator.subviews(parsed, item)
-    yield from canonical_tensors(stored, item, subviews, model, kind)
-
-
 class _Locator:
     """Finds the canonical tensors in the stored boxes of keyed tensors. What layers and experts that are alike share is found once."""
 
-    def __init__(self, stored: StoredFolder, model: MegatronModel) -> None:
-        self.stored, self.model = stored, model
+    def __init__(self, model: MegatronModel, path: str) -> None:
+        self.model, self.path = model, path
         self._found: dict[tuple[object, ...], SubviewsByTensor] = {}
 
-    def subviews(self, parsed: ParsedKey, item: TensorItem) -> SubviewsByTensor:
-        """The tiles in each stored box of a tensor with this key. A box can span several layers and experts.
+    def subviews(self, parsed: ParsedName, item: TensorItem, weight: TensorItem) -> SubviewsByTensor:
+        """The tiles in each stored box of a tensor with this key, or of state of the weight with this key. A box can span several layers
+        and experts.
 
         Raises: CheckpointError if the model does not have the tensor, or has it with another shape.
         """
-        where = self._where(item)
+        where = f"{item.fqn} in {self.path}"
+        if len(item.shape) == len(weight.shape) + 1:
+            block_shape = _block_shape(item, weight, parsed.stacked_axes, where)
+            return self._of_alike(parsed, item, lambda first: self._flat_runs(first, item, block_shape, where))
         self._check_stacked_axes(parsed, item, where)
         return self._of_alike(parsed, item, lambda first: self._tiles(first, item, where))
 
-    def blocked_subviews(self, parsed: ParsedKey, weight: TensorItem, item: TensorItem) -> SubviewsByTensor:
-        """Optimizer state in fully_sharded_model_space, the default until 2025: [layer, .., block of rows, block of columns, element].
-
-        The blocks are the shards in which tensor-parallel ranks saved the weight; data-parallel ranks split a block between elements.
-        """
-        where, lead = self._where(item), parsed.stacked_axes
-        block_counts, weight_shape = item.shape[lead:-1], weight.shape[lead:]
-        if (
-            0 in block_counts
-            or any(size % count for size, count in zip(weight_shape, block_counts, strict=True))
-            or math.prod(block_counts) * item.shape[-1] != math.prod(weight_shape)
-        ):
-            raise CheckpointError(
-                f"it has {list(block_counts)} blocks of {item.shape[-1]} elements each, the weight's shape is {list(weight_shape)}",
-                where=where,
-                why="In this form the blocks are equal parts of the weight",
-                do="Copy the files of one save again",
-            )
-        block_shape = [size // count for size, count in zip(weight_shape, block_counts, strict=True)]
-        return self._of_alike(parsed, item, lambda first: self._flat_runs(first, item, block_shape, where))
-
-    def _of_alike(self, parsed: ParsedKey, item: TensorItem, find: Callable[[ParsedKey], SubviewsByTensor]) -> SubviewsByTensor:
+    def _of_alike(self, parsed: ParsedName, item: TensorItem, find: Callable[[ParsedName], SubviewsByTensor]) -> SubviewsByTensor:
         """What `find` finds for a key; for the first one of the keys of layers and experts that are alike and cut alike, under the names
         of this one."""
-        first = self._first_alike(parsed)
+        first, layer = parsed, model_layer(self.model, parsed)
+        first_layer, first_expert = self._first_alike(layer, parsed.expert)
+        if first_layer is not None:
+            first = replace(parsed, layer=first_layer - (self.model.layers if parsed.is_mtp else 0), expert=first_expert)
         form = (first, item.shape, item.chunks.offsets.tobytes(), item.chunks.sizes.tobytes())
         if form not in self._found:
             self._found[form] = find(first)
         found = self._found[form]
         if first == parsed:
             return found
-        layer = _layer_of(self.model, parsed)
         return found.renamed({name: self.model.name_in(name, layer, parsed.expert) for name in found.names})
 
-    def _first_alike(self, parsed: ParsedKey) -> ParsedKey:
-        """The key of the first layer and expert that are like those of a key."""
-        layer = _layer_of(self.model, parsed)
+    def _first_alike(self, layer: int | None, expert: int | None) -> tuple[int | None, int | None]:
+        """The first layer and expert that are like these."""
         if layer is None:
-            return parsed
-        first = self.model.first_alike(layer)
-        expert = None if parsed.expert is None else self.model.first_expert_alike(layer, parsed.expert)
-        if parsed.mtp_layer is not None:
-            return replace(parsed, mtp_layer=first - self.model.layers, expert=expert)
-        return replace(parsed, layer=first, expert=expert)
+            return None, expert
+        return self.model.first_alike(layer), None if expert is None else self.model.first_expert_alike(layer, expert)
 
-    def _tiles(self, parsed: ParsedKey, item: TensorItem, where: str) -> SubviewsByTensor:
+    def _tiles(self, parsed: ParsedName, item: TensorItem, where: str) -> SubviewsByTensor:
         lead, found = parsed.stacked_axes, SubviewsBuilder()
         parts: dict[tuple[object, ...], Mosaic] = {}
-        for i, (offsets, sizes) in enumerate(zip(item.chunks.offsets.tolist(), item.chunks.sizes.tolist(), strict=True)):
+        for i, offsets, sizes in _boxes(item):
             inner = *offsets[lead:], *sizes[lead:]
             for position in product(*(range(size) for size in sizes[:lead])):
                 layer, expert = self._numbers(parsed, [offset + step for offset, step in zip(offsets, position, strict=False)])
-                first = self._first_numbers(layer, expert)
+                first = self._first_alike(layer, expert)
                 if (first, inner) not in parts:
-                    array = self._array(parsed, *first, item)
+                    array = self._array(parsed, *first, item, where)
                     if array.shape != item.shape[lead:]:
                         raise wrong_shape(array, item.shape[lead:], where)
                     parts[first, inner] = _cut(array, offsets[lead:], sizes[lead:])
@@ -210,17 +177,17 @@ class _Locator:
                     found.add_tile(i, self.model.name_in(tile.name, layer, expert), tile, position)
         return found.build()
 
-    def _flat_runs(self, parsed: ParsedKey, item: TensorItem, block_shape: Sequence[int], where: str) -> SubviewsByTensor:
+    def _flat_runs(self, parsed: ParsedName, item: TensorItem, block_shape: Sequence[int], where: str) -> SubviewsByTensor:
         lead, found = parsed.stacked_axes, SubviewsBuilder()
-        for i, (offsets, sizes) in enumerate(zip(item.chunks.offsets.tolist(), item.chunks.sizes.tolist(), strict=True)):
+        for i, offsets, sizes in _boxes(item):
             layer, expert = self._numbers(parsed, offsets[:lead])
-            array = self._array(parsed, layer, expert, item)
+            array = self._array(parsed, layer, expert, item, where)
             block = _cut(array, [number * size for number, size in zip(offsets[lead:-1], block_shape, strict=True)], block_shape)
             for section in flat_sections(block, offsets[-1], offsets[-1] + sizes[-1], 0):
                 found.add_section(i, section, len(offsets))
         return found.build()
 
-    def _check_stacked_axes(self, parsed: ParsedKey, item: TensorItem, where: str) -> None:
+    def _check_stacked_axes(self, parsed: ParsedName, item: TensorItem, where: str) -> None:
         """Raises CheckpointError unless the stacked axes count the layers and experts of the model."""
         model, stacked = self.model, item.shape[: parsed.stacked_axes]
         expected = ((model.layers,) if parsed.stacks_layers else ()) + ((model.experts,) if parsed.stacks_experts else ())
@@ -232,27 +199,14 @@ class _Locator:
                 do="Give the config that this model was trained with by --model DIR",
             )
 
-    def _numbers(self, parsed: ParsedKey, stacked: Sequence[int]) -> tuple[int | None, int | None]:
+    def _numbers(self, parsed: ParsedName, stacked: Sequence[int]) -> tuple[int | None, int | None]:
         """The layer and the expert that a key has at these positions of its stacked axes."""
-        layer = stacked[0] if parsed.stacks_layers else _layer_of(self.model, parsed)
+        layer = stacked[0] if parsed.stacks_layers else model_layer(self.model, parsed)
         return layer, stacked[-1] if parsed.stacks_experts else parsed.expert
 
-    def _first_numbers(self, layer: int | None, expert: int | None) -> tuple[int | None, int | None]:
-        """The first layer and expert that are like these."""
-        if layer is None:
-            return None, expert
-        return self.model.first_alike(layer), None if expert is None else self.model.first_expert_alike(layer, expert)
-
-    def _array(self, parsed: ParsedKey, layer: int | None, expert: int | None, item: TensorItem) -> Mosaic:
+    def _array(self, parsed: ParsedName, layer: int | None, expert: int | None, item: TensorItem, where: str) -> Mosaic:
         """The array of a key in one layer and expert. Raises CheckpointError if there is none."""
-        model, where = self.model, self._where(item)
-        if parsed.is_expert:
-            tensors = model.expert(layer or 0, expert or 0)
-        elif layer is None:
-            tensors = model.outside_layers
-        else:
-            tensors = {**model.layer(layer), **(model.mtp_module(layer - model.layers) if parsed.mtp_layer is not None else {})}
-        tensor = named_tensor(tensors, parsed.name, where)
+        tensor = model_tensor(self.model, parsed, layer, expert, where)
         if parsed.segment:
             segments = {name.rpartition(".")[2]: part for name, part in tensor.by_segment(parsed.name).items()}
             return named_tensor(segments, parsed.segment, where).whole
@@ -260,11 +214,31 @@ class _Locator:
             return _as_saved(factor, tensor, parsed, item, where)
         return tensor.whole if parsed.half is None else tensor.blocks[parsed.half]
 
-    def _where(self, item: TensorItem) -> str:
-        return f"{item.fqn} in {self.stored.prefix}.metadata"
+
+def _block_shape(item: TensorItem, weight: TensorItem, lead: int, where: str) -> list[int]:
+    """The shape of a block of optimizer state in fully_sharded_model_space, the default until 2025: [layer, .., block of rows, block of
+    columns, element], with `lead` stacked axes.
+
+    The blocks are the shards in which tensor-parallel ranks saved the weight; data-parallel ranks split a block between elements.
+
+    Raises: CheckpointError if the blocks are not equal parts of the weight.
+    """
+    block_counts, weight_shape = item.shape[lead:-1], weight.shape[lead:]
+    if (
+        0 in block_counts
+        or any(size % count for size, count in zip(weight_shape, block_counts, strict=True))
+        or math.prod(block_counts) * item.shape[-1] != math.prod(weight_shape)
+    ):
+        raise CheckpointError(
+            f"it has {list(block_counts)} blocks of {item.shape[-1]} elements each, the weight's shape is {list(weight_shape)}",
+            where=where,
+            why="In this form the blocks are equal parts of the weight",
+            do="Copy the files of one save again",
+        )
+    return [size // count for size, count in zip(weight_shape, block_counts, strict=True)]
 
 
-def _as_saved(factor: Factor, tensor: MegatronTensor, parsed: ParsedKey, item: TensorItem, where: str) -> Mosaic:
+def _as_saved(factor: Factor, tensor: MegatronTensor, parsed: ParsedName, item: TensorItem, where: str) -> Mosaic:
     """The array of a factor of an adapter, in the order of rows that Megatron Bridge gives it.
 
     Raises: UnsupportedError if the shapes do not tell the order, or if ranks shared the adapter of an expert.
@@ -282,8 +256,3 @@ def _as_saved(factor: Factor, tensor: MegatronTensor, parsed: ParsedKey, item: T
             do="Save the adapter with tensor-parallel size 1",
         )
     return by_halves(tensor.whole, parts)
-
-
-def _layer_of(model: MegatronModel, parsed: ParsedKey) -> int | None:
-    """The layer whose number a key has, as the model numbers layers."""
-    return parsed.layer if parsed.mtp_layer is None else model.layers + parsed.mtp_layer

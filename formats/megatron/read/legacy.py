@@ -1,6 +1,6 @@
 """Legacy checkpoints (--ckpt-format torch), read: from one torch.save file per model-parallel rank to an Index.
 
-rank folders -> LegacySave -> RunModel -> per rank: ChunkTensors -> RankOptimizer -> Index
+rank folders -> LegacySave -> RunModel -> per rank: ChunkTensors -> OptimizerState -> Index
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ from typing import Any
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
-from reshard.canonical.optimizer_state import plain_settings
+from reshard.canonical.optimizer_state import plain_settings, state_kind
+from reshard.containers.torch_zip import AnyTensor
 from reshard.index.index import Index, RunFacts
 from reshard.storage.files import Files
 
 from ..layout.arguments import NotUnderstoodError
+from ..layout.chunks import ChunkTensor
 from ..layout.names import parse_name
 from ..layout.save_folders import unread_optimizers
+from ..layout.stages import Args
 from ..layout.tensors import EMBEDDING, QkvOrder
-from .chunk_tensors import layer_offsets, locate_tensors
-from .optimizer import RankParamGroup, adapter_optimizer, canonical_state, merged_param_groups, read_optimizer
-from .ranks import LegacySave, read_ranks
+from .arrays import local_tensors, state_tensors, whole_tensor
+from .flat_buffers import buffered_optimizer
+from .optimizer import OF_ADAPTER, OptimizerState, merged_param_groups, rank_optimizer
+from .rank_tensors import layer_offsets, rank_tensors
+from .ranks import LegacySave, MegatronRank, read_ranks
 from .run_model import RunModel, check_complete, describe_model, layout_question
-from .tensor_boxes import local_tensors, whole_tensor
 
 _FORMAT = "megatron"
 # The order of q, k and v by the version of the checkpoint (megatron/legacy, fix_query_key_value_ordering).
@@ -46,8 +50,8 @@ def read_legacy(files: Files, folder: str, hints: Hints) -> Index:
 def legacy_model(save: LegacySave, hints: Hints) -> RunModel:
     """The model of the run. Raises NotUnderstoodError if its layout is not known."""
     model = describe_model(save.args, hints, _stored_vocab(save), save.first.path, qkv_order=_qkv_order(save))
-    chunks = (chunk for rank in save.ranks for chunk in rank.chunks)
-    return model.with_adapters((parse_name(name).name, stored.shape) for chunk in chunks for name, stored in chunk.items())
+    stored = ((parse_name(name), stored.shape) for rank in save.ranks for chunk in rank.chunks for name, stored in chunk.items())
+    return model.with_adapters((parsed.factor_name(shape), shape) for parsed, shape in stored)
 
 
 def _stored_vocab(save: LegacySave) -> int | None:
@@ -68,27 +72,41 @@ def _index(files: Files, save: LegacySave, model: RunModel, unread: Sequence[str
     builder = IndexBuilder(_FORMAT, files)
     builder.add_files(rank.path for rank in save.ranks)
     offsets = layer_offsets(save, model.megatron)
-    groups: list[RankParamGroup] = []
+    optimizers: list[OptimizerState[AnyTensor]] = []
     for number, rank in enumerate(save.ranks):
-        tensors = locate_tensors(rank, model.megatron, save.sizes, offsets)
-        optimizer = adapter_optimizer(rank) if model.adapters else read_optimizer(files, rank, save.args, tensors)
-        for tensor in tensors:
-            for name, local in local_tensors(tensor.array, tensor.stored, model.shapes):
+        tensors = rank_tensors(rank, model.megatron, save.sizes, offsets)
+        for tensor, stored in tensors:
+            for name, local in local_tensors(tensor.array, stored, model.shapes):
                 builder.add("weight", name, local, rank.path, number)
-        for state in optimizer.states:
-            for kind, name, local in canonical_state(state, model.shapes):
-                builder.add(kind, name, local, optimizer.path, number)
+        optimizer = read_optimizer(files, rank, save.args, model, [tensor for tensor, _ in tensors])
+        for parameter, kind, stored in optimizer.states:
+            for name, local in state_tensors(parameter, stored, model.shapes):
+                builder.add(*state_kind(name, name, kind), local, optimizer.path, number)
         builder.add_objects(rank.objects)
         builder.add_files([optimizer.path])
         builder.add_notes(optimizer.notes)
-        groups.extend(optimizer.groups)
+        optimizers.append(optimizer)
     builder.add_notes(_unread_note(unread))
-    builder.param_groups = merged_param_groups(groups, model.shapes)
+    builder.param_groups = merged_param_groups(optimizers, model.shapes)
     index = builder.build(_facts(save, config=model.config, unanswered=model.unanswered))
     if model.megatron.functions:
         index = replace(index, tensors=tuple(map(model.as_stored, index.tensors)))
     check_complete(model, index.tensors, files.root, with_optimizer=True)
     return index
+
+
+def read_optimizer(
+    files: Files, rank: MegatronRank, args: Args, model: RunModel, tensors: Sequence[ChunkTensor]
+) -> OptimizerState[AnyTensor]:
+    """The optimizer of a rank: the distributed one if the rank has its file, otherwise the plain one. Not that of a LoRA adapter, which
+    numbers other parameters.
+
+    Raises: CheckpointError if the buffers of the distributed optimizer do not fit the parameters.
+    """
+    if model.adapters:
+        return OptimizerState(rank.path, notes=(OF_ADAPTER,) if rank.optimizer else ())
+    parameters = [tensor for tensor in tensors if tensor.is_parameter]
+    return buffered_optimizer(files, rank, args, parameters) or rank_optimizer(rank, parameters)
 
 
 def _unread_note(paths: Sequence[str]) -> list[str]:
@@ -111,12 +129,11 @@ def _index_as_stored(files: Files, save: LegacySave, unanswered: tuple[str, ...]
 
 def _facts(save: LegacySave, **other: Any) -> RunFacts:
     first, sizes = save.first, save.sizes
-    degrees = {"tp": sizes.tp, "pp": sizes.pp, "vp": sizes.vp, "ep": sizes.ep}
     return RunFacts(
         "Megatron-LM",
         f"legacy, checkpoint version {first.version:g}",
         first.iteration,
-        {name: size for name, size in degrees.items() if size > 1 or name in ("tp", "pp")}
+        {name: size for name, size in sizes.by_name.items() if size > 1 or name in ("tp", "pp")}
         | ({"etp": sizes.etp} if sizes.ep > 1 and sizes.etp != sizes.tp else {}),
         state={**plain_settings(first.run_state), "args": plain_settings(save.args)},
         **other,

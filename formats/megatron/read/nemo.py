@@ -17,8 +17,8 @@ import yaml
 from reshard.errors import CheckpointError
 from reshard.storage.files import Files, read_whole
 
-from ..layout.arguments import Args
 from ..layout.save_folders import NEMO_CONFIG
+from ..layout.stages import Args
 
 _NEMO2 = "context/model.yaml"
 _LIMIT = 1 << 22

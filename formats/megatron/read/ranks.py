@@ -14,10 +14,10 @@ from reshard.errors import CheckpointError, IncompleteError, MissingFile, MixedS
 from reshard.geometry.value import value
 from reshard.storage.files import Files
 
-from ..layout.arguments import MODEL_ARGS, Args, parallel_size, plain_args
+from ..layout.arguments import MODEL_ARGS, plain_args
 from ..layout.names import is_weight_name
-from ..layout.parallel_sizes import ParallelSizes
 from ..layout.save_folders import MegatronRankFolder, rank_folders
+from ..layout.stages import Args, ParallelSizes
 from .nemo import nemo_args
 
 _MODEL = "model"
@@ -123,13 +123,8 @@ def _read_file(files: Files, folder: MegatronRankFolder) -> Mapping[str, Any]:
 
 def _run_sizes(args: Args, folders: Sequence[MegatronRankFolder]) -> ParallelSizes:
     """The run's parallel sizes from its settings; where those do not tell a size, from the folders."""
-    tp = parallel_size(args, "tensor_model_parallel_size", "model_parallel_size", default=1 + max(folder.tp_rank for folder in folders))
-    pp = parallel_size(args, "pipeline_model_parallel_size")
-    if not args:
-        pp = 1 + max((folder.numbers[0] for folder in folders if folder.numbers), default=0)
-    return ParallelSizes(
-        tp, pp, parallel_size(args, "expert_model_parallel_size"), etp=parallel_size(args, "expert_tensor_parallel_size", default=tp)
-    )
+    stages = 1 + max((folder.numbers[0] for folder in folders if folder.numbers), default=0)
+    return ParallelSizes.from_args(args, tp=1 + max(folder.tp_rank for folder in folders), pp=1 if args else stages)
 
 
 def _folder_ranks(folder: MegatronRankFolder, sizes: ParallelSizes) -> tuple[int, int, int]:

@@ -15,10 +15,11 @@ from reshard.models.lookup import find_model, known_model_types, model_type_of
 from reshard.models.model import Model
 
 from ..layout.adapters import AdaptedModel, factor_of
-from ..layout.arguments import Args, NotUnderstoodError, check_supported, config_from_args
+from ..layout.arguments import NotUnderstoodError, check_supported, config_from_args
 from ..layout.settings import other_setting
+from ..layout.stages import Args
 from ..layout.tensors import BUFFER_ROLES, MegatronModel, QkvOrder
-from .tensor_boxes import Shape
+from .arrays import Shape
 
 _MOST_LAYERS = 100_000
 

@@ -8,8 +8,8 @@ from reshard.models.architecture import Architecture
 from reshard.models.lookup import known_model_types
 from reshard.models.model import Model
 
-from ..layout.parallel_sizes import ParallelSizes
 from ..layout.settings import LINEAR_ROLES, SAME_LAYER, model_settings
+from ..layout.stages import ParallelSizes
 from ..layout.tensors import FRAMEWORK, ROLES, is_hybrid
 
 _ANOTHER_MODEL = "The weights would load, but the model would be another one"

@@ -27,10 +27,10 @@ from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.value import value
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile
 
-from ..layout.chunks import Chunk, cannot_split
-from ..layout.layer_spec import CORE_ATTENTION, local_keys
-from ..layout.parallel_sizes import StageRank
+from ..layout.chunks import cannot_split
+from ..layout.names import CORE_ATTENTION
 from ..layout.save_folders import COMMON, DCP_METADATA, METADATA_JSON
+from ..layout.stages import Chunk, StageRank
 from ..layout.tensors import BUFFERS, HEAD, MegatronTensor, is_decayed
 from .save import F32, MegatronSave, begin_save
 
@@ -168,12 +168,11 @@ def _keyed_tensors(save: MegatronSave, chunk: Chunk, ep_rank: int) -> Iterator[_
 def _layer_tensors(save: MegatronSave, prefix: str, layer: int, lead: _Lead, ep_rank: int) -> Iterator[_KeyedTensor]:
     model = save.model
     tensors = save.spec.tensors(model.layer(layer))
-    for name, tensor in (save.spec.stored_names(tensors) if save.spec.te else local_keys(tensors)).items():
+    for name, tensor in save.spec.keys(tensors).items():
         for key, part in tensor.by_segment(prefix + name).items():
             yield _KeyedTensor(key, part, lead, is_parameter=name not in BUFFERS)
     if model.is_sparse(layer):
-        experts_per_rank = model.experts // save.sizes.ep
-        for expert in range(ep_rank * experts_per_rank, (ep_rank + 1) * experts_per_rank):
+        for expert in save.sizes.experts_of(ep_rank, model.experts):
             for name, tensor in model.expert(layer, expert).items():
                 yield _KeyedTensor(f"{prefix}mlp.experts.experts.{name}", tensor, (*lead, (expert, model.experts)), is_expert=True)
 

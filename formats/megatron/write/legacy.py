@@ -10,8 +10,7 @@ distrib_optimizer.py of 0.16.1.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from reshard.adapter.model_files import ModelFiles
@@ -19,41 +18,17 @@ from reshard.adapter.torch_writer import TorchFile
 from reshard.canonical.content import Content
 from reshard.containers.pickle_writer import Name
 from reshard.geometry.boxes import row_major
-from reshard.geometry.dtypes import DType
-from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.sections import Section, Sections, StoredTensor
 from reshard.geometry.value import value
 from reshard.plans.layout import Layout, Target, TargetFile
 
-from ..layout.chunks import Chunk, ChunkEntry
-from ..layout.flat_buckets import BUFFER_KINDS, BufferedParameter, BufferLayout, lay_out_buffer
-from ..layout.parallel_sizes import StageRank
+from ..layout.chunks import ChunkTensor, Entry
+from ..layout.flat_buckets import BUFFER_KINDS, bucket_size, buffer_of, by_buffer
 from ..layout.save_folders import DISTRIBUTED_OPTIMIZER, LEGACY_WEIGHTS
-from ..layout.tensors import is_decayed
+from ..layout.stages import StageRank
 from .save import F32, MegatronSave, begin_save
 
 _VERSION = 3.0
-
-
-@value(eq=False)
-class _Parameter:
-    """A parameter of a rank."""
-
-    entry: ChunkEntry
-    array: Mosaic
-    chunk: int
-    """The number of its chunk in the stage."""
-    dtype: DType
-
-    @property
-    def is_decayed(self) -> bool:
-        """Whether weight decay applies to it."""
-        return is_decayed(self.entry.name, self.array.shape)
-
-    @property
-    def is_own_master(self) -> bool:
-        """Whether it is its own full-precision copy."""
-        return self.dtype.itemsize >= 4
 
 
 @value(eq=False)
@@ -66,10 +41,13 @@ class _SavedRank:
     """Its stage."""
     stage_rank: StageRank
     """Its tensor-parallel and expert-parallel rank in the stage."""
-    chunks: tuple[tuple[Chunk, list[ChunkEntry]], ...]
-    """The chunks of the stage with the rank's entries."""
-    parameters: tuple[_Parameter, ...]
-    """The parameters of all chunks, in order."""
+    chunks: Mapping[int, Sequence[Entry]]
+    """The entries of each chunk, by its number in the stage."""
+
+    @property
+    def parameters(self) -> list[ChunkTensor]:
+        """The parameters of all chunks, in order."""
+        return [tensor for entries in self.chunks.values() for _, tensor in entries if tensor and tensor.is_parameter]
 
     @property
     def folder(self) -> str:
@@ -83,11 +61,12 @@ class _SavedRank:
         return {"tp": self.stage_rank.tp_rank, "pp": self.stage, "ep": self.stage_rank.ep_rank}
 
     @property
-    def parameters_by_optimizer(self) -> list[list[_Parameter]]:
+    def parameters_by_optimizer(self) -> list[list[ChunkTensor]]:
         """The parameters of each of the chained optimizers: with expert parallelism, experts have an optimizer of their own."""
+        parameters = self.parameters
         if self.save.sizes.ep == 1:
-            return [list(self.parameters)]
-        return [[parameter for parameter in self.parameters if parameter.entry.is_expert is is_expert] for is_expert in (False, True)]
+            return [parameters]
+        return [[parameter for parameter in parameters if parameter.is_expert is is_expert] for is_expert in (False, True)]
 
 
 def lay_out_legacy(content: Content, target: Target, companions: ModelFiles) -> Layout:
@@ -100,7 +79,8 @@ def lay_out_legacy(content: Content, target: Target, companions: ModelFiles) -> 
     aliases = dict(save.aliases)
     for stage in range(save.sizes.pp):
         for stage_rank in save.sizes.stage_ranks():
-            rank = _saved_rank(save, stage, stage_rank)
+            chunks = {chunk.number: save.entries(chunk, stage_rank) for chunk in save.chunks if chunk.stage == stage}
+            rank = _SavedRank(save, stage, stage_rank, chunks)
             files.append(_weights_file(rank))
             if save.has_optimizer and save.is_distributed_optimizer:
                 files.append(_distributed_optimizer_file(rank))
@@ -108,17 +88,6 @@ def lay_out_legacy(content: Content, target: Target, companions: ModelFiles) -> 
                 aliases |= _plain_optimizer_aliases(rank)
     sidecars = (*companions.sidecars({save.dtype}), save.tracker)
     return Layout("megatron", tuple(files), sidecars, target.parallel, save.notes(), aliases, save.inlined_scalars)
-
-
-def _saved_rank(save: MegatronSave, stage: int, stage_rank: StageRank) -> _SavedRank:
-    chunks = tuple((chunk, save.entries(chunk, stage_rank)) for chunk in save.chunks if chunk.stage == stage)
-    parameters = tuple(
-        _Parameter(entry, entry.array, chunk.number, save.dtype_of(entry.array))
-        for chunk, entries in chunks
-        for entry in entries
-        if entry.array is not None and entry.is_parameter
-    )
-    return _SavedRank(save, stage, stage_rank, chunks, parameters)
 
 
 def _weights_file(rank: _SavedRank) -> TargetFile:
@@ -131,20 +100,14 @@ def _weights_file(rank: _SavedRank) -> TargetFile:
         "iteration": save.step,
         "num_floating_point_operations_so_far": 0,
     }
-    for chunk, entries in rank.chunks:
-        root["model" if save.sizes.vp == 1 else f"model{chunk.number}"] = {entry.name: _entry(save, file, entry) for entry in entries}
+    for number, entries in rank.chunks.items():
+        root["model" if save.sizes.vp == 1 else f"model{number}"] = {
+            name: tensor and file.tensor(tensor.array.stored(name, tensor.dtype or F32, tensor.shape)) for name, tensor in entries
+        }
     if save.has_optimizer:
         root["optimizer"] = _optimizer(rank, file)
         root["opt_param_scheduler"] = save.scheduler()
     return file.close(root)
-
-
-def _entry(save: MegatronSave, file: TorchFile, entry: ChunkEntry) -> Any:
-    """An entry of a chunk as a tensor of the file, or None."""
-    if entry.array is None:
-        return None
-    dtype = save.dtype_of(entry.array) if entry.is_parameter else F32
-    return file.tensor(entry.array.stored(entry.name, dtype, entry.stored_shape))
 
 
 def _optimizer(rank: _SavedRank, file: TorchFile) -> Any:
@@ -159,10 +122,10 @@ def _optimizer(rank: _SavedRank, file: TorchFile) -> Any:
     return chain if len(chain) > 1 else chain[0]
 
 
-_ParamGroup = tuple[dict[str, Any], list[_Parameter]]
+_ParamGroup = tuple[dict[str, Any], list[ChunkTensor]]
 
 
-def _param_groups(save: MegatronSave, parameters: Sequence[_Parameter], *, is_expert: bool) -> list[_ParamGroup]:
+def _param_groups(save: MegatronSave, parameters: Sequence[ChunkTensor], *, is_expert: bool) -> list[_ParamGroup]:
     """(settings, parameters) of the groups with and without weight decay. Dense weights have both groups, even if one is empty."""
     groups: list[_ParamGroup] = []
     for is_decayed_group in (True, False):
@@ -188,7 +151,7 @@ def _plain_optimizer(save: MegatronSave, file: TorchFile, groups: Sequence[_Para
     return {"optimizer": inner, "fp32_from_fp16_params": masters} if save.has_masters else inner
 
 
-def _parameter_state(save: MegatronSave, file: TorchFile, parameter: _Parameter) -> dict[str, Any]:
+def _parameter_state(save: MegatronSave, file: TorchFile, parameter: ChunkTensor) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if save.has_step_tensors:
         state["step"] = save.optimizer.step_tensor(file, parameter.array.names)
@@ -197,9 +160,8 @@ def _parameter_state(save: MegatronSave, file: TorchFile, parameter: _Parameter)
     return state
 
 
-def _state_tensor(save: MegatronSave, parameter: _Parameter, kind: str) -> StoredTensor:
-    array, entry = save.optimizer.state_array(parameter.array, kind), parameter.entry
-    return array.stored(f"{kind}.{entry.name}", F32, entry.stored_shape)
+def _state_tensor(save: MegatronSave, parameter: ChunkTensor, kind: str) -> StoredTensor:
+    return save.optimizer.state_array(parameter.array, kind).stored(f"{kind}.{parameter.name}", F32, parameter.shape)
 
 
 def _plain_optimizer_aliases(rank: _SavedRank) -> dict[str, str]:
@@ -222,38 +184,28 @@ def _distributed_optimizer_file(rank: _SavedRank) -> TargetFile:
     return file.close(chain if len(chain) > 1 else chain[0])
 
 
-def _buffers(rank: _SavedRank, file: TorchFile, parameters: Sequence[_Parameter]) -> dict[Any, Any]:
-    """The arrays of each buffer: one buffer for each element type of each chunk."""
+def _buffers(rank: _SavedRank, file: TorchFile, parameters: Sequence[ChunkTensor]) -> dict[Any, Any]:
+    """The arrays of each buffer: one buffer for each element type of each chunk. Without overlapping gradient reduction, and in later
+    stages, a buffer has one bucket."""
+    args = rank.save.source_args
+    size = bucket_size(args) if args.get("overlap_grad_reduce") and rank.stage == 0 else None
     buffers: dict[Any, Any] = {"buckets_coalesced": True}
-    for number, (dtype, members) in enumerate(_by_buffer(parameters)):
-        layout = lay_out_buffer([BufferedParameter(math.prod(m.array.shape), m.entry.is_shared) for m in members], _bucket_size(rank))
+    for number, members in enumerate(by_buffer(parameters)):
+        offsets, elements = buffer_of(members, size)
         arrays = {
-            name: file.tensor(_flat_tensor(rank.save, f"{name}.{number}", kind, members, layout)) for name, kind in BUFFER_KINDS.items()
+            name: _flat_state(rank.save, f"{name}.{number}", kind, zip(members, offsets, strict=True), elements)
+            for name, kind in BUFFER_KINDS.items()
         }
-        buffers[number] = {(Name("torch", dtype.torch), Name("torch", "float32")): {**arrays, "numel_unpadded": layout.elements}}
+        dtype = members[0].dtype or F32
+        stored = {name: file.tensor(array) for name, array in arrays.items()}
+        buffers[number] = {(Name("torch", dtype.torch), Name("torch", "float32")): {**stored, "numel_unpadded": elements}}
     return buffers
 
 
-def _by_buffer(parameters: Sequence[_Parameter]) -> Iterator[tuple[DType, list[_Parameter]]]:
-    for chunk in dict.fromkeys(parameter.chunk for parameter in parameters):
-        in_chunk = [parameter for parameter in parameters if parameter.chunk == chunk]
-        for dtype in dict.fromkeys(parameter.dtype for parameter in in_chunk):
-            yield dtype, [parameter for parameter in in_chunk if parameter.dtype == dtype]
-
-
-def _flat_tensor(save: MegatronSave, name: str, kind: str, parameters: Sequence[_Parameter], layout: BufferLayout) -> StoredTensor:
-    """An array of a buffer: the state of that kind of all its parameters."""
+def _flat_state(save: MegatronSave, name: str, kind: str, parameters: Iterable[tuple[ChunkTensor, int]], elements: int) -> StoredTensor:
+    """An array of a buffer: the state of that kind of all its parameters, each from its offset on."""
     sections: list[Section] = []
-    for parameter, offset in zip(parameters, layout.offsets, strict=True):
+    for parameter, offset in parameters:
         array = save.optimizer.state_array(parameter.array, kind)
         sections.extend(array.sections(row_major(array.shape)).moved(offset))
-    return StoredTensor(name, F32, (layout.elements,), Sections.of(sections))
-
-
-def _bucket_size(rank: _SavedRank) -> int | None:
-    """The bucket size of the run that will load the save; None without overlapping gradient reduction (distributed_data_parallel.py)."""
-    args = rank.save.source_args
-    if not args.get("overlap_grad_reduce") or rank.stage > 0:
-        return None
-    size, data_parallel = args.get("ddp_bucket_size"), args.get("data_parallel_size")
-    return size if isinstance(size, int) else max(40_000_000, 1_000_000 * (data_parallel if isinstance(data_parallel, int) else 1))
+    return StoredTensor(name, F32, (elements,), Sections.of(sections))

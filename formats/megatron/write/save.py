@@ -17,13 +17,12 @@ from reshard.geometry.value import value
 from reshard.models.model import Model
 from reshard.plans.layout import Sidecar, Target
 
-from ..layout.arguments import Args, sparse_layers
-from ..layout.chunks import Chunk, ChunkEntry, chunk_entries, split_into_chunks
-from ..layout.layer_spec import LayerSpec
-from ..layout.parallel_sizes import ParallelSizes, StageRank
+from ..layout.arguments import sparse_layers
+from ..layout.chunks import ChunkTensor, Entry, chunk_entries
+from ..layout.names import LayerSpec
 from ..layout.save_folders import TRACKER
 from ..layout.settings import model_settings, namespace, rank_settings
-from ..layout.stages import requested_layers_per_chunk
+from ..layout.stages import Args, Chunk, ParallelSizes, StageRank, chunks_of_target
 from ..layout.tensors import BUFFER_ROLES, MTP_COPIES, MegatronModel, computation_of, is_hybrid
 from .check_model import check_expert_layout, check_layers, check_sizes, megatron_compatible_model
 from .optimizer_content import OptimizerContent
@@ -167,9 +166,13 @@ class MegatronSave:
 
     # ---- tensors ----
 
-    def entries(self, chunk: Chunk, rank: StageRank) -> list[ChunkEntry]:
-        """The entries of a rank's chunk."""
-        return list(chunk_entries(self.model, chunk, self.sizes, rank, self.spec))
+    def entries(self, chunk: Chunk, rank: StageRank) -> list[Entry]:
+        """The entries of a rank's chunk, with the element types in which they are stored."""
+        entries = chunk_entries(self.model, chunk, self.sizes, rank, self.spec)
+        return [(name, tensor and replace(tensor, dtype=self._stored_dtype(tensor))) for name, tensor in entries]
+
+    def _stored_dtype(self, tensor: ChunkTensor) -> DType:
+        return self.dtype_of(tensor.array) if tensor.is_parameter else F32
 
     def dtype_of(self, array: Mosaic) -> DType:
         """The element type of a stored tensor. Raises RequestError if its parts have different ones."""
@@ -250,7 +253,7 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
     multiple = _vocabulary_multiple(target, args) * sizes.tp
     padded_vocab = -(-model.dimensions["vocab"] // multiple) * multiple
     transformer_impl = options.get("transformer_impl") or args.get("transformer_impl") or "transformer_engine"
-    layers = requested_layers_per_chunk(model.dimensions["layers"], sizes, options.get("stage_layers"))
+    chunks = chunks_of_target(model.dimensions["layers"], sizes, options.get("stage_layers"))
     embedding = content.tensors[next(part.tensor for part in model.parts() if part.role == "embedding")]
     spec = LayerSpec.from_args(args, transformer_impl, options.get("experts"))
     if is_hybrid(model) and not args and not options.get("experts"):
@@ -263,7 +266,7 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
         target,
         MegatronModel(model, padded_vocab),
         sizes,
-        tuple(split_into_chunks(layers, sizes.pp)),
+        chunks,
         spec,
         padded_vocab,
         target.dtype_of(embedding),

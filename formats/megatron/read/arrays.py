@@ -1,4 +1,4 @@
-"""Where canonical tensors lie in a stored tensor, given the array of the model that the stored tensor holds."""
+"""The array of the model that a stored tensor holds, and where the canonical tensors lie in it."""
 
 from __future__ import annotations
 
@@ -8,28 +8,53 @@ from dataclasses import replace
 
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor, LocatedTensor
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.errors import CheckpointError, ReshardError, UnsupportedError
 from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.sections import Section
 
-from ..layout.tensors import MegatronTensor, Tensors
+from ..layout.chunks import ChunkTensor
+from ..layout.names import ParsedName
+from ..layout.tensors import MegatronModel, MegatronTensor, Tensors
 
 Shape = tuple[int, ...]
 
 
+def model_tensor(model: MegatronModel, parsed: ParsedName, layer: int | None, expert: int | None, where: str) -> MegatronTensor:
+    """The tensor that a stored name means in this layer and expert, as the model numbers them. Raises what `named_tensor` raises."""
+    if layer is None:
+        tensors = model.outside_layers
+    elif parsed.is_expert:
+        tensors = model.expert(layer, expert or 0)
+    else:
+        tensors = {**model.layer(layer), **(model.mtp_module(layer - model.layers) if parsed.is_mtp else {})}
+    return named_tensor(tensors, parsed.name, where)
+
+
+def model_layer(model: MegatronModel, parsed: ParsedName, first: int = 0) -> int | None:
+    """The layer that a stored name means, as the model numbers layers. first: the number of the layer that the name calls 0."""
+    if parsed.layer is None:
+        return None
+    return parsed.layer + (model.layers if parsed.is_mtp else first)
+
+
 def named_tensor(tensors: Tensors, name: str, where: str) -> MegatronTensor:
     """The tensor of that name. Raises CheckpointError if there is none, UnsupportedError for an unknown part of an adapter."""
-    if name in tensors:
-        return tensors[name]
+    if name not in tensors:
+        raise no_such_tensor(tensors, name, where)
+    return tensors[name]
+
+
+def no_such_tensor(tensors: Tensors, name: str, where: str) -> ReshardError:
+    """The error for a stored tensor that is not among those of the model."""
     if ".adapter." in name:
-        raise UnsupportedError(
+        return UnsupportedError(
             "it is a part of an adapter that reshard does not read",
             where=where,
             why="Read are both factors of LoRA beside linear_qkv, linear_proj, linear_fc1 and linear_fc2",
             do="Merge the adapter with the program that trained it, then convert the result",
         )
-    raise CheckpointError(
+    return CheckpointError(
         "the model that the run's settings describe has no such tensor",
         where=where,
         why=f"Here it has {', '.join(list(tensors)[:6]) or 'no tensors'}, and a tensor that is not known would be lost",
@@ -90,6 +115,16 @@ def local_tensors(array: Mosaic, stored: AnyTensor, shapes: Mapping[str, Shape])
         boxes.setdefault(section.name, []).append((section.box, elements_of(stored, section.start, section.box.sizes, section.strides)))
     for name, shards in boxes.items():
         yield name, LocalTensor(stored.dtype, shapes[name], tuple(shards))
+
+
+def state_tensors(parameter: ChunkTensor, stored: AnyTensor, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, LocalTensor]]:
+    """(name, its boxes) of every canonical tensor in a tensor of optimizer state. shapes: the weights' global shapes.
+
+    A state of another shape than its parameter, such as a step count, belongs to each canonical tensor that is fused in the parameter.
+    """
+    if stored.shape == parameter.shape:
+        return local_tensors(parameter.array, stored, shapes)
+    return ((name, whole_tensor(stored)) for name in parameter.array.names)
 
 
 def _strides(array: Mosaic, stored: AnyTensor) -> Shape:

@@ -1,0 +1,254 @@
+"""Optimizer state in the flat buffers of the distributed optimizer, without the names of parameters (layout/flat_buckets.py).
+
+A legacy save has the buffers of a rank in one file, distrib_optim.pt:
+
+    {buffer: {(dtype of the parameters, dtype of the gradients): {"param", "exp_avg", "exp_avg_sq": flat tensor, "numel_unpadded"}}}
+
+A distributed save in the form dp_reshardable has an entry per bucket:
+
+    [chained_C.]optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_(P, D).bucket_idx_K.{param,exp_avg,exp_avg_sq}
+
+C is the optimizer in the chain: 0 for dense weights, 1 for experts. G is the number of a data-parallel group, whose ranks hold the same
+part of the model: tp_rank + tp * stage for dense weights, etp_rank + etp * (ep_rank + ep * stage) for experts. B is the number of a buffer
+of that group; there is one for every element type of every chunk. K is the number of a bucket in the buffer.
+
+Source: megatron/core/optimizer/distrib_optimizer.py (sharded_param_state_dp_reshardable, get_parameter_state_dp_zero) and
+optimizer/__init__.py of 0.16.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from reshard.canonical.optimizer_state import state_kind
+from reshard.containers import torch_zip
+from reshard.containers.dcp_metadata import TensorItem
+from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
+from reshard.errors import CheckpointError
+from reshard.geometry.boxes import row_major
+from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.value import value
+from reshard.index.index import ParamGroup, Tensor
+from reshard.index.shards import Shards, concatenated
+from reshard.index.subviews import SubviewsBuilder
+from reshard.storage.files import Files
+
+from ..layout.chunks import ChunkTensor, chunk_parameters
+from ..layout.flat_buckets import BUFFER_KINDS, bucket_size, buffer_of, by_buffer, positions_in_buckets
+from ..layout.names import LayerSpec
+from ..layout.save_folders import DISTRIBUTED_OPTIMIZER
+from ..layout.stages import Args, ParallelSizes, chunks_of_run
+from .arrays import elements_of, flat_sections
+from .optimizer import OptimizerState, chain_links, link_parameters, members_of, param_groups_of
+from .ranks import MegatronRank
+from .run_model import RunModel
+from .zarr import StoredFolder
+
+# ---- the buffers of a rank's file ----
+
+
+def buffered_optimizer(files: Files, rank: MegatronRank, args: Args, parameters: Sequence[ChunkTensor]) -> OptimizerState[AnyTensor] | None:
+    """The distributed optimizer of a rank; None if the rank has no file of it.
+
+    Raises: CheckpointError if the buffers do not fit the parameters.
+    """
+    path = rank.folder + DISTRIBUTED_OPTIMIZER
+    if files.size(path) is None:
+        return None
+    buffers = torch_zip.read(files, path, locate=False)
+    links, is_chain, sizes = chain_links(rank.optimizer), isinstance(buffers, list), _bucket_sizes(rank, args, parameters)
+    states: list[tuple[ChunkTensor, str, AnyTensor]] = []
+    groups: dict[tuple[int, int], ParamGroup] = {}
+    notes: list[str] = []
+    for number, by_chunk in enumerate(buffers if is_chain else [buffers]):
+        if not isinstance(by_chunk, Mapping):
+            continue  # another rank's file has it
+        settings = links[number].groups if number < len(links) else []
+        members = link_parameters(parameters, settings, is_chain=is_chain, number=number)
+        groups |= param_groups_of(number, settings, members_of(members, settings))
+        for buffered, arrays in _stored_buffers(by_chunk, members, path):
+            offsets = _parameter_offsets(buffered, arrays, sizes, path)
+            if len(offsets) > 1:
+                notes.append(f"the distributed optimizer's state is left out: it can have {len(offsets)} different bucket layouts ({path})")
+                continue
+            states.extend(_buffer_states(buffered, arrays, offsets.pop()))
+    return OptimizerState(path, tuple(states), groups, tuple(notes))
+
+
+def _bucket_sizes(rank: MegatronRank, args: Args, parameters: Sequence[ChunkTensor]) -> list[int | None]:
+    """The bucket sizes that a rank can have had: stages after the first have none."""
+    if rank.pp_rank:
+        return [None]
+    if type(count := args.get("ddp_num_buckets")) is int and count > 0:
+        return [None, sum(parameter.elements for parameter in parameters) // count]
+    return [None, bucket_size(args)]
+
+
+def _stored_buffers(
+    by_chunk: Mapping[Any, Any], parameters: Sequence[ChunkTensor], path: str
+) -> Iterator[tuple[list[ChunkTensor], Mapping[str, Any]]]:
+    """(its parameters, its arrays) of each buffer. Raises CheckpointError if there are other buffers than those of the parameters."""
+    buffers = by_buffer(parameters)
+    expected = [members[0].dtype.torch for members in buffers if members[0].dtype]
+    stored = [(dtypes, arrays) for by_dtype in by_chunk.values() if isinstance(by_dtype, Mapping) for dtypes, arrays in by_dtype.items()]
+    stored_dtypes = [str(dtypes[0]).removeprefix("torch.") if isinstance(dtypes, tuple) else "" for dtypes, _ in stored]
+    if stored_dtypes != expected or not all(isinstance(arrays, Mapping) for _, arrays in stored):
+        raise CheckpointError(
+            f"it holds buffers of {', '.join(stored_dtypes) or 'nothing'}, the chunks of the model have {', '.join(expected)}",
+            where=path,
+            why="There is one buffer for each element type of each chunk",
+            do="Copy the file again from where the checkpoint was written, or move it away to take the weights alone",
+        )
+    for members, (_, arrays) in zip(buffers, stored, strict=True):
+        yield members, arrays
+
+
+def _parameter_offsets(
+    parameters: Sequence[ChunkTensor], arrays: Mapping[str, Any], bucket_sizes: Sequence[int | None], path: str
+) -> set[tuple[int, ...]]:
+    """The offsets of the parameters in their buffer, for each bucket size that explains the buffer's length.
+
+    Raises: CheckpointError if no bucket size explains it.
+    """
+    layouts = [buffer_of(parameters, size) for size in bucket_sizes]
+    found = {offsets for offsets, elements in layouts if elements == arrays.get("numel_unpadded")}
+    if not found:
+        raise CheckpointError(
+            f"a buffer of the distributed optimizer has {arrays.get('numel_unpadded')} elements, "
+            f"its {len(parameters)} parameters need {layouts[0][1]}",
+            where=path,
+            why="The bucket boundaries depend on settings that the file does not tell, and without them the parameters cannot be located",
+            do="Save with --ckpt-format torch_dist, or take the weights alone: move distrib_optim.pt away",
+        )
+    return found
+
+
+def _buffer_states(
+    parameters: Sequence[ChunkTensor], arrays: Mapping[str, Any], offsets: Sequence[int]
+) -> Iterator[tuple[ChunkTensor, str, AnyTensor]]:
+    for parameter, offset in zip(parameters, offsets, strict=True):
+        for name, kind in BUFFER_KINDS.items():
+            if is_plain_tensor(array := arrays.get(name)):
+                yield parameter, kind, elements_of(array, offset, parameter.shape, row_major(parameter.shape))
+
+
+# ---- the buckets of a distributed save ----
+
+_KEY = re.compile(
+    r"(?:chained_(?P<link>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)\."
+    r"dtype_\((?:torch\.)?(?P<dtype>\w+), [\w.]+\)\.bucket_idx_(?P<bucket>\d+)\.(?P<name>param|exp_avg|exp_avg_sq)"
+)
+
+
+@value
+class _Buffer:
+    """A buffer of the distributed optimizer."""
+
+    link: int | None
+    """The optimizer in the chain; None if there is only one."""
+    group: int
+    """The number of the data-parallel group that holds it (dp_group_idx)."""
+    number: int
+    """The number of the buffer in that group (gbuf_idx)."""
+    dtype: str
+    """The element type of its parameters."""
+    arrays: Mapping[str, Sequence[TensorItem]]
+    """The buckets of each array ("param", "exp_avg", "exp_avg_sq"), in order."""
+
+
+def bucket_tensors(stored: StoredFolder, model: RunModel, args: Args) -> Iterator[Tensor]:
+    """The masters and moments of every parameter; empty if the save has no buckets.
+
+    Raises: CheckpointError if the parameters that the settings describe do not fill the buckets.
+    """
+    buffers, where = _bucketed_buffers(stored), f"{stored.prefix}.metadata"
+    if not buffers:
+        return
+    pieces: dict[tuple[str, str], list[Shards]] = {}
+    is_chained = any(buffer.link is not None for buffer in buffers)
+    for link, group, chunks in _groups_of_run(model, args, where, is_chained=is_chained):
+        in_group = [buffer for buffer in buffers if buffer.group == group and buffer.link in (None, link)]
+        for array, name, shards in _state_pieces(stored, in_group, chunks, where):
+            pieces.setdefault((name, array), []).append(shards)
+    dtypes = {array: buckets[0].dtype for buffer in buffers for array, buckets in buffer.arrays.items()}
+    for (name, array), parts in pieces.items():
+        kind, known_as = state_kind(name, name, BUFFER_KINDS[array])
+        yield Tensor(known_as, dtypes[array], model.shapes[name], kind, concatenated(parts))
+
+
+def _bucketed_buffers(stored: StoredFolder) -> list[_Buffer]:
+    """The buffers of all ranks, sorted by data-parallel group and number."""
+    by_key: dict[tuple[int | None, int, int, str], dict[str, dict[int, TensorItem]]] = {}
+    for key, item in stored.metadata.tensors.items():
+        if match := _KEY.fullmatch(key):
+            link = int(match["link"]) if match["link"] else None
+            arrays = by_key.setdefault((link, int(match["group"]), int(match["buffer"]), match["dtype"]), {})
+            arrays.setdefault(match["name"], {})[int(match["bucket"])] = item
+    return [
+        _Buffer(*key, {name: [buckets[number] for number in sorted(buckets)] for name, buckets in arrays.items()})
+        for key, arrays in sorted(by_key.items(), key=lambda item: item[0][1:3])
+    ]
+
+
+def _groups_of_run(model: RunModel, args: Args, where: str, *, is_chained: bool) -> Iterator[tuple[int, int, list[list[ChunkTensor]]]]:
+    """(the optimizer in the chain, the number of the data-parallel group, the parameters of each chunk) of all ranks' buffers."""
+    sizes, spec = ParallelSizes.from_args(args), LayerSpec.from_args(args, args.get("transformer_impl", "transformer_engine"))
+    chunks = chunks_of_run(args, sizes, where)
+    for stage in range(sizes.pp):
+        for rank in sizes.stage_ranks():
+            parameters = [chunk_parameters(model.megatron, chunk, sizes, rank, spec) for chunk in chunks if chunk.stage == stage]
+            if rank.is_first_dense:
+                group = rank.tp_rank + sizes.tp * stage
+                yield 0, group, _of_optimizer(parameters, is_expert=False) if is_chained else parameters
+            if rank.is_first_experts and is_chained:
+                group = rank.etp_rank + sizes.etp * (rank.ep_rank + sizes.ep * stage)
+                yield 1, group, _of_optimizer(parameters, is_expert=True)
+
+
+def _of_optimizer(chunks: Sequence[Sequence[ChunkTensor]], *, is_expert: bool) -> list[list[ChunkTensor]]:
+    return [[parameter for parameter in parameters if parameter.is_expert is is_expert] for parameters in chunks]
+
+
+def _state_pieces(
+    stored: StoredFolder, buffers: Sequence[_Buffer], chunks: Sequence[Sequence[ChunkTensor]], where: str
+) -> Iterator[tuple[str, str, Shards]]:
+    """(array of a buffer, canonical tensor, its pieces there) of every parameter of a rank. The buffers follow the order of the chunks;
+    chunks without parameters have none."""
+    chunks = [parameters for parameters in chunks if parameters]
+    if len(chunks) != len(buffers):
+        raise CheckpointError(
+            f"the optimizer has {len(buffers)} buffers for a rank with parameters in {len(chunks)} chunks",
+            where=where,
+            why="In this form, parameters of several element types in one chunk cannot be told apart",
+            do="Save with --dist-ckpt-optim-fully-reshardable",
+        )
+    for buffer, parameters in zip(buffers, chunks, strict=True):
+        lengths = [bucket.shape[0] for bucket in next(iter(buffer.arrays.values()))]
+        positions = positions_in_buckets([parameter.elements for parameter in parameters], lengths)
+        if positions is None:
+            raise CheckpointError(
+                f"the buckets of buffer {buffer.number} of rank {buffer.group} hold {', '.join(map(str, lengths))} elements, which its "
+                f"{len(parameters)} parameters do not fill",
+                where=where,
+                why="The settings describe another model or other stages than those that were saved",
+                do="Save with --dist-ckpt-optim-fully-reshardable",
+            )
+        for array_name, buckets in buffer.arrays.items():
+            shards = [stored.shards(bucket) for bucket in buckets]
+            for parameter, (bucket, offset) in zip(parameters, positions, strict=True):
+                for name, pieces in _array_pieces(parameter.array, parameter.elements, shards[bucket], offset):
+                    yield array_name, name, pieces
+
+
+def _array_pieces(array: Mosaic, elements: int, bucket: Shards, offset: int) -> Iterator[tuple[str, Shards]]:
+    """(canonical tensor, its pieces) of an array in the stored boxes of a bucket, which it fills from element `offset` on."""
+    found = SubviewsBuilder()
+    for row in range(len(bucket)):
+        box_start, box_size = int(bucket.offsets[row, 0]), int(bucket.sizes[row, 0])
+        start, stop = max(offset, box_start), min(offset + elements, box_start + box_size)
+        if start < stop:
+            for section in flat_sections(array, start - offset, stop - offset, start - box_start):
+                found.add_section(row, section)
+    return found.build().of(bucket)
