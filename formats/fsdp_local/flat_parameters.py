@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
+from reshard.adapter.state_dicts import elements_of
 from reshard.containers.distributed_tensors import LocalTensor
-from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor
+from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import flat_boxes, row_major
 from reshard.geometry.value import value
@@ -79,7 +79,7 @@ class FlatParameter:
                     boxes = flat_boxes(slot.shape, start - slot.start, stop - slot.start)
                     skip, shards = start - run.start, []
                     for box in boxes:
-                        shards.append((box, _subview(run.stored, skip, box.sizes, row_major(slot.shape))))
+                        shards.append((box, elements_of(run.stored, skip, box.sizes, row_major(slot.shape))))
                         skip += box.volume
                     yield slot.name, run, LocalTensor(run.stored.dtype, slot.shape, tuple(shards))
 
@@ -117,11 +117,3 @@ def _aligned(parameters: Sequence[tuple[str, Shape]], alignment: int) -> tuple[t
         slots.append(Slot(name, shape, -(-end // alignment) * alignment))
         end = slots[-1].stop
     return tuple(slots), end
-
-
-def _subview(stored: AnyTensor, skip: int, sizes: Shape, strides: Shape) -> AnyTensor:
-    """The tensor of these sizes and strides that starts `skip` elements after the start of `stored`."""
-    nbytes = skip * stored.dtype.itemsize
-    if isinstance(stored, UnlocatedTensor):
-        return replace(stored, skipped=stored.skipped + nbytes, shape=sizes, strides=strides)
-    return replace(stored, byte_offset=stored.byte_offset + nbytes, shape=sizes, strides=strides)

@@ -25,18 +25,6 @@ _MOST_NAMED = 8
 
 
 @value
-class ReferenceFolder:
-    """The folder that --like names, according to its headers."""
-
-    folder: str
-    """The folder as the user gave it."""
-    paths: tuple[str, ...]
-    """Its files of weights."""
-    tensors: tuple[Tensor, ...]
-    """Its tensors."""
-
-
-@value
 class TargetFolder:
     """The weights that a folder will hold."""
 
@@ -88,18 +76,13 @@ class _Mismatch:
         )
 
 
-def reference_folder(folder: str) -> ReferenceFolder:
-    """The tensors of a folder, from its headers. Raises CheckpointError if its files and their index contradict each other."""
-    weights = stored_weights(LocalFiles(folder), headers_only=True)
-    return ReferenceFolder(folder, weights.paths, weights.tensors)
+def laid_out_like(content: Content, folder: str) -> TargetFolder:
+    """The content in the layout of the folder that --like names.
 
-
-def match(content: Content, reference: ReferenceFolder) -> TargetFolder:
-    """The content in the layout of the reference.
-
-    Tensors of the reference that no model needs, such as rotary frequencies or a tied head, are left out with a note.
-    Raises: RequestError for everything else that does not fit, all at once.
+    Tensors of the folder that no model needs, such as rotary frequencies or a tied head, are left out with a note.
+    Raises: RequestError for everything else that does not fit, all at once; CheckpointError if the folder contradicts itself.
     """
+    reference = stored_weights(LocalFiles(folder), headers_only=True)
     names = Names(content.model) if content.model else None
     mismatch, left_out = _Mismatch(), dict[str, str]()
     files: dict[str, list[StoredTensor]] = {path: [] for path in reference.paths}
@@ -110,7 +93,7 @@ def match(content: Content, reference: ReferenceFolder) -> TargetFolder:
             files[tensor.shards.path(0)].append(stored)
     tensors = tuple(stored for stored_in_file in files.values() for stored in stored_in_file)
     _check_places(content, tensors, mismatch)
-    mismatch.check(reference.folder, is_declared=names is not None)
+    mismatch.check(folder, is_declared=names is not None)
     keeps_files = all(map(_WRITTEN_NAME.fullmatch, files)) and all(files.values())
     return TargetFolder(tensors, files if keeps_files else None, (*_left_out_notes(left_out), *_variant_notes(tensors)))
 

@@ -19,7 +19,7 @@ from reshard.geometry.dtypes import DType, from_safetensors
 from reshard.geometry.sections import StoredTensor, constant, whole
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
 
-from .reference_layout import TargetFolder, match, reference_folder
+from .reference_layout import TargetFolder, laid_out_like
 
 _INDEX = "model.safetensors.index.json"
 # transformers' default before version 5: files of at most 5 GB.
@@ -51,7 +51,7 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
 def _like(content: Content, target: Target) -> TargetFolder:
     if target.dtype is not None:
         raise RequestError("--like takes the element types of its folder, and --dtype asks for another one", do="Give only one of them")
-    folder = match(content, reference_folder(target.options["like"]))
+    folder = laid_out_like(content, target.options["like"])
     return replace(folder, files=None) if target.max_shard_size else folder
 
 

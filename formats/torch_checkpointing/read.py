@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Any
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.save_folders import step_of
-from reshard.adapter.state_dicts import group_numbers, parameter_shapes
+from reshard.adapter.state_dicts import elements_of, group_numbers, parameter_shapes
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
 from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers import safetensors, torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
-from reshard.containers.torch_zip import AnyTensor, LocatedTensor, UnlocatedTensor
+from reshard.containers.torch_zip import AnyTensor, LocatedTensor
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.value import value
@@ -185,7 +185,7 @@ def _agreed(local: LocalTensor, described: RankBoxes, path: KeyPath, file: str) 
             why="The files are from different saves",
             do="Copy all files of one save again",
         )
-    shards = tuple((box, _subview(stored, start, box)) for box, start in described.boxes)
+    shards = tuple((box, _part(stored, start, box)) for box, start in described.boxes)
     return LocalTensor(described.dtype, described.shape, shards, described.distribution)
 
 
@@ -194,12 +194,10 @@ def _reaches(shape: Shape, start: Shape, box: Box) -> bool:
     return all(at + size <= length for at, size, length in zip(start, box.sizes, shape, strict=True))
 
 
-def _subview(stored: AnyTensor, start: Shape, box: Box) -> AnyTensor:
+def _part(stored: AnyTensor, start: Shape, box: Box) -> AnyTensor:
     """The part of a stored tensor that begins at `start` and has the sizes of the box."""
-    skip = stored.dtype.itemsize * sum(at * stride for at, stride in zip(start, stored.strides, strict=True)) if box.volume else 0
-    if isinstance(stored, UnlocatedTensor):
-        return replace(stored, skipped=stored.skipped + skip, shape=box.sizes)
-    return replace(stored, byte_offset=stored.byte_offset + skip, shape=box.sizes)
+    first = sum(at * stride for at, stride in zip(start, stored.strides, strict=True)) if box.volume else 0
+    return elements_of(stored, first, box.sizes, stored.strides)
 
 
 def _dotted(path: KeyPath) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,7 +11,7 @@ from reshard.canonical.optimizer_state import ROOTS, names_for, plain_groups
 from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor, class_of
-from reshard.containers.torch_zip import is_plain_tensor
+from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor, is_plain_tensor
 from reshard.errors import CheckpointError
 from reshard.geometry.value import value
 from reshard.index.index import ParamGroup
@@ -104,6 +105,14 @@ def _model_of_file(files: Files, path: str) -> Mapping[Any, Any]:
             model = None
         last = _LAST_READ[files] = path, model or {}
     return last[1]
+
+
+def elements_of(stored: AnyTensor, start: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> AnyTensor:
+    """A view of a stored tensor's memory, from element `start` on."""
+    skipped = start * stored.dtype.itemsize
+    if isinstance(stored, UnlocatedTensor):
+        return replace(stored, skipped=stored.skipped + skipped, shape=sizes, strides=strides)
+    return replace(stored, byte_offset=stored.byte_offset + skipped, shape=sizes, strides=strides)
 
 
 def is_tensor(value: Any) -> bool:

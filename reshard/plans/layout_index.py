@@ -5,15 +5,13 @@ A plan for many ranks has a million sections. They are collected as columns and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.geometry.dtypes import DType
 from reshard.geometry.sections import Columns, Pattern
-from reshard.geometry.value import mutable
 from reshard.index.index import Constant, Index, RunFacts, StoredFile, Tensor
 from reshard.index.shards import Located, PieceTable, Shards
 from reshard.plans.layout import FileSections, Layout, PlacedTensor, TargetFile
@@ -66,20 +64,9 @@ def index_of_layout(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> In
     return _index(layout.format, tables, constants, shapes, layout.files, RunFacts())
 
 
-@mutable
-class _Rows:
-    """The sections of tensors with one number of axes, as lists of columns; item i of each list belongs to the same sections."""
-
-    tensors: list[Columns] = field(default_factory=list)
-    """The number of the canonical tensor of each section."""
-    patterns: list[Pattern] = field(default_factory=list)
-    """Where the sections lie in their stored tensor."""
-    byte_offsets: list[int] = field(default_factory=list)
-    """Where the stored tensor starts in its file."""
-    dtypes: list[DType] = field(default_factory=list)
-    """The element type of the stored tensor."""
-    files: list[int] = field(default_factory=list)
-    """The number of its file."""
+# Some sections of a file: the numbers of their canonical tensors, where they lie in their stored tensor, where that starts in the file, its
+# element type, and the number of the file.
+_Rows = tuple[Columns, Pattern, int, DType, int]
 
 
 class _Tables:
@@ -91,7 +78,8 @@ class _Tables:
         self._numbers: dict[str, int] = {}
         # Ranks share their lists of names.
         self._numbers_of: dict[tuple[str, ...], Columns] = {}
-        self._rows: dict[int, _Rows] = {}
+        # By the number of axes.
+        self._rows: dict[int, list[_Rows]] = {}
 
     def add(self, path: str, sections: FileSections) -> None:
         """Add some sections of a file."""
@@ -99,12 +87,8 @@ class _Tables:
             return
         numbers = self._numbers_of_names(sections.names)
         for ndim, chosen, pattern in sections.pattern.with_ndim():
-            rows = self._rows.setdefault(ndim, _Rows())
-            rows.tensors.append(numbers[chosen])
-            rows.patterns.append(pattern)
-            rows.byte_offsets.append(sections.byte_offset)
-            rows.dtypes.append(sections.dtype)
-            rows.files.append(self._files[path])
+            row = numbers[chosen], pattern, sections.byte_offset, sections.dtype, self._files[path]
+            self._rows.setdefault(ndim, []).append(row)
 
     def number(self, names: tuple[str, ...]) -> None:
         """Number canonical tensors in this order, which `tensors` follows, if they are new."""
@@ -130,20 +114,19 @@ class _Tables:
         return numbers
 
 
-def _sorted(rows: _Rows, paths: tuple[str, ...]) -> tuple[PieceTable, Iterable[DType], list[int], list[int], list[int]]:
+def _sorted(rows: list[_Rows], paths: tuple[str, ...]) -> tuple[PieceTable, Iterable[DType], list[int], list[int], list[int]]:
     """One table of the sections, sorted by canonical tensor. For each of these: its element type, its first row, the row after its last,
     and its number."""
-    counts = np.array([len(pattern) for pattern in rows.patterns])
-    tensors = np.concatenate(rows.tensors)
+    numbers, patterns, _, dtypes_of_rows, files_of_rows = zip(*rows, strict=True)
+    counts = np.array([len(pattern) for pattern in patterns])
+    tensors = np.concatenate(numbers)
     order = np.argsort(tensors, kind="stable")
     tensors = tensors[order]
-    byte_offsets = np.concatenate(
-        [base + pattern.starts * dtype.itemsize for base, pattern, dtype in zip(rows.byte_offsets, rows.patterns, rows.dtypes, strict=True)]
-    )[order]
-    files = np.repeat(np.array(rows.files, np.int32), counts)[order]
-    dtypes = _dtype_column(rows.dtypes, counts, order)
+    byte_offsets = np.concatenate([base + pattern.starts * dtype.itemsize for _, pattern, base, dtype, _ in rows])[order]
+    files = np.repeat(np.array(files_of_rows, np.int32), counts)[order]
+    dtypes = _dtype_column(dtypes_of_rows, counts, order)
     offsets, sizes, strides = (
-        np.concatenate([getattr(pattern, column) for pattern in rows.patterns])[order] for column in ("offsets", "sizes", "strides")
+        np.concatenate([getattr(pattern, column) for pattern in patterns])[order] for column in ("offsets", "sizes", "strides")
     )
     located = Located(paths, files, byte_offsets, strides, dtypes)
     table = PieceTable(paths, offsets, sizes, files, byte_offsets, located)
@@ -153,7 +136,7 @@ def _sorted(rows: _Rows, paths: tuple[str, ...]) -> tuple[PieceTable, Iterable[D
     return table, of_tensors, starts.tolist(), stops.tolist(), tensors[starts].tolist()
 
 
-def _dtype_column(dtypes: list[DType], counts: Columns, order: Columns) -> DType | npt.NDArray[np.object_]:
+def _dtype_column(dtypes: Sequence[DType], counts: Columns, order: Columns) -> DType | npt.NDArray[np.object_]:
     """The element type of all rows if they have one, otherwise that of each row."""
     if all(dtype is dtypes[0] for dtype in dtypes):
         return dtypes[0]
