@@ -84,7 +84,8 @@ class ModelRoots:
     @staticmethod
     def of(metadata: DcpMetadata) -> ModelRoots:
         """The roots of a state dict. Of several that may be a model's, the first of MODEL_ROOTS is the main one."""
-        found = list(dict.fromkeys(_roots(path) for fqn in metadata.tensors if not _is_of_optimizer(path := stored_path(metadata, fqn))))
+        of_models = (fqn for fqn in metadata.tensors if not optimizer_path(key_path(metadata, fqn))[0])
+        found = list(dict.fromkeys(_roots(stored_path(metadata, fqn)) for fqn in of_models))
         common = 0
         while found and all(len(roots) > common for roots in found) and len({roots[common] for roots in found}) == 1:
             common += 1
@@ -118,10 +119,6 @@ def _roots(path: KeyPath) -> KeyPath:
     while count < len(path) - 1 and path[count] in MODEL_ROOTS:
         count += 1
     return path[:count]
-
-
-def _is_of_optimizer(path: KeyPath) -> bool:
-    return bool(optimizer_path(path[len(_roots(path)) :])[0])
 
 
 def _dotted(path: KeyPath) -> str:

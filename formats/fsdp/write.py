@@ -95,8 +95,10 @@ def _rank_files(wanted: _Wanted, kind: str) -> Iterator[TargetFile]:
 
     def described(rank: int) -> tuple[_RankTensors, bytes]:
         tensors = _RankTensors(wanted, rank)
-        state_dict = _model_state_dict(tensors) if kind == "model" else _optimizer_state_dict(tensors)
-        return tensors, pickle_writer.dumps(state_dict)
+        if kind == "optim":
+            return tensors, pickle_writer.dumps(_optimizer_state_dict(tensors))
+        weights = OrderedDict((name, tensors.rows(name, name, tensor)) for name, tensor in wanted.content.weights.items())
+        return tensors, pickle_writer.dumps(weights)
 
     content, ranks = wanted.content, wanted.ranks
     tensors_of_kind = content.weights if kind == "model" else content.states
@@ -180,10 +182,6 @@ class _RankTensors:
         plain = Plain(stored.dtype, stored.shape)
         self.stored[plain], self.steps[plain] = stored, step
         return plain
-
-
-def _model_state_dict(tensors: _RankTensors) -> OrderedDict[str, Any]:
-    return OrderedDict((name, tensors.rows(name, name, tensor)) for name, tensor in tensors.wanted.content.weights.items())
 
 
 def _optimizer_state_dict(tensors: _RankTensors) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from reshard.adapter.index_builder import IndexBuilder
 from reshard.containers import safetensors
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.boxes import Box, row_major
-from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, distinct
@@ -184,18 +183,11 @@ def _pickle_content(files: Files, path: str) -> tuple[list[Tensor], list[str]]:
     if root is not None:
         objects.extend(str(key) for key in state_dict if key != root)
         state_dict = state_dict[root]
-    objects.extend(str(name) for name, value in state_dict.items() if not isinstance(value, torch_zip.LocatedTensor))
-    return list(_state_dict_tensors(state_dict, path)), objects
-
-
-def _state_dict_tensors(state_dict: Mapping[object, object], path: str) -> Iterator[Tensor]:
-    from reshard.containers.torch_zip import LocatedTensor
-
+    tensors = []
     for name, value in state_dict.items():
-        if isinstance(value, LocatedTensor):
-            yield _tensor(str(name), path, value.byte_offset, value.dtype, value.shape, value.strides)
-
-
-def _tensor(name: str, path: str, byte_offset: int, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    piece = Piece(Box.whole(shape), Extent(path, byte_offset, strides, dtype))
-    return Tensor(name, dtype, shape, "weight", Shards.of([piece]))
+        if isinstance(value, torch_zip.LocatedTensor):
+            piece = Piece(Box.whole(value.shape), Extent(path, value.byte_offset, value.strides, value.dtype))
+            tensors.append(Tensor(str(name), value.dtype, value.shape, "weight", Shards.of([piece])))
+        else:
+            objects.append(str(name))
+    return tensors, objects

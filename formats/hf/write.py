@@ -44,8 +44,12 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     sidecars = companions.sidecars([tensor.dtype for tensor in folder.tensors], main=_main_dtype(folder.tensors))
     if len(files) > 1:
         sidecars = (*sidecars, _index(files))
-    notes = (*folder.notes, *added, *_config_notes(companions), *_cast_notes(target))
-    return Layout("hf", files, sidecars, notes=notes)
+    notes = [*folder.notes, *added]
+    if companions.config is not None and not companions.config.get("architectures"):
+        notes.append("config.json names no architectures, and engines choose the model's class by them")
+    if target.dtype is not None and target.dtype.itemsize == 1:
+        notes.append(f"the weights are cast to {target.dtype} without scales: no quantized model, and engines do not load it as one")
+    return Layout("hf", files, sidecars, notes=tuple(notes))
 
 
 def _like(content: Content, target: Target) -> TargetFolder:
@@ -131,15 +135,3 @@ def _main_dtype(tensors: Iterable[StoredTensor]) -> DType | None:
         if tensor.dtype.floating:
             elements[tensor.dtype] += tensor.nbytes // tensor.dtype.itemsize
     return max(elements, key=lambda dtype: (dtype.itemsize > 1, elements[dtype]), default=None)
-
-
-def _cast_notes(target: Target) -> tuple[str, ...]:
-    if target.dtype is None or target.dtype.itemsize > 1:
-        return ()
-    return (f"the weights are cast to {target.dtype} without scales: no quantized model, and engines do not load it as one",)
-
-
-def _config_notes(companions: ModelFiles) -> tuple[str, ...]:
-    if companions.config is not None and not companions.config.get("architectures"):
-        return ("config.json names no architectures, and engines choose the model's class by them",)
-    return ()

@@ -104,10 +104,6 @@ def _parts(array: Mosaic, model: Model, axis: int, ranks: int, rank: int, in_pai
             what = f"{size // width} heads" if width > 1 else f"{size} {('rows', 'columns')[axis]}"
             raise RequestError(f"--tp {ranks} does not divide the {what} of {tile.name}", do="Choose a size that divides them")
         box = tile.box.narrow(axis, rank * size // ranks, (rank + 1) * size // ranks)
-        inside = Box(_at(axis, start), box.sizes)
+        inside = Box((start, 0) if axis == 0 else (0, start), box.sizes)
         yield _Part(tile.name, box, inside, box.shifted(tile.at), width if in_pairs and role in _ROTATED else 0)
         start += size // ranks
-
-
-def _at(axis: int, start: int) -> tuple[int, int]:
-    return (start, 0) if axis == 0 else (0, start)

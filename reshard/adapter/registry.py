@@ -108,7 +108,7 @@ def options() -> dict[Option, tuple[str, ...]]:
     """
     by_name: dict[str, Option] = {}
     users: dict[Option, tuple[str, ...]] = {}
-    for name, option in _declared_options():
+    for name, option in ((name, option) for name, found in formats().items() for option in found.options):
         if by_name.setdefault(option.name, option) != option:
             raise RequestError(
                 f"two formats declare the option {option.flag} with different meanings: {name} and {users[by_name[option.name]][0]}",
@@ -116,12 +116,6 @@ def options() -> dict[Option, tuple[str, ...]]:
             )
         users[option] = (*users.get(option, ()), name)
     return users
-
-
-def _declared_options() -> Iterator[tuple[str, Option]]:
-    for name, found in formats().items():
-        for option in found.options:
-            yield name, option
 
 
 def detect(files: Files) -> tuple[Format, str]:

@@ -35,7 +35,7 @@ def the_one_save(
     if tracker is not None and tracker in files.list():
         return _tracked_save(files, folders, tracker, folder_name)
     if len(folders) > 1:
-        newest = max(folders, key=_numbers)
+        newest = max(folders, key=lambda folder: [int(number) for number in re.findall(r"\d+", folder)])
         raise RequestError(
             f"{len(folders)} saves lie here: {_some(folders)}" + (f"; no file {tracker} names the newest one" if tracker else ""),
             where=files.root,
@@ -66,10 +66,6 @@ def step_of(root: str) -> int | None:
         if match := _STEP.fullmatch(name):
             return int(match[1])
     return None
-
-
-def _numbers(folder: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", folder)]
 
 
 def _some(folders: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -214,7 +214,7 @@ class Plan(Drawn):
                 "engine_version": self.target.engine_version,
                 "options": dict(self.target.options),
             },
-            "totals": _fields(self.totals()),
+            "totals": asdict(self.totals()),
             "files": [
                 {
                     "path": file.path,
@@ -241,7 +241,7 @@ class Plan(Drawn):
                 }
                 for route in self.routes
             ]
-            document["dropped"] = [_fields(drop) for drop in self.drops]
+            document["dropped"] = [asdict(drop) for drop in self.drops]
             document["tasks"] = [_task_json([self.routes[i] for i in band.routes]) for band in self.bands()]
         if copies:
             document["copies"] = [
@@ -263,7 +263,7 @@ class Plan(Drawn):
         A conversion may only be resumed by a plan with the same identity.
         """
         # The journal and the manifest hold digests of this version.
-        about = {**self.to_json(tensors=False), "dropped": [_fields(drop) for drop in self.drops]}
+        about = {**self.to_json(tensors=False), "dropped": [asdict(drop) for drop in self.drops]}
         del about["notes"]
         if self.order:
             about["source"]["path"] = self.order.source
@@ -375,7 +375,3 @@ def _stored_json(item: PlacedTensor) -> dict[str, Any]:
         ],
         "filled_elements": stored.filled,
     }
-
-
-def _fields(value: Any) -> Mapping[str, Any]:
-    return {name: getattr(value, name) for name in value.__dataclass_fields__}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from reshard.canonical.dequantization import quantized_families, quantized_names
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from reshard.models.model import Model
     from reshard.plans.layout import TargetFile
     from reshard.plans.plan import Plan
+
+_Facts = Callable[[tuple[str, ...]], tuple[frozenset[int], tuple[tuple[int, str], ...]]]
 
 
 @value
@@ -162,42 +166,38 @@ def ranks(plan: Plan) -> tuple[RankSummary, ...]:
     by_rank: dict[tuple[tuple[str, int], ...], list[TargetFile]] = {}
     for file in plan.layout.files:
         by_rank.setdefault(tuple(file.ranks.items()), []).append(file)
-    facts = _WeightFacts(plan.content.model)
+    facts = _facts_of(plan.content.model)
     return tuple(_rank(dict(key), files, plan.content.model, facts) for key, files in by_rank.items())
-
-
-class _WeightFacts:
-    """What the summary of a rank needs to know about the weights of a model."""
-
-    def __init__(self, model: Model | None) -> None:
-        self._weights = model.weights if model else {}
-        # Ranks share their tuples of names.
-        self._known: dict[tuple[str, ...], tuple[frozenset[int], tuple[tuple[int, str], ...]]] = {}
-
-    def of(self, names: tuple[str, ...]) -> tuple[frozenset[int], tuple[tuple[int, str], ...]]:
-        """The layers of some weights, and (place in `names`, role) of those whose rows are listed."""
-        if names not in self._known:
-            weights = [(place, weight) for place, name in enumerate(names) if (weight := self._weights.get(name)) is not None]
-            layers = frozenset(weight.layer for _, weight in weights if weight.layer is not None)
-            self._known[names] = layers, tuple((place, weight.role) for place, weight in weights if weight.role in _ROLES_OF_RANKS)
-        return self._known[names]
 
 
 _ROLES_OF_RANKS = ("attention.q", "attention.k", "embedding", "head")
 
 
-def _rank(numbers: dict[str, int], files: list[TargetFile], model: Model | None, facts: _WeightFacts) -> RankSummary:
+def _facts_of(model: Model | None) -> _Facts:
+    """A function from some weights to their layers, and (place among the weights, role) of those whose rows are listed."""
+    declared = model.weights if model else {}
+
+    @cache  # Ranks share their tuples of names.
+    def facts(names: tuple[str, ...]) -> tuple[frozenset[int], tuple[tuple[int, str], ...]]:
+        weights = [(place, weight) for place, name in enumerate(names) if (weight := declared.get(name)) is not None]
+        layers = frozenset(weight.layer for _, weight in weights if weight.layer is not None)
+        return layers, tuple((place, weight.role) for place, weight in weights if weight.role in _ROLES_OF_RANKS)
+
+    return facts
+
+
+def _rank(numbers: dict[str, int], files: list[TargetFile], model: Model | None, facts: _Facts) -> RankSummary:
     rows: dict[str, list[tuple[int, int]]] = {}
     layers: set[int] = set()
     for sections in (each for file in files for each in file.sections()):
-        of_sections, roles = facts.of(sections.names)
+        of_sections, roles = facts(sections.names)
         layers |= of_sections
         for row, role in roles:
             if sections.pattern.ndim_of(row):
                 start = int(sections.pattern.offsets[row, 0])
                 rows.setdefault(role, []).append((start, start + int(sections.pattern.sizes[row, 0])))
     padded = (item.tensor for file in files for item in file.filled if len(item.tensor.shape) > 1)
-    padding = max((tensor.filled // max(1, _row_length(tensor.shape)) for tensor in padded), default=0)
+    padding = max((tensor.filled // max(1, math.prod(tensor.shape[1:])) for tensor in padded), default=0)
     head_dim = model.dimensions.get("head_dim", 1) if model else 1
     return RankSummary(
         ranks=numbers,
@@ -210,13 +210,6 @@ def _rank(numbers: dict[str, int], files: list[TargetFile], model: Model | None,
         vocabulary=_hull(rows.get("embedding", rows.get("head")), 1),
         padding_rows=padding,
     )
-
-
-def _row_length(shape: tuple[int, ...]) -> int:
-    length = 1
-    for size in shape[1:]:
-        length *= size
-    return length
 
 
 def _hull(ranges: list[tuple[int, int]] | None, unit: int) -> tuple[int, int] | None:
