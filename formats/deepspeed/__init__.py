@@ -1,9 +1,9 @@
 """DeepSpeed: the folder of one tag, saved with ZeRO-0, 1, 2 or 3, also with pipelines, experts and tensor parallelism.
 
-layout/      how a tag lies on disk: its files, the contents of their pickles, flat buffers, tensor-parallel parts
-read/        from the files of a tag to its index, step by step
-write/       ZeRO-3 shards for any number of ranks
-universal/   universal checkpoints, read and written
+universal.py   universal checkpoints, a format of its own
+layout/        how a tag lies on disk: its files, the contents of their pickles, flat buffers, tensor-parallel parts
+read/          from the files of a tag, or of a universal checkpoint, to its index, step by step
+write/         ZeRO-3 shards for any number of ranks, and universal checkpoints
 
 Measured on DeepSpeed 0.14.5, 0.16.9 and 0.19.8 (fixtures/deepspeed).
 """
@@ -53,7 +53,7 @@ class DeepSpeed(Format):
         return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, *note)))
 
     def check_values(self, files: Files, index: Index) -> Index:
-        from .read.checks import check_masters
+        from .read.one_save import check_masters
 
         return check_masters(files, index)
 

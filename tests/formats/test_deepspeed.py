@@ -307,7 +307,8 @@ def test_every_step_of_reading_is_a_value_that_prints_on_one_line():
     states = read.read_run_states(files, tag)
     degrees = read.degrees_of_run(states)
     contents = read.contents_of_run(states, degrees, {}, Locations(files))
-    for step in (tag, states, states.first_model, states.first_optimizer, degrees, contents, contents.parts[0]):
+    group = states.first_optimizer.groups[0]
+    for step in (tag, states, states.first_model, states.first_optimizer, group, degrees, contents, contents.parts[0]):
         assert len(repr(step)) < 200 and "\n" not in repr(step)
     assert repr(degrees) == "RunDegrees(pp=2, tp=2, dp=1, ep=1)"
     assert repr(contents) == "<314 parts of 32 parameters, 0 notes>"

@@ -364,10 +364,10 @@ def test_last_layers_without_trained_parameters_are_noted(tmp_path):
 
 def test_a_layer_that_may_be_a_tied_module_is_not_accused():
     """Its parameters are trained under the tied key, and its buffers have names below it."""
-    layers = import_module("reshard.formats.deepspeed.read.leftover_layers")
+    layers = import_module("reshard.formats.deepspeed.read.pipeline_layers")
     stored = {0: {"weight", "seen"}, 1: {"up.weight", "seen"}, 2: {"down.weight"}}
-    assert layers._untrained_layers(stored, {"tied_modules.embed.weight", "1.up.weight"}) == {2}
-    assert layers._untrained_layers(stored, {"1.up.weight"}) == {0, 2}
+    assert layers.untrained_layers(stored, {"tied_modules.embed.weight", "1.up.weight"}) == {2}
+    assert layers.untrained_layers(stored, {"1.up.weight"}) == {0, 2}
 
 
 def test_a_parameter_that_no_model_file_lists_is_left_over(tmp_path):

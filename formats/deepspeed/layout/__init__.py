@@ -2,11 +2,9 @@
 
 Values and arithmetic. Only `tag` looks at files: it lists folders and reads `latest`.
 
-tag.py               which files a tag has
+tag.py               which files a tag has; model-parallel ranks, and the parallel sizes of a run
 states.py            the model states and the optimizer states of one rank, from a pickle's root object
 partitions.py        where a parameter's elements lie in the flat buffers of data-parallel ranks
 tensor_parallel.py   how the parts of tensor-parallel ranks make a whole parameter
-affine_map.py        the same, where the model file describes it by strided views
 experts.py           which experts lie on which ranks, and under which names
-degrees.py           the parallel sizes of a run, and one model-parallel rank
 """

@@ -65,52 +65,39 @@ class ProcessGroup:
 
 
 def process_groups(
-    models: Mapping[int, ModelStates], optimizers: Mapping[int, OptimizerStates], group: int, parameters: Parameters
+    models: Mapping[int, ModelStates], optimizers: Mapping[int, OptimizerStates], number: int, parameters: Parameters
 ) -> Iterator[ProcessGroup]:
-    """The process groups that share flat group number `group`: one for dense parameters, one per expert-parallel rank for experts.
+    """The process groups that share flat group `number`: one for dense parameters, one per expert-parallel rank for experts.
 
     models, optimizers: by data-parallel rank; without ZeRO-3 there are model states of rank 0 only.
     """
     first = models[min(models)]
-    sharing = group_ranks(first, optimizers, group)
-    if len(sharing) == 1:
-        yield ProcessGroup(sharing[0], parameters, dict(_expert_slices(first, parameters, 0)))
-        return
-    for ep_rank, ranks in enumerate(sharing):
+    for ep_rank, ranks in enumerate(group_ranks(first, optimizers, number)):
         model = models.get(ranks[0])
         recorded = model.autoep_layers[0].get("ep_rank", ep_rank) if model and model.autoep_layers else ep_rank
         yield ProcessGroup(ranks, tuple(with_global_numbers(parameters, ep_rank)), dict(_expert_slices(first, parameters, recorded)))
 
 
-def group_ranks(model: ModelStates, optimizers: Mapping[int, OptimizerStates], group: int) -> list[tuple[int, ...]]:
-    """For each expert-parallel rank, the data-parallel ranks that share flat group number `group`.
+def group_ranks(model: ModelStates, optimizers: Mapping[int, OptimizerStates], number: int) -> list[tuple[int, ...]]:
+    """For each expert-parallel rank, the data-parallel ranks that share flat group `number`; AutoEP records them.
 
     Raises: CheckpointError if the ranks do not divide into process groups of one size.
     """
-    ranks, first = sorted(optimizers), optimizers[min(optimizers)]
-    if first.expert_partitions:
-        return _recorded_ranks(optimizers, group)
-    size = first.partition_counts[group] or len(ranks)
+    ranks, path = sorted(optimizers), optimizers[min(optimizers)].path
+    if recorded := dict.fromkeys(states.groups[number].ranks for states in optimizers.values() if states.groups[number].ranks):
+        if sorted(rank for members in recorded for rank in members) != ranks:
+            raise CheckpointError(f"group {number} is shared by the ranks {[*recorded]}, not by each rank once", where=path)
+        return list(recorded)
+    size = optimizers[ranks[0]].groups[number].sharing or len(ranks)
     ep, rest = divmod(len(ranks), size)
     if rest:
         raise CheckpointError(
-            f"group {group} is shared by {size} ranks, and {len(ranks)} ranks are not a multiple of {size}",
-            where=first.path,
+            f"group {number} is shared by {size} ranks, and {len(ranks)} ranks are not a multiple of {size}",
+            where=path,
             do="Keep the files of one save only",
         )
     is_data_first = bool(model.config.get("use_data_before_expert_parallelism"))
     return [tuple(dp for dp in ranks if (dp // size if is_data_first else dp % ep) == ep_rank) for ep_rank in range(ep)]
-
-
-def _recorded_ranks(optimizers: Mapping[int, OptimizerStates], group: int) -> list[tuple[int, ...]]:
-    """The ranks as AutoEP's files record them."""
-    ranks = sorted(optimizers)
-    partitions = (optimizers[dp].expert_partitions for dp in ranks)
-    recorded = [of_rank[group].get("partition_ranks") for of_rank in partitions if group < len(of_rank)]
-    sharing = list(dict.fromkeys(tuple(members) for members in recorded if isinstance(members, list | tuple)))
-    if sorted(rank for members in sharing for rank in members) != ranks:
-        raise CheckpointError(f"group {group} is shared by the ranks {sharing}, not by each rank once", where=optimizers[ranks[0]].path)
-    return sharing
 
 
 def _expert_slices(model: ModelStates, parameters: Parameters, ep_rank: int) -> Iterator[tuple[str, ExpertSlice]]:

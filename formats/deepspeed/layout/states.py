@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.adapter.state_dicts import flat
-from reshard.canonical.optimizer_state import is_plain, plain_settings
+from reshard.canonical.optimizer_state import STEP, is_count, is_plain, plain_settings
 from reshard.containers.inert_pickle import DTypeName, Inert, shown
 from reshard.containers.recognised_files import Move
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError
 from reshard.geometry.value import value
+from reshard.index.index import RunFacts
 
 Shape = tuple[int, ...]
 # Names and shapes, in the order of a flat buffer.
@@ -42,36 +43,25 @@ class ModelStates:
     """The file."""
     module: Mapping[str, Any] | None
     """The module's state dict by full names; None with a PipelineModule, whose layers are in files of their own."""
-    buffers: frozenset[str] | None
-    """Names of the module's buffers."""
+    optimizer: Any
+    """The optimizer's state dict of a run without ZeRO."""
     groups: tuple[Parameters, ...] | None
     """The trained parameters of each optimizer group (ZeRO-1, 2) or sub-group (ZeRO-3), in the order of the flat buffers."""
     frozen_shapes: Parameters
     """The frozen parameters with their whole shapes."""
     frozen_fragments: Mapping[str, AnyTensor]
     """This rank's part of each frozen parameter, one row of elements (ZeRO-3)."""
-    aliases: Mapping[str, str]
-    """Tied parameters: second name -> the name under which the parameter is stored. Only global rank 0 writes them."""
-    optimizer: Any
-    """The optimizer's state dict of a run without ZeRO."""
-    step: int | None
-    """The run's step."""
-    dp: int | None
-    """Data-parallel size."""
-    mp: int | None
-    """Model-parallel size: pipeline-parallel size * tensor-parallel size."""
-    pp_and_tp: tuple[int, int] | None
-    """Pipeline-parallel and tensor-parallel size."""
-    version: str | None
-    """DeepSpeed's version."""
+    facts: RunFacts
+    """The version, the step, the names of buffers, tied parameters (which only global rank 0 writes); and counters, schedule and config as
+    plain values, by DeepSpeed's keys."""
+    sizes: Mapping[str, int]
+    """The run's parallel sizes: "dp", "pp", "tp", and "mp", which is pp * tp."""
     config: Mapping[str, Any]
     """DeepSpeed's config."""
     universal_info: Mapping[str, Any]
     """universal_checkpoint_info: how tensor-parallel ranks split the parameters, by patterns over names."""
     autoep_layers: tuple[Mapping[str, Any], ...]
     """The layers whose experts AutoEP fused."""
-    progress: Mapping[str, Any]
-    """Counters, schedule and config as plain values, by DeepSpeed's keys."""
     client_keys: tuple[str, ...]
     """Keys that the trainer added."""
 
@@ -86,16 +76,11 @@ class ModelStates:
 
     def moved(self, path: str, move: Move) -> ModelStates:
         """The states of another file with an equal pickle. move: where its tensors are."""
-        return replace(
-            self,
-            path=path,
-            module=_moved(self.module, move),
-            frozen_fragments={name: move(part) for name, part in self.frozen_fragments.items()},
-            optimizer=_moved(self.optimizer, move),
-        )
+        fragments = {name: move(part) for name, part in self.frozen_fragments.items()}
+        return replace(self, path=path, module=_moved(self.module, move), frozen_fragments=fragments)
 
     def __repr__(self) -> str:
-        return f"<model states of step {self.step} in {self.path}>"
+        return f"<model states of step {self.facts.step} in {self.path}>"
 
 
 def model_states(root: Any, path: str) -> ModelStates:
@@ -105,66 +90,106 @@ def model_states(root: Any, path: str) -> ModelStates:
     """
     if not isinstance(root, Mapping) or "module" not in root:
         raise CheckpointError(f"it holds {shown(root)}, not the states of a model", where=path, do="Copy the file again")
-    module, groups, buffers = root["module"], root.get("param_shapes"), root.get("buffer_names")
+    module, groups, fragments = root["module"], root.get("param_shapes"), _mapping(root.get("frozen_param_fragments"))
+    autoep_layers = _listed(root.get("ds_autoep_layers") or root.get("autoep_layers"))
     if not isinstance(module, Mapping | None):
         raise CheckpointError(f"its `module` is {shown(module)}, not a dict", where=path)
     return ModelStates(
-        path=path,
+        path,
         module=None if module is None else dict(flat(module)),
-        buffers=frozenset(map(str, buffers)) if isinstance(buffers, list | tuple) else None,
+        optimizer=root.get("optimizer"),
         groups=tuple(_parameters(group, path) for group in groups) if isinstance(groups, list | tuple) else None,
         frozen_shapes=_parameters(root.get("frozen_param_shapes"), path),
-        frozen_fragments={str(name): part for name, part in _mapping(root.get("frozen_param_fragments")).items() if is_plain_tensor(part)},
-        aliases={str(alias): str(name) for alias, name in _mapping(root.get("shared_params")).items()},
-        optimizer=root.get("optimizer"),
-        step=_count(root.get("global_steps")),
-        dp=_count(root.get("dp_world_size")),
-        mp=_count(root.get("mp_world_size")),
-        pp_and_tp=_pp_and_tp(root.get("checkpoint_parallel_dimensions")),
-        version=_text(root.get("ds_version")),
+        frozen_fragments={str(name): part for name, part in fragments.items() if is_plain_tensor(part)},
+        facts=_facts(root),
+        sizes=_sizes(root),
         config=_mapping(root.get("ds_config")),
         universal_info=_mapping(root.get("universal_checkpoint_info")),
-        autoep_layers=tuple(_mappings(root.get("ds_autoep_layers") or root.get("autoep_layers"))),
-        progress={key: root[key] for key in _PROGRESS if root.get(key) is not None and is_plain(root[key])},
+        autoep_layers=tuple(layer for layer in autoep_layers if isinstance(layer, Mapping)),
         client_keys=tuple(str(key) for key, value in root.items() if key not in _KNOWN and value is not None),
     )
 
 
+def _facts(root: Mapping[Any, Any]) -> RunFacts:
+    buffers = root.get("buffer_names")
+    return RunFacts(
+        version=_text(root.get("ds_version")),
+        step=_count(root.get("global_steps")),
+        state={key: root[key] for key in _PROGRESS if root.get(key) is not None and is_plain(root[key])},
+        tied={str(alias): str(name) for alias, name in _mapping(root.get("shared_params")).items()},
+        buffers=tuple(sorted(set(map(str, buffers)))) if isinstance(buffers, list | tuple) else None,
+    )
+
+
+def _sizes(root: Mapping[Any, Any]) -> dict[str, int]:
+    dimensions = _mapping(root.get("checkpoint_parallel_dimensions"))
+    sizes = {
+        "dp": root.get("dp_world_size"),
+        "mp": root.get("mp_world_size"),
+        "pp": dimensions.get("pp_degree"),
+        "tp": dimensions.get("tp_degree"),
+    }
+    return {name: count for name, size in sizes.items() if (count := _count(size))}
+
+
+@value(eq=False, repr=False)
+class FlatGroup:
+    """One rank's partition of a flat group (ZeRO-1, 2) or sub-group (ZeRO-3). What the file lacks is empty, or 0."""
+
+    master: AnyTensor
+    """The full-precision copy, one row of elements."""
+    states: Mapping[str, Any]
+    """The base optimizer's state of the partition, by kind: {"exp_avg": row, "step": count, ...}."""
+    sharing: int
+    """How many data-parallel ranks share the group."""
+    padding: int = 0
+    """Elements of padding at the partition's end that are not stored in `master`."""
+    alignments: tuple[int, ...] = ()
+    """Elements of padding after each parameter."""
+    local_elements: tuple[tuple[str, int], ...] = ()
+    """(name, elements in this partition) of the group's parameters."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that share the group, as AutoEP records them."""
+
+    @property
+    def step(self) -> float | None:
+        """The step count that some optimizers keep as a plain number."""
+        step = self.states.get(STEP)
+        return step if is_count(step) else None
+
+    def __repr__(self) -> str:
+        return f"<partition of {self.master.shape[0]} elements with {', '.join(self.states)}>"
+
+
 @value(repr=False)
 class OptimizerStates:
-    """One file of a ZeRO optimizer's states. The tuples have one entry per group (ZeRO-1, 2) or sub-group (ZeRO-3), unless noted."""
+    """One file of a ZeRO optimizer's states."""
 
     path: str
     """The file."""
     zero_stage: int
     """3; or 2 for ZeRO-1 and ZeRO-2, which share one layout."""
-    partition_counts: tuple[int, ...]
-    """How many data-parallel ranks share the group; 0 if the file lacks it."""
-    masters: tuple[AnyTensor, ...]
-    """This rank's partition of the flat full-precision group, one row of elements."""
-    states: tuple[Mapping[str, Any], ...]
-    """The base optimizer's state of the partition, by kind: {"exp_avg": row, "step": count, ...}."""
-    paddings: tuple[int, ...]
-    """Elements of padding at the partition's end that are not stored in `masters`."""
-    alignments: tuple[tuple[int, ...], ...]
-    """Elements of padding after each parameter; empty if the file lacks them."""
-    local_elements: tuple[tuple[tuple[str, int], ...], ...]
-    """(name, elements in this partition) of the group's parameters; empty if the file lacks them."""
+    groups: tuple[FlatGroup, ...]
+    """This rank's partitions of the flat groups."""
     group_settings: tuple[Mapping[str, Any], ...]
     """One entry per param group: its settings, with the numbers of its groups under "params"."""
-    expert_partitions: tuple[Mapping[str, Any], ...]
-    """Which ranks share the group, as AutoEP records it; empty without AutoEP."""
     loss_scaler: Mapping[str, Any]
-    """The loss scaler's class and attributes as plain values; not per group."""
+    """The loss scaler's class and attributes as plain values."""
     version: str | None
     """DeepSpeed's version."""
 
+    @property
+    def shared_by(self) -> tuple[int, ...]:
+        """How many data-parallel ranks share each group; 0 where the file lacks it."""
+        return tuple(group.sharing for group in self.groups)
+
     def moved(self, path: str, move: Move) -> OptimizerStates:
         """The states of another file with an equal pickle. move: where its tensors are."""
-        return replace(self, path=path, masters=tuple(map(move, self.masters)), states=tuple(_moved(state, move) for state in self.states))
+        groups = tuple(replace(group, master=move(group.master), states=_moved(group.states, move)) for group in self.groups)
+        return replace(self, path=path, groups=groups)
 
     def __repr__(self) -> str:
-        return f"<ZeRO-{'3' if self.zero_stage == 3 else '1/2'} optimizer states of {len(self.masters)} groups in {self.path}>"
+        return f"<ZeRO-{'3' if self.zero_stage == 3 else '1/2'} optimizer states of {len(self.groups)} groups in {self.path}>"
 
 
 def optimizer_states(root: Any, path: str) -> OptimizerStates:
@@ -176,36 +201,37 @@ def optimizer_states(root: Any, path: str) -> OptimizerStates:
     if not isinstance(states, Mapping):
         raise CheckpointError("it holds no optimizer_state_dict", where=path, do="Copy the file again")
     if "fp32_flat_groups" in states:
-        return _zero3_states(states, _text(root.get("ds_version")), path)
-    if "single_partition_of_fp32_groups" in states:
-        return _zero2_states(states, path)
-    raise CheckpointError(
-        f"its optimizer state has no full-precision groups, only {', '.join(list(map(str, states))[:6])}",
-        where=path,
-        why="reshard knows the layout of ZeRO's optimizer states only",
-        do="Open an issue that names the optimizer",
-    )
-
-
-def _zero2_states(states: Mapping[str, Any], path: str) -> OptimizerStates:
-    masters = _rows(states["single_partition_of_fp32_groups"], "single_partition_of_fp32_groups", path)
-    base, alignments = states.get("base_optimizer_state"), _listed(states.get("param_alignment_paddings"))
-    # BF16_Optimizer writes masters with their padding, and no stage (deepspeed/runtime/bf16_optimizer.py).
-    masters_are_padded = "zero_stage" not in states
+        stage, base, groups = 3, _mapping(states.get("optimizer_state_dict")), _zero3_groups(states, path)
+    elif "single_partition_of_fp32_groups" in states:
+        stage, base, groups = 2, _mapping(states.get("base_optimizer_state")), _zero2_groups(states, path)
+    else:
+        raise CheckpointError(
+            f"its optimizer state has no full-precision groups, only {', '.join(list(map(str, states))[:6])}",
+            where=path,
+            why="reshard knows the layout of ZeRO's optimizer states only",
+            do="Open an issue that names the optimizer",
+        )
+    settings = tuple(plain_settings(_mapping(group)) for group in _listed(base.get("param_groups")))
     return OptimizerStates(
-        path=path,
-        zero_stage=2,
-        partition_counts=_per_group(states.get("partition_count"), len(masters)),
-        masters=masters,
-        states=tuple(map(_mapping, _base_states(states, len(masters)))),
-        paddings=(0,) * len(masters) if masters_are_padded else _counts(states.get("group_paddings"), len(masters)),
-        alignments=tuple(tuple(_count(padding) or 0 for padding in _listed(group)) for group in alignments),
-        local_elements=tuple(tuple(_local_elements(group)) for group in _listed(states.get("param_slice_mappings"))),
-        group_settings=tuple(plain_settings(_mapping(group)) for group in _listed(_mapping(base).get("param_groups"))),
-        expert_partitions=(),
-        loss_scaler=_loss_scaler(states),
-        version=_text(states.get("ds_version")),
+        path, stage, tuple(groups), settings, _loss_scaler(states), _text((root if stage == 3 else states).get("ds_version"))
     )
+
+
+def _zero2_groups(states: Mapping[str, Any], path: str) -> Iterator[FlatGroup]:
+    masters = _rows(states, "single_partition_of_fp32_groups", path)
+    # BF16_Optimizer writes masters with their padding, and no stage (deepspeed/runtime/bf16_optimizer.py).
+    paddings = _counts(states.get("group_paddings") if "zero_stage" in states else 0, len(masters))
+    alignments, slices = _listed(states.get("param_alignment_paddings")), _listed(states.get("param_slice_mappings"))
+    sharing, base = _counts(states.get("partition_count"), len(masters)), list(_base_states(states, len(masters)))
+    for number, master in enumerate(masters):
+        yield FlatGroup(
+            master,
+            _mapping(base[number]),
+            sharing[number],
+            paddings[number],
+            tuple(_count(padding) or 0 for padding in _listed(_item(alignments, number))),
+            tuple(_local_elements(_item(slices, number))),
+        )
 
 
 def _base_states(states: Mapping[str, Any], groups: int) -> Iterator[Any]:
@@ -216,28 +242,17 @@ def _base_states(states: Mapping[str, Any], groups: int) -> Iterator[Any]:
         yield from (by_group.get(group) for group in range(groups))
         return
     for group in range(groups):
-        state = base[group] if group < len(base) else None
+        state = _item(base, group)
         yield {"step": step, **state} if is_plain_tensor(step) and isinstance(state, Mapping) else state
 
 
-def _zero3_states(states: Mapping[str, Any], version: str | None, path: str) -> OptimizerStates:
-    masters = _rows(states["fp32_flat_groups"], "fp32_flat_groups", path)
-    base = _mapping(states.get("optimizer_state_dict"))
-    by_group = _mapping(base.get("state"))
-    return OptimizerStates(
-        path=path,
-        zero_stage=3,
-        partition_counts=_per_group(states.get("partition_count"), len(masters)),
-        masters=masters,
-        states=tuple(_mapping(by_group.get(group)) for group in range(len(masters))),
-        paddings=(0,) * len(masters),
-        alignments=(),
-        local_elements=(),
-        group_settings=tuple(plain_settings(_mapping(group)) for group in _listed(base.get("param_groups"))),
-        expert_partitions=tuple(_mappings(states.get("ds_zero_partition_groups"))),
-        loss_scaler=_loss_scaler(states),
-        version=version,
-    )
+def _zero3_groups(states: Mapping[str, Any], path: str) -> Iterator[FlatGroup]:
+    masters, partitions = _rows(states, "fp32_flat_groups", path), _listed(states.get("ds_zero_partition_groups"))
+    by_group = _mapping(_mapping(states.get("optimizer_state_dict")).get("state"))
+    sharing = _counts(states.get("partition_count"), len(masters))
+    for number, master in enumerate(masters):
+        ranks = _listed(_mapping(_item(partitions, number)).get("partition_ranks"))
+        yield FlatGroup(master, _mapping(by_group.get(number)), sharing[number], ranks=tuple(ranks))
 
 
 def _loss_scaler(states: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -253,9 +268,9 @@ def _loss_scaler(states: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _rows(value: Any, key: str, path: str) -> tuple[AnyTensor, ...]:
+def _rows(states: Mapping[str, Any], key: str, path: str) -> Sequence[AnyTensor]:
     """The flat groups of a rank: one row of elements each."""
-    rows = tuple(_listed(value))
+    rows = _listed(states[key])
     for i, row in enumerate(rows):
         if not is_plain_tensor(row) or len(row.shape) != 1 or (row.shape[0] > 1 and row.strides != (1,)):
             raise CheckpointError(f"{key}[{i}] should be one row of elements, it is {shown(row)}", where=path, do="Copy the file again")
@@ -273,11 +288,6 @@ def _parameters(shapes: Any, path: str) -> Parameters:
         if not isinstance(shape, tuple | list) or not all(type(size) is int and size >= 0 for size in shape):
             raise CheckpointError(f"its shape is {shown(shape)}", where=f"{name} in {path}")
     return tuple((str(name), tuple(shape)) for name, shape in _mapping(shapes).items())
-
-
-def _pp_and_tp(dimensions: Any) -> tuple[int, int] | None:
-    pp, tp = _count(_mapping(dimensions).get("pp_degree")), _count(_mapping(dimensions).get("tp_degree"))
-    return (pp, tp) if pp and tp else None
 
 
 def _moved(value: Any, move: Move) -> Any:
@@ -302,18 +312,14 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
-    return (item for item in _listed(value) if isinstance(item, Mapping))
+def _item(values: Any, number: int) -> Any:
+    return values[number] if number < len(_listed(values)) else None
 
 
-def _per_group(value: Any, groups: int) -> tuple[int, ...]:
+def _counts(value: Any, length: int) -> Sequence[int]:
     """One count per group, from a list or from one number for all."""
-    return _counts(value if isinstance(value, list | tuple) else [value] * groups, groups)
-
-
-def _counts(value: Any, length: int) -> tuple[int, ...]:
-    counts = tuple(_count(item) or 0 for item in _listed(value))
-    return counts if len(counts) == length else (0,) * length
+    counts = [_count(item) or 0 for item in (value if isinstance(value, list | tuple) else [value] * length)]
+    return counts if len(counts) == length else [0] * length
 
 
 def _count(value: Any) -> int | None:

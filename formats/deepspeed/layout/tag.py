@@ -1,4 +1,4 @@
-"""The files of a tag: which folder it is, and what the name of each file says.
+"""The files of a tag: which folder it is, and what the name of each file says; the run's parallel sizes.
 
     latest                                                       the tag's name
     <tag>/mp_rank_MM_model_states.pt                             model states of a model-parallel rank; ZeRO-0, 1, 2
@@ -25,8 +25,11 @@ from reshard.errors import CheckpointError
 from reshard.geometry.value import value
 from reshard.storage.files import Files
 
-_LATEST, _SCRIPT = "latest", "zero_to_fp32.py"
-_SWAP_FOLDER = "offloaded_tensors/"
+# The files in which DeepSpeed names the newest tag, and the newest universal checkpoint.
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+# A universal checkpoint's folder of parameters, and the state that is a parameter's full-precision copy.
+ZERO, FP32 = "zero/", "fp32"
+_SCRIPT, _SWAP_FOLDER = "zero_to_fp32.py", "offloaded_tensors/"
 
 # Field of Tag -> the names of its files. The groups of a pattern are the numbers that the field is keyed by.
 _PATTERNS = {
@@ -74,6 +77,49 @@ class Tag:
         return f"<tag {self.folder or '.'} with {len(list(self.paths()))} files>"
 
 
+@value
+class ModelRank:
+    """One model-parallel rank: the files of one pipeline stage and one tensor-parallel rank."""
+
+    number: int
+    """The MM of mp_rank_MM: stage * tp + tp_rank."""
+    stage: int
+    """The pipeline stage."""
+    tp_rank: int
+    """The tensor-parallel rank."""
+
+
+@value
+class RunDegrees:
+    """The parallel sizes of the run that saved a tag."""
+
+    pp: int
+    """Pipeline-parallel size."""
+    tp: int
+    """Tensor-parallel size."""
+    dp: int = 1
+    """Data-parallel size."""
+    ep: int = 1
+    """Expert-parallel size. Expert parallelism lies inside data parallelism: it does not multiply the number of ranks."""
+
+    @property
+    def model_ranks(self) -> int:
+        """The number of model-parallel ranks."""
+        return self.pp * self.tp
+
+    def model_rank(self, number: int) -> ModelRank:
+        """The model-parallel rank of that number."""
+        return ModelRank(number, *divmod(number, self.tp))
+
+    def each_model_rank(self) -> Iterator[ModelRank]:
+        """All model-parallel ranks, in order."""
+        return map(self.model_rank, range(self.model_ranks))
+
+    def sizes(self) -> dict[str, int]:
+        """The sizes by their short names; the expert-parallel one if there is expert parallelism."""
+        return {"dp": self.dp, "tp": self.tp, "pp": self.pp} | ({"ep": self.ep} if self.ep > 1 else {})
+
+
 def is_file_of_a_tag(path: str) -> bool:
     """Whether a path is named like a file with model states or optimizer states."""
     name = path.rpartition("/")[2]
@@ -90,8 +136,8 @@ def find_tag_folder(files: Files) -> str | None:
         return ""
     folders = [folder for folder in listing if folder.endswith("/") and any(map(is_file_of_a_tag, files.list(folder)))]
     # Other programs also write a file `latest`. DeepSpeed writes its script beside it; if the tag was removed, only `latest` is left.
-    if _LATEST in listing and (folders or _SCRIPT in listing or len(listing) == 1):
-        return the_one_save(files, folders, tracker=_LATEST)
+    if LATEST in listing and (folders or _SCRIPT in listing or len(listing) == 1):
+        return the_one_save(files, folders, tracker=LATEST)
     return the_one_save(files, folders)
 
 

@@ -4,7 +4,14 @@ The model file describes it by patterns over names (`universal_checkpoint_info`,
 map. Without them, the split axis follows from the whole shapes in the model's config, or from Megatron's names. Any other parameter is
 refused: a weight that is joined along the wrong axis still looks like a weight.
 
-Source: deepspeed/checkpoint/ds_to_universal.py, merge_tp_slices (0.19.8); for Megatron's names without patterns
+An affine map describes the parts by strided views, (offset, strides) in elements. Each piece must be a box of both tensors.
+
+    {"version": 1, "params": {<pattern over names>: {
+        "logical_shape": shape of the whole parameter,
+        "ranks": {tensor-parallel rank: {"pieces": [{"shape": sizes, "source": view of the whole, "dest": view of the rank's part,
+                                                     "scale": 1.0}, ...]}}}}}
+
+Source: deepspeed/checkpoint/ds_to_universal.py, merge_tp_slices, and affine.py (0.19.8); for Megatron's names without patterns
 deepspeed/checkpoint/deepspeed_checkpoint.py.
 """
 
@@ -12,15 +19,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from reshard.containers.inert_pickle import Inert
 from reshard.errors import CheckpointError
-from reshard.geometry.boxes import Box
+from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.value import value
 
-from .affine_map import Move, attributes, described_moves, described_shape
 from .states import Shape
+
+# A box of a rank's part, and the offsets of that box in the whole parameter.
+Move = tuple[Box, tuple[int, ...]]
 
 
 @value
@@ -55,25 +65,20 @@ class JoinRules:
         return f"<join rules: {len(self.info)} entries in {self.where}, {len(self.shapes)} shapes from the config>"
 
     def joined(self, name: str, parts: Sequence[Shape]) -> JoinedParameter:
-        """How the parts of a parameter make the whole. parts: one shape per tensor-parallel rank.
+        """How the parts of a parameter make the whole. parts: the shapes on the tensor-parallel ranks.
 
         Raises: CheckpointError if no rule applies, or the rule does not fit the shapes.
         """
-        if len(parts) == 1:
-            return JoinedParameter(parts[0], (_whole(parts[0]),))
         if is_listed(self.info, "autotp_unsupported_parameter_patterns", name):
             raise CheckpointError("DeepSpeed notes that it does not know how the ranks' parts make the whole", where=name)
-        if description := self._affine_description(name):
+        affine_map = self.info.get("affine_map")
+        by_pattern = affine_map.get("params", {}) if isinstance(affine_map, Mapping) else {}
+        if description := next((described for pattern, described in by_pattern.items() if _matches(pattern, name)), None):
             return _from_affine_map(name, description, parts)
         joined = self._by_patterns(name, parts) if self.info else self._without_patterns(name, parts)
         if is_listed(self.info, "vocabulary_parameter_patterns", name):
             joined = _without_vocab_padding(joined, self.info.get("original_vocab_size"), name)
         return joined
-
-    def _affine_description(self, name: str) -> Any:
-        affine_map = self.info.get("affine_map")
-        by_pattern = affine_map.get("params", {}) if isinstance(affine_map, Mapping) else {}
-        return next((description for pattern, description in by_pattern.items() if _matches(pattern, name)), None)
 
     def _by_patterns(self, name: str, parts: Sequence[Shape]) -> JoinedParameter:
         info = self.info
@@ -81,7 +86,7 @@ class JoinRules:
             return _replicated(name, parts)
         if is_listed(info, "parameter_with_2_sub_params_cat_dim_0", name):
             return _fused(name, parts, 0, [[part[0] // 2 for part in parts] for _ in range(2)])
-        for fused in map(attributes, info.get("parameter_with_sub_params") or ()):
+        for fused in map(_attributes, info.get("parameter_with_sub_params") or ()):
             for pattern in fused.get("patterns") or ():
                 if _matches(pattern, name):
                     return _fused(name, parts, int(fused["partition_dim"]), self._sub_parameter_widths(pattern, fused, parts))
@@ -130,15 +135,11 @@ _MEGATRON_AXES: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
 )
 
 
-def _whole(part: Shape) -> tuple[Move, ...]:
-    """The move of a part that is the whole parameter."""
-    return ((Box.whole(part), (0,) * len(part)),)
-
-
 def _replicated(name: str, parts: Sequence[Shape]) -> JoinedParameter:
     if len(set(parts)) > 1:
         raise _unfitting(name, parts, "every rank should hold the whole parameter")
-    return JoinedParameter(parts[0], tuple(map(_whole, parts)), is_replicated=True)
+    whole = (Box.whole(parts[0]), (0,) * len(parts[0]))
+    return JoinedParameter(parts[0], ((whole,),) * len(parts), is_replicated=True)
 
 
 def _concatenated(name: str, parts: Sequence[Shape], axis: int) -> JoinedParameter:
@@ -175,15 +176,6 @@ def _of_known_shape(name: str, parts: Sequence[Shape], shape: Shape) -> JoinedPa
             if joined.shape == shape:
                 return joined
     raise _unfitting(name, parts, f"they do not make {list(shape)}, the shape in the config")
-
-
-def _from_affine_map(name: str, description: Any, parts: Sequence[Shape]) -> JoinedParameter:
-    shape, moves = described_shape(description), described_moves(name, description, parts)
-    elements = sum(math.prod(box.sizes) for of_rank in moves for box, _ in of_rank)
-    is_replicated = len(set(moves)) == 1 and elements == len(parts) * math.prod(shape)
-    if not is_replicated and elements != math.prod(shape):
-        raise _unfitting(name, parts, f"the pieces of its affine map have {elements:,} elements in total, for the shape {list(shape)}")
-    return JoinedParameter(shape, moves, is_replicated)
 
 
 def _without_vocab_padding(joined: JoinedParameter, true_vocab: Any, name: str) -> JoinedParameter:
@@ -229,3 +221,93 @@ def _matches(pattern: Any, name: str) -> bool:
         return re.match(pattern, name) is not None
     except re.error as error:
         raise CheckpointError(f"universal_checkpoint_info has the pattern {pattern[:100]!r}: {error}", where=name) from None
+
+
+def _from_affine_map(name: str, description: Any, parts: Sequence[Shape]) -> JoinedParameter:
+    shape, ranks = tuple(_attributes(description).get("logical_shape") or ()), _attributes(description).get("ranks") or {}
+    pieces = [_attributes(ranks.get(rank, ranks.get(str(rank)))).get("pieces") or () for rank in range(len(parts))]
+    moves = tuple(tuple(_moves(name, shape, rank, parts[rank], of_rank)) for rank, of_rank in enumerate(pieces))
+    elements = sum(box.volume for of_rank in moves for box, _ in of_rank)
+    is_replicated = len(set(moves)) == 1 and elements == len(parts) * math.prod(shape)
+    if not is_replicated and elements != math.prod(shape):
+        raise _unfitting(name, parts, f"the pieces of its affine map have {elements:,} elements in total, for the shape {list(shape)}")
+    return JoinedParameter(shape, moves, is_replicated)
+
+
+def _moves(name: str, shape: Shape, rank: int, part: Shape, pieces: Iterable[Any]) -> Iterator[Move]:
+    """The boxes of a rank's part. Raises CheckpointError for a piece that is scaled, or is not a box."""
+    for piece in map(_attributes, pieces):
+        if piece.get("scale", 1.0) != 1.0:
+            raise CheckpointError(
+                f"its tensor-parallel rank {rank} holds the values times {piece['scale']}",
+                where=name,
+                why="Undoing the scale would change bits, and reshard copies bits",
+                do="Convert the checkpoint with DeepSpeed's ds_to_universal first",
+            )
+        sizes = _numbers(piece.get("shape"))
+        (whole_offset, whole_strides), (part_offset, part_strides) = _view(piece.get("source")), _view(piece.get("dest"))
+        if sizes is None or whole_strides is None or part_strides is None or not len(sizes) == len(whole_strides) == len(part_strides):
+            raise CheckpointError(
+                f"the model file describes a piece of it on tensor-parallel rank {rank} without the shape and strides of a view",
+                where=name,
+                why="Its place in the whole parameter is not known",
+                do="Copy the model files again",
+            )
+        if not math.prod(sizes):
+            continue
+        whole_box, part_box = box_of_view(shape, whole_offset, sizes, whole_strides), box_of_view(part, part_offset, sizes, part_strides)
+        if whole_box is None or part_box is None or whole_box.sizes != part_box.sizes:
+            raise CheckpointError(f"a piece of {sizes} elements on tensor-parallel rank {rank} is not a box of the whole", where=name)
+        yield part_box, whole_box.offsets
+
+
+def _attributes(value: Any) -> Mapping[Any, Any]:
+    """The entries of a dict, or the attributes of an object such as SubparamShape; empty for anything else."""
+    if isinstance(value, Inert):
+        return value.state if isinstance(value.state, Mapping) else {}
+    return value if isinstance(value, Mapping) else {}
+
+
+def _numbers(value: Any) -> tuple[int, ...] | None:
+    """The value if it is a list or tuple of non-negative whole numbers."""
+    is_list = isinstance(value, tuple | list) and all(type(number) is int and number >= 0 for number in value)
+    return tuple(value) if is_list else None
+
+
+def _view(value: Any) -> tuple[int, tuple[int, ...] | None]:
+    """The offset and the strides of a view; None in place of the strides if the value is not a view."""
+    is_pair = isinstance(value, tuple | list) and len(value) == 2 and type(value[0]) is int and value[0] >= 0
+    return (value[0], _numbers(value[1])) if is_pair else (0, None)
+
+
+def box_of_view(shape: Shape, offset: int, sizes: Sequence[int], strides: Sequence[int]) -> Box | None:
+    """The box of a row-major tensor that a strided view walks through in order; None if the view is not a box."""
+    first = _coordinates(shape, offset)
+    last = _coordinates(shape, offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)))
+    if first is None or last is None or any(start > end for start, end in zip(first, last, strict=True)):
+        return None
+    box = Box(first, tuple(end - start + 1 for start, end in zip(first, last, strict=True)))
+    return box if _merged_axes(box.sizes, row_major(shape)) == _merged_axes(sizes, strides) else None
+
+
+def _coordinates(shape: Shape, offset: int) -> tuple[int, ...] | None:
+    """The coordinates of an element of a row-major tensor; None if the element lies outside."""
+    coordinates = []
+    for stride in row_major(shape):
+        coordinate, offset = divmod(offset, stride)
+        coordinates.append(coordinate)
+    is_inside = not offset and all(0 <= coordinate < size for coordinate, size in zip(coordinates, shape, strict=True))
+    return tuple(coordinates) if is_inside else None
+
+
+def _merged_axes(sizes: Iterable[int], strides: Iterable[int]) -> list[tuple[int, int]]:
+    """(size, stride) per axis. Neighbouring axes that are contiguous count as one axis; axes of one element are left out."""
+    axes: list[tuple[int, int]] = []
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1:
+            continue
+        if axes and axes[-1][1] == size * stride:
+            axes[-1] = (axes[-1][0] * size, stride)
+        else:
+            axes.append((size, stride))
+    return axes

@@ -60,20 +60,20 @@ class FlatBuffer:
 
     def shards(self, parameter: FlatSlice) -> Shards:
         """The pieces of a parameter. Parameters with equal shapes and bounds share their columns."""
-        boxes = boxes_of_runs(parameter.shape, parameter.bounds)
-        rows = boxes.runs + parameter.first_rank if parameter.first_rank else boxes.runs
+        offsets, sizes, runs, skips = boxes_of_runs(parameter.shape, parameter.bounds)
+        rows = runs + parameter.first_rank if parameter.first_rank else runs
         strides, itemsize = row_major(parameter.shape), self.dtype.itemsize
 
         def extent(i: int) -> Extent:
-            run = int(boxes.runs[i])
+            run = int(runs[i])
             row = self.rows[parameter.first_rank + run]
-            element = (parameter.first_offset if run == 0 else parameter.later_offset) + int(boxes.skips[i])
+            element = (parameter.first_offset if run == 0 else parameter.later_offset) + int(skips[i])
             return Extent(row.path, self.locations.of(row) + element * itemsize, strides, self.dtype)
 
         table = PieceTable(
             paths=self.paths,
-            offsets=boxes.offsets,
-            sizes=boxes.sizes,
+            offsets=offsets,
+            sizes=sizes,
             files=rows,
             positions=np.broadcast_to(np.int64(parameter.first_offset * itemsize), len(rows)),
             extent=extent,
@@ -82,28 +82,12 @@ class FlatBuffer:
         return Shards(table)
 
 
-def _column(ranks: Iterable[int]) -> Columns:
-    """Ranks as a column of `Shards`."""
-    return np.array(list(ranks), np.int64)
-
-
-@value(eq=False)
-class RunBoxes:
-    """The boxes of consecutive runs of a tensor's elements. n boxes, in the order of the runs."""
-
-    offsets: Columns
-    """[n, ndim]: where each box starts."""
-    sizes: Columns
-    """[n, ndim]: its size."""
-    runs: Columns
-    """[n]: the run that it belongs to."""
-    skips: Columns
-    """[n]: how many elements of the run lie before it."""
-
-
 @lru_cache(maxsize=4096)
-def boxes_of_runs(shape: Shape, bounds: tuple[int, ...]) -> RunBoxes:
-    """The boxes of the elements bounds[i]..bounds[i + 1] of a row-major tensor, for every i."""
+def boxes_of_runs(shape: Shape, bounds: tuple[int, ...]) -> tuple[Columns, Columns, Columns, Columns]:
+    """The boxes of the elements bounds[i]..bounds[i + 1] of a row-major tensor, for every i, in the order of the runs.
+
+    Their offsets [n, ndim], their sizes [n, ndim], the run of each [n], and the elements of that run that lie before it [n].
+    """
     rows = []
     for run, (start, stop) in enumerate(pairwise(bounds)):
         skip = 0
@@ -113,7 +97,7 @@ def boxes_of_runs(shape: Shape, bounds: tuple[int, ...]) -> RunBoxes:
     ndim = len(shape)
     table = np.array(rows, np.int64).reshape(len(rows), 2 * ndim + 2)
     offsets, sizes, runs, skips = (np.ascontiguousarray(columns) for columns in np.split(table, [ndim, 2 * ndim, 2 * ndim + 1], axis=1))
-    return RunBoxes(offsets, sizes, runs.reshape(-1), skips.reshape(-1))
+    return offsets, sizes, runs.reshape(-1), skips.reshape(-1)
 
 
 def pieces_of_flat(tensor: AnyTensor, shape: Shape, locations: Locations) -> Shards:
@@ -121,39 +105,27 @@ def pieces_of_flat(tensor: AnyTensor, shape: Shape, locations: Locations) -> Sha
     return FlatBuffer.of({0: tensor}, locations).shards(zero3_slice("", shape, ranks=1))
 
 
-def pieces_of_whole(tensor: AnyTensor, locations: Locations) -> Shards:
-    """The one piece of a tensor that one file holds whole."""
-
-    def extent(_: int) -> Extent:
-        return Extent(tensor.path, locations.of(tensor), tensor.strides, tensor.dtype)
-
-    position = tensor.byte_offset if isinstance(tensor, LocatedTensor) else tensor.member + tensor.skipped
-    table = PieceTable(
-        paths=(tensor.path,),
-        offsets=np.zeros((1, len(tensor.shape)), np.int64),
-        sizes=np.array([tensor.shape], np.int64).reshape(1, -1),
-        files=np.zeros(1, np.int64),
-        positions=np.array([position], np.int64),
-        extent=extent,
-        ranks=_column([0]),
-    )
-    return Shards(table)
-
-
 def pieces_of_copies(copies: Mapping[int, AnyTensor], locations: Locations) -> Shards:
-    """The pieces of a tensor that every rank's file holds whole, such as a step count. copies: by data-parallel rank."""
-    tensors, shape = list(copies.values()), next(iter(copies.values())).shape
+    """The pieces of a tensor that each of these ranks' files holds whole: one piece, or replicas. copies: by data-parallel rank."""
+    tensors, shapes = list(copies.values()), [tensor.shape for tensor in copies.values()]
 
     def extent(i: int) -> Extent:
         return Extent(tensors[i].path, locations.of(tensors[i]), tensors[i].strides, tensors[i].dtype)
 
+    positions = [at.byte_offset if isinstance(at, LocatedTensor) else at.member + at.skipped for at in tensors]
+    sizes = np.array(shapes, np.int64).reshape(len(tensors), len(shapes[0]))
     table = PieceTable(
         paths=tuple(tensor.path for tensor in tensors),
-        offsets=np.zeros((len(tensors), len(shape)), np.int64),
-        sizes=np.tile(np.array(shape, np.int64), (len(tensors), 1)),
+        offsets=np.zeros_like(sizes),
+        sizes=sizes,
         files=np.arange(len(tensors)),
-        positions=np.zeros(len(tensors), np.int64),
+        positions=np.array(positions, np.int64),
         extent=extent,
         ranks=_column(copies),
     )
     return Shards(table)
+
+
+def _column(ranks: Iterable[int]) -> Columns:
+    """Ranks as a column of `Shards`."""
+    return np.array(list(ranks), np.int64)

@@ -11,74 +11,53 @@ from typing import Any
 
 from reshard.adapter.state_dicts import group_numbers, optimizer_part
 from reshard.adapter.state_dicts import states as states_of
-from reshard.canonical.optimizer_state import names_for, plain_groups
+from reshard.canonical.optimizer_state import STEP, names_for, plain_groups, state_kind
 from reshard.containers.torch_zip import AnyTensor, Locations, is_plain_tensor, memory_of
-from reshard.index.index import Tensor
 
-from ..layout.degrees import ModelRank
 from ..layout.experts import parameters_of_experts
 from ..layout.states import ModelStates, Parameters, Shape
-from .flat_buffers import pieces_of_whole
+from ..layout.tag import ModelRank
 from .parts import MASTER, Contents, kind_and_name, merged, whole_part
 from .run_states import RunStates
 
 
 def plain_optimizer(states: RunStates, rank: ModelRank, locations: Locations) -> Contents:
     """The masters, states and param groups of one model-parallel rank; empty if its files hold no optimizer."""
-    models = states.models_of(rank.number)
-    model = models[min(models)]
-    dense = parameters_in_order(model)
-    optimizers = {ep: optimizer for (ep, mp), optimizer in states.expert_optimizers.items() if mp == rank.number}
+    model = states.models[0, rank.number]
+    dense, experts = parameters_in_order(model), tuple(states.expert_shapes().items())
+    optimizers = {ep_rank: optimizer for (ep_rank, mp), optimizer in states.expert_optimizers.items() if mp == rank.number}
     if not optimizers:
-        is_there = isinstance(model.optimizer, Mapping)
-        return optimizer_contents(model.optimizer, model.path, dense, (), rank, locations) if is_there else Contents()
-    ep = len([mp for _, mp in states.tag.expert_optimizers if mp == rank.number])
-    experts = tuple(states.expert_shapes().items())
+        return _of_optimizer(model.optimizer, model.path, dense, (), rank, locations)
+    ep = sum(mp == rank.number for _, mp in states.tag.expert_optimizers)
+    paths = {ep_rank: states.tag.expert_optimizers[ep_rank, rank.number] for ep_rank in optimizers}
     steps = [
-        optimizer_contents(
-            optimizer,
-            states.tag.expert_optimizers[ep_rank, rank.number],
-            dense,
-            parameters_of_experts(experts, ep_rank, ep),
-            rank,
-            locations,
-        )
+        _of_optimizer(optimizer, paths[ep_rank], dense, parameters_of_experts(experts, ep_rank, ep), rank, locations)
         for ep_rank, optimizer in optimizers.items()
     ]
     # The ranks list the same param groups, each with its own experts. Only the last rank's groups are kept.
     return replace(merged(steps), param_groups=steps[-1].param_groups)
 
 
-def optimizer_contents(
-    wrapper: Mapping[str, Any], path: str, dense: Parameters, experts: Parameters, rank: ModelRank, locations: Locations
-) -> Contents:
+def _of_optimizer(wrapper: Any, path: str, dense: Parameters, experts: Parameters, rank: ModelRank, locations: Locations) -> Contents:
     """What one optimizer's state dict holds, and the masters of a wrapper for 16-bit weights around it.
 
     dense: the model's parameters, in its order. experts: those of this rank's experts, which have param groups of their own.
     """
-    inner = wrapper.get("optimizer_state_dict")
+    inner = wrapper.get("optimizer_state_dict") if isinstance(wrapper, Mapping) else None
     optimizer = optimizer_part(inner if isinstance(inner, Mapping) else wrapper)
     if optimizer is None:
         return Contents()
     tensors = [(number, state, value) for number, state, value in states_of(optimizer) if is_plain_tensor(value)]
-    shapes = {number: value.shape for number, state, value in tensors if state != "step"}
+    shapes = {number: value.shape for number, state, value in tensors if state != STEP}
     names, notes = _names_of_numbers(optimizer, shapes, dense, experts)
     tensors += [(number, MASTER, master) for number, master in _masters(wrapper, group_numbers(optimizer))]
     file = path.rpartition("/")[2].partition("_model")[0].partition("_optim")[0]
-    return Contents(
-        parts=tuple(
-            whole_part(*kind_and_name(names[number], state), tensor, rank, locations)
-            for number, state, tensor in tensors
-            if number in names
-        ),
-        unnamed=tuple(
-            Tensor(f"optim.state.{file}.{number}.{state}", tensor.dtype, tensor.shape, "state", pieces_of_whole(tensor, locations))
-            for number, state, tensor in tensors
-            if number not in names
-        ),
-        notes=tuple(notes),
-        param_groups=plain_groups(optimizer["param_groups"], names, optimizer["state"]),
-    )
+    parts = []
+    for number, state, tensor in tensors:
+        kind, name = kind_and_name(names[number], state) if number in names else state_kind(None, f"{file}.{number}", state)
+        parts.append(whole_part(kind, name, tensor, rank, locations))
+    groups = plain_groups(optimizer["param_groups"], names, optimizer["state"])
+    return Contents(tuple(parts), notes=tuple(notes), param_groups=groups)
 
 
 def _masters(wrapper: Mapping[str, Any], numbers: Sequence[Sequence[Any]]) -> list[tuple[Any, AnyTensor]]:
@@ -117,9 +96,9 @@ def _names_of_numbers(
 
 def parameters_in_order(model: ModelStates) -> Parameters:
     """The module's parameters in its order, tied ones once. Buffers are left out by name; without recorded names, by element type."""
-    parameters, memories = [], set()
+    parameters, memories, buffers = [], set(), set(model.facts.buffers or ())
     for name, value in (model.module or {}).items():
-        if not is_plain_tensor(value) or name in (model.buffers or ()) or not value.dtype.floating:
+        if not is_plain_tensor(value) or name in buffers or not value.dtype.floating:
             continue
         if (memory := memory_of(value)) not in memories or 0 in value.shape:
             memories.add(memory)

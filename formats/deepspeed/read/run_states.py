@@ -207,17 +207,16 @@ def _with_swap_files(files: Files, states: OptimizerStates, attributes: Mapping[
             return row
         return LocatedTensor(path, 0, row.dtype, (nbytes // row.dtype.itemsize,), (1,), name)
 
-    masters, kinds = list(states.masters), [dict(state) for state in states.states]
-    for group, master in enumerate(states.masters):
-        master_attributes = attributes.get(master.storage)
-        ds_id = master_attributes.get("ds_id") if isinstance(master_attributes, Mapping) else None
+    groups = list(states.groups)
+    for number, group in enumerate(states.groups):
+        of_master = attributes.get(group.master.storage)
+        ds_id = of_master.get("ds_id") if isinstance(of_master, Mapping) else None
         # The name comes from the file: it must stay in the folder.
         if isinstance(ds_id, str) and re.fullmatch(r"[\w-]{1,100}", ds_id):
-            masters[group] = swapped(master, ds_id)
-            for kind, row in kinds[group].items():
-                if is_plain_tensor(row) and len(row.shape) == 1:
-                    kinds[group][kind] = swapped(row, f"{kind}-{ds_id}")
-    return replace(states, masters=tuple(masters), states=tuple(kinds))
+            rows = {kind: row for kind, row in group.states.items() if is_plain_tensor(row) and len(row.shape) == 1}
+            swapped_rows = {kind: swapped(row, f"{kind}-{ds_id}") for kind, row in rows.items()}
+            groups[number] = replace(group, master=swapped(group.master, ds_id), states={**group.states, **swapped_rows})
+    return replace(states, groups=tuple(groups))
 
 
 def _read_tensors(files: Files, path: str) -> Tensors:

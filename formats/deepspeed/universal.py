@@ -8,9 +8,6 @@
     <tag>/mp_rank_MM_model_states.pt, or zero_pp_rank_D_mp_rank_MM_model_states.pt
                                                          copies of the training run's model states
 
-reading.py   from the files to an index
-writing.py   the files that ZeRO-1, 2 and 3 load
-
 Source: deepspeed/checkpoint/ds_to_universal.py and universal_checkpoint.py; measured on 0.19.8.
 """
 
@@ -21,7 +18,7 @@ from typing import TYPE_CHECKING
 from reshard.adapter.format import Format, Hints
 from reshard.errors import IncompleteError
 
-from .folder import ZERO, find_universal_folder, other_tag_is_latest
+from .layout.tag import FP32, LATEST, LATEST_UNIVERSAL, ZERO
 
 if TYPE_CHECKING:
     from reshard.adapter.model_files import ModelFiles
@@ -45,7 +42,7 @@ class Universal(Format):
         return None if folder is None or other_tag_is_latest(files, folder) else f"{folder}{ZERO}"
 
     def read(self, files: Files, hints: Hints) -> Index:
-        from .reading import read_universal
+        from .read.universal import read_universal
 
         folder = find_universal_folder(files)
         if folder is None:
@@ -53,16 +50,62 @@ class Universal(Format):
         return read_universal(files, folder, hints)
 
     def check_values(self, files: Files, index: Index) -> Index:
-        from ..read.checks import check_masters
-        from .reading import check_shapes_of_states
+        from .read.one_save import check_masters
+        from .read.universal import check_shapes_of_states
 
         check_shapes_of_states(index)
         return check_masters(files, index)
 
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
-        from .writing import universal_layout
+        from .write.universal import universal_layout
 
         return universal_layout(content, target, companions)
+
+
+def find_universal_folder(files: Files) -> str | None:
+    """The folder that holds zero/, as a prefix of its paths; None if there is none.
+
+    Raises: CheckpointError if `latest_universal` names a tag that is not there.
+    """
+    listing = files.list()
+    if _holds_parameters(files, ""):
+        return ""
+    if LATEST_UNIVERSAL in listing:
+        return _folder_in_latest(files)
+    folders = [path for path in listing if path.endswith("/") and _holds_parameters(files, path)]
+    return folders[0] if len(folders) == 1 else None
+
+
+def other_tag_is_latest(files: Files, folder: str) -> bool:
+    """Whether `latest` names a tag beside this folder: the one that the run saved, and from which the universal checkpoint was made."""
+    if files.size(LATEST) is None:
+        return False
+    from reshard.storage.files import read_whole
+
+    tag = read_whole(files, LATEST, limit=4096).decode("utf-8", "replace").strip() + "/"
+    return tag != folder and tag in files.list()
+
+
+def _folder_in_latest(files: Files) -> str:
+    from reshard.storage.files import inside, read_whole
+
+    text = read_whole(files, LATEST_UNIVERSAL, limit=4096).decode("utf-8", "replace").strip()
+    folder = inside(text, where=LATEST_UNIVERSAL).rstrip("/") + "/" if text else "/"
+    if not _holds_parameters(files, folder):
+        raise IncompleteError(
+            f"it names the tag {text!r}, which is not there, or holds no {ZERO}",
+            where=LATEST_UNIVERSAL,
+            why="The conversion that wrote it was not finished, or its result was removed",
+            do="Give the folder that holds zero/, or convert again",
+        )
+    return folder
+
+
+def _holds_parameters(files: Files, folder: str) -> bool:
+    """Whether a folder holds zero/ with files, or with folders of parameters."""
+    if folder + ZERO not in files.list(folder):
+        return False
+    return any(files.size(path) is not None or files.size(f"{path}{FP32}.pt") is not None for path in files.list(folder + ZERO))
 
 
 FORMAT = Universal()

@@ -19,9 +19,9 @@ from reshard.geometry.sections import step_count
 from reshard.index.index import Tensor
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile
 
+from ..layout.tag import FP32, LATEST_UNIVERSAL, ZERO
 from ..layout.tensor_parallel import is_listed
-from ..write.training_state import TrainingState, stored_dtype, torch_size, training_state, zero_stage
-from .folder import FP32, LATEST, ZERO
+from .training_state import TrainingState, stored_dtype, torch_size, training_state, zero_stage
 
 
 def universal_layout(content: Content, target: Target, companions: ModelFiles) -> Layout:
@@ -42,7 +42,7 @@ def universal_layout(content: Content, target: Target, companions: ModelFiles) -
             raise RequestError("its name has a slash, and so cannot be the name of a folder", where=name, do="Rename it, or write --to hf")
         files.extend(_parameter_files(f"{tag}/{ZERO}{name}", training, name))
     dtypes = {tensor.dtype for tensor in content.weights.values()}
-    sidecars = (*companions.sidecars(dtypes), Sidecar(LATEST, tag.encode()))
+    sidecars = (*companions.sidecars(dtypes), Sidecar(LATEST_UNIVERSAL, tag.encode()))
     aliases = {alias: name for alias, name in training.aliases.items() if alias in content.tensors}
     return Layout("universal", tuple(files), sidecars, target.parallel, _notes(training), aliases)
 

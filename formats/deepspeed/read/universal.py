@@ -4,7 +4,7 @@
     Contents        parts of weights, and facts beside them            weights_of_rank
     ParameterFile   which files of masters and states there are        parameter_files
     SharedOptimizer param groups, and the step counts of ZeRO-3        shared_optimizer
-    Contents        masters and moments, each of them whole            parameter_contents
+    Parts           masters, moments and counts, each of them whole    tensors_of_files, step_counts
     Tensors         joined over tensor-parallel ranks                  joined_tensors
     Index                                                              read_universal
 
@@ -22,27 +22,21 @@ from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.canonical.optimizer_state import STEP, counted, plain_settings
 from reshard.containers import torch_zip
-from reshard.containers.torch_zip import Locations, is_plain_tensor
+from reshard.containers.torch_zip import AnyTensor, Locations, is_plain_tensor
 from reshard.errors import CheckpointError, MissingFile
 from reshard.geometry.value import value
-from reshard.index.index import Index, Kind, ParamGroup
+from reshard.index.index import Index, Kind, ParamGroup, Tensor
 from reshard.storage.files import Files
 
-from ..layout.degrees import ModelRank
 from ..layout.states import ModelStates, Shape
-from ..layout.tag import open_tag
-from ..layout.tensor_parallel import JoinRules
-from ..read.checks import check_one_step
-from ..read.degrees import model_parallel_degrees
-from ..read.facts import run_facts
-from ..read.flat_buffers import pieces_of_flat
-from ..read.index import config_shapes
-from ..read.join import joined_tensors
-from ..read.parts import Contents, ParameterPart, kind_and_name, merged, whole_part
-from ..read.run_states import RunStates, read_model_files
-from ..read.tied import with_aliases
-from ..read.weights import weights_of_rank
-from .folder import FP32, ZERO
+from ..layout.tag import FP32, ZERO, ModelRank, open_tag
+from .flat_buffers import pieces_of_flat
+from .index import config_shapes, join_rules, run_facts
+from .one_save import check_one_step, model_parallel_degrees
+from .parts import MASTER, Contents, ParameterPart, joined_tensors, kind_and_name, merged, whole_part
+from .pipeline_layers import with_second_names
+from .run_states import RunStates, read_model_files
+from .weights import objects_of, tied_names, weights_of_rank
 
 # zero/ holds parameters whole, as a run with one model-parallel rank would.
 _ONLY_RANK = ModelRank(0, stage=0, tp_rank=0)
@@ -57,31 +51,33 @@ def read_universal(files: Files, folder: str, hints: Hints) -> Index:
     # reshard writes model states for ZeRO-1, 2 and others for ZeRO-3. Those for ZeRO-1, 2 hold the tensors.
     states = read_model_files(files, replace(tag, zero3_models={}) if tag.models else tag)
     check_one_step(states)
-    degrees, locations = model_parallel_degrees(states), Locations(files)
-    tied = Contents(aliases=states.first_model.aliases)
-    weights = merged([tied, *(weights_of_rank(states, rank, locations) for rank in degrees.each_model_rank())])
-    shapes = trained_shapes(states.models.values())
+    degrees, locations, tied = model_parallel_degrees(states), Locations(files), tied_names(states)
+    weights = merged(weights_of_rank(states, rank, locations) for rank in degrees.each_model_rank())
+    shapes, names = trained_shapes(states.models.values()), weights.shapes("weight").keys()
     listed = list(parameter_files(files, folder, shapes))
-    cast_copies = {file.name for file in listed if shapes and file.name not in shapes} & weights.names("weight")
+    cast_copies = {file.name for file in listed if shapes and file.name not in shapes and file.name in names}
     read = [file for file in listed if file.name not in cast_copies]
-    check_leftover_parameters(read, shapes, weights.names("weight"))
+    check_leftover_parameters(read, shapes, names)
     optimizer = shared_optimizer(files, f"{folder}{ZERO}optimizer_state.pt", states)
     counts = step_counts(files, read, optimizer)
-    steps = Contents(tuple(whole_part("step", name, at, _ONLY_RANK, locations) for name, at in counts.items() if is_plain_tensor(at)))
-    elementwise = parameter_contents(files, [file for file in read if file.state != STEP], shapes, locations)
-    parameters = merged([tied, elementwise, steps, Contents(notes=tuple(_notes(cast_copies)))])
-    rules = JoinRules(states.first_model.universal_info, config_shapes(hints), states.first_model.path)
+    steps = [whole_part("step", name, count, _ONLY_RANK, locations) for name, count in counts.items() if is_plain_tensor(count)]
+    tensors = tensors_of_files(files, read)
+    parts = [_part(file, tensor, shapes.get(file.name, tensor.shape), locations) for file, tensor in tensors if is_plain_tensor(tensor)]
 
     builder = IndexBuilder("universal", files)
     builder.add_files([*states.tag.paths(), *(file.path for file in read), *([optimizer.path] if optimizer else [])])
-    for contents, tp in ((weights, degrees.tp), (parameters, 1)):
-        for tensor in joined_tensors(with_aliases(contents), rules, tp):
-            builder.add_tensor(tensor)
-        builder.add_objects(contents.objects)
-        builder.add_notes(contents.notes)
+    rules = join_rules(states, config_shapes(hints))
+    for contents, tp in ((weights, degrees.tp), (Contents((*parts, *steps)), 1)):
+        for whole in joined_tensors(with_second_names(contents, tied), rules, tp):
+            builder.add_tensor(whole)
+    builder.add_objects(name for model in states.models.values() for name in objects_of(model))
+    builder.add_objects(f"{file.name}.{file.state}" for file, tensor in tensors if not is_plain_tensor(tensor))
+    # ds_to_universal writes untrained tensors to zero/, too, cast to full precision. The model file has the originals.
+    note = f"{len(cast_copies)} tensors of the model file are in {ZERO} a second time, cast; the model file's are read"
+    builder.add_notes((*weights.notes, *([note] if cast_copies else [])))
     builder.param_groups = tuple(counted(group, counts) for group in optimizer.groups) if optimizer else ()
     check_states_of_groups(read, [group.names for group in builder.param_groups], folder + ZERO)
-    return builder.build(replace(run_facts(states, weights.aliases, hints.config), producer="DeepSpeed universal"))
+    return builder.build(replace(run_facts(states), producer="DeepSpeed universal", tied=tied, config=hints.config))
 
 
 def trained_shapes(models: Iterable[ModelStates]) -> dict[str, Shape]:
@@ -170,33 +166,24 @@ def check_states_of_groups(parameters: Iterable[ParameterFile], groups: Iterable
                     )
 
 
-def _notes(cast_copies: Collection[str]) -> Iterator[str]:
-    """ds_to_universal writes untrained tensors to zero/, too, cast to full precision. The model file has the originals."""
-    if cast_copies:
-        yield f"{len(cast_copies)} tensors of the model file are in {ZERO} a second time, cast; the model file's are read"
-
-
-def parameter_contents(files: Files, parameters: Iterable[ParameterFile], shapes: Mapping[str, Shape], locations: Locations) -> Contents:
-    """The masters and states in these files. shapes: of the trained parameters, by name.
-
-    Raises: CheckpointError if a flat tensor does not have the elements of its parameter.
-    """
-    parts, objects = [], []
+def tensors_of_files(files: Files, parameters: Iterable[ParameterFile]) -> list[tuple[ParameterFile, Any]]:
+    """What each of these files holds of its parameter, except step counts: a tensor, unless the file holds something else."""
+    found = []
     for parameter in parameters:
-        root = torch_zip.read(files, parameter.path, locate=False)
-        tensor = root.get("param") if isinstance(root, Mapping) else root
-        if not is_plain_tensor(tensor):
-            objects.append(f"{parameter.name}.{parameter.state}")
-            continue
-        kind, name = kind_and_name(parameter.name, parameter.state, master=FP32)
-        shape = shapes.get(parameter.name, tensor.shape)
-        if len(tensor.shape) != 1 or shape == tensor.shape:
-            parts.append(whole_part(kind, name, tensor, _ONLY_RANK, locations))
-            continue
-        if math.prod(shape) != tensor.shape[0]:
-            raise CheckpointError(f"it has {tensor.shape[0]:,} elements, param_shapes says {list(shape)}", where=parameter.path)
-        parts.append(ParameterPart(kind, name, 0, 0, tensor.dtype, shape, pieces_of_flat(tensor, shape, locations)))
-    return Contents(tuple(parts), objects=tuple(objects))
+        if parameter.state != STEP:
+            root = torch_zip.read(files, parameter.path, locate=False)
+            found.append((parameter, root.get("param") if isinstance(root, Mapping) else root))
+    return found
+
+
+def _part(file: ParameterFile, tensor: AnyTensor, shape: Shape, locations: Locations) -> ParameterPart:
+    """The master or the state in a file. Raises CheckpointError if a flat tensor does not have the elements of its parameter."""
+    kind, name = kind_and_name(file.name, MASTER if file.state == FP32 else file.state)
+    if len(tensor.shape) != 1 or shape == tensor.shape:
+        return whole_part(kind, name, tensor, _ONLY_RANK, locations)
+    if math.prod(shape) != tensor.shape[0]:
+        raise CheckpointError(f"it has {tensor.shape[0]:,} elements, param_shapes says {list(shape)}", where=file.path)
+    return ParameterPart(Tensor(name, tensor.dtype, shape, kind, pieces_of_flat(tensor, shape, locations)), _ONLY_RANK)
 
 
 @value(eq=False)
