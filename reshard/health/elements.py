@@ -1,4 +1,4 @@
-"""Judgements of single elements, rows and tensors: what no trained weight has."""
+"""Judgements of single elements, rows, tensors and experts: what no trained weight has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from reshard.index.name_parts import expert_of, is_scale, is_stacked_experts, is
 
 # The largest number of fp16. Weights that are trained in 16 bits are far smaller.
 _LARGEST_FP16 = 65504.0
-_MOMENTS = ("moment1", "moment2")
 
 
 def bad_numbers(measured: Sequence[Measured]) -> Iterator[Finding]:
@@ -90,7 +89,7 @@ def _expert_is_dead(name: str, measured: Sequence[Measured], dead: set[str]) -> 
 def _rows(entry: Measured) -> Iterator[Finding]:
     statistics, name = entry.statistics, entry.name
     if is_stacked_experts(name, entry.tensor.shape) and any(statistics.slices.values()):
-        return  # experts.py judges whole experts
+        return  # dead_experts judges whole experts
     where = _where(entry, statistics.first_odd_row)
     at = _first_at(statistics.first_odd_row)
     if is_table(name):
@@ -101,3 +100,28 @@ def _rows(entry: Measured) -> Iterator[Finding]:
         yield found("zero-rows", f"{statistics.zero_rows:,} of {plural(statistics.rows, 'row')} are zero{at}", **where)
     if statistics.constant_rows:
         yield found("constant-rows", f"{statistics.constant_rows:,} of {plural(statistics.rows, 'row')} have one value{at}", **where)
+
+
+def dead_experts(measured: Sequence[Measured]) -> Iterator[Finding]:
+    """Experts whose matrices, or whose moments, are all zero."""
+    # By group of experts, and whether it is about their moments: whether each expert is all zero.
+    zero: dict[tuple[str, bool], dict[int, bool]] = {}
+    for entry in measured:
+        is_moment, is_weight = entry.tensor.kind == "moment2", entry.tensor.kind in ("weight", "master")
+        expert = expert_of(entry.name)
+        if not entry.is_complete or not (is_weight or is_moment) or not entry.tensor.dtype.floating:
+            continue
+        if expert is not None and len(entry.tensor.shape) > 1:
+            group, number = expert
+            experts = zero.setdefault((group, is_moment), {})
+            experts[number] = experts.get(number, True) and entry.statistics.is_zero
+        elif is_stacked_experts(entry.name, entry.tensor.shape) and is_weight:
+            experts = zero.setdefault((entry.name, False), {})
+            experts.update(entry.statistics.slices)
+    for (group, is_moment), experts in zero.items():
+        if is_moment and all(experts.values()):
+            continue  # no expert of the group was trained: frozen
+        gradients = "it never got a gradient: its second moments are zero, those of others are not"
+        what = gradients if is_moment else "all its matrices are zero"
+        for number in sorted(number for number, is_zero in experts.items() if is_zero):
+            yield found("dead-expert", f"expert {number} of {len(experts)}: {what}", tensor=group.replace("*", str(number)))

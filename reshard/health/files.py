@@ -15,7 +15,6 @@ from reshard.errors import CheckpointError
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.health.findings import Finding, found, of_error
-from reshard.index.index import Index
 from reshard.storage.files import Files
 
 # Deeper folders belong to something else.
@@ -24,11 +23,11 @@ _ZIP = b"PK\3\4"
 _STEP = 1 << 20
 
 
-def paths_of(files: Files, index: Index | None) -> tuple[str, ...]:
-    """The files to check: those in the folders of the index's files; without an index all files below the checkpoint."""
-    if index is None:
+def paths_of(files: Files, used: Collection[str]) -> tuple[str, ...]:
+    """The files to check: those in the folders of files in which tensors lie; all files below the checkpoint, if none is known."""
+    folders = {path.rpartition("/")[0] for path in used}
+    if not folders:
         return tuple(_below(files, "", _DEPTH))
-    folders = {file.path.rpartition("/")[0] for file in index.files}
     return tuple(path for folder in sorted(folders) for path in files.list(folder) if not path.endswith("/"))
 
 
@@ -46,9 +45,8 @@ def damaged_files(files: Files, paths: Sequence[str], checked: Collection[str]) 
             yield of_error(error, "damaged-file")
 
 
-def unused_files(format: Format, index: Index, files: Files, paths: Sequence[str]) -> Iterator[Finding]:
-    """Files with the names of weight files in which no tensor lies."""
-    used = {file.path for file in index.files}
+def unused_files(format: Format, used: Collection[str], files: Files, paths: Sequence[str]) -> Iterator[Finding]:
+    """Files with the names of weight files in which no tensor lies. used: those in which tensors lie."""
     for path in paths:
         name = path.rpartition("/")[2]
         if (

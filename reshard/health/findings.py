@@ -30,10 +30,17 @@ class FindingKind:
     """The stable id, such as "nan"."""
     severity: Severity
     """error: do not use the checkpoint. warning: look at it. info: what was seen or not checked, often on purpose."""
+    needs: Literal["", "deep", "since"]
+    """The keyword of `doctor` without which it is not looked for; empty if it always is."""
     meaning: str
     """What the finding means."""
     do: str
     """What the user can do about it; may be empty."""
+
+    @property
+    def text(self) -> str:
+        """The meaning, with the option that it needs."""
+        return f"`--{self.needs}`: {self.meaning[0].lower()}{self.meaning[1:]}" if self.needs else self.meaning
 
 
 _COPY = "Copy the file again from where the checkpoint was written"
@@ -41,121 +48,78 @@ _SAVE = "Keep the files of one save only, or save again"
 _LOADED = "Check how it is initialized and loaded"
 _BEFORE = "Go back to an earlier save, and look at the loss and the gradient norm of the run"
 
-_ROWS = (
+_ROWS: tuple[tuple[str, Severity, Literal["", "deep", "since"], str, str], ...] = (
     # Files.
-    FindingKind("missing-file", "error", "A file of the checkpoint is not there.", _COPY),
-    FindingKind("truncated-file", "error", "A file ends before its content does.", _COPY),
-    FindingKind("damaged-file", "error", "A file cannot be read as what its name or its first bytes claim.", _COPY),
-    FindingKind("wrong-checksum", "error", "`--deep`: the bytes of a zip member do not have the CRC-32 that was stored with them.", _COPY),
-    FindingKind(
-        "changed", "error", "`--deep`: a tensor or a file is not what reshard wrote and recorded in reshard.json.",
-        "Copy it again from where it was written; if it was changed on purpose, remove reshard.json",
-    ),
-    FindingKind("no-checksums", "info", "`--deep`: zip files were saved without CRC-32, so damage in them cannot be seen.", ""),
-    FindingKind(
-        "unused-file", "warning", "A file has the name of a weight file, but no tensor of the checkpoint lies in it.",
-        "Remove it if it is from another save",
-    ),
-    FindingKind(
-        "missing-tokenizer", "warning", "There is no tokenizer beside the weights, and the engines that load this format need one.",
-        "Name a folder with the model's config and tokenizer: --model DIR"
-    ),
-    FindingKind(
-        "missing-config", "warning", "There is no config.json beside the weights, and the engines that load this format need one.",
-        "Name a folder with the model's config and tokenizer: --model DIR"
-    ),
+    ("missing-file", "error", "", "A file of the checkpoint is not there.", _COPY),
+    ("truncated-file", "error", "", "A file ends before its content does.", _COPY),
+    ("damaged-file", "error", "", "A file cannot be read as what its name or its first bytes claim.", _COPY),
+    ("wrong-checksum", "error", "deep", "The bytes of a zip member do not have the CRC-32 that was stored with them.", _COPY),
+    ("changed", "error", "deep", "A tensor or a file is not what reshard wrote and recorded in reshard.json.",
+     "Copy it again from where it was written; if it was changed on purpose, remove reshard.json"),
+    ("no-checksums", "info", "deep", "Zip files were saved without CRC-32, so damage in them cannot be seen.", ""),
+    ("unused-file", "warning", "", "A file has the name of a weight file, but no tensor of the checkpoint lies in it.",
+     "Remove it if it is from another save"),
+    ("missing-tokenizer", "warning", "", "There is no tokenizer beside the weights, and the engines that load this format need one.",
+     "Name a folder with the model's config and tokenizer: --model DIR"),
+    ("missing-config", "warning", "", "There is no config.json beside the weights, and the engines that load this format need one.",
+     "Name a folder with the model's config and tokenizer: --model DIR"),
     # Consistency.
-    FindingKind("inconsistent", "error", "The files contradict each other or their format, so the checkpoint cannot be opened.", _SAVE),
-    FindingKind("stale-rank", "error", "Files are from different saves, steps or runs.", _SAVE),
-    FindingKind(
-        "uneven-steps", "warning", "The optimizer has counted different numbers of steps for different parameters.",
-        "Harmless if some parameters were added or unfrozen later, or got no gradient; otherwise files of two saves are mixed",
-    ),
-    FindingKind("incomplete-tensor", "error", "A part of a tensor is in no file, or several unequal boxes hold it.", _COPY),
-    FindingKind(
-        "missing-layer", "warning", "A layer number between the first and the last layer has no tensors.",
-        "Check that the files of all pipeline stages are there",
-    ),
-    FindingKind("missing-weight", "error", "A weight that the config needs is not there.", "Check that all files of the save are there"),
-    FindingKind(
-        "wrong-shape", "error", "A weight has another shape than the config says.",
-        "Give the config that this model was trained with (--model DIR)",
-    ),
-    FindingKind(
-        "unknown-weight", "info", "The architecture has no such weight.",
-        "Formats that keep names carry it; for serving engines and Megatron, leave it out with --exclude or --drop-unknown",
-    ),
-    FindingKind(
-        "config-not-checked", "info", "The shapes were not compared with a config.", "Give the model's config with --model DIR"
-    ),
-    FindingKind(
-        "mixed-dtypes", "info", "The same weight has different element types in different layers.", ""
-    ),
-    FindingKind(
-        "tied-mismatch", "error", "The config ties head and embedding, and the two differ in shape, type or (`--deep`) values.",
-        "Correct tie_word_embeddings in the config, or find out which of the two is right",
-    ),
-    FindingKind(
-        "replicas-differ", "error", "`--deep`: ranks that should hold the same values hold different ones.",
-        "Find out which rank has diverged or which file is wrong",
-    ),
-    FindingKind(
-        "wrong-padding", "error", "`--deep`: padding, or a constant that the format prescribes, has other bytes.", _COPY
-    ),
+    ("inconsistent", "error", "", "The files contradict each other or their format, so the checkpoint cannot be opened.", _SAVE),
+    ("stale-rank", "error", "", "Files are from different saves, steps or runs.", _SAVE),
+    ("uneven-steps", "warning", "", "The optimizer has counted different numbers of steps for different parameters.",
+     "Harmless if some parameters were added or unfrozen later, or got no gradient; otherwise files of two saves are mixed"),
+    ("incomplete-tensor", "error", "", "A part of a tensor is in no file, or several unequal boxes hold it.", _COPY),
+    ("missing-layer", "warning", "", "A layer number between the first and the last layer has no tensors.",
+     "Check that the files of all pipeline stages are there"),
+    ("missing-weight", "error", "", "A weight that the config needs is not there.", "Check that all files of the save are there"),
+    ("wrong-shape", "error", "", "A weight has another shape than the config says.",
+     "Give the config that this model was trained with (--model DIR)"),
+    ("unknown-weight", "info", "", "The architecture has no such weight.",
+     "Formats that keep names carry it; for serving engines and Megatron, leave it out with --exclude or --drop-unknown"),
+    ("config-not-checked", "info", "", "The shapes were not compared with a config.", "Give the model's config with --model DIR"),
+    ("mixed-dtypes", "info", "", "The same weight has different element types in different layers.", ""),
+    ("tied-mismatch", "error", "", "The config ties head and embedding, and the two differ in shape, type or (`--deep`) values.",
+     "Correct tie_word_embeddings in the config, or find out which of the two is right"),
+    ("replicas-differ", "error", "deep", "Ranks that should hold the same values hold different ones.",
+     "Find out which rank has diverged or which file is wrong"),
+    ("wrong-padding", "error", "deep", "Padding, or a constant that the format prescribes, has other bytes.", _COPY),
     # The optimizer.
-    FindingKind(
-        "missing-moment", "error", "A trained parameter lacks a part of its optimizer state that the other parameters have.",
-        "Check that all optimizer files are there. A run that goes on from here starts with wrong state",
-    ),
-    FindingKind(
-        "moment-shape", "error", "Optimizer state has another shape than its weight.", "It belongs to another model or another save"
-    ),
-    FindingKind("lone-moment", "warning", "Optimizer state belongs to a parameter that the model does not have.", ""),
-    FindingKind("no-moments", "info", "Weights without optimizer state: frozen weights, buffers, or parameters without gradients.", ""),
-    FindingKind("negative-moment", "error", "`--deep`: a second moment, an average of squares, is negative.", _BEFORE),
+    ("missing-moment", "error", "", "A trained parameter lacks a part of its optimizer state that the other parameters have.",
+     "Check that all optimizer files are there. A run that goes on from here starts with wrong state"),
+    ("moment-shape", "error", "", "Optimizer state has another shape than its weight.", "It belongs to another model or another save"),
+    ("lone-moment", "warning", "", "Optimizer state belongs to a parameter that the model does not have.", ""),
+    ("no-moments", "info", "", "Weights without optimizer state: frozen weights, buffers, or parameters without gradients.", ""),
+    ("negative-moment", "error", "deep", "A second moment, an average of squares, is negative.", _BEFORE),
     # Values.
-    FindingKind("nan", "error", "`--deep`: elements are NaN.", _BEFORE),
-    FindingKind("inf", "error", "`--deep`: elements are infinite.", _BEFORE),
-    FindingKind(
-        "huge-value", "warning", "`--deep`: elements are larger than 65504, the largest fp16 number. A flipped exponent bit does this.",
-        _BEFORE,
-    ),
-    FindingKind("zero-tensor", "warning", "`--deep`: all elements of a matrix are zero.", _LOADED),
-    FindingKind("constant-tensor", "warning", "`--deep`: all elements of a matrix have one value.", _LOADED),
-    FindingKind("zero-rows", "warning", "`--deep`: rows of a matrix are zero: dead or pruned units, or a part that was never written.", ""),
-    FindingKind("constant-rows", "warning", "`--deep`: rows of a matrix have one value other than zero.", ""),
-    FindingKind("unused-rows", "info", "`--deep`: rows of an embedding or head are zero or constant: tokens that are not used.", ""),
-    FindingKind("constant-vectors", "info", "`--deep`: biases or norms have one value, as before training.", ""),
-    FindingKind(
-        "norm-outlier", "warning", "`--deep`: the root mean square of a matrix is far from that of the same matrix in the other layers.",
-        "Compare the layer with an earlier save",
-    ),
-    FindingKind(
-        "fresh-tensor", "warning", "`--deep`: a matrix has the distribution of a fresh initialization, and most others do not.",
-        "Check that it was loaded when the run began; a head or an added layer is often left out",
-    ),
-    FindingKind("fresh-model", "info", "`--deep`: most matrices have the distribution of a fresh initialization.", ""),
-    FindingKind(
-        "dead-expert", "warning", "`--deep`: an expert is zero, or only its moments are. `--since`: an expert never moved.",
-        "Check the load balance of the router",
-    ),
+    ("nan", "error", "deep", "Elements are NaN.", _BEFORE),
+    ("inf", "error", "deep", "Elements are infinite.", _BEFORE),
+    ("huge-value", "warning", "deep", "Elements are larger than 65504, the largest fp16 number. A flipped exponent bit does this.",
+     _BEFORE),
+    ("zero-tensor", "warning", "deep", "All elements of a matrix are zero.", _LOADED),
+    ("constant-tensor", "warning", "deep", "All elements of a matrix have one value.", _LOADED),
+    ("zero-rows", "warning", "deep", "Rows of a matrix are zero: dead or pruned units, or a part that was never written.", ""),
+    ("constant-rows", "warning", "deep", "Rows of a matrix have one value other than zero.", ""),
+    ("unused-rows", "info", "deep", "Rows of an embedding or head are zero or constant: tokens that are not used.", ""),
+    ("constant-vectors", "info", "deep", "Biases or norms have one value, as before training.", ""),
+    ("norm-outlier", "warning", "deep", "The root mean square of a matrix is far from that of the same matrix in the other layers.",
+     "Compare the layer with an earlier save"),
+    ("fresh-tensor", "warning", "deep", "A matrix has the distribution of a fresh initialization, and most others do not.",
+     "Check that it was loaded when the run began; a head or an added layer is often left out"),
+    ("fresh-model", "info", "deep", "Most matrices have the distribution of a fresh initialization.", ""),
+    ("dead-expert", "warning", "deep", "An expert is zero, or only its moments are. `--since`: an expert never moved.",
+     "Check the load balance of the router"),
     # Quantization.
-    FindingKind("missing-scale", "error", "A weight is quantized, and a scale or zero point of it is not stored.", _COPY),
-    FindingKind("zero-groups", "warning", "`--deep`: all elements that share a scale are zero.", "Check the weights that were quantized"),
-    FindingKind("bad-scale", "error", "`--deep`: a scale is NaN, infinite, zero or negative.", "Quantize the model again"),
+    ("missing-scale", "error", "", "A weight is quantized, and a scale or zero point of it is not stored.", _COPY),
+    ("zero-groups", "warning", "deep", "All elements that share a scale are zero.", "Check the weights that were quantized"),
+    ("bad-scale", "error", "deep", "A scale is NaN, infinite, zero or negative.", "Quantize the model again"),
     # Two saves.
-    FindingKind("never-moved", "warning", "`--since`: a matrix has the same bits in both checkpoints.", "Check that it gets gradients"),
-    FindingKind("frozen", "info", "`--since`: vectors, or weights without optimizer state, have the same bits in both checkpoints.", ""),
-    FindingKind(
-        "nothing-moved", "warning", "`--since`: all weights have the same bits in both checkpoints.",
-        "Check that the paths are of two saves",
-    ),
-    FindingKind(
-        "other-weights", "warning", "`--since`: a weight is in one of the checkpoints only, or has another shape or element type.", ""
-    ),
+    ("never-moved", "warning", "since", "A matrix has the same bits in both checkpoints.", "Check that it gets gradients"),
+    ("frozen", "info", "since", "Vectors, or weights without optimizer state, have the same bits in both checkpoints.", ""),
+    ("nothing-moved", "warning", "since", "All weights have the same bits in both checkpoints.", "Check that the paths are of two saves"),
+    ("other-weights", "warning", "since", "A weight is in one of the checkpoints only, or has another shape or element type.", ""),
 )  # fmt: skip
 
-KINDS: Mapping[str, FindingKind] = {kind.id: kind for kind in _ROWS}
+KINDS: Mapping[str, FindingKind] = {row[0]: FindingKind(*row) for row in _ROWS}
 """Every kind of finding by id."""
 
 # The most specific class first.

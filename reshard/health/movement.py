@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 
 import numpy as np
@@ -16,6 +16,7 @@ from reshard.health.findings import Finding, found, of_error
 from reshard.index.index import Index, Kind, Tensor
 from reshard.index.name_parts import expert_of, is_scale, is_stacked_experts
 from reshard.measures.walk import Read, walk
+from reshard.requests.request import Effort
 from reshard.storage.files import Files
 
 
@@ -65,9 +66,7 @@ def _best_copies(index: Index) -> Mapping[str, tuple[Tensor, ...]]:
     return copies
 
 
-def compare_pairs(
-    pairs: list[Pair], files: tuple[Files, Files], advance: Callable[[int], None], *, workers: int | None, memory: int | None
-) -> Iterator[Finding]:
+def compare_pairs(pairs: list[Pair], files: tuple[Files, Files], effort: Effort) -> Iterator[Finding]:
     """Read both tensors of every pair and note what moved. Yields a finding for each tensor that cannot be read."""
 
     def measure(number: int, read: Read) -> tuple[int, set[int] | None, Finding | None]:
@@ -84,8 +83,7 @@ def compare_pairs(
         return not pairs[number].moved or _has_slices(pairs[number])  # one difference is enough
 
     groups = [(pair.now, pair.before) for pair in pairs]
-    blocks = walk(groups, files, lambda: measure, is_wanted=is_wanted, workers=workers, memory=memory)
-    for number, (nbytes, moved, fault) in blocks:
+    for number, (nbytes, moved, fault) in walk(groups, files, lambda: measure, effort=effort, is_wanted=is_wanted):
         pair = pairs[number]
         if moved is None:
             pair.is_complete = False
@@ -94,7 +92,7 @@ def compare_pairs(
             pair.moved_slices |= moved if _has_slices(pair) else set()
         if fault:
             yield fault
-        advance(nbytes)
+        effort.report(nbytes)
 
 
 def _has_slices(pair: Pair) -> bool:

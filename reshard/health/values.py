@@ -17,6 +17,7 @@ from reshard.index.name_parts import is_scale
 from reshard.index.shards import primary_rows
 from reshard.measures.statistics import Meter, Statistics
 from reshard.plans.digests import CURRENT
+from reshard.requests.request import Effort
 from reshard.storage.files import Files
 
 
@@ -58,18 +59,15 @@ class _Job:
 def measure(
     tensors: Sequence[Tensor],
     files: Files,
-    advance: Callable[[int], None],
+    effort: Effort,
     *,
     with_digests: bool = False,
-    workers: int | None = None,
-    memory: int | None = None,
 ) -> list[Measured]:
     """The statistics of every tensor. Weights and masters get all of them, optimizer state those that it needs.
 
-    advance: called with the bytes of each finished block. with_digests: also hash every block. workers: threads. memory: the most bytes of
-    buffers.
+    with_digests: also hash every block.
 
-    Raises: RequestError if `memory` is too small.
+    Raises: RequestError if the memory of `effort` is too small.
     """
     measured = [Measured(tensor) for tensor in tensors]
     itemsize = max((tensor.dtype.itemsize for tensor in tensors), default=1)
@@ -93,7 +91,7 @@ def measure(
 
         return perform
 
-    threads = workers_within(memory, workers, itemsize, buffers=3)
+    threads = workers_within(effort.memory, effort.workers, itemsize, buffers=3)
     for job, statistics, digest, fault in run_reading(jobs(), make_worker, threads, (files, lambda job: (job.pieces, job.box))):
         entry = measured[job.number]
         entry.fault = entry.fault or fault
@@ -101,7 +99,7 @@ def measure(
             entry.is_complete = False
         else:
             entry.statistics.add(statistics)
-            advance(job.box.volume * entry.tensor.dtype.itemsize)
+            effort.report(job.box.volume * entry.tensor.dtype.itemsize)
         if digest is not None:
             entry.digests[job.block] = digest
     return measured

@@ -11,6 +11,7 @@ from reshard.engine.stores.read_ahead import BoxOfTensor, run_reading
 from reshard.engine.transfer import Block, Pieces, Worker, strips
 from reshard.geometry.boxes import Box, blocks
 from reshard.index.index import Tensor
+from reshard.requests.request import Effort
 from reshard.storage.files import Files
 
 Result = TypeVar("Result")
@@ -26,16 +27,15 @@ def walk(
     files: tuple[Files, ...],
     make_measure: Callable[[], Measure[Result]],
     *,
+    effort: Effort,
     is_wanted: Callable[[int], bool] = lambda number: True,
-    workers: int | None = None,
-    memory: int | None = None,
 ) -> Iterator[tuple[int, Result]]:
     """The measure of every block of every group, in the order in which they are finished, with the number of the group.
 
     groups: tensors of one shape, one for each of `files`. make_measure: called once in each thread. is_wanted: whether the next block of a
-    group is still to be read. memory: the most bytes of buffers.
+    group is still to be read.
 
-    Raises: what the measure raises; RequestError if `memory` is too small.
+    Raises: what the measure raises; RequestError if the memory of `effort` is too small.
     """
     itemsize = max((tensor.dtype.itemsize for group in groups for tensor in group), default=1)
 
@@ -61,5 +61,5 @@ def walk(
     def reads(side: int) -> tuple[Files, Callable[[tuple[int, Box, tuple[Pieces, ...]]], BoxOfTensor]]:
         return files[side], lambda job: (job[2][side], job[1])
 
-    threads = workers_within(memory, workers, itemsize, buffers=2 * len(files))
+    threads = workers_within(effort.memory, effort.workers, itemsize, buffers=2 * len(files))
     yield from run_reading(jobs(), make_worker, threads, *map(reads, range(len(files))))

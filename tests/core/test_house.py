@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # A room imports only rooms above it in this list. architectures/ is data.
 ROOMS = [
     "errors", "geometry", "storage", "containers", "models", "serving", "training", "index", "canonical", "plans", "adapter",
-    "engine", "measures", "health", "requests", "runs", "verbs", "picture", "pages",
+    "engine", "requests", "measures", "health", "runs", "verbs", "picture", "pages",
 ]  # fmt: skip
 CORE = sorted((ROOT / "reshard").rglob("*.py"))
 FORMATS = sorted((ROOT / "formats").rglob("*.py"))

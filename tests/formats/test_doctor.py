@@ -21,7 +21,7 @@ from reshard.engine.transfer import Pieces
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import _TABLE, F32
-from reshard.health import experts, optimizer, structure
+from reshard.health import elements, structure
 from reshard.health.findings import KINDS
 from reshard.health.values import Measured
 from reshard.index.index import Index, Tensor
@@ -351,7 +351,7 @@ ALSO = {
 }
 # The fixtures' matrices are fresh, and some are large enough to tell; none has a tokenizer, and some have no config.
 FRESH = {"fresh-model", "missing-tokenizer", "missing-config"}
-DEEP = {id for id, kind in KINDS.items() if kind.meaning.startswith("`--deep`")} | {"tied-mismatch"}
+DEEP = {id for id, kind in KINDS.items() if kind.needs == "deep"} | {"tied-mismatch"}
 
 
 @pytest.mark.parametrize("id", DAMAGES)
@@ -406,14 +406,14 @@ def without_tensor(index: Index, name: str, kind: str) -> Index:
 
 def test_optimizer_state_that_does_not_fit_the_weights():
     index, name = index_of("dcp/fsdp2"), "model.norm.weight"
-    assert list(optimizer.optimizer_state(index)) == []
+    assert list(structure.optimizer_state(index)) == []
     for damaged, id in (
         (without_tensor(index, name, "moment2"), "missing-moment"),
         (changed(index, name, "moment1", shape=(7,)), "moment-shape"),
         (without_tensor(index, name, "weight"), "lone-moment"),
         (without_tensor(without_tensor(index, name, "moment1"), name, "moment2"), "no-moments"),
     ):
-        assert {finding.id for finding in optimizer.optimizer_state(damaged)} == {id}
+        assert {finding.id for finding in structure.optimizer_state(damaged)} == {id}
 
 
 def test_every_incomplete_tensor_is_found_not_only_the_first():
@@ -444,10 +444,10 @@ def measured(name: str, kind: str, values: Any) -> Measured:
 def test_an_expert_without_gradients_or_in_a_stack_is_dead():
     alive, zero = np.ones((4, 16)), np.zeros((4, 16))
     moments = [measured(f"model.layers.0.mlp.experts.{i}.up_proj.weight", "moment2", zero if i == 1 else alive) for i in range(3)]
-    assert [finding.tensor for finding in experts.dead_experts(moments)] == ["model.layers.0.mlp.experts.1"]
-    assert list(experts.dead_experts(moments[1:2])) == []  # a frozen group
+    assert [finding.tensor for finding in elements.dead_experts(moments)] == ["model.layers.0.mlp.experts.1"]
+    assert list(elements.dead_experts(moments[1:2])) == []  # a frozen group
     stack = measured("model.layers.0.mlp.experts.gate_up_proj", "weight", [alive, alive, zero])
-    assert ["expert 2 of 3" in finding.detail for finding in experts.dead_experts([stack])] == [True]
+    assert ["expert 2 of 3" in finding.detail for finding in elements.dead_experts([stack])] == [True]
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F64"])

@@ -127,7 +127,7 @@ def _show_kinds(as_json: bool) -> None:
 
     if as_json:
         show_json(
-            {"findings": [{"id": kind.id, "severity": kind.severity, "meaning": kind.meaning, "do": kind.do} for kind in KINDS.values()]}
+            {"findings": [{"id": kind.id, "severity": kind.severity, "meaning": kind.text, "do": kind.do} for kind in KINDS.values()]}
         )
     else:
-        show(*table([(kind.id, kind.severity, kind.meaning.replace("`", "")) for kind in KINDS.values()], ("id", "severity", "meaning")))
+        show(*table([(kind.id, kind.severity, kind.text.replace("`", "")) for kind in KINDS.values()], ("id", "severity", "meaning")))

@@ -106,7 +106,7 @@ def _show_files(path: str) -> None:
     try:
         files = open_tree(path)
         format, _ = registry.detect(files)
-        paths, config = paths_of(files, None), find_model_files_near(files).config or {}
+        paths, config = paths_of(files, ()), find_model_files_near(files).config or {}
     except ReshardError:
         return
     sizes = {found: files.size(found) or 0 for found in paths}

@@ -134,7 +134,7 @@ def _measure(result: Diff, pairs: Sequence[tuple], sides: tuple[Side, Side], eff
         return measure
 
     files = sides[0].files, sides[1].files
-    for number, (nbytes, change) in walk(pairs, files, make_measure, workers=effort.workers, memory=effort.memory):
+    for number, (nbytes, change) in walk(pairs, files, make_measure, effort=effort):
         result.changes[number].add(change)
         result.nbytes += nbytes
         effort.report(nbytes)

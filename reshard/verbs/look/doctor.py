@@ -1,13 +1,16 @@
-"""The verb `doctor`: is a checkpoint healthy? Its files, its structure and, if asked, its values."""
+"""The verb `doctor`: is a checkpoint healthy? One table of checks: of its files, its structure and, if asked, its values."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import cached_property
 from typing import Any, Unpack
 
+from reshard.adapter import registry
 from reshard.adapter.format import Format
+from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.tied_head import with_replica
 from reshard.engine.compare import wrong_constants
@@ -17,15 +20,13 @@ from reshard.engine.pool import workers_within
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
-from reshard.health import distributions, elements, experts, files, movement, optimizer, quantized, structure, values
+from reshard.health import distributions, elements, files, movement, quantized, structure, values
 from reshard.health.findings import SEVERITIES, Finding, Report, found, of_error, sorted_findings
 from reshard.health.model_files import missing_beside_weights
-from reshard.health.values import Measured
-from reshard.index.index import Index, Tensor
-from reshard.models.quantization import quantization_of
+from reshard.index.index import Index, RunFacts, Tensor
 from reshard.plans.manifest import usable_manifest
 from reshard.requests.checkpoint import Checkpoint, classified_checkpoint, open, unchecked
-from reshard.requests.request import Effort, EffortOptions, OpenOptions, PathLike, Progress, checked_keywords
+from reshard.requests.request import Effort, EffortOptions, OpenOptions, PathLike, checked_keywords
 from reshard.storage.files import Files
 from reshard.storage.tar import open_tree
 from reshard.verbs.verify import verify_written
@@ -35,18 +36,165 @@ class DoctorOptions(OpenOptions, EffortOptions, total=False):
     """Keywords of `doctor`."""
 
 
-@value
-class _Patient:
-    """A checkpoint that is checked, as far as it could be opened."""
+@value(slots=False, eq=False)
+class Patient:
+    """A checkpoint that is checked, and what several checks need of it."""
 
-    files: Files
-    """Its files."""
-    format: Format | None = None
-    """Its format; None if it could not be opened."""
-    checkpoint: Checkpoint | None = None
-    """The opened checkpoint; None if it could not be opened."""
-    index: Index | None = None
-    """Its index under canonical names; None if it could not be opened."""
+    checkpoint: Checkpoint
+    """The checkpoint with the names that are stored; one without format and tensors if it could not be opened."""
+    index: Index
+    """Its index under canonical names."""
+    problems: tuple[Finding, ...]
+    """What went wrong while it was opened."""
+    since: PathLike
+    """An earlier save of the same run; empty if none was given."""
+    effort: Effort
+    """How much of the machine its checks may use."""
+    read: Effort
+    """The same, which also counts the bytes of tensors that are read."""
+
+    @property
+    def files(self) -> Files:
+        """Its files."""
+        return self.checkpoint.files
+
+    @property
+    def format(self) -> Format:
+        """Its format, if it could be opened."""
+        return registry.named(self.checkpoint.format)
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """The model's config."""
+        return self.checkpoint.model_files.config
+
+    @cached_property
+    def used(self) -> set[str]:
+        """The files in which its tensors lie."""
+        return {file.path for file in self.checkpoint.index.files}
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The files to check: those beside the used ones, or all."""
+        return files.paths_of(self.files, self.used)
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """The weights by name; a weight that is stored only as a master is among them."""
+        return {**self.index.by_kind("master"), **self.index.by_kind("weight")}
+
+    @cached_property
+    def incomplete(self) -> set[str | None]:
+        """The names of the tensors of which a part is in no file."""
+        return {finding.tensor for finding in structure.incomplete_tensors(self.index)}
+
+    @cached_property
+    def damaged(self) -> list[Finding]:
+        """The files whose structure is damaged."""
+        return list(files.damaged_files(self.files, self.paths, self.used))
+
+    @cached_property
+    def tied_head(self) -> tuple[Tensor, Tensor] | None:
+        """The head and the embedding, if both are stored and the config ties them."""
+        model, weights = self.checkpoint.model, self.index.by_kind("weight")
+        if model is None or not model.is_tied:
+            return None
+        head, table = (weights.get(name) for name in model.architecture.tied)
+        return (head, table) if head and table and (head.dtype, head.shape) == (table.dtype, table.shape) else None
+
+    @cached_property
+    def measured(self) -> list[values.Measured]:
+        """All complete tensors, read once, a tied head with its embedding; with digests, if reshard wrote the checkpoint."""
+        head, table = self.tied_head or (None, None)
+        complete = [tensor for tensor in self.index.tensors if tensor.name not in self.incomplete]
+        tensors = [with_replica(tensor, table) if table and tensor is head else tensor for tensor in complete]
+        with_digests = usable_manifest(self.files) is not None
+        return values.measure(tensors, self.files, self.read, with_digests=with_digests)
+
+
+def _problems(patient: Patient) -> Iterator[Finding]:
+    """What went wrong while it was opened, without what a damaged file explains."""
+    explained = {finding.detail for finding in patient.damaged}
+    return (finding for finding in patient.problems if finding.detail not in explained)
+
+
+def _wrong_checksums(patient: Patient) -> Iterator[Finding]:
+    effort = patient.effort
+    workers = workers_within(effort.memory, effort.workers, 1, buffers=1)
+    return files.wrong_checksums(patient.files, patient.paths, workers, effort.report)
+
+
+def _config_shapes(patient: Patient) -> Iterator[Finding]:
+    try:
+        model = patient.checkpoint.model
+    except RequestError as error:
+        yield of_error(error)
+        model = None
+    yield from structure.config_shapes(patient.weights, model, patient.config)
+
+
+def _missing_scales(patient: Patient) -> Iterator[Finding]:
+    return structure.missing_scales(patient.weights, patient.config, of_engine=isinstance(patient.format, ServingFormat))
+
+
+def _faults(patient: Patient) -> Iterator[Finding]:
+    return values.faults(patient.measured, patient.tied_head[0].name if patient.tied_head else None)
+
+
+def _quantized_weights(patient: Patient) -> Iterator[Finding]:
+    if len(patient.measured) == len(patient.index.tensors):  # otherwise a part of a tensor is missing
+        with contextlib.suppress(RequestError):
+            yield from quantized.quantized_weights(patient.checkpoint.content(), patient.config, patient.files)
+
+
+def _wrong_padding(patient: Patient) -> Iterator[Finding]:
+    for difference in wrong_constants(patient.files, patient.index.constants):
+        yield found("wrong-padding", difference.detail, tensor=difference.name)
+
+
+def _changed(patient: Patient) -> Iterator[Finding]:
+    """What is not as reshard wrote it. Only what was not measured as it is stored is read again, such as a head with its embedding."""
+    if usable_manifest(patient.files) is None:
+        return
+    digests = {each.tensor.shards: each.digests for each in patient.measured if each.is_complete and each.fault is None}
+    for difference in verify_written(patient.checkpoint, patient.read, known=lambda tensor: digests.get(tensor.shards)).differences:
+        name, is_file = difference.name, patient.files.size(difference.name) is not None
+        yield found("changed", difference.detail, tensor=None if is_file else name, file=name if is_file else None)
+
+
+def _movement(patient: Patient) -> Iterator[Finding]:
+    before = open(patient.since, **{**patient.checkpoint.options, "format": None})
+    pairs, findings = movement.pairs_of(patient.index, before.named())
+    pairs = [pair for pair in pairs if pair.now.name not in patient.incomplete]
+    yield from findings
+    yield from movement.compare_pairs(pairs, (patient.files, before.files), patient.read)
+    yield from movement.still_tensors(pairs, {tensor.name for tensor in patient.index.tensors if tensor.kind == "moment1"})
+
+
+CHECKS: tuple[tuple[str, Callable[[Patient], Iterator[Finding]]], ...] = (
+    ("", _problems),
+    ("", lambda patient: iter(patient.damaged)),
+    ("opened", lambda patient: files.unused_files(patient.format, patient.used, patient.files, patient.paths)),
+    ("opened", _config_shapes),
+    ("opened", lambda patient: missing_beside_weights(patient.format, patient.checkpoint.model_files)),
+    ("opened", lambda patient: structure.missing_layers(patient.weights)),
+    ("opened", lambda patient: structure.mixed_dtypes(patient.weights)),
+    ("opened", _missing_scales),
+    ("opened", lambda patient: structure.uneven_steps(patient.index, patient.files)),
+    ("opened", lambda patient: structure.optimizer_state(patient.index)),
+    ("deep", _wrong_checksums),
+    ("opened deep", _faults),
+    ("opened deep", lambda patient: elements.bad_numbers(patient.measured)),
+    ("opened deep", lambda patient: elements.lifeless_tensors(patient.measured)),
+    ("opened deep", lambda patient: elements.dead_experts(patient.measured)),
+    ("opened deep", _quantized_weights),
+    ("opened deep", lambda patient: distributions.norm_outliers(patient.measured)),
+    ("opened deep", lambda patient: distributions.fresh_matrices(patient.measured, patient.config)),
+    ("opened deep", _wrong_padding),
+    ("opened deep", _changed),
+    ("opened since", _movement),
+)
+"""What a check needs (a checkpoint that could be opened, `deep`, `since`), and what finds. Findings of one severity keep this order."""
 
 
 @checked_keywords
@@ -58,39 +206,20 @@ def doctor(path: PathLike, *, deep: bool = False, since: PathLike | None = None,
 
     Raises: RequestError if there is no checkpoint at the path, or an option does not apply.
     """
-    effort = Effort(options.get("workers"), options.get("memory"), options.get("progress"))
-    read = _Counter(effort.progress)
+    effort, nbytes = Effort(options.get("workers"), options.get("memory"), options.get("progress")), 0
+
+    def count(more: int) -> None:
+        nonlocal nbytes
+        nbytes += more
+        effort.report(more)
+
     opening = {name: options[name] for name in OpenOptions.__annotations__ if name in options}  # type: ignore[literal-required]
-    findings: list[Finding] = []
-    patient = _opened(path, opening, findings)
-    paths = files.paths_of(patient.files, patient.checkpoint.index if patient.checkpoint else None)
-    known = {file.path for file in patient.checkpoint.index.files} if patient.checkpoint else set()
-    damaged = list(files.damaged_files(patient.files, paths, known))
-    # The first damaged file may be what kept the checkpoint from being opened.
-    findings = [finding for finding in findings if finding.detail not in {each.detail for each in damaged}] + damaged
-    if patient.format and patient.checkpoint:
-        findings += files.unused_files(patient.format, patient.checkpoint.index, patient.files, paths)
-    if patient.index:
-        findings += _structure(patient, patient.index)
-    if deep:
-        workers = workers_within(effort.memory, effort.workers, 1, buffers=1)
-        findings += files.wrong_checksums(patient.files, paths, workers, effort.report)
-        measured = _measured(patient, patient.index, effort, read) if patient.index else []
-        if patient.index:
-            findings += _values(patient, patient.index, measured)
-        if patient.checkpoint:
-            findings += _changes(patient.checkpoint, measured, replace(effort, progress=read))
-    if since is not None and patient.index:
-        findings += _movement(patient, patient.index, since, opening, effort, read)
-    report = Report(
-        path=str(path),
-        format=patient.format.name if patient.format else None,
-        deep=deep,
-        tensors=len(patient.index.tensors) if patient.index else 0,
-        files=len({*paths, *known}),
-        nbytes=read.nbytes,
-        findings=sorted_findings(findings),
-    )
+    patient = Patient(*_opened(path, opening), since or "", effort, replace(effort, progress=count))
+    format = patient.checkpoint.format or None
+    has = {word for word, applies in (("opened", format), ("deep", deep), ("since", since is not None)) if applies}
+    findings = [finding for needs, find in CHECKS if has.issuperset(needs.split()) for finding in find(patient)]
+    tensors, paths = len(patient.index.tensors), {*patient.paths, *patient.used}
+    report = Report(str(path), format, deep, tensors, len(paths), nbytes, sorted_findings(findings))
     _log_checked(report)
     return report
 
@@ -110,31 +239,19 @@ def _log_checked(report: Report) -> None:
     details("finding", lambda: ((f"{each.severity} {each.id}: {each.detail}", asdict(each)) for each in report.findings))
 
 
-class _Counter:
-    """Counts the bytes that were read, and passes them on."""
-
-    def __init__(self, progress: Progress | None) -> None:
-        self.nbytes, self._progress = 0, progress
-
-    def __call__(self, nbytes: int) -> None:
-        self.nbytes += nbytes
-        if self._progress:
-            self._progress(nbytes)
-
-
-def _opened(path: PathLike, options: Mapping[str, Any], findings: list[Finding]) -> _Patient:
-    """The checkpoint, as far as it can be opened. What keeps it from that is added to the findings."""
+def _opened(path: PathLike, options: Mapping[str, Any]) -> tuple[Checkpoint, Index, tuple[Finding, ...]]:
+    """The checkpoint, as far as it can be opened, its index under canonical names, and what keeps it from being opened."""
     try:
         format, checkpoint = unchecked(path, options)
     except CheckpointError as error:
-        findings.append(of_error(error))
         try:
-            return _Patient(open_tree(path))
+            tree, empty = open_tree(path), Index("", (), (), RunFacts())
         except CheckpointError:
             raise error from None  # an archive that cannot be listed
+        return Checkpoint(str(path), tree, empty, ModelFiles(tree, "", None), ""), empty, (of_error(error),)
     tree, index = checkpoint.files, checkpoint.index
     broken = list(structure.incomplete_tensors(index))
-    findings += broken
+    problems = list(broken)
     names = {finding.tensor for finding in broken}
     whole = replace(index, tensors=tuple(tensor for tensor in index.tensors if tensor.name not in names)) if broken else index
     checks = (lambda: check_steps(tree, whole), lambda: check_copied_files(tree, whole), lambda: format.check_values(tree, whole))
@@ -143,113 +260,14 @@ def _opened(path: PathLike, options: Mapping[str, Any], findings: list[Finding])
             corrected = check()
         except CheckpointError as error:
             # What belongs to an incomplete tensor was left out, so what seems wrong with the others may follow from it.
-            findings += [] if broken else [of_error(error)]
+            problems += [] if broken else [of_error(error)]
         else:
             checkpoint = replace(checkpoint, index=(None if broken else corrected) or checkpoint.index)
     checkpoint = classified_checkpoint(checkpoint)
-    try:
-        named = checkpoint.named() if not broken else checkpoint.index
-    except ReshardError as error:
-        findings.append(of_error(error))
-        named = checkpoint.index
-    return _Patient(tree, format, checkpoint, named)
-
-
-def _structure(patient: _Patient, index: Index) -> Iterator[Finding]:
-    """The checks that need the index alone."""
-    assert patient.checkpoint
-    weights = _weights(index)
-    try:
-        model = patient.checkpoint.model
-    except RequestError as error:
-        yield of_error(error)
-        model = None
-    yield from structure.config_shapes(weights, model, patient.checkpoint.model_files.config)
-    if patient.format:
-        yield from missing_beside_weights(patient.format, patient.checkpoint.model_files)
-    yield from structure.missing_layers(weights)
-    yield from structure.mixed_dtypes(weights)
-    yield from structure.missing_scales(weights, patient.checkpoint.model_files.config, of_engine=isinstance(patient.format, ServingFormat))
-    yield from structure.uneven_steps(index, patient.files)
-    yield from optimizer.optimizer_state(index)
-
-
-def _measured(patient: _Patient, index: Index, effort: Effort, advance: Callable[[int], None]) -> list[Measured]:
-    """All tensors, read once; with digests, if reshard wrote the checkpoint. A tensor of which a part is missing is not read."""
-    assert patient.checkpoint
-    head = _tied_head(patient.checkpoint, index)
-    incomplete = {finding.tensor for finding in structure.incomplete_tensors(index)}
-    tensors = [_with_embedding(tensor, head) for tensor in index.tensors if tensor.name not in incomplete]
-    with_digests = usable_manifest(patient.files) is not None
-    return values.measure(tensors, patient.files, advance, with_digests=with_digests, workers=effort.workers, memory=effort.memory)
-
-
-def _values(patient: _Patient, index: Index, measured: Sequence[Measured]) -> Iterator[Finding]:
-    """The checks of the values of all tensors."""
-    assert patient.checkpoint
-    head = _tied_head(patient.checkpoint, index)
-    yield from values.faults(measured, head[0].name if head else None)
-    yield from elements.bad_numbers(measured)
-    yield from elements.lifeless_tensors(measured)
-    yield from experts.dead_experts(measured)
-    if len(measured) == len(index.tensors):  # otherwise a part of a tensor is missing
-        yield from _quantized(patient)
-    yield from distributions.norm_outliers(measured)
-    yield from distributions.fresh_matrices(measured, patient.checkpoint.model_files.config)
-    for difference in wrong_constants(patient.files, index.constants):
-        yield found("wrong-padding", difference.detail, tensor=difference.name)
-
-
-def _quantized(patient: _Patient) -> Iterator[Finding]:
-    """The checks of quantized weights."""
-    assert patient.checkpoint
-    config = patient.checkpoint.model_files.config
-    if quantization_of(config or {}) is None:
-        return
-    with contextlib.suppress(RequestError):
-        yield from quantized.quantized_weights(patient.checkpoint.content(), config, patient.files)
-
-
-def _changes(checkpoint: Checkpoint, measured: Sequence[Measured], effort: Effort) -> Iterator[Finding]:
-    """What is not as reshard wrote it, if it wrote the checkpoint.
-
-    Only tensors that were not measured as they are stored are read again, such as a tied head, which was read with its embedding.
-    """
-    if usable_manifest(checkpoint.files) is None:
-        return
-    digests = {each.tensor.shards: each.digests for each in measured if each.is_complete and each.fault is None}
-    for difference in verify_written(checkpoint, effort, known=lambda tensor: digests.get(tensor.shards)).differences:
-        name, is_file = difference.name, checkpoint.files.size(difference.name) is not None
-        yield found("changed", difference.detail, tensor=None if is_file else name, file=name if is_file else None)
-
-
-def _movement(
-    patient: _Patient, index: Index, since: PathLike, opening: Mapping[str, Any], effort: Effort, advance: Callable[[int], None]
-) -> Iterator[Finding]:
-    """The checks that compare the weights with an earlier save."""
-    before = open(since, **{**opening, "format": None})
-    incomplete = {finding.tensor for finding in structure.incomplete_tensors(index)}
-    pairs, findings = movement.pairs_of(index, before.named())
-    pairs = [pair for pair in pairs if pair.now.name not in incomplete]
-    yield from findings
-    yield from movement.compare_pairs(pairs, (patient.files, before.files), advance, workers=effort.workers, memory=effort.memory)
-    yield from movement.still_tensors(pairs, {tensor.name for tensor in index.tensors if tensor.kind == "moment1"})
-
-
-def _weights(index: Index) -> dict[str, Tensor]:
-    """The weights of an index by name; a weight that is stored only as a master is among them."""
-    return {**index.by_kind("master"), **index.by_kind("weight")}
-
-
-def _tied_head(checkpoint: Checkpoint, index: Index) -> tuple[Tensor, Tensor] | None:
-    """The head and the embedding, if both are stored and the config ties them."""
-    model, weights = checkpoint.model, index.by_kind("weight")
-    if model is None or not model.is_tied:
-        return None
-    head, table = (weights.get(name) for name in model.architecture.tied)
-    return (head, table) if head and table and (head.dtype, head.shape) == (table.dtype, table.shape) else None
-
-
-def _with_embedding(tensor: Tensor, head: tuple[Tensor, Tensor] | None) -> Tensor:
-    """A tied head, with the embedding as its replica; any other tensor as it is."""
-    return with_replica(tensor, head[1]) if head and tensor is head[0] else tensor
+    named = checkpoint.index
+    if not broken:
+        try:
+            named = checkpoint.named()
+        except ReshardError as error:
+            problems.append(of_error(error))
+    return checkpoint, named, tuple(problems)
