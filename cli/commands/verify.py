@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
 
 from .. import options
@@ -104,16 +105,7 @@ def command(
 
         page.write(comparison_page(result, f"{left}: as written?" if right is None else f"{left} and {right}"))
     if as_json:
-        show_json(
-            {
-                "equal": result.equal,
-                "tensors": result.tensors,
-                "bytes": result.nbytes,
-                "differences": [{"name": d.name, "kind": d.kind, "detail": d.detail} for d in result.differences],
-                "notes": result.notes,
-                "server": server_document(on_server) if on_server is not None else None,
-            }
-        )
+        show_json(document(result, server=server_document(on_server) if on_server is not None else None))
     elif on_server is not None:
         show_server(on_server, str(right).rstrip("/"))
     else:

@@ -57,6 +57,8 @@ class Difference:
 class Comparison:
     """The result of comparing two checkpoints, or one with the manifest that reshard wrote beside it."""
 
+    JSON = "equal tensors bytes=nbytes differences notes"
+
     tensors: int = 0
     """The number of tensors that both have."""
     nbytes: int = 0

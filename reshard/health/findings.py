@@ -15,6 +15,7 @@ from reshard.errors import (
     TruncatedFile,
     check_word,
 )
+from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 
@@ -25,6 +26,8 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 @value
 class FindingKind:
     """One kind of finding."""
+
+    JSON = "id severity meaning=text do"
 
     id: str
     """The stable id, such as "nan"."""
@@ -136,6 +139,8 @@ _OF_ERRORS: tuple[tuple[type[CheckpointError], str], ...] = (
 class Finding:
     """One thing that `doctor` found."""
 
+    JSON = "id severity tensor file rank detail do"
+
     id: str
     """The kind of finding: a stable word, such as "nan" or "missing-file"."""
     severity: Severity
@@ -153,7 +158,7 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """The finding as plain values with stable keys."""
-        return {name: getattr(self, name) for name in ("id", "severity", "tensor", "file", "rank", "detail", "do")}
+        return document(self)
 
 
 def found(id: str, detail: str, *, tensor: str | None = None, file: str | None = None, rank: int | None = None, do: str = "") -> Finding:
@@ -174,6 +179,8 @@ def of_error(error: ReshardError, id: str | None = None) -> Finding:
 @value
 class Report:
     """What `doctor` found in a checkpoint."""
+
+    JSON = "path format deep healthy tensors files bytes=nbytes findings"
 
     path: str
     """The checkpoint, as it was given."""

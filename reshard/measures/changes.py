@@ -38,6 +38,8 @@ _INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U64": "<u8"
 class Change:
     """How a tensor, or a group of tensors, changed."""
 
+    JSON = "name layer role tensors elements changed nonfinite nan infinite relative largest mean cosine ulps"
+
     name: str = ""
     """The tensor, or the group."""
     layer: int | None = None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.canonical.dequantization import quantized_families, quantized_names
 from reshard.canonical.lora import is_of_adapter
+from reshard.geometry.documents import document
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor, element_count
 
@@ -84,7 +85,7 @@ class DropSummary:
 
     def to_json(self) -> dict[str, Any]:
         """The group as plain values with stable keys."""
-        return {"reason": self.reason, "kind": self.kind, "tensors": self.tensors, "bytes": self.nbytes, "example": self.example}
+        return document(self)
 
 
 @value

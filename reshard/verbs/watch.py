@@ -6,11 +6,11 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any, Unpack
 
 from reshard.engine.events import event
 from reshard.errors import DifferenceFound, RequestError, ReshardError, UnsupportedError
+from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.requests.request import Effort, PathLike, PlanOptions, checked_keywords
@@ -66,7 +66,7 @@ class WatchEvent:
 
     def to_json(self) -> dict[str, Any]:
         """The event as plain values with stable keys."""
-        return asdict(self)
+        return document(self)
 
 
 @checked_keywords

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
 
 from ... import options
@@ -73,58 +73,13 @@ def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], l
 
         page.write(comparison_page(result, f"From {left} to {right}"))
     if as_json:
-        show_json(document(result, beyond, full=full))
+        every = {"changes": result.changes} if full else {}
+        show_json(document(result, beyond_threshold=beyond and [change.name for change in beyond], **every))
     else:
         _show(result, beyond, limit)
     # With a threshold, smaller changes of values pass.
     counted = [each for each in result.differences if beyond is None or each.kind != "values"]
     click.get_current_context().exit(1 if counted or beyond else 0)
-
-
-def document(result: Diff, beyond: list[Change] | None, *, full: bool) -> dict[str, Any]:
-    """The result with stable keys. full: include each tensor."""
-    from reshard.measures.changes import sum_of
-
-    return {
-        "equal": result.equal,
-        "tensors": result.tensors,
-        "bytes": result.nbytes,
-        "not_finite": [
-            {"what": each.what, "side": each.side, "elements": each.elements, "tensors": len(each.tensors), "first": each.tensors[0]}
-            for each in result.not_finite()
-        ],
-        "differences": [{"name": d.name, "kind": d.kind, "detail": d.detail} for d in result.differences],
-        "beyond_threshold": None if beyond is None else [change.name for change in beyond],
-        "layers": [_row(change) for change in result.by_layer()],
-        "roles": [_row(change) for change in result.by_role()],
-        "total": _row(sum_of("all tensors", result.changes)),
-        "notes": result.notes,
-        **({"changes": [_row(change) for change in result.changes]} if full else {}),
-    }
-
-
-def _row(change: Change) -> dict[str, Any]:
-    return {
-        "name": change.name,
-        "layer": change.layer,
-        "role": change.role,
-        "tensors": change.tensors,
-        "elements": change.elements,
-        "changed": change.changed,
-        "nonfinite": change.nonfinite,
-        "nan": change.nan,
-        "infinite": change.infinite,
-        "relative": _finite(change.relative),
-        "largest": _finite(change.largest),
-        "mean": _finite(change.mean),
-        "cosine": change.cosine,
-        "ulps": change.ulps,
-    }
-
-
-def _finite(number: float) -> float | None:
-    """JSON has no infinity."""
-    return number if math.isfinite(number) else None
 
 
 def _show(result: Diff, beyond: list[Change] | None, limit: int) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.geometry.documents import document, to_json
 from reshard.geometry.quantities import plural
 
 from ... import options
@@ -81,20 +82,6 @@ def _bytes_to_read(checkpoint: str, show_progress: bool | None, given: dict[str,
     return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
 
 
-def document(report: Report) -> dict[str, Any]:
-    """The report with stable keys."""
-    return {
-        "path": report.path,
-        "format": report.format,
-        "deep": report.deep,
-        "healthy": report.healthy,
-        "tensors": report.tensors,
-        "files": report.files,
-        "bytes": report.nbytes,
-        "findings": [finding.to_json() for finding in report.findings],
-    }
-
-
 def _show_report(report: Report) -> None:
     read = f", {nbytes_text(report.nbytes)} read" if report.nbytes else ""
     show(f"{report.path}: {report.counts_text()}; {plural(report.tensors, 'tensor')}, {plural(report.files, 'file')}{read}")
@@ -126,8 +113,6 @@ def _show_kinds(as_json: bool) -> None:
     from reshard.health.findings import KINDS
 
     if as_json:
-        show_json(
-            {"findings": [{"id": kind.id, "severity": kind.severity, "meaning": kind.text, "do": kind.do} for kind in KINDS.values()]}
-        )
+        show_json({"findings": to_json(KINDS.values())})
     else:
         show(*table([(kind.id, kind.severity, kind.text.replace("`", "")) for kind in KINDS.values()], ("id", "severity", "meaning")))

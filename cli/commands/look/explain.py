@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.geometry.documents import document
+
 from ... import options
 from ...json_output import show_json
 from ...progress import bar
 from ...tables import show
 
 if TYPE_CHECKING:
-    from reshard.verbs.look.explain import Explanation
+    pass
 
 # Names that are printed; --json prints all.
 _MOST = 8
@@ -63,14 +65,3 @@ def command(bad: str, good: str, as_json: bool, show_progress: bool | None, **gi
             if len(names) > _MOST:
                 show(f"  {title}  and {len(names) - _MOST:,} more")
     click.get_current_context().exit(0 if found.equal else 1)
-
-
-def document(found: Explanation) -> dict[str, Any]:
-    """The result with stable keys."""
-    return {
-        "equal": found.equal,
-        "tensors": found.tensors,
-        "mistakes": [{"text": each.text, "name": each.name, "tensors": list(each.tensors)} for each in found.mistakes],
-        "unexplained": found.unexplained,
-        "missing": found.missing,
-    }

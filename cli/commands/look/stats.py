@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.geometry.documents import to_json
 from reshard.geometry.quantities import plural
 
 from ... import options
@@ -69,7 +69,7 @@ def command(
     if sort in _ORDERS:
         rows.sort(key=_ORDERS[sort])
     if as_json:
-        show_json({"path": checkpoint, "bytes": total, "tensors": [asdict(row) for row in rows]})
+        show_json({"path": checkpoint, "bytes": total, "tensors": to_json(rows)})
     else:
         _show(rows, total, limit)
 

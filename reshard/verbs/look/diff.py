@@ -25,6 +25,8 @@ from reshard.verbs.verify import log_compared, not_compared, sides_of
 class NotFinite:
     """The tensors that hold NaN, or infinite elements, on one side of a comparison."""
 
+    JSON = "what side elements tensors=count first"
+
     what: str
     """"nan" or "infinite"."""
     side: str
@@ -33,6 +35,16 @@ class NotFinite:
     """How many there are on this side."""
     tensors: list[str]
     """The tensors that hold them, in the order of the model."""
+
+    @property
+    def count(self) -> int:
+        """The number of tensors."""
+        return len(self.tensors)
+
+    @property
+    def first(self) -> str:
+        """The first of them."""
+        return self.tensors[0]
 
     def __str__(self) -> str:
         verb, what = "has" if len(self.tensors) == 1 else "have", {"nan": "NaN", "infinite": "infinity"}[self.what]
@@ -44,6 +56,8 @@ class NotFinite:
 class Diff(Comparison, Drawn):
     """What changed between two checkpoints."""
 
+    JSON = "equal tensors bytes=nbytes not_finite differences beyond_threshold layers=by_layer roles=by_role total notes"
+
     changes: list[Change] = field(default_factory=list)
     """How each tensor changed, in the order of the model; empty if only headers were compared. Tensors without a change are listed, too."""
 
@@ -54,6 +68,10 @@ class Diff(Comparison, Drawn):
     def by_role(self) -> list[Change]:
         """The changes of each role together, the largest relative change first."""
         return sorted(_grouped(self.changes, lambda each: each.role, str), key=_size, reverse=True)
+
+    def total(self) -> Change:
+        """The changes of all tensors together."""
+        return sum_of("all tensors", self.changes)
 
     def largest(self) -> list[Change]:
         """The tensors that changed, the largest relative change first."""

@@ -31,6 +31,8 @@ _DIFFERENT = ("values", "shape", "dtype")
 class Mistake:
     """One mistake, which explains every bit of these tensors."""
 
+    JSON = "text name tensors"
+
     text: str
     """What was done, such as "holds mlp.up_proj.weight"."""
     tensors: tuple[str, ...]
@@ -48,6 +50,8 @@ class Mistake:
 @mutable
 class Explanation:
     """Why two checkpoints differ."""
+
+    JSON = "equal tensors mistakes unexplained missing"
 
     tensors: int = 0
     """The number of tensors that both have."""

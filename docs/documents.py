@@ -1,0 +1,265 @@
+"""What every JSON document holds. docs/generate.py writes the schemas in reference/schemas/ from this table.
+
+A shape is a type; a class of values, whose keys and their types follow from its fields (reshard/geometry/documents.py); `[shape]`, a list;
+`{"key": shape}`, an object with these keys and no other, where "key?" may be absent; `{str: shape}`, an object with any keys; a tuple of
+shapes, one of which it has; `extended(cls, {...})`, an object of the class with more keys. `object` is anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reshard.canonical.content import Drop
+from reshard.engine.stores.forecast import StoreForecast
+from reshard.health.findings import Finding, FindingKind, Report
+from reshard.index.balance import ByteShare
+from reshard.index.index import StoredFile
+from reshard.measures.changes import Change
+from reshard.plans.plan import Totals
+from reshard.plans.summary import DropSummary, KindSummary
+from reshard.verbs.look.diff import Diff
+from reshard.verbs.look.explain import Explanation
+from reshard.verbs.look.stats import TensorStatistics
+from reshard.verbs.verify import Comparison
+from reshard.verbs.watch import WatchEvent
+
+ANY_OBJECT = {str: object}
+TEXT, NUMBER = (str, None), (int, None)
+
+
+class Extended:
+    """The keys of a class, and more."""
+
+    def __init__(self, cls: type, more: dict[str, Any]) -> None:
+        self.cls, self.more = cls, more
+
+
+_SIZES = {"tp": int, "pp": int, "ep": int}
+_STAGE = {"layers": [int], "weights": int, "replicated": int, "kv_bytes_per_token": int, "kv_bytes_per_sequence": NUMBER}
+_DEGREE = {
+    **_SIZES, "gpus": int, "legal": bool, "problem": TEXT, "weights": NUMBER, "replicated": NUMBER, "kv_bytes_per_token": NUMBER,
+    "room": ({"fits": bool, "kv_bytes": int, "tokens": int, "sequences": NUMBER}, None), "stages": [_STAGE],
+}  # fmt: skip
+_GPU_MEMORY = {"gpu_memory": int, "gpu_memory_utilization": float, "reserve": int, "usable": int, "max_model_len": NUMBER}
+_RANK = {
+    "stage": int, "layers": ([int], None), "parameters": int, "weights": int, "gradients": int, "optimizer": int, "states": int,
+    "activations": NUMBER, "transient": NUMBER, "total": int,
+}  # fmt: skip
+_TRAFFIC = {"gradients": int, "weights": int, "total": int, "seconds": (float, None)}
+_PIPELINE = {
+    "schedule": str, "stages": int, "microbatches": int, "chunks_per_stage": int, "bubble": float, "microbatches_in_flight": [float],
+}  # fmt: skip
+_BATCH = {
+    "seq_len": int, "micro_batch": int, "recompute": str, "sequence_parallel": bool, "flash_attention": bool, "layer_activations": int,
+}  # fmt: skip
+_SERVER = {
+    "equal": (bool, None), "parameters": int, "matching": int, "renamed": {str: str}, "different": [str], "missing": [str],
+    "not_comparable": [str], "unknown": [str], "bytes": int, "compared_bytes": int,
+}  # fmt: skip
+_RESULT = {
+    "path": str, "files": [StoredFile], "dropped": [DropSummary], "notes": [str], "findings": [Finding], "fingerprint": str,
+    "seconds": float, "unchanged": bool,
+}  # fmt: skip
+_LEARNED_SIZE = {"tp": [int], "pp": int, "ep": bool, "withheld": NUMBER}
+_STORED = {
+    "name": str, "dtype": str, "shape": [int], "byte_offset": int, "filled_elements": int,
+    "holds": [{"tensor": str, "offsets": [int], "sizes": [int]}],
+}  # fmt: skip
+_ROUTE = {
+    "name": str, "shape": [int], "from": str, "to": str, "scaled_by": TEXT, "updated_by": [str], "source_boxes": int, "target_boxes": int,
+}  # fmt: skip
+_RANK_OF_TARGET = {
+    "ranks": {str: int}, "files": [str], "tensors": int, "nbytes": int, "layers": ([int], None), "query_heads": ([int], None),
+    "kv_heads": ([int], None), "vocabulary": ([int], None), "padding_rows": int,
+}  # fmt: skip
+_PLAN = {
+    "source": {"format": str, "path": str},
+    "adapter": (ANY_OBJECT, None),
+    "target": {"format": str, **_SIZES, "dp": int, "dtype": TEXT, "engine_version": TEXT, "options": ANY_OBJECT},
+    "totals": Totals,
+    "files": [{"path": str, "bytes": int, "ranks": {str: int}, "tensors?": [_STORED]}],
+    "sidecars": [str],
+    "notes": [str],
+    "findings": [Finding],
+    "dropped": [DropSummary],
+    "ranks": [_RANK_OF_TARGET],
+    "tensors?": [_ROUTE],
+    "tasks?": [{"files": [str], "tensors": [str]}],
+    "dropped_tensors?": [{"name": str, "kind": str, "nbytes": int, "reason": str}],
+    "stores?": [StoreForecast],
+}
+_LEFT = {"bytes": int, "run": str, "command": TEXT, "removed": bool}
+_PLACEMENT = {"dimension": str, "ranks": int, "placement": str, "meaning": str}
+_PIECE = {"file": str, "offsets": [int], "sizes": [int], "replica": bool, "rank": NUMBER}
+_TENSOR = {
+    "name": str, "kind": str, "dtype": str, "shape": [int], "bytes": int, "sharding": str, "pieces": [_PIECE],
+    "placements": ([_PLACEMENT], None),
+}  # fmt: skip
+_BRANCH = {
+    "level": int, "name": str, "alike": int, "tensors": int, "elements": int, "bytes": int, "kind": TEXT, "dtype": TEXT,
+    "shape": ([int], None), "sharding": TEXT, "state": TEXT,
+}  # fmt: skip
+_QUANTIZED = {
+    "name": str, "form": str, "shape": [int], "weights": int, "elements": int, "stored": [{"name": str, "dtype": str, "shape": [int]}],
+}  # fmt: skip
+_INSPECT = {
+    "path": str,
+    "format": str,
+    "detected_by": str,
+    "producer": TEXT,
+    "version": TEXT,
+    "step": NUMBER,
+    "parallel": {str: int},
+    "model_type": TEXT,
+    "architecture_known": bool,
+    "parameters": int,
+    "experts": ({"number": int, "per_token": NUMBER, "active_parameters": NUMBER}, None),
+    "bytes": int,
+    "files": [StoredFile],
+    "kinds": [KindSummary],
+    "models": [{"root": TEXT, "main": bool, "tensors": int, "parameters": int, "bytes": int}],
+    "quantized": [_QUANTIZED],
+    "adapter": (ANY_OBJECT, None),
+    "tensor_count": int,
+    "withheld_count": int,
+    "object_count": int,
+    "notes": [str],
+    "mesh": ([{"dimension": str, "ranks": int}], None),
+    "outlook": {"engines": {str: [int]}, "needed": [str], "problem": TEXT, "next": TEXT},
+    "tree": [_BRANCH],
+    "shares": [ByteShare],
+    "tensors?": [_TENSOR],
+    "withheld?": [Drop],
+    "objects?": [str],
+}
+_ENV = {
+    "reshard": str,
+    "python": str,
+    "machine": {
+        "platform": str, "architecture": str, "processors": NUMBER, "usable_processors": NUMBER, "memory_bytes": NUMBER,
+        "open_files": NUMBER,
+    },
+    "current_folder": {"file_system": TEXT, "free_bytes": int},
+    "packages": {str: TEXT},
+    "formats": {str: str},
+    "plugins": {str: str},
+    "environment": {str: str},
+}  # fmt: skip
+_ESTIMATE = {
+    "parameters": int,
+    "gpus": int,
+    "parallel": {"dp": int, **_SIZES},
+    "pipeline": _PIPELINE,
+    "batch": (_BATCH, None),
+    "strategies": [{"strategy": str, "zero": int, "fullest": _RANK, "stages": [_RANK], "data_parallel_traffic": _TRAFFIC}],
+    "assumptions": [str],
+    "by_gpus": [{"gpus": int, "pp": int, "fewest_microbatches": NUMBER, "totals": {str: int}}],
+    "fits": [{"strategy": str, "gpus": NUMBER, "parameters": NUMBER}],
+    "bubbles": [{"stages": int, "microbatches": int, "bubble": float}],
+    "fewest_microbatches": NUMBER,
+}
+# A number, a list or an object: what a size is computed from.
+_EXPRESSION = (int, [object], ANY_OBJECT)
+_TEMPLATE = {
+    "dtype": str,
+    "shape": [_EXPRESSION],
+    "parts?": [{"from": str, "start": [_EXPRESSION], "at": [_EXPRESSION], "axes": [[_EXPRESSION]], "run?": [_EXPRESSION]}],
+    "fill?": float,
+    "problem?": str,
+    "kernel?": str,
+}
+_LAYOUT = {
+    "engine": str,
+    "engine_version": str,
+    "platform": str,
+    "model_class": str,
+    "dtype": str,
+    "config": {str: str},
+    "counts": {str: int},
+    "sizes": [_LEARNED_SIZE],
+    "softened": [str],
+    "sources": [[object]],
+    "templates": [_TEMPLATE],
+    "stages": [{"pp": int, "pp_rank": int, "ep": bool, "tensors": [[object]]}],
+}
+
+# File in reference/schemas -> (title, shape). Every document but the lines of `watch` starts with `schema_version`.
+DOCUMENTS: dict[str, tuple[str, Any]] = {
+    "architectures": ("reshard architectures --json", {"architectures?": [str], "declaration?": str}),
+    "cat": ("reshard cat --json", {"name": str, "dtype": str, "shape": [int], "slice": str, "values": object}),
+    "clean": (
+        "reshard clean --json",
+        {
+            "directory": str,
+            "removed": int,
+            "folders": [{"path": str, "target": str, "state": str, "age_seconds": int, **_LEFT}],
+            "leftovers?": [{"kind": str, "url": str, "age_seconds": NUMBER, **_LEFT}],
+        },
+    ),
+    "convert": ("reshard convert --json", {**_RESULT, "plan?": ANY_OBJECT}),
+    "convert-part": (
+        "reshard convert --part --json",
+        {
+            "path": str, "part": str, "tasks": int, "bytes": int, "resumed_bytes": int, "seconds": float, "complete": bool,
+            "result": (_RESULT, None),
+        },
+    ),
+    "degrees": (
+        "reshard degrees --json",
+        {"model_type": str, "kv_dtype": str, "memory": (_GPU_MEMORY, None), "degrees": [_DEGREE], "assumptions": [str]},
+    ),
+    "diff": ("reshard diff --json", Extended(Diff, {"beyond_threshold": ([str], None), "changes?": [Change]})),
+    "digests": (
+        "reshard digests --json",
+        {
+            "action?": "compare",
+            "baseline?": {str: str},
+            "ranks?": [{"checksums": {str: str}, "parallelism_info": ANY_OBJECT}],
+            "comparison": (_SERVER, None),
+        },
+    ),
+    "doctor": ("reshard doctor --json", Report),
+    "doctor-list": ("reshard doctor --list --json", {"findings": [FindingKind]}),
+    "env": ("reshard env --json", _ENV),
+    "errors": (
+        "an error with --json",
+        {"error": {"id": str, "exit_code": int, "what": str, "where": TEXT, "why": TEXT, "do": TEXT}},
+    ),
+    "estimate": ("reshard estimate --json", _ESTIMATE),
+    "explain": ("reshard explain --json", Explanation),
+    "export": (
+        "reshard export --json",
+        {"path": str, "bytes": int, "tensors": [{"name": str, "dtype": str, "shape": [int], "bytes": int}], "note": TEXT},
+    ),
+    "fingerprint": ("reshard fingerprint --json", {"fingerprint": str, "notes": [str], "tensors?": {str: str}}),
+    "formats": ("reshard formats --json", {"formats": [{"name": str, "reads": bool, "writes": bool, "summary": str}]}),
+    "inspect": ("reshard inspect --json", _INSPECT),
+    "inspect-RUN": (
+        "reshard inspect RUN --json",
+        {
+            "path": str,
+            "steps": [
+                {
+                    "step": int, "part": str, "path": str, "format": TEXT, "bytes": int, "age_seconds": (float, None), "complete": bool,
+                    "reason": str,
+                }
+            ],
+        },
+    ),
+    "layout": ("a layout file of reshard learn", _LAYOUT),
+    "learn": (
+        "reshard learn --json",
+        {
+            "layout": str, "engine": str, "engine_version": str, "platform": str, "model_class": str, "sizes": [_LEARNED_SIZE],
+            "templates": int, "problems": {str: str}, "depend_on_platform": {str: str}, "seconds": float,
+        },
+    ),
+    "plan": ("reshard plan --json", _PLAN),
+    "roundtrip": (
+        "reshard roundtrip --json",
+        {"lossless": bool, "materialized": bool, "tensors": int, "boxes": int, "bytes": int, "losses": [str]},
+    ),
+    "stats": ("reshard stats --json", {"path": str, "bytes": int, "tensors": [TensorStatistics]}),
+    "verify": ("reshard verify --json", Extended(Comparison, {"server": (_SERVER, None)})),
+    "watch": ("reshard watch --json, one line", WatchEvent),
+}  # fmt: skip
