@@ -13,9 +13,9 @@ from reshard.adapter import registry
 from reshard.engine.views import LazyTensor
 from reshard.geometry.sections import whole
 from reshard.index.index import Tensor
+from reshard.models.engine_rules import EngineRules
 from reshard.models.model import Model
 from reshard.plans.layout import Target
-from reshard.serving.rules import EngineRules
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
 HF, DCP, VLLM = FIXTURES / "hf", FIXTURES / "dcp", FIXTURES / "vllm"

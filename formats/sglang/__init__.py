@@ -30,10 +30,10 @@ from reshard.adapter.serving_format import ServingFormat
 if TYPE_CHECKING:
     from reshard.adapter.serving_format.weight_checker import WeightChecker
     from reshard.geometry.parallel import Parallel
+    from reshard.models.engine_rules import EngineRules
     from reshard.models.model import Model
     from reshard.plans.layout import Target
     from reshard.serving.learned.layout import LearnedLayout
-    from reshard.serving.rules import EngineRules
     from reshard.storage.files import Files
 
 

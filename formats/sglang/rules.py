@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
+from reshard.models.engine_rules import EngineRules, Fusion, version_numbers
 from reshard.models.lookup import built_in_model_types
 from reshard.models.model import Model
-from reshard.models.quirks import ModelQuirks
 from reshard.plans.layout import Target
-from reshard.serving.rules import EngineRules, Fusion, normalizer
-from reshard.serving.versions import about_version, version_numbers
+from reshard.serving.legality import about_version
 
 OLDEST, NEWEST = "0.5.10", "0.5.23"
 
@@ -30,7 +29,8 @@ _FUSIONS = (
 def rules_for_target(model: Model, target: Target) -> EngineRules:
     """The rules for the model. Raises RequestError for a version of SGLang whose files are not known."""
     version = target.engine_version or NEWEST
-    if version_numbers(version, NEWEST) < version_numbers(OLDEST, NEWEST):
+    numbers = version_numbers(version, NEWEST)
+    if numbers < version_numbers(OLDEST, NEWEST):
         raise UnsupportedError(
             f"--engine-version {version}: the oldest SGLang whose files are known is {OLDEST}",
             do="Convert to hf, which every version loads",
@@ -43,19 +43,16 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
             do="Learn the layout from SGLang's own loader with `reshard learn --engine sglang`, and add --layout FILE. Or convert to hf, "
             "which it loads as well",
         )
-    quirks = quirks or ModelQuirks()
-    return EngineRules(
+    rules = EngineRules(
         engine="SGLang",
         fusions=_FUSIONS,
-        extra_tensors=(normalizer(model),) if quirks.stores_normalizer else (),
         vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
         pads_vocabulary_for_tp=True,
-        layers_per_stage=lambda layers, pp: (layers,),
-        quirks=quirks,
         dtypes={"router.correction": F32},
         equal_experts=True,
         refuses_quantized="SGLang reads these files after its kernels have changed the weights' form, which differs between machines",
     )
+    return rules.with_quirks(quirks or EngineRules()).at(numbers)
 
 
 def notes(model: Model, target: Target) -> tuple[str, ...]:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from reshard.adapter.format import Hints
     from reshard.geometry.dtypes import DType
     from reshard.geometry.parallel import Parallel
+    from reshard.models.engine_rules import EngineRules
     from reshard.models.model import Model
     from reshard.plans.layout import Target
-    from reshard.serving.rules import EngineRules
     from reshard.storage.files import Files
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import F32
 from reshard.geometry.parallel import Parallel
+from reshard.models.engine_rules import EngineRules, Fusion
 from reshard.models.model import Model
 from reshard.models.roles import Vocabulary
-from reshard.serving.rules import EngineRules, Fusion
 
 from .config import MODEL_TYPES
 
@@ -67,13 +67,12 @@ def rules_for_sizes(model: Model, parallel: Parallel) -> EngineRules:
         engine="TensorRT-LLM",
         fusions=_FUSIONS,
         layers_per_stage=remainder_to_first_stages,
-        quirks=quirks,
         module_names=_NAMES,
         splits={"position_embedding": Vocabulary()},
         dtypes={"router": F32},
         equal_experts=True,
         refuses_quantized="TensorRT-LLM scales them in a way of its own",
-    )
+    ).with_quirks(quirks)
 
 
 def remainder_to_first_stages(layers: int, pp: int) -> tuple[int, ...]:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from reshard.adapter.serving_format.weight_checker import WeightChecker
     from reshard.geometry.parallel import Parallel
     from reshard.index.index import Index
+    from reshard.models.engine_rules import EngineRules
     from reshard.models.model import Model
     from reshard.plans.layout import Target
-    from reshard.serving.rules import EngineRules
     from reshard.storage.files import Files
 
 

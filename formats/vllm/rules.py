@@ -14,14 +14,13 @@ from typing import Any
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
 from reshard.geometry.value import value
+from reshard.models.engine_rules import EngineRules, ExtraTensor, Fusion, Rename, Version, version_numbers
 from reshard.models.model import Model, ModelWeight
-from reshard.models.quantization_settings import quantization_settings, settings_key
-from reshard.models.quirks import ModelQuirks
+from reshard.models.quantization import quantization_settings, settings_key
 from reshard.models.roles import Heads
 from reshard.models.stored_forms import Quantization, StoredForm
 from reshard.plans.layout import Target
-from reshard.serving.rules import EngineRules, ExtraTensor, Fusion, normalizer
-from reshard.serving.versions import Numbers, about_version, version_numbers
+from reshard.serving.legality import about_version
 
 NEWEST = "0.32.0"
 
@@ -30,7 +29,7 @@ NEWEST = "0.32.0"
 class Release:
     """What holds for all models from one version on, until the next Release."""
 
-    since: Numbers
+    since: Version
     """The version."""
 
     fuses_latent: bool = True
@@ -76,7 +75,7 @@ def first_without_expert_map() -> str:
     return as_text(next(later.since for release, later in pairwise(RELEASES) if release.needs_expert_map and not later.needs_expert_map))
 
 
-def as_text(numbers: Numbers) -> str:
+def as_text(numbers: Version) -> str:
     """(0, 32) as 0.32."""
     return ".".join(map(str, numbers))
 
@@ -114,7 +113,7 @@ class VersionRules:
     release: Release
     """What holds for all models."""
 
-    since: Numbers
+    since: Version
     """The first version with these rules."""
 
     rules: EngineRules
@@ -225,7 +224,7 @@ def notes(model: Model, target: Target) -> tuple[str, ...]:
 
 def all_rules(model: Model) -> tuple[VersionRules, ...]:
     """The rules for the model, one for each version that changed something, oldest first."""
-    quirks = model.quirks_of("vllm") or ModelQuirks()
+    quirks = model.quirks_of("vllm") or EngineRules()
     first = max(quirks.since, QUANTIZED_SINCE if model.quantization else RELEASES[0].since)
     since = sorted({first, *quirks.changes, *(release.since for release in RELEASES)})
     return tuple(_rules(model, numbers, quirks) for numbers in since if numbers >= first)
@@ -268,22 +267,19 @@ def _rules_of_version(model: Model, version: str) -> VersionRules:
     return until[-1]
 
 
-def _rules(model: Model, version: Numbers, quirks: ModelQuirks) -> VersionRules:
+def _rules(model: Model, version: Version, quirks: EngineRules) -> VersionRules:
     release = [release for release in RELEASES if release.since <= version][-1]
     method = model.quantization.method if model.quantization else ""
     form = next((weight.form for weight in _packed_experts(model)), None)
     is_modelopt_nvfp4 = method.startswith("modelopt") and form is not None and form.unit == "NVFP4 group"
     rules = EngineRules(
         engine="vLLM",
-        fusions=(*(Fusion(roles, module) for module, roles in quirks.fusions.items()), *_fusions(release)),
-        extra_tensors=tuple(_extra_tensors(model, release, stores_normalizer=quirks.stores_normalizer_at(version))),
+        fusions=tuple(_fusions(release)),
+        extra_tensors=tuple(_extra_tensors(model, release)),
         vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
         layers_per_stage=remainder_before_last_stage,
-        quirks=quirks,
-        keep_fused=quirks.keeps_fused_at(version),
-        renames=((r"(?<!\.attn)(?:\.[kv]_proj)?\.([kv]_scale)$", r".attn.\1"), *quirks.renames_at(version)),
+        names=(Rename(r"(?<!\.attn)(?:\.[kv]_proj)?\.([kv]_scale)$", r".attn.\1"),),
         splits=_GROUPS,
-        renames_in=quirks.renames_in_at(version),
         dtypes={"scale": F32, "router.correction": F32 if release.wide_correction else None} | dict.fromkeys(_CACHE_SCALES),
         # Experts by GPTQ have them even where the model has none (layers/quantization/auto_gptq.py).
         zero_expert_biases=method == "gptq",
@@ -291,7 +287,7 @@ def _rules(model: Model, version: Numbers, quirks: ModelQuirks) -> VersionRules:
         scales_kept_once=frozenset() if is_modelopt_nvfp4 else frozenset({"input_scale"}),
         no_expert_parallel=_GLOBAL_SCALES if is_modelopt_nvfp4 else None,
     )
-    return VersionRules(release, version, rules)
+    return VersionRules(release, version, rules.with_quirks(quirks).at(version))
 
 
 # ModelOptNvFp4FusedMoE.create_weights, use_global_sf.
@@ -313,9 +309,7 @@ def _fusions(release: Release) -> Iterator[Fusion]:
     yield Fusion(("expert.down_bias",), f"{release.experts}w2")
 
 
-def _extra_tensors(model: Model, release: Release, *, stores_normalizer: bool) -> Iterator[ExtraTensor]:
-    if stores_normalizer:
-        yield normalizer(model)
+def _extra_tensors(model: Model, release: Release) -> Iterator[ExtraTensor]:
     if release.attention_scales:
         yield from _SCALES
     # With MIXED_PRECISION vLLM has a method for the KV cache only if it is quantized (ModelOptMixedPrecisionConfig.get_quant_method).

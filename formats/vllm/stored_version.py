@@ -8,9 +8,9 @@ from dataclasses import replace
 from reshard.adapter.serving_format.reading import RankHeaders
 from reshard.errors import CheckpointError
 from reshard.geometry.parallel import Parallel
+from reshard.models.engine_rules import EngineRules
 from reshard.models.model import Model
 from reshard.serving.ranks import placeholder_dtypes, rank_tensors
-from reshard.serving.rules import EngineRules
 
 from .rules import all_rules, as_text
 

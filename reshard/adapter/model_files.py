@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.value import value
 from reshard.models.config_values import with_value
-from reshard.models.quantization_settings import SETTING, SETTINGS_FILES, quantization_settings, settings_of_file
+from reshard.models.quantization import SETTING, SETTINGS_FILES, quantization_settings, settings_of_file
 from reshard.storage.files import Files, LocalFiles, read_whole
 from reshard.storage.json_input import parsed
 

@@ -16,8 +16,7 @@ from reshard.geometry.value import value
 from reshard.index.index import EncodedPart, Encoding, Tensor
 from reshard.index.name_parts import family_of
 from reshard.models.model import Model
-from reshard.models.quantization import quantization_of, unknown_quantization
-from reshard.models.quantization_settings import PLACES, without_quantization
+from reshard.models.quantization import PLACES, quantization_of, unknown_quantization, without_quantization
 from reshard.models.stored_forms import Component, Quantization, StoredForm
 
 

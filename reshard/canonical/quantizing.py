@@ -17,8 +17,7 @@ from reshard.geometry.extents import Extent, Piece
 from reshard.index.index import Derivation, Tensor
 from reshard.index.shards import Shards
 from reshard.models.model import Model
-from reshard.models.quantization import quantization_of
-from reshard.models.quantization_settings import SETTING, quantization_settings, without_quantization
+from reshard.models.quantization import SETTING, quantization_of, quantization_settings, without_quantization
 from reshard.models.roles import ROLES
 from reshard.models.stored_forms import Component, StoredForm
 

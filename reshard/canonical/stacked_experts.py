@@ -16,7 +16,7 @@ from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards, rows_meeting
 from reshard.index.subviews import SubviewsBuilder, SubviewsByTensor
 from reshard.models.model import Model, numbered
-from reshard.models.quantization_settings import without_quantization
+from reshard.models.quantization import without_quantization
 
 
 def stacks(model: Model) -> Mapping[str, Mosaic]:

@@ -36,7 +36,7 @@ from reshard.canonical.wrappers import without_wrappers
 from reshard.errors import RequestError
 from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, ParamGroup, Tensor, element_count
-from reshard.models.drafts import is_draft_table
+from reshard.models.lookup import is_draft_table
 from reshard.models.model import Model
 
 # Keys under which trainers keep the model's state dict. Where several occur, the first of this list holds the main model.

@@ -10,7 +10,7 @@ from reshard.adapter import registry
 from reshard.adapter.format import Format
 from reshard.adapter.model_files import CONFIG, ModelFiles, has_tokenizer
 from reshard.health.findings import Finding, found
-from reshard.models.drafts import draft_class
+from reshard.models.lookup import draft_class
 from reshard.plans.plan import Plan
 
 

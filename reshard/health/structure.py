@@ -16,8 +16,7 @@ from reshard.index.coverage import uncovered, wrong_names
 from reshard.index.index import Index, Kind, Tensor
 from reshard.index.name_parts import family_of, is_scale, layer_of
 from reshard.models.model import Model
-from reshard.models.quantization import check_has_settings, quantization_of
-from reshard.models.quantization_settings import quantization_settings
+from reshard.models.quantization import check_has_settings, quantization_of, quantization_settings
 from reshard.storage.files import Files, read_range
 
 _STEP_WORDS: Mapping[str, str] = {"F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8"}

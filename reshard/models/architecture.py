@@ -13,9 +13,8 @@ from typing import Any
 
 from reshard.errors import RequestError
 from reshard.geometry.value import value
-from reshard.models.computation import Computation
 from reshard.models.config_values import value_at, whole_number
-from reshard.models.quirks import ModelQuirks
+from reshard.models.engine_rules import EngineRules
 from reshard.models.roles import Split
 
 # The sets of layers that every model has. A dense layer has one MLP, a sparse layer has experts. Layers for multi-token prediction ("mtp")
@@ -177,6 +176,42 @@ class LayerRule:
         return frozenset(layer for layer in layers_of_set if layer not in dense)
 
 
+@value
+class ConfigKey:
+    """A setting whose value is that of a key of the model's config."""
+
+    key: str
+    when: str | None = None
+    """A key of the config, or "not KEY": the setting is left out unless it is set. None: it always counts."""
+
+
+@value
+class LayersOf:
+    """A setting whose value is a list with 1 for each layer of a set and 0 for the others."""
+
+    layer_set: str
+
+
+@value
+class Computation:
+    """How a training framework computes one model. A model without one was not compared with the framework.
+
+    The weights of a model do not show how its router scores experts or which pairs of rows its rotary positions turn. What follows from the
+    weights, and from config keys that all models share, is in the framework's own file.
+    """
+
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """The framework's own settings: a value, a ConfigKey or a LayersOf."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Role -> the function, one of functions.FUNCTIONS, whose values the framework stores in place of such a weight."""
+    assumes: tuple[tuple[str, object], ...] = ()
+    """Config keys that the framework cannot set, each with the value that it computes. A model with another value is refused."""
+    lacks: str | None = None
+    """What the framework does not have and the model needs, as a noun phrase; None: it computes the model."""
+    built_by: str | None = None
+    """The library that builds the model of the framework's layers and some of its own, and its class; None: the framework itself."""
+
+
 @value(slots=False)
 class Architecture:
     """What all models of one `model_type` have in common."""
@@ -211,7 +246,7 @@ class Architecture:
     """Engines pad the vocabulary of this model to a multiple of this; None: to the engine's own multiple."""
     quantized_as: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What --quantize takes -> the quantization_config of the published model in that form. Other models get that of compressed-tensors."""
-    engines: Mapping[str, ModelQuirks] = field(default_factory=dict)
+    engines: Mapping[str, EngineRules] = field(default_factory=dict)
     """What the classes of serving engines do differently for this model, by the name of the engine's format. The classes of the engines
     that are listed were compared with the declaration."""
     frameworks: Mapping[str, Computation] = field(default_factory=dict)

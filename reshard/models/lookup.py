@@ -5,25 +5,32 @@
     --architecture my.yaml                             the user's file
 
 If a package declares a model type that is built in, the built-in declaration is used.
+
+Draft models predict further tokens for another model, and are stored as checkpoints of their own (EAGLE, Medusa, MTP, DFlash). The config
+of a draft often has the `model_type` of an ordinary model (`llama`), and weights that such a model lacks: its class tells them apart.
+Serving engines read a draft from its Hugging Face folder at every tensor-parallel size, because it takes its embedding and often its head
+from the model that it drafts for. So a draft is carried as it is, and never cut.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import RequestError, UnsupportedError, choices
+from reshard.errors import RequestError, ReshardError, UnsupportedError, choices
+from reshard.geometry.value import value
 from reshard.models.architecture import Architecture
+from reshard.models.config_values import value_at, with_value
 from reshard.models.declared.reader import Find, parse_declaration
-from reshard.models.drafts import draft_class
 from reshard.models.model import Model
-from reshard.models.quantization import unknown_quantization
+from reshard.models.quantization import unknown_quantization, without_quantization
 from reshard.storage.files import LocalFiles, read_whole
 
 if TYPE_CHECKING:
@@ -226,3 +233,78 @@ def _entry_points() -> dict[str, EntryPoint]:
     from importlib.metadata import entry_points
 
     return {point.name.replace("-", "_"): point for point in entry_points(group=GROUP)}
+
+
+# Source: vLLM 0.32, model_executor/models/registry.py, _SPECULATIVE_DECODING_MODELS; speculators 0.3.
+# Eagle2_5_VL is a model with a vision tower, and no draft.
+_CLASS = re.compile(r"^P?[Ee]agle(?!2_5)|Eagle3?(?:Model)?$|Medusa|MTP|DFlash|DSpark|Speculator|DraftModel$")
+_TABLES = frozenset({"d2t", "t2d", "token_map", "draft_id_to_target_id"})
+
+
+def draft_class(config: Mapping[str, Any]) -> str | None:
+    """The class of a draft model, from a Hugging Face config; None if it describes no draft model."""
+    classes = config.get("architectures")
+    named = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
+    if drafts := [name for name in named if _CLASS.search(name)]:
+        return drafts[0]
+    method = config.get("speculators_model_type")
+    return method if isinstance(method, str) else None
+
+
+def is_draft_table(name: str) -> bool:
+    """Whether a tensor is an integer table of a draft: which token of the model each token of its smaller vocabulary is."""
+    return name.rpartition(".")[2] in _TABLES
+
+
+@value
+class ChangedKey:
+    """A key of a config with two values. None: the config does not set it."""
+
+    key: str
+    """The key; a dot leads into an inner config, as in "text_config.hidden_size"."""
+    old: Any
+    """The value in the first config."""
+    new: Any
+    """The value in the second one."""
+
+    def __str__(self) -> str:
+        old, new = ("not set" if value is None else json.dumps(value)[:60] for value in (self.old, self.new))
+        return f"{self.key} {old} -> {new}"
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], architecture: Architecture | None = None) -> tuple[ChangedKey, ...]:
+    """The keys that give the model another layout in the second config than in the first; empty if its declaration is not known.
+
+    Each key is tried alone: it counts if the first config with that value of the second one has other dimensions or weights. So keys that
+    no declaration reads, such as torch_dtype, do not count. Settings of a quantization are compared with the weights when these are read.
+    """
+    old, new = without_quantization(old), without_quantization(new)
+    layout = None if old == new else _layout(old, architecture)
+    if layout is None or layout == _layout(new, architecture):
+        return ()
+    changed = list(_differences(old, new))
+    alone = [each for each in changed if _layout(with_value(old, each.key.split("."), each.new), architecture) != layout]
+    return tuple(alone or changed)
+
+
+def _layout(config: Mapping[str, Any], architecture: Architecture | None) -> object:
+    """What the layout of the weights follows from; None if the config describes no declared model."""
+    try:
+        model = find_model(config, architecture)
+        if model is None:
+            return None
+        in_layers = [model.dimensions_in(layer) for layer in range(model.dimensions.get("layers", 0))]
+        weights = {name: (weight.role, weight.shape, weight.declared) for name, weight in model.weights.items()}
+        return model.dimensions, in_layers, model.is_tied, weights
+    except ReshardError:
+        return None
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[ChangedKey]:
+    """Every key with two values, those of inner configs one by one."""
+    for key in dict.fromkeys((*new, *old)):
+        values = value_at(old, [key]), value_at(new, [key])
+        if all(isinstance(value, Mapping) for value in values):
+            yield from _differences(*values, f"{prefix}{key}.")
+        elif values[0] != values[1]:
+            yield ChangedKey(prefix + key, *values)

@@ -24,8 +24,8 @@ from reshard.geometry.mosaics import Mosaic, joined
 from reshard.geometry.value import value
 from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
 from reshard.models.config_values import entries, value_at, whole_number
+from reshard.models.engine_rules import EngineRules
 from reshard.models.quantization import quantization_of
-from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import ROLES, Split
 from reshard.models.stored_forms import BlockShape, Component, Quantization, StoredForm
 
@@ -329,8 +329,9 @@ class Model:
         named = self.config.get("architectures")
         return str(named[0]) if isinstance(named, list) and named else self.architecture.class_name
 
-    def quirks_of(self, engine: str) -> ModelQuirks | None:
-        """What an engine's class for this model does differently; None if no class of that engine was compared."""
+    def quirks_of(self, engine: str) -> EngineRules | None:
+        """What an engine's class for this model does differently, to be put into the engine's rules; None if no class of that engine was
+        compared."""
         quirks = self.architecture.engines.get(engine)
         return quirks.of_class.get(self.class_name or "", quirks) if quirks else None
 

@@ -41,8 +41,7 @@ from reshard.index.coverage import check_index
 from reshard.index.fold import Fold, fold
 from reshard.index.index import Index, Tensor
 from reshard.models.architecture import Architecture
-from reshard.models.changed_keys import changed_keys
-from reshard.models.lookup import find_model, model_type_of, named_architecture
+from reshard.models.lookup import changed_keys, find_model, model_type_of, named_architecture
 from reshard.models.model import Model
 from reshard.plans.manifest import DIGESTS, MANIFEST, Manifest, listed_files, read_digests, usable_manifest
 from reshard.requests.request import ConversionRequest, ModelOptions, OpenOptions, PathLike, PlanOptions, checked_keywords

@@ -12,7 +12,7 @@ from reshard.errors import ReshardError
 from reshard.geometry.parallel import Parallel
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
-from reshard.models.drafts import draft_class
+from reshard.models.lookup import draft_class
 from reshard.models.model import Model
 from reshard.plans.layout import Target
 from reshard.serving.legality import check_degrees

@@ -19,8 +19,7 @@ from reshard.canonical.trainer_names import trainer_of
 from reshard.containers.gc_pause import gc_paused
 from reshard.errors import RequestError
 from reshard.geometry.quantities import plural
-from reshard.models.quantization import check_has_settings
-from reshard.models.quantization_settings import without_quantization
+from reshard.models.quantization import check_has_settings, without_quantization
 from reshard.plans.layout import Layout, Target
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove

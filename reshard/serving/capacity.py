@@ -7,6 +7,15 @@ kind, and each kind is laid out once. The ends are the weights outside of the la
 
 The first rank of a stage holds most: all ranks hold equal amounts, except that the first ranks hold one more expert if ep does not divide
 the number of experts.
+
+Elements of the KV cache per token, layer and rank:
+
+    attention             2 x head_dim x KV heads of the rank, max(1, kv_heads / tp): with tp > kv_heads it shrinks no further;
+                          head_dim + value_dim, if values have another width
+    latent (MLA)          kv_rank + rope_dim: one vector for all heads, the same on every rank
+
+A layer with a sliding window caches at most the window's tokens of a sequence. A layer without attention caches nothing for a token.
+Source: vLLM 0.32, ModelConfig.get_num_kv_heads and v1/kv_cache_interface.py (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec).
 """
 
 from __future__ import annotations
@@ -23,11 +32,10 @@ from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, StoredTensor
 from reshard.geometry.value import value
+from reshard.models.engine_rules import EngineRules
 from reshard.models.model import Model
-from reshard.serving import kv_cache
 from reshard.serving.legality import check_degrees, check_stages, degree_problem
 from reshard.serving.ranks import EngineRank
-from reshard.serving.rules import EngineRules
 from reshard.serving.weights import model_dtype, stored_dtypes, weights_without_slot
 
 RulesFor = Callable[[Parallel], EngineRules]
@@ -296,8 +304,8 @@ def _stages(
     model: Model, rules: EngineRules, parallel: Parallel, measure: _Measure, cache_dtype: DType, memory: GpuMemory | None
 ) -> Iterator[Stage]:
     counts = rules.layers_per_stage(model.dimensions["layers"], parallel.pp)
-    windows, caching = kv_cache.windows(model), kv_cache.caching_layers(model)
-    of_layer = {layer: kv_cache.layer_elements(model, layer, parallel.tp) * cache_dtype.itemsize for layer in caching}
+    windows, caching = _windows(model), _caching_layers(model)
+    of_layer = {layer: cached_elements(model, layer, parallel.tp) * cache_dtype.itemsize for layer in caching}
     longest = memory.max_model_len if memory else None
     for pp_rank in range(parallel.pp):
         layers = stage_layers(counts, pp_rank)
@@ -332,11 +340,11 @@ def _capacity(stages: Sequence[Stage], memory: GpuMemory) -> CacheCapacity:
 
 def _assumptions(model: Model, cache_dtype: DType, memory: GpuMemory | None, rules: EngineRules | None) -> tuple[str, ...]:
     sentences = [f"the KV cache is {cache_dtype.torch}: per layer 2 x head size x KV heads of the rank; with MLA one latent vector"]
-    if stateful := model.dimensions["layers"] - len(kv_cache.caching_layers(model)):
+    if stateful := model.dimensions["layers"] - len(_caching_layers(model)):
         sentences.append(f"{plural(stateful, 'layer')} without keys and values; the states of their sequences are not counted")
-    if window := kv_cache.unassigned_window(model):
+    if window := _unassigned_window(model):
         sentences.append(f"the config has a sliding window of {window} and no layer_types: all layers are counted in full")
-    elif windows := [window for window in kv_cache.windows(model) if window]:
+    elif windows := [window for window in _windows(model) if window]:
         sentences.append(f"{len(windows)} layers with a sliding window cache at most {max(windows)} tokens of a sequence")
         sentences.append("these layers cache more while a chunk of a prompt is processed, which is not counted")
     if memory:
@@ -348,3 +356,35 @@ def _assumptions(model: Model, cache_dtype: DType, memory: GpuMemory | None, rul
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         sentences.append(f"not counted, since {rules.engine} has no slot for them: {names[0]}{others}")
     return tuple(sentences)
+
+
+def cached_elements(model: Model, layer: int, tp: int) -> int:
+    """Elements that a layer caches per token on one of `tp` ranks."""
+    dimensions = model.dimensions_in(layer)
+    if "kv_rank" in dimensions:
+        return dimensions["kv_rank"] + dimensions["rope_dim"]
+    key_and_value = dimensions["head_dim"] + dimensions.get("value_dim", dimensions["head_dim"])
+    return key_and_value * max(1, dimensions["kv_heads"] // tp)
+
+
+def _caching_layers(model: Model) -> frozenset[int]:
+    """The layers that cache something for each token: those with keys. Linear attention and state-space models have a fixed state."""
+    keys = {"attention.k", "mla.kv_a"}
+    kinds = (kind for kind in model.layer_kinds if any(keys & {weight.role, *weight.declared.fuses} for weight in kind.weights))
+    return frozenset(layer for kind in kinds for layer in kind.layers if layer < model.dimensions["layers"])
+
+
+def _windows(model: Model) -> tuple[int | None, ...]:
+    """Per layer, the most tokens of a sequence that are cached; None: all. The config's `layer_types` says which layers have a window."""
+    layers, window = model.dimensions["layers"], model.count("sliding_window")
+    types = model.listed("layer_types")
+    if not window or len(types) < layers:
+        return (None,) * layers
+    return tuple(window if types[layer] == "sliding_attention" else None for layer in range(layers))
+
+
+def _unassigned_window(model: Model) -> int | None:
+    """The config's sliding window if there is no `layer_types` to say which layers have it; otherwise None."""
+    window = model.count("sliding_window")
+    is_used = model.setting("use_sliding_window") is not False
+    return window if window and is_used and not model.listed("layer_types") else None

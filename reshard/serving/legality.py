@@ -1,14 +1,109 @@
-"""The parallel sizes at which a serving engine can hold a model, and why it refuses others."""
+"""Whether a serving engine serves a model: as its config describes it, in a version, and at which parallel sizes."""
 
 from __future__ import annotations
 
-from reshard.errors import RequestError
+import json
+from collections.abc import Mapping
+
+from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.quantities import plural
+from reshard.models.engine_rules import EngineRules, version_numbers
+from reshard.models.lookup import draft_class, unknown_architecture
 from reshard.models.model import Model
+from reshard.models.quantization import unknown_quantization
 from reshard.models.splits import problem
-from reshard.serving.rules import EngineRules
-from reshard.serving.weights import distinct_parts
+from reshard.serving.weights import distinct_parts, split_rules, with_split
+
+
+def require_model(model: Model | None, config: Mapping[str, object] | None, engine: str, *, can_learn: bool = False) -> Model:
+    """The model, which must not be None. Raises RequestError if it is, with the reason, which follows from the config.
+
+    can_learn: whether `reshard learn` can trace the engine's loader.
+    """
+    if model is not None:
+        return model
+    if config is None:
+        raise RequestError(
+            "there is no config.json in the checkpoint or in its parent directory, so the model is not known",
+            why=f"{engine}'s files hold each rank's slices, and their sizes depend on the numbers of heads in the config",
+            do="Add --model DIR, the directory with the model's config",
+        )
+    if method := unknown_quantization(config):
+        raise UnsupportedError(
+            f"the weights are quantized ({method}) with a method that reshard does not know",
+            why="How packed weights and their scales split over ranks is not guessed",
+            do=f"Convert to hf, which keeps them unchanged and which {engine} loads as well",
+        )
+    error = unknown_architecture(config)
+    if can_learn and not draft_class(config):
+        error.do = f"{error.do}. Or learn the layout from {engine}'s own loader with `reshard learn`, and add --layout FILE"
+    raise error
+
+
+def check_served(model: Model, rules: EngineRules) -> None:
+    """Raises RequestError if the engine does not load the model, or would answer differently from the model that the config describes."""
+    engine = rules.engine
+    what = f"{engine}'s class for a {model.architecture.model_type} model"
+    for key, value in rules.assumed_settings:
+        if (setting := model.setting(key)) != value:
+            raise UnsupportedError(
+                f"{what} works as if {key} were {json.dumps(value)}, the config says {json.dumps(setting)}",
+                why="It would refuse the weights, or serve wrong or unset ones",
+                do="Serve it with another engine",
+            )
+    if rules.not_loadable:
+        raise UnsupportedError(
+            f"{engine} does not load a {model.architecture.model_type} model from such files: {rules.not_loadable}",
+            do="Convert to hf, which it loads as well",
+        )
+    if rules.refuses_quantized and model.quantization:
+        raise UnsupportedError("the weights are quantized", why=rules.refuses_quantized, do="Add --dequantize, or convert to hf")
+    if rules.derives_head_dim:
+        _check_head_dim(model, engine)
+    if rules.all_layers_sparse and model.dense_layers:
+        raise UnsupportedError(
+            f"{what} has experts in every layer, whatever the config says; layer {model.dense_layers[0]} has none",
+            why="It would serve experts that were never loaded, without a message",
+            do="Serve it with another engine",
+        )
+    if rules.quantizes_router:
+        _check_router(model, engine)
+
+
+def _check_head_dim(model: Model, engine: str) -> None:
+    """Raises RequestError if the config's head dimension is not the one that the engine's class computes."""
+    head_dim, derived = model.dimensions["head_dim"], model.dimensions["hidden"] // model.dimensions["heads"]
+    if head_dim != derived:
+        raise UnsupportedError(
+            f"{engine}'s class for a {model.architecture.model_type} model computes a head dimension of hidden size / heads = {derived}, "
+            f"the config says {head_dim}",
+            why="It would load a part of every head without a message",
+            do="Serve it with another engine",
+        )
+
+
+def _check_router(model: Model, engine: str) -> None:
+    """Raises RequestError if the config does not exclude the routers of a quantized model from quantization."""
+    router = next((weight.name for weight in model.weights.values() if weight.role == "router"), None)
+    if router and model.quantization and model.quantization.form_of(router):
+        raise UnsupportedError(
+            "the config does not say that this router is not quantized",
+            where=router,
+            why=f"{engine} would build a quantized router and cast the weight to it without a message",
+            do="Name the routers in quantization_config, under modules_to_not_convert or ignore",
+        )
+
+
+def about_version(engine: str, version: str, newest: str, model: Model, *, is_known: bool) -> tuple[str, ...]:
+    """Notes about what was not measured: a version after `newest`, or the engine's class of the model. is_known: the class was measured."""
+    notes = []
+    if version_numbers(version, newest) > version_numbers(newest, newest):
+        notes.append(f"{engine} {version} is newer than the newest version that was measured, {newest}")
+    if not is_known:
+        model_type = model.architecture.model_type
+        notes.append(f"{engine}'s own class for {model_type} was not compared; it may name or fuse tensors in another way")
+    return tuple(notes)
 
 
 def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
@@ -56,12 +151,12 @@ def check_stages(model: Model, pp: int) -> None:
 
 def stage_problem(model: Model, rules: EngineRules, pp: int) -> str | None:
     """Why the engine refuses to distribute the layers over `pp` stages; None if it does not."""
-    if pp > 1 and rules.quirks.one_stage:
+    if pp > 1 and rules.one_stage is True:
         return "its class for this model cannot be divided into stages"
-    if pp > 1 and (key := rules.quirks.one_stage_if) and model.holds(key):
+    if pp > 1 and isinstance(key := rules.one_stage, str) and model.holds(key):
         return f"its class for this model takes one stage, since the config says {key.replace('not ', 'nothing for ')}"
     counts = rules.layers_per_stage(model.dimensions["layers"], pp)
-    for pp_rank in range(pp if rules.quirks.stages_need_experts and model.sparse_layers else 0):
+    for pp_rank in range(pp if rules.stages_need_experts and model.sparse_layers else 0):
         if not set(stage_layers(counts, pp_rank)) & model.sparse_layers:
             return f"stage {pp_rank} would have no layer with experts"
     return None
@@ -75,16 +170,16 @@ def legal_tensor_parallel_sizes(model: Model, rules: EngineRules, *, with_expert
 
 def degree_problem(model: Model, rules: EngineRules, tp: int, ep: int = 1) -> tuple[str, str] | None:
     """The first weight that does not split over `tp` ranks, and why; None if all weights split. With `ep` > 1 experts are not split."""
-    split_rules, experts = rules.split_rules(model, tp), model.dimensions.get("experts", 0)
+    sizes, experts = split_rules(model, rules, tp), model.dimensions.get("experts", 0)
     for part in distinct_parts(model, rules):
         ranks = 1 if part.expert is not None and ep > 1 else tp
-        if reason := problem(rules.with_split(part), ranks, split_rules):
+        if reason := problem(with_split(part, rules), ranks, sizes):
             return part.tensor, reason
-    if rules.quirks.tp_at_most_experts and model.sparse_layers and tp > experts:
+    if rules.tp_at_most_experts and model.sparse_layers and tp > experts:
         return "experts", f"{tp} ranks are more than its {experts} experts"
     width = model.dimensions.get("expert_intermediate", 0) // tp
-    if tp > 1 and ep == 1 and model.sparse_layers and width < rules.quirks.least_expert_width:
-        least = rules.quirks.least_expert_width
+    if tp > 1 and ep == 1 and model.sparse_layers and width < rules.least_expert_width:
+        least = rules.least_expert_width
         return "experts", f"over {tp} ranks, experts have a width of {width}, which the engine would fill up to {least} with unset elements"
     if ep > 1 and rules.no_expert_parallel:
         return "experts", rules.no_expert_parallel

@@ -17,11 +17,11 @@ from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.sections import Sections, StoredTensor, constant
 from reshard.geometry.value import value
+from reshard.models.engine_rules import EngineRules, Fusion
 from reshard.models.model import LayerKind, Model, Part
 from reshard.models.splits import shard
 from reshard.models.stored_forms import Component
-from reshard.serving.rules import EngineRules, Fusion
-from reshard.serving.weights import KEPT_ONCE, model_dtype, parts_by_kind
+from reshard.serving.weights import KEPT_ONCE, model_dtype, parts_by_kind, split_rules, with_split
 
 
 @value
@@ -111,7 +111,7 @@ class EngineRank:
 
     def rank_tensors_of(self, parts: list[Part]) -> Iterator[RankTensor]:
         """The tensors that some parts of the model become. All parts are of one layer, or all are outside of the layers."""
-        fusion_of = {role: fusion for fusion in reversed(self.rules.fusions) for role in fusion.roles}
+        fusion_of = {role: fusion for fusion in self.rules.fusions for role in fusion.roles}
         groups: dict[tuple[object, ...], list[Part]] = {}
         for part in (*parts, *self._in_place_of_others(parts)):
             fusion = fusion_of.get(part.role)
@@ -135,7 +135,7 @@ class EngineRank:
     def _in_place_of_others(self, parts: list[Part]) -> list[Part]:
         """The parts that the engine stores a second time, in the place of weights that the layer does not have."""
         roles = {part.role for part in parts}
-        absent = {used: role for role, used in self.rules.quirks.in_place_of.items() if role not in roles}
+        absent = {used: role for role, used in self.rules.in_place_of.items() if role not in roles}
         return [replace(part, role=absent[part.role]) for part in parts if part.role in absent]
 
     def _in_layer(
@@ -158,7 +158,7 @@ class EngineRank:
 
     def _engine_name(self, tensor: RankTensor, layer: int | None) -> str:
         """The engine's name of a tensor in a layer."""
-        module_name = self.rules.module_name(tensor.first.role)
+        module_name = self.rules.module_names.get(tensor.first.role)
         if module_name is None:
             return self._renamed(tensor.name, layer)
         number = None if layer is None else layer - self.layers.start
@@ -167,12 +167,12 @@ class EngineRank:
     def _renamed(self, name: str, layer: int | None) -> str:
         """The engine's name of a tensor of a layer; in the engine's own list of such layers, if there is one."""
         rules = self.rules
-        if layer is None or not (rules.quirks.layer_lists or rules.renames_in):
+        if layer is None or not (rules.layer_lists or rules.names_in):
             return rules.renamed(name.replace("{layer}", str(layer)))
         sets = [of for of, layers in self.model.layer_sets.items() if layer in layers]
-        if found := next((of for of in rules.quirks.layer_lists if of in sets), None):
+        if found := next((of for of in rules.layer_lists if of in sets), None):
             number = sorted(self.model.layer_sets[found]).index(layer)
-            name = f"{rules.quirks.layer_lists[found]}.{number}.{name.partition('.{layer}.')[2]}"
+            name = f"{rules.layer_lists[found]}.{number}.{name.partition('.{layer}.')[2]}"
         return rules.renamed(name.replace("{layer}", str(layer)), sets)
 
     def _rank_tensor(self, name: str, parts: list[Part]) -> RankTensor:
@@ -194,9 +194,9 @@ class EngineRank:
 
     def _shard(self, part: Part) -> Mosaic:
         tp = 1 if part.expert is not None and self.parallel.ep > 1 else self.parallel.tp
-        split_rules = self.rules.split_rules(self.model, self.parallel.tp)
-        array = shard(self.rules.with_split(part), tp, self.tp_rank if tp > 1 else 0, split_rules)
-        run = self.rules.quirks.even_rows_first.get(part.role)
+        padding = split_rules(self.model, self.rules, self.parallel.tp)
+        array = shard(with_split(part, self.rules), tp, self.tp_rank if tp > 1 else 0, padding)
+        run = self.rules.even_rows_first.get(part.role)
         if run and part.parameter in _IN_ORDER_OF_ROWS and part.block_shape[0]:
             array = self._with_even_rows_first(part, array, part.dimensions[run])
         is_number = part.form is not None and part.is_scale and not any(part.block_shape) and math.prod(array.shape) == 1
@@ -249,7 +249,7 @@ class EngineRank:
         head, embedding = self.model.architecture.tied
         names = {"head": head, "embedding": embedding}
         roles = [role for role in names if self._is_on_stage(role)]
-        stored_as = self.rules.quirks.tied_table_stored_as
+        stored_as = self.rules.tied_table_stored_as
         if roles and stored_as != "both":
             roles = [stored_as if stored_as in roles or stored_as == "embedding" else roles[0]]
         for role in roles:
@@ -257,7 +257,7 @@ class EngineRank:
 
     def _is_on_stage(self, role: str) -> bool:
         stage = 0 if role in ("embedding", "position_embedding", "embedding_norm") else self.parallel.pp - 1
-        every_stage = self.rules.quirks.every_stage
+        every_stage = self.rules.every_stage
         return self.pp_rank == stage or role in every_stage or role.partition(".")[0] in every_stage
 
     def _extra_tensors(self, tensor: RankTensor, layer: int | None, compute_dtype: DType) -> Iterator[StoredTensor]:
@@ -274,7 +274,8 @@ class EngineRank:
         for extra in self.rules.extra_tensors:
             if extra.role == first.role:
                 dtype = extra.dtype or compute_dtype
-                yield constant(self._renamed(f"{parent}.{extra.name}", layer), dtype, extra.shape, dtype.encoded(extra.value))
+                value = self.model.dimensions[extra.square_root_of] ** 0.5 if extra.square_root_of else extra.value
+                yield constant(self._renamed(f"{parent}.{extra.name}", layer), dtype, extra.shape, dtype.encoded(value))
 
 
 def _as_stored(array: Mosaic, component: Component) -> Mosaic:
@@ -302,7 +303,7 @@ def rank_tensors(
 
 def placeholder_dtypes(model: Model, rules: EngineRules) -> dict[str, DType]:
     """Canonical name -> F32, or F32 of a function, for callers that take the element types from elsewhere."""
-    functions = rules.quirks.values
+    functions = rules.values
     return {weight.name: F32.of(functions[weight.role]) if weight.role in functions else F32 for weight in model.weights.values()}
 
 

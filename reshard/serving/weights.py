@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from reshard.geometry.dtypes import DType
+from reshard.models.engine_rules import EngineRules
 from reshard.models.model import LayerKind, Model, ModelWeight, Part
 from reshard.models.roles import Heads
-from reshard.serving.rules import EngineRules
+from reshard.models.splits import SplitRules
 
 
 def parts_by_kind(model: Model, rules: EngineRules) -> dict[LayerKind | None, tuple[Part, ...]]:
     """Kind of layer -> the parts of its first layer that the engine has a slot for, in the model's order; None -> the parts outside of the
     layers. What is true of the first layer of a kind is true of all its layers."""
-    return _parts_by_kind(model, rules.keep_fused, rules.quirks.unsupported)
+    return _parts_by_kind(model, frozenset(rules.keep_fused), rules.unsupported)
 
 
 def distinct_parts(model: Model, rules: EngineRules) -> tuple[Part, ...]:
@@ -22,7 +24,7 @@ def distinct_parts(model: Model, rules: EngineRules) -> tuple[Part, ...]:
 
     Attention heads come first, since people understand a size that does not divide the heads best.
     """
-    return _distinct_parts(model, rules.keep_fused, rules.quirks.unsupported)
+    return _distinct_parts(model, frozenset(rules.keep_fused), rules.unsupported)
 
 
 @lru_cache(maxsize=16)
@@ -48,6 +50,21 @@ def _distinct_parts(model: Model, keep_fused: frozenset[str], unsupported: froze
         for part in parts:
             first.setdefault((part.role, part.parameter, part.array.shape, id(part.dimensions)), part)
     return tuple(sorted(first.values(), key=lambda part: not isinstance(part.split, Heads)))
+
+
+def split_rules(model: Model, rules: EngineRules, tp: int) -> SplitRules:
+    """The padding with which `tp` ranks split the model."""
+    steps = rules.quantized_steps
+    is_quantized = bool(steps) and any(weight.form for weight in model.weights.values() if weight.role in steps)
+    padding = SplitRules(rules.vocabulary_multiple or tp, steps if is_quantized else {})
+    if rules.pads_vocabulary_for_tp and padding.padded_vocabulary(model.dimensions.get("vocab", 0)) % tp:
+        return replace(padding, vocabulary_multiple=padding.vocabulary_multiple * tp)
+    return padding
+
+
+def with_split(part: Part, rules: EngineRules) -> Part:
+    """The part with the split that the engine uses for its role."""
+    return replace(part, split=rules.splits[part.role]) if part.role in rules.splits else part
 
 
 def weights_without_slot(model: Model, rules: EngineRules) -> tuple[str, ...]:
@@ -105,7 +122,7 @@ def _last_of_fused(model: Model, rules: EngineRules, is_kept_once: Callable[[Par
         return
     last_role = {role: fusion.roles[-1] for fusion in rules.fusions for role in fusion.roles}
     not_served = layers_not_served(model)
-    kept = [part for part in model.parts(keep_fused=rules.keep_fused) if part.tensor not in not_served and is_kept_once(part)]
+    kept = [part for part in model.parts(keep_fused=frozenset(rules.keep_fused)) if part.tensor not in not_served and is_kept_once(part)]
     names = {(part.layer, part.expert, part.parameter, part.role): part.tensor for part in kept}
     for part in kept:
         yield part.tensor, names[part.layer, part.expert, part.parameter, last_role.get(part.role, part.role)]
@@ -119,9 +136,9 @@ def model_dtype(model: Model, dtypes: Mapping[str, DType]) -> DType:
 def stored_dtypes(model: Model, rules: EngineRules, dtypes: Mapping[str, DType]) -> dict[str, DType]:
     """Canonical tensor -> the element type that the engine stores. `dtypes` are those that the conversion asks for."""
     dtypes = dict(dtypes)
-    fixed = {role: dtype or model_dtype(model, dtypes) for role, dtype in {**rules.dtypes, **rules.quirks.dtypes}.items()}
+    fixed = {role: dtype or model_dtype(model, dtypes) for role, dtype in rules.dtypes.items()}
     for weight in model.weights.values():
         role = "scale" if weight.component and weight.component.element_type == "F32" else weight.role
-        if (role in fixed or role in rules.quirks.values) and weight.name in dtypes:
-            dtypes[weight.name] = fixed.get(role, dtypes[weight.name]).of(rules.quirks.values.get(role, ""))
+        if (role in fixed or role in rules.values) and weight.name in dtypes:
+            dtypes[weight.name] = fixed.get(role, dtypes[weight.name]).of(rules.values.get(role, ""))
     return dtypes

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from reshard.errors import RequestError
-from reshard.models.computation import ConfigKey, LayersOf
-from reshard.models.declared import yaml_data
+from reshard.models.architecture import ConfigKey, LayersOf
 from reshard.models.declared.engines import ENGINE_KEYS
+from reshard.models.declared.node import parse
 from reshard.models.declared.reader import KEYS, LANGUAGE, parse_declaration
 from reshard.models.declared.weights import WEIGHT_KEYS
 from reshard.models.lookup import (
@@ -505,7 +505,7 @@ def test_both_parsers_read_the_same_document(model_type, monkeypatch):
     documents = []
     for with_libyaml in {yaml.__with_libyaml__, False}:
         monkeypatch.setattr(yaml, "__with_libyaml__", with_libyaml)
-        documents.append(yaml_data.parse(content, "my.yaml"))
+        documents.append(parse(content, "my.yaml"))
     assert all(document == documents[0] for document in documents)
     assert documents[0].value == yaml.safe_load(content) and documents[0].lines["model_type",] > documents[0].lines["language",]
 

@@ -16,7 +16,7 @@ import reshard
 from reshard.adapter import registry
 from reshard.errors import RequestError
 from reshard.models.lookup import find_model
-from reshard.serving import kv_cache
+from reshard.serving.capacity import cached_elements
 
 MODELS = sorted(path.parent.name for folder in ("hf", "hf_fp8") for path in (FIXTURES / folder).glob("*/model.safetensors"))
 assert len(MODELS) >= 20
@@ -228,7 +228,7 @@ def test_the_cache_of_llama_3_70b_stops_shrinking_at_its_8_kv_heads(tmp_path):
 
 def test_the_latent_cache_of_deepseek_v3_is_the_same_on_every_rank():
     model = find_model(DEEPSEEK_V3)
-    assert {kv_cache.layer_elements(model, 0, tp) for tp in (1, 2, 8, 128)} == {512 + 64}
+    assert {cached_elements(model, 0, tp) for tp in (1, 2, 8, 128)} == {512 + 64}
 
 
 def test_tokens_and_sequences_fill_what_weights_leave(tmp_path):

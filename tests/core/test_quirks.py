@@ -8,10 +8,9 @@ from reshard.adapter import registry
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import F32
 from reshard.models.declared.reader import parse_declaration
+from reshard.models.engine_rules import EngineRules, ExtraTensor, Fusion, Rename, renames_of
 from reshard.models.lookup import built_in_model_types, declaration_text, find_architecture, read_architecture
 from reshard.models.model import Model
-from reshard.models.quirks import EngineName, ModelQuirks
-from reshard.serving.rules import EngineRules
 
 
 def declared(text):
@@ -19,12 +18,11 @@ def declared(text):
 
 
 def renamed(name, quirks, version):
-    rules = EngineRules("an engine", (), lambda layers, pp: (layers,), renames=tuple(quirks.renames_at(version)))
-    return rules.renamed(name)
+    return quirks.at(version).renamed(name)
 
 
 def test_a_name_is_words_between_dots_in_the_versions_that_have_it():
-    quirks = ModelQuirks(names=(EngineName("mlp.gate", (((0, 15), "mlp.experts._gate"), ((0, 20), "mlp.gate"), ((0, 24), "x.gate"))),))
+    quirks = EngineRules(names=tuple(renames_of("mlp.gate", {(0, 15): "mlp.experts._gate", (0, 20): "mlp.gate", (0, 24): "x.gate"})))
     names = [renamed("model.layers.0.mlp.gate.weight", quirks, version) for version in ((0, 14), (0, 15), (0, 19, 1), (0, 20), (0, 32))]
     inner = ["mlp.gate", "mlp.experts._gate", "mlp.experts._gate", "mlp.gate", "x.gate"]
     assert names == [f"model.layers.0.{words}.weight" for words in inner]
@@ -43,8 +41,7 @@ def test_a_section_is_read_into_quirks():
     every_stage: [final_norm, head]
     unsupported: [attention.o.bias]
     assumed_settings: {a: 1}
-    stores_normalizer: true
-    normalizer_until: "0.9.2"
+    extra_tensors: {normalizer: {beside: embedding, square_root_of: hidden, until: "0.9.2"}}
     notes: one
 """
     ).engines["vllm"]
@@ -52,15 +49,16 @@ def test_a_section_is_read_into_quirks():
     assert quirks.unsupported == {("attention.o", "bias")} and quirks.assumed_settings == (("a", 1),)
     assert renamed("model.norm.weight", quirks, (0, 32)) == "model.last.weight"
     assert [renamed("lm_head.weight", quirks, (0, minor)) for minor in (8, 9, 30)] == ["lm_head.weight", "out.weight", "head.weight"]
-    assert [quirks.keeps_fused_at((0, minor)) for minor in (30, 31)] == [frozenset(), {"attention.qkv"}]
-    assert [quirks.stores_normalizer_at(version) for version in ((0, 9, 1), (0, 9, 2))] == [True, False]
+    assert [quirks.at((0, minor)).keep_fused.keys() for minor in (30, 31)] == [set(), {"attention.qkv"}]
+    normalizer = ExtraTensor("embedding", "normalizer", square_root_of="hidden", until=(0, 9, 2))
+    assert [quirks.at(version).extra_tensors for version in ((0, 9, 1), (0, 9, 2))] == [(normalizer,), ()]
 
 
 def test_engines_are_taken_over_by_like_and_not_by_extends():
     assert declared("").engines == {}
     assert declared("like: qwen2_moe").engines == find_architecture("qwen2_moe").engines
     own = declared("like: qwen2_moe\nengines: {vllm: {}}").engines
-    assert own["vllm"] == ModelQuirks() and own["sglang"] == find_architecture("qwen2_moe").engines["sglang"]
+    assert own["vllm"] == EngineRules() and own["sglang"] == find_architecture("qwen2_moe").engines["sglang"]
 
 
 def test_a_file_for_a_built_in_model_type_keeps_what_engines_do_differently_for_it(tmp_path):
@@ -68,7 +66,7 @@ def test_a_file_for_a_built_in_model_type_keeps_what_engines_do_differently_for_
         (tmp_path / "my.yaml").write_text(f"language: 2\nmodel_type: qwen3_moe\n{text}\n")
         assert read_architecture(tmp_path / "my.yaml").engines == find_architecture("qwen3_moe").engines
     (tmp_path / "my.yaml").write_text("language: 2\nmodel_type: qwen3_moe\nextends: qwen3_moe\nengines: {vllm: {}}\n")
-    assert read_architecture(tmp_path / "my.yaml").engines == {"vllm": ModelQuirks()}
+    assert read_architecture(tmp_path / "my.yaml").engines == {"vllm": EngineRules()}
 
 
 @pytest.mark.parametrize(
@@ -142,16 +140,15 @@ weights:
 def test_the_names_of_a_set_of_layers_come_before_the_others():
     quirks = declared("""layer_sets: {odd: {first: start}}
 engines: {vllm: {names: {mlp.gate: mlp.last}, names_in: {odd: {attn: other, mlp.gate: {"0.30": mlp.gate.own}}}}}""").engines["vllm"]
-    rules = EngineRules(
-        "an engine", (), lambda layers, pp: (layers,), renames=tuple(quirks.renames_at((0, 32))), renames_in=quirks.renames_in_at((0, 32))
-    )
+    rules = quirks.at((0, 32))
     assert [rules.renamed("a.attn.mlp.gate", sets) for sets in ((), ("odd",))] == ["a.attn.mlp.last", "a.other.mlp.last.own"]
-    assert quirks.renames_in_at((0, 29))["odd"] == quirks.renames_in_at((0, 32))["odd"][:1] and (0, 30) in quirks.changes
+    assert quirks.at((0, 29)).names_in["odd"] == rules.names_in["odd"][:1] and (0, 30) in quirks.changes
 
 
 def test_quirks_of_a_class_around_a_language_model_join_those_of_its_class():
-    inner = ModelQuirks(every_stage=frozenset({"head"}), names=(EngineName("a", (((), "b"),)),), derives_head_dim=True, since=(0, 30))
-    outer = ModelQuirks(every_stage=frozenset({"vision"}), names=(EngineName("c", (((), "d"),)),), fusions={"x": ("y",)}, since=(0, 32))
-    joined = outer.around(inner)
-    assert joined.every_stage == {"head", "vision"} and [name.words for name in joined.names] == ["a", "c"]
-    assert joined.derives_head_dim and joined.since == (0, 32) and joined.fusions == {"x": ("y",)}
+    fusions = (Fusion(("y",), "x"),)
+    inner = EngineRules(every_stage=frozenset({"head"}), names=(Rename("a", "b"),), derives_head_dim=True, since=(0, 30))
+    outer = EngineRules(every_stage=frozenset({"vision"}), names=(Rename("c", "d"),), fusions=fusions, since=(0, 32))
+    joined = inner.with_quirks(outer)
+    assert joined.every_stage == {"head", "vision"} and [rename.pattern for rename in joined.names] == ["a", "c"]
+    assert joined.derives_head_dim and joined.since == (0, 32) and joined.fusions == fusions

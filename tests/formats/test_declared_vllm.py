@@ -19,8 +19,7 @@ from reshard.geometry.dtypes import BF16, F32
 from reshard.geometry.parallel import Parallel
 from reshard.models.lookup import find_model
 from reshard.models.model import Model
-from reshard.serving.legality import check_degrees
-from reshard.serving.served_model import check_served
+from reshard.serving.legality import check_degrees, check_served
 from reshard.serving.weights import stored_dtypes, weights_without_slot
 
 sys.path.insert(0, str(FIXTURES))

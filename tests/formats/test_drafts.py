@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 import reshard
 from reshard.errors import UnsupportedError
-from reshard.models.drafts import draft_class
-from reshard.models.lookup import find_model
+from reshard.models.lookup import draft_class, find_model
 
 SERVED_FROM_HF = "serving engines read from its Hugging Face folder"
 

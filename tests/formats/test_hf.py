@@ -11,7 +11,7 @@ from places import DCP, FIXTURES, HF, MODELS, described, open_case, stored, trut
 
 import reshard
 from reshard.errors import CheckpointError, RequestError
-from reshard.models.changed_keys import changed_keys
+from reshard.models.lookup import changed_keys
 
 SAME_AS_LLAMA = ("llama-sharded", "llama-bin", "llama-bin-sharded", "mistral")
 

@@ -9,8 +9,7 @@ import torch
 
 import reshard
 from reshard.errors import CheckpointError, UnsupportedError
-from reshard.models.quantization import quantization_of, unknown_quantization
-from reshard.models.quantization_settings import PLACES, SETTINGS_FILES, quantization_settings
+from reshard.models.quantization import PLACES, SETTINGS_FILES, quantization_of, quantization_settings, unknown_quantization
 from tests.formats.test_packed import FIXTURES, described, stored, truth_of
 
 AWQ_FILE = {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM", "modules_to_not_convert": ["lm_head"]}

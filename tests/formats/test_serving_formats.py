@@ -13,7 +13,7 @@ from reshard.adapter import registry
 from reshard.adapter.registry import EntryPoint
 from reshard.adapter.serving_format import ServingFormat
 from reshard.errors import CheckpointError, RequestError
-from reshard.serving.rules import EngineRules, Fusion, ModelQuirks
+from reshard.models.engine_rules import EngineRules, Fusion, Rename
 
 ENGINES = sorted(registry.serving_formats())
 
@@ -37,9 +37,9 @@ class MadeUpEngine(ServingFormat):
         return EngineRules(
             engine=self.engine,
             fusions=(Fusion(("mlp.gate", "mlp.up"), "gate_up"),),
-            layers_per_stage=lambda layers, pp: (layers,),
-            renames=((r"\.self_attn\.o_proj\.", ".self_attn.out."),),
-            quirks=ModelQuirks(assumed_settings=(("attention_bias", False),), notes=("it is made up",)),
+            names=(Rename(r"\.self_attn\.o_proj\.", ".self_attn.out."),),
+            assumed_settings=(("attention_bias", False),),
+            notes=("it is made up",),
         )
 
 

@@ -13,7 +13,7 @@ import click
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
-from reshard.models.drafts import draft_class
+from reshard.models.lookup import draft_class
 
 from ... import options
 from ...json_output import Streamed, show_json

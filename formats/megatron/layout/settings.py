@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.errors import UnsupportedError
-from reshard.models.computation import ConfigKey, LayersOf
+from reshard.models.architecture import ConfigKey, LayersOf
 from reshard.models.config_values import number, rotary_settings, rotary_type
 from reshard.models.model import Model, Part
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.value import value
-from reshard.models.computation import Computation
+from reshard.models.architecture import Computation
 from reshard.models.model import Model, Part, numbered
 
 FRAMEWORK = "megatron"

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from reshard.geometry.dtypes import DType
     from reshard.geometry.parallel import Parallel
     from reshard.index.index import Index
+    from reshard.models.engine_rules import EngineRules
     from reshard.models.model import Model
     from reshard.plans.layout import Layout, Target
     from reshard.serving.learned.layout import LearnedLayout
-    from reshard.serving.rules import EngineRules
     from reshard.storage.files import Files
 
 
@@ -114,7 +114,7 @@ class ServingFormat(Format):
 
         Raises: RequestError for sizes, versions or models that the engine does not serve.
         """
-        from reshard.serving.served_model import check_served
+        from reshard.serving.legality import check_served
 
         target.parallel.allow(*self.sizes, what=f"{self.engine}'s files, which are split by {', '.join(self.sizes)} only")
         rules = self.rules(model, target)

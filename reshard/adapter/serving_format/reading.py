@@ -19,9 +19,8 @@ from reshard.models.lookup import find_model
 from reshard.models.model import Model
 from reshard.plans.layout import PlacedTensor, TargetFile
 from reshard.plans.layout_index import index_of
-from reshard.serving.legality import check_degrees
+from reshard.serving.legality import check_degrees, require_model
 from reshard.serving.ranks import placeholder_dtypes, rank_tensors
-from reshard.serving.served_model import require_model
 from reshard.serving.weights import scale_aliases
 from reshard.storage.files import Files
 

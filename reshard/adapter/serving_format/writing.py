@@ -16,12 +16,11 @@ from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import StoredTensor
+from reshard.models.engine_rules import EngineRules
 from reshard.models.model import Model
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
-from reshard.serving.legality import check_degrees, check_stages
+from reshard.serving.legality import check_degrees, check_stages, require_model
 from reshard.serving.ranks import rank_tensors
-from reshard.serving.rules import EngineRules
-from reshard.serving.served_model import require_model
 from reshard.serving.weights import layers_not_served, not_stored_by_engines, scale_aliases, stored_dtypes, weights_without_slot
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
     stored = stored_dtypes(model, rules, dtypes)
     engine_config = serving_format.engine_config(model, target.parallel, dtypes)
     companions, class_notes = companions.completed(model.architecture)
-    needed = {key: value for key, value in rules.quirks.config_defaults if not companions.states(key)}
+    needed = {key: value for key, value in rules.config_defaults if not companions.states(key)}
     needed |= serving_format.keys_for_ranks(companions.config or {}, content.tensors)
     companions, config_notes = companions.with_keys(needed, rules.engine)
     layers_left_out = layers_not_served(model) | {
@@ -59,7 +58,7 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
         target.parallel,
         (
             *serving_format.notes(model, target),
-            *rules.quirks.notes,
+            *rules.notes,
             *class_notes,
             *config_notes,
             *_about_left_out(layers_left_out, content),

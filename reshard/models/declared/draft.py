@@ -16,8 +16,7 @@ from reshard.errors import RequestError
 from reshard.geometry.value import value
 from reshard.models.architecture import Architecture, Dimension, Weight
 from reshard.models.declared.reader import LANGUAGE, UNKNOWN
-from reshard.models.declared.relatives import Relative, nearest
-from reshard.models.declared.stored_weights import Shape, StoredWeight, stored_weights
+from reshard.models.declared.relatives import Relative, Shape, StoredWeight, nearest, stored_weights
 from reshard.models.lookup import built_in_model_types, find_architecture
 from reshard.models.model import Model
 from reshard.models.quantization import quantization_of

@@ -1,24 +1,30 @@
-"""The section `engines` of a declaration: what a serving engine's class of the model does differently from the engine's other classes.
+"""The sections `engines` and `frameworks` of a declaration: what a serving engine's class of the model does differently from the engine's
+other classes, and how training frameworks compute the model.
 
     engines:
       vllm:
         every_stage: [embedding, final_norm, head]
         names: {mlp.gate: {"0.24": mlp.experts.gate}}
       sglang: {}
+    frameworks:
+      megatron:
+        settings: {moe_router_score_function: sigmoid, moe_router_topk_scaling_factor: {key: routed_scaling_factor}}
 
-The keys of an engine are the fields of ModelQuirks. An engine that is listed, even without a key, was compared with the declaration.
+The keys of an engine are fields of EngineRules, those of a framework are fields of Computation. An engine or framework that is listed, even
+without a key, was compared with the declaration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from reshard.geometry.dtypes import FLOATING_WORDS, DType, from_user
-from reshard.geometry.functions import FUNCTIONS
+from reshard.geometry.functions import FUNCTIONS, INVERTIBLE
+from reshard.models.architecture import Computation, ConfigKey, LayersOf
 from reshard.models.declared.node import Node
 from reshard.models.declared.weights import layer_set, split_of
-from reshard.models.quirks import EngineName, ModelQuirks, Version
+from reshard.models.engine_rules import EngineRules, ExtraTensor, Fusion, Rename, Version, renames_of
 from reshard.models.roles import ROLES
 
 _WORDS = r"[\w-]+(\.[\w-]+)*"
@@ -26,13 +32,13 @@ _PARAMETERS = ("weight", "bias")
 _NO_LAYER = (*(role.name for role in ROLES.values() if not role.in_layer), "vision")
 
 
-def engines_of(node: Node) -> dict[str, ModelQuirks]:
-    """The quirks by the name of the engine's format. Raises RequestError, naming the line, for a key that is not understood."""
-    return {engine: _quirks(inner) for engine, inner in node.mapping().items()}
+def engines_of(node: Node) -> dict[str, EngineRules]:
+    """The rules by the name of the engine's format. Raises RequestError, naming the line, for a key that is not understood."""
+    return {engine: _rules(inner) for engine, inner in node.mapping().items()}
 
 
-def _quirks(node: Node) -> ModelQuirks:
-    return ModelQuirks(**{key: ENGINE_KEYS[key](value) for key, value in node.mapping(tuple(ENGINE_KEYS)).items()})
+def _rules(node: Node) -> EngineRules:
+    return EngineRules(**{key: ENGINE_KEYS[key](value) for key, value in node.mapping(tuple(ENGINE_KEYS)).items()})
 
 
 def _version(node: Node) -> Version:
@@ -40,17 +46,16 @@ def _version(node: Node) -> Version:
     return tuple(int(number) for number in text.split("."))
 
 
-def _names(node: Node) -> tuple[EngineName, ...]:
-    return tuple(_name(words, inner) for words, inner in node.mapping().items())
+def _names(node: Node) -> tuple[Rename, ...]:
+    return tuple(rename for words, inner in node.mapping().items() for rename in _renames(words, inner))
 
 
-def _name(words: str, node: Node) -> EngineName:
+def _renames(words: str, node: Node) -> Iterator[Rename]:
     """Other words, or a mapping of versions to words."""
     node.inner("", words).word(_WORDS, "words of a name, with dots between them")
-    if not isinstance(node.value, dict):
-        return EngineName(words, (((), _engine_words(node)),))
-    by_version = {_version(inner.inner("", since)): _engine_words(inner) for since, inner in node.mapping().items()}
-    return EngineName(words, tuple(sorted(by_version.items())))
+    if isinstance(node.value, dict):
+        return renames_of(words, {_version(inner.inner("", since)): _engine_words(inner) for since, inner in node.mapping().items()})
+    return renames_of(words, {(): _engine_words(node)})
 
 
 def _engine_words(node: Node) -> str:
@@ -64,6 +69,14 @@ def _unsupported(node: Node) -> frozenset[tuple[str, str]]:
     return frozenset((role, parameter) for role, _, parameter in pairs)
 
 
+def _extra_tensor(name: str, node: Node) -> ExtraTensor:
+    keys = node.mapping(("beside", "square_root_of", "until"))
+    if missing := next((key for key in ("beside", "square_root_of") if key not in keys), None):
+        raise node.error(f"it has no `{missing}`", do="Write {beside: ROLE, square_root_of: DIMENSION}")
+    until = _version(keys["until"]) if "until" in keys else None
+    return ExtraTensor(_role(keys["beside"]), name, square_root_of=_dimension(keys["square_root_of"]), until=until)
+
+
 def _settings(node: Node) -> tuple[tuple[str, object], ...]:
     return tuple((key, inner.setting()) for key, inner in node.mapping().items())
 
@@ -73,23 +86,27 @@ def _dtype(node: Node) -> DType | None:
     return from_user(node.one_of(("model", *FLOATING_WORDS)))
 
 
-def _roles(node: Node) -> tuple[str, ...]:
-    return tuple(item.word(r"[\w.-]+", "a role") for item in node.items())
+def _role(node: Node) -> str:
+    return node.word(r"[\w.-]+", "a role")
 
 
-def _sentence(node: Node) -> str:
+def _dimension(node: Node) -> str:
+    return node.word(r"[a-z_][a-z0-9_]*", "a dimension")
+
+
+def _sentence(node: Node, expected: str = "a sentence") -> str:
     if not isinstance(node.value, str) or not node.value.strip():
-        raise node.unexpected("a sentence")
+        raise node.unexpected(expected)
     return node.value
 
 
 ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
-    "of_class": lambda node: {name: _quirks(inner) for name, inner in node.mapping().items()},
+    "of_class": lambda node: {name: _rules(inner) for name, inner in node.mapping().items()},
     "since": _version,
     "names": _names,
     "names_in": lambda node: {layer_set(inner.inner("", name)): _names(inner) for name, inner in node.mapping().items()},
-    "fusions": lambda node: {module: _roles(inner) for module, inner in node.mapping().items()},
-    "even_rows_first": lambda node: {role: inner.word(r"[a-z_][a-z0-9_]*", "a dimension") for role, inner in node.mapping().items()},
+    "fusions": lambda node: tuple(Fusion(tuple(map(_role, inner.items())), module) for module, inner in node.mapping().items()),
+    "even_rows_first": lambda node: {role: _dimension(inner) for role, inner in node.mapping().items()},
     "dtypes": lambda node: {role: _dtype(inner) for role, inner in node.mapping().items()},
     "values": lambda node: {role: inner.one_of(FUNCTIONS) for role, inner in node.mapping().items()},
     "splits": lambda node: {role: split_of(inner) for role, inner in node.mapping().items()},
@@ -102,12 +119,10 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "least_expert_width": lambda node: node.number(1),
     "quantized_steps": lambda node: {role: inner.number(1) for role, inner in node.mapping().items()},
     "stages_need_experts": Node.flag,
-    "one_stage": Node.flag,
-    "one_stage_if": Node.condition,
+    "one_stage": lambda node: node.flag() if isinstance(node.value, bool) else node.condition(),
     "layer_lists": lambda node: {layer_set(inner.inner("", name)): _engine_words(inner) for name, inner in node.mapping().items()},
-    "in_place_of": lambda node: {role: inner.word(r"[\w.-]+", "a role") for role, inner in node.mapping().items()},
-    "stores_normalizer": Node.flag,
-    "normalizer_until": _version,
+    "in_place_of": lambda node: {role: _role(inner) for role, inner in node.mapping().items()},
+    "extra_tensors": lambda node: tuple(_extra_tensor(name, inner) for name, inner in node.mapping().items()),
     "quantizes_router": Node.flag,
     "derives_head_dim": Node.flag,
     "all_layers_sparse": Node.flag,
@@ -116,3 +131,38 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "not_loadable": _sentence,
     "notes": lambda node: tuple(_sentence(item) for item in node.items()),
 }
+
+
+_FRAMEWORK_KEYS = ("settings", "values", "assumes", "lacks", "built_by")
+
+
+def frameworks_of(node: Node) -> dict[str, Computation]:
+    """The computations by the name of the framework's format. Raises RequestError, naming the line, for what is not understood."""
+    return {framework: _computation(inner) for framework, inner in node.mapping().items()}
+
+
+def _computation(node: Node) -> Computation:
+    keys = node.mapping(_FRAMEWORK_KEYS)
+    return Computation(
+        {name: _value(inner) for name, inner in keys["settings"].mapping().items()} if "settings" in keys else {},
+        {role: inner.one_of(INVERTIBLE) for role, inner in keys["values"].mapping().items()} if "values" in keys else {},
+        tuple((key, _plain(inner)) for key, inner in keys["assumes"].mapping().items()) if "assumes" in keys else (),
+        _sentence(keys["lacks"], "what the framework lacks") if "lacks" in keys else None,
+        _sentence(keys["built_by"], "a library and its class") if "built_by" in keys else None,
+    )
+
+
+def _value(node: Node) -> object:
+    if isinstance(node.value, dict):
+        keys = node.mapping(("key", "when", "layers"))
+        if ("key" in keys) == ("layers" in keys):
+            raise node.unexpected("a value, {key: KEY} with a key of the config, or {layers: SET} with a set of layers")
+        when = keys["when"].condition() if "when" in keys else None
+        return ConfigKey(keys["key"].config_key(), when) if "key" in keys else LayersOf(layer_set(keys["layers"]))
+    return _plain(node)
+
+
+def _plain(node: Node) -> object:
+    if not isinstance(node.value, bool | int | float | str):
+        raise node.unexpected("true, false, a number or a word")
+    return node.value

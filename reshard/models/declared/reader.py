@@ -21,16 +21,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from reshard.errors import RequestError
-from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, Weight
-from reshard.models.computation import LayersOf
-from reshard.models.declared import yaml_data
-from reshard.models.declared.engines import engines_of
-from reshard.models.declared.frameworks import frameworks_of
-from reshard.models.declared.node import KEY_OF_LAYER, Node, expression
+from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, LayersOf, Weight
+from reshard.models.declared.engines import engines_of, frameworks_of
+from reshard.models.declared.node import KEY_OF_LAYER, Node, expression, parse
 from reshard.models.declared.version_1 import in_version_2
 from reshard.models.declared.weights import NUMBER, WeightReader, layer_set, overlap
-from reshard.models.quantization import quantization_of
-from reshard.models.quantization_settings import SETTING
+from reshard.models.quantization import SETTING, quantization_of
 from reshard.models.roles import DECLARED_ROLES
 
 # The version of the language that is described in docs/architectures.md and that drafts are written in.
@@ -94,7 +90,7 @@ def _weights(node: Node, reader: WeightReader) -> list[tuple[Node, Weight]]:
 
 def _root(content: bytes, where: str) -> Node:
     """The root of the document, in the newest version of the language."""
-    document = yaml_data.parse(content, where)
+    document = parse(content, where)
     root = Node.of(document, where)
     if not isinstance(document.value, dict) or "language" not in document.value:
         return Node.of(in_version_2(document, where), where)
@@ -270,7 +266,7 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
         fields["frameworks"] = {**fields.get("frameworks", {}), **frameworks_of(keys["frameworks"])}
     if base and base.language_model_in:
         own = fields.get("engines", {})
-        fields["engines"] = {name: own[name].around(base.engines[name]) for name in base.engines if name in own}
+        fields["engines"] = {name: base.engines[name].with_quirks(own[name]) for name in base.engines if name in own}
     for key in ("dropped", "carried"):
         if key in keys:
             reasons = {_regex(glob): _reason(node) for glob, node in keys[key].mapping().items()}

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.models.declared.node import Node
-from reshard.models.declared.yaml_data import Document, Path
+from reshard.models.declared.node import Document, Node, Path
 
 _KEYS = {"extra_layers": "mtp_layers", "sparse": "sparse_layers"}
 _WEIGHT_KEYS = {"holds": "fuses", "by": "interleaved_by"}

@@ -18,8 +18,7 @@ from reshard.errors import RequestError
 from reshard.geometry.dtypes import BF16, DType, from_safetensors, from_user
 from reshard.geometry.parallel import Parallel
 from reshard.models.model import Model, ModelWeight
-from reshard.models.quantization import check_has_settings
-from reshard.models.quantization_settings import without_quantization
+from reshard.models.quantization import check_has_settings, without_quantization
 from reshard.plans.layout import Target
 from reshard.requests.checkpoint import Checkpoint, opened
 from reshard.requests.named_model import model_at, model_of

@@ -1,0 +1,265 @@
+"""EngineRules: how a serving engine stores a model, as data.
+
+An engine's own file gives what holds for all its models (formats/vllm/rules.py). A declaration gives, under `engines`, what the engine's
+class of that model does differently:
+
+    engines:
+      vllm: {every_stage: [final_norm, head], names: {mlp.gate: {"0.24": mlp.experts.gate}}}
+
+Both are EngineRules. The rules for one model in one version are the engine's, with those of the declaration put in:
+`rules.with_quirks(quirks).at(version)`. declared/engines.py reads the section; the rooms of serving/ read the result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import field, fields, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+from reshard.errors import RequestError
+from reshard.geometry.dtypes import DType
+from reshard.geometry.value import value
+from reshard.models.roles import Split
+
+# The numbers of a version: (0, 32).
+Version = tuple[int, ...]
+
+
+def version_numbers(version: str, newest: str) -> Version:
+    """The numbers at the start of a version: 0.32.1rc1 is (0, 32, 1).
+
+    Raises: RequestError, with `newest` as the example, for a text that is not a version.
+    """
+    if not re.fullmatch(r"v?\d+(\.\d+)*([a-z+.-].*)?", version):
+        raise RequestError(f"--engine-version {version}: a version such as {newest} is expected")
+    return tuple(int(word) for word in re.match(r"v?([\d.]+)", version)[1].strip(".").split("."))  # type: ignore[index]
+
+
+class Rename(NamedTuple):
+    """A change to Hugging Face names, in the versions that have it."""
+
+    pattern: str
+    """A regular expression."""
+    replacement: str
+    """What stands in its place."""
+    since: Version = ()
+    """The first version with the change."""
+    until: Version | None = None
+    """The first version without it; None: all later ones have it."""
+
+
+def renames_of(words: str, by_version: Mapping[Version, str]) -> Iterator[Rename]:
+    """The changes for words with dots between them, such as "mlp.gate", that may stand anywhere in a name. by_version: first version ->
+    the words that stand in their place from then on."""
+    pattern = rf"(?<![^.]){re.escape(words)}(?![^.])"
+    for (since, new), (until, _) in pairwise([*sorted(by_version.items()), (None, "")]):
+        if new != words:
+            yield Rename(pattern, new, since or (), until)
+
+
+@value
+class Fusion:
+    """Several roles that an engine stores as one tensor, joined along the output features.
+
+    The experts of a rank are always one tensor, also those of a single role. The tensor is then named `component`_weight in the module of
+    the experts.
+    """
+
+    roles: tuple[str, ...]
+    """The roles, in the order in which they follow each other."""
+    component: str
+    """The name that replaces the last component of the first role's module: qkv_proj in place of q_proj."""
+
+
+@value
+class ExtraTensor:
+    """A constant that an engine expects in the state dict and that the model does not have, such as an attention scale of 1."""
+
+    role: str
+    """There is one beside every weight of this role."""
+    name: str
+    """Its name relative to the parent of that weight's module: attn.k_scale beside o_proj."""
+    value: float = 0.0
+    """The value of all its elements, rounded to its element type."""
+    dtype: DType | None = None
+    """Its element type; None for the model's."""
+    shape: tuple[int, ...] = ()
+    """Its shape."""
+    square_root_of: str = ""
+    """A dimension whose square root is the value, as for the factor of gemma's embeddings; empty: `value` is."""
+    since: Version = ()
+    """The first version that stores it."""
+    until: Version | None = None
+    """The first version that no longer stores it; None: every version does."""
+
+
+Versioned = TypeVar("Versioned", Rename, ExtraTensor)
+
+
+def all_on_each_stage(layers: int, pp: int) -> tuple[int, ...]:
+    """The layers of an engine whose files have one stage."""
+    return (layers,)
+
+
+@value
+class EngineRules:
+    """How a serving engine stores the weights of one model, the same for every rank; or what a declaration says about that."""
+
+    engine: str = ""
+    """The engine's name, for messages; empty in a declaration."""
+    fusions: tuple[Fusion, ...] = ()
+    """Roles that are stored as one tensor. The last one counts for a role."""
+    layers_per_stage: Callable[[int, int], tuple[int, ...]] = all_on_each_stage
+    """(number of layers, pp) -> number of layers on each pipeline stage."""
+    of_class: Mapping[str, EngineRules] = field(default_factory=dict)
+    """The rules of further classes that serve the model, by the name under which the config's `architectures` name them."""
+    since: Version = ()
+    """The first version of the engine whose class was compared; (): the oldest version that the engine's own file knows."""
+
+    # Names.
+    names: tuple[Rename, ...] = ()
+    """Changes to every Hugging Face name, applied in order."""
+    names_in: Mapping[str, tuple[Rename, ...]] = field(default_factory=dict)
+    """Set of layers -> changes to the names of these layers, applied before `names`."""
+    module_names: Mapping[str, str] = field(default_factory=dict)
+    """Module names by the role of the tensor's first part, where the engine does not use Hugging Face's names. {layer} is the number within
+    the stage."""
+    layer_lists: Mapping[str, str] = field(default_factory=dict)
+    """Set of layers -> the engine's own list of these layers, in which it counts them from 0: model.decoder in place of model.layers."""
+    tied_table_stored_as: str = "head"
+    """The name under which a stage with embedding and head stores the tied tensor: "head", "embedding" or "both" (two copies). With
+    "embedding", a stage that holds only the head uses the embedding's name, too."""
+
+    # Which tensors there are, and where.
+    keep_fused: Mapping[str, Version] = field(default_factory=dict)
+    """Role of a fused weight, such as attention.qkv, that is kept as the model stores it -> the first version that does so."""
+    every_stage: frozenset[str] = frozenset()
+    """Roles outside of the layers that every pipeline stage holds; "vision" stands for all roles of the vision tower. Other embeddings are
+    on the first stage, the rest on the last."""
+    unsupported: frozenset[tuple[str, str]] = frozenset()
+    """(role, "weight" or "bias") pairs that the class has no slot for."""
+    in_place_of: Mapping[str, str] = field(default_factory=dict)
+    """Role -> another role, whose weight is stored also in the place of the first one, where a layer has no weight of that role."""
+    extra_tensors: tuple[ExtraTensor, ...] = ()
+    """Constants that the engine expects beside the weights."""
+    zero_expert_biases: bool = False
+    """Whether stacked experts of a quantized model have biases, [experts, out], which are zero."""
+    scales_kept_once: frozenset[str] = frozenset()
+    """Kinds of scales that are stored once for the fused weights of an expert. The scales of these weights must be equal."""
+
+    # How ranks share them.
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    """Splits by role, where ranks share a weight in another way than usual."""
+    even_rows_first: Mapping[str, str] = field(default_factory=dict)
+    """Role -> a dimension, such as "head_dim". In each run of so many rows of such a weight, the class stores the rows 0, 2, 4, ... before
+    the rows 1, 3, 5, ...: the pairs that rotary embeddings turn become halves."""
+    vocabulary_multiple: int | None = None
+    """The rows of vocabulary tables are padded to a multiple of this; None: of tp."""
+    pads_vocabulary_for_tp: bool = False
+    """Whether the rows are padded to a multiple of vocabulary_multiple * tp where tp does not divide the padded rows."""
+    quantized_steps: Mapping[str, int] = field(default_factory=dict)
+    """Role -> rows or input features, of which each rank of a quantized model holds a multiple; the last ranks are filled up with zeros."""
+
+    # Their elements.
+    dtypes: Mapping[str, DType | None] = field(default_factory=dict)
+    """Element types that the engine prescribes, by role ("scale" for every scale), whatever the source has. A value of None prescribes the
+    element type that the model computes in."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Role -> the function, one of functions.FUNCTIONS, whose values the class stores in place of such a weight."""
+
+    # What the engine refuses.
+    no_expert_parallel: str | None = None
+    """Why the experts of this model cannot be distributed over ranks; None if they can."""
+    equal_experts: bool = False
+    """Whether every expert-parallel rank must have the same number of experts."""
+    tp_at_most_experts: bool = False
+    """Whether the class refuses more tensor-parallel ranks than experts."""
+    least_expert_width: int = 0
+    """Ranks that share experts of a smaller width than this are refused: the class would round the width up, and leave the rest unset."""
+    stages_need_experts: bool = False
+    """Whether the class refuses a pipeline stage without a layer that has experts."""
+    one_stage: bool | str = False
+    """Whether the class refuses several pipeline stages; or a condition on the config, such as "not KEY", under which it does."""
+    refuses_quantized: str | None = None
+    """Why the engine's files cannot hold quantized weights; None if they can."""
+    quantizes_router: bool = False
+    """Whether the class of a quantized model quantizes the router, too, unless the config excludes it."""
+    derives_head_dim: bool = False
+    """Whether the class computes the head dimension as hidden size / heads and ignores the config's head_dim."""
+    all_layers_sparse: bool = False
+    """Whether the class has experts in every layer and ignores the config's dense layers."""
+    assumed_settings: tuple[tuple[str, object], ...] = ()
+    """Config keys that the class ignores, each with the value that it assumes. A model with another value is refused."""
+    not_loadable: str | None = None
+    """Why the engine does not load this model from files of its format; None if it does."""
+
+    # Beside the weights.
+    config_defaults: tuple[tuple[str, object], ...] = ()
+    """Config keys that the class needs, each with the value that is written if the config does not have the key. A dot leads into an inner
+    config."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the person who starts the engine."""
+
+    def with_quirks(self, quirks: EngineRules) -> EngineRules:
+        """These rules with those of one model put in; or those of the language model inside a multimodal one with those of the class around
+        it. Collections are joined; where the two conflict, `quirks` win."""
+        stated = {each.name: getattr(quirks, each.name) for each in fields(quirks)}
+        changed = {name: _joined(getattr(self, name), new) for name, new in stated.items() if new != getattr(_NO_RULES, name)}
+        return replace(self, **{**changed, "since": max(self.since, quirks.since), "of_class": {}})
+
+    def at(self, version: Version) -> EngineRules:
+        """These rules with only what one version of the engine has."""
+        return replace(
+            self,
+            names=_of_version(self.names, version),
+            names_in={of: _of_version(names, version) for of, names in self.names_in.items()},
+            keep_fused={role: since for role, since in self.keep_fused.items() if since <= version},
+            extra_tensors=_of_version(self.extra_tensors, version),
+        )
+
+    @property
+    def changes(self) -> set[Version]:
+        """The versions in which something changed."""
+        rows: tuple[Rename | ExtraTensor, ...] = (
+            *self.names,
+            *(name for names in self.names_in.values() for name in names),
+            *self.extra_tensors,
+        )
+        return {version for row in rows for version in (row.since, row.until) if version} | {*self.keep_fused.values()}
+
+    def renamed(self, name: str, sets: Collection[str] = ()) -> str:
+        """The engine's name for a Hugging Face name. sets: those that its layer is in."""
+        for of, renames in self.names_in.items():
+            name = _renamed(name, renames) if of in sets else name
+        return _renamed(name, self.names)
+
+
+_NO_RULES = EngineRules()
+
+
+def _joined(inner: Any, outer: Any) -> Any:
+    """The values of a field of two rules in one: collections are joined."""
+    match outer:
+        case Mapping():
+            return {**inner, **outer}
+        case tuple():
+            return (*inner, *outer)
+        case frozenset():
+            return inner | outer
+    return outer
+
+
+def _of_version(rows: Iterable[Versioned], version: Version) -> tuple[Versioned, ...]:
+    """The rows that one version has."""
+    return tuple(row for row in rows if row.since <= version and (row.until is None or version < row.until))
+
+
+@lru_cache(maxsize=1 << 16)
+def _renamed(name: str, renames: tuple[Rename, ...]) -> str:
+    """A name after the changes. The ranks of a run have the same names."""
+    for rename in renames:
+        name = re.sub(rename.pattern, rename.replacement, name)
+    return name
