@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from reshard.errors import CheckpointError, DifferenceFound, RequestError, ReshardError
-    from reshard.requests.checkpoint import Checkpoint, open
+    from reshard.requests.checkpoint import Checkpoint
+    from reshard.requests.opening import open
     from reshard.verbs.convert import convert
     from reshard.verbs.convert_part import convert_part
     from reshard.verbs.digests import digests
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from reshard.verbs.look.fingerprint import fingerprint
     from reshard.verbs.look.learn import learn
     from reshard.verbs.look.stats import stats
-    from reshard.verbs.plan import plan
-    from reshard.verbs.plan_files import load_plan, save_plan
+    from reshard.verbs.plan import load_plan, plan, save_plan
     from reshard.verbs.roundtrip import roundtrip
     from reshard.verbs.verify import verify
     from reshard.verbs.watch import watch
@@ -71,26 +71,33 @@ def __getattr__(name: str) -> Any:
     from reshard.storage.system_calls import check_platform
 
     check_platform()
-    _bind_pictures()
-    return getattr(import_module(f"reshard.{_module_of(name)}"), name)
+    found = getattr(import_module(f"reshard.{_module_of(name)}"), name)
+    _bind_from_above(is_checkpoint=name in ("Checkpoint", "open"))
+    return found
 
 
-def _bind_pictures() -> None:
-    """What draws values stands above them, and is loaded when the first drawing is asked for."""
+def _bind_from_above(*, is_checkpoint: bool) -> None:
+    """What draws a value or plans a view stands above the value. It is loaded when the first drawing or view is asked for."""
     from importlib import import_module
 
     from reshard.geometry.drawn import draw_with
 
     draw_with(lambda value, for_notebook: str(import_module("reshard.pages.pictures").draw(value, for_notebook)))
+    if is_checkpoint:
+        from reshard.requests.checkpoint import view_with
+
+        view_with(lambda *asked: import_module("reshard.verbs.view").view(*asked))
 
 
 def _module_of(name: str) -> str:
     if name.endswith(("Error", "Found")):
         return "errors"
-    if name in ("Checkpoint", "open"):
+    if name == "Checkpoint":
         return "requests.checkpoint"
+    if name == "open":
+        return "requests.opening"
     if name in ("load_plan", "save_plan"):
-        return "verbs.plan_files"
+        return "verbs.plan"
     return f"verbs.look.{name}" if name in _LOOKS else f"verbs.{name}"
 
 

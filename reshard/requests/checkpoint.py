@@ -1,57 +1,39 @@
-"""Checkpoint: an opened checkpoint, and the verb `open`. No weight is read."""
+"""Checkpoint: an opened checkpoint, which weights can be read from."""
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.adapter import registry
-from reshard.adapter.format import Format, Hints
-from reshard.adapter.model_files import (
-    CONFIG,
-    ModelFiles,
-    blaming_the_parent,
-    find_adapter_config,
-    find_model_files,
-    find_model_files_near,
-)
+from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content, Selection, check_selected, content_of
 from reshard.canonical.lora import with_adapter_names
 from reshard.canonical.name_variants import with_canonical_names
-from reshard.canonical.optimizer_state import is_state_key, master_key, uncounted
-from reshard.canonical.tensor_classes import StoredModel, classified, one_model, stored_models
-from reshard.canonical.tied_head import KEY, agreed_config
-from reshard.canonical.wrappers import without_wrappers
-from reshard.containers.gc_pause import gc_paused
-from reshard.engine.events import details, event
-from reshard.engine.journal import Unfinished, read_journal
-from reshard.engine.one_save import check_copied_files, check_steps
-from reshard.errors import CheckpointError, RequestError, TargetError, UnexpectedContentError
+from reshard.canonical.optimizer_state import is_state_key, master_key
+from reshard.canonical.tensor_classes import StoredModel, one_model, stored_models
+from reshard.errors import RequestError
 from reshard.geometry.drawn import Drawn
-from reshard.geometry.quantities import plural
 from reshard.geometry.sections import whole
 from reshard.geometry.value import value
 from reshard.index.coverage import check_index
 from reshard.index.fold import Fold, fold
 from reshard.index.index import Index, Tensor
 from reshard.models.architecture import Architecture
-from reshard.models.lookup import changed_keys, find_model, model_type_of, named_architecture
+from reshard.models.lookup import find_model
 from reshard.models.model import Model
-from reshard.plans.manifest import DIGESTS, MANIFEST, Manifest, listed_files, read_digests, usable_manifest
-from reshard.requests.request import ConversionRequest, ModelOptions, OpenOptions, PathLike, PlanOptions, checked_keywords
+from reshard.plans.manifest import DIGESTS, read_digests, usable_manifest
+from reshard.requests.request import PlanOptions, checked_keywords
 from reshard.storage.files import Files
-from reshard.storage.local_path import is_url
-from reshard.storage.own_files import WORK_FOLDER
-from reshard.storage.tar import open_files, open_tree
 
 if TYPE_CHECKING:
     from reshard.engine.views import LazyTensor, View
+
+
+ViewOf = Callable[["Checkpoint", str, Mapping[str, int], PlanOptions], "View"]
+"""Makes a view from a checkpoint, a format, a rank, and the keywords of `plan`."""
 
 
 @value(slots=False, eq=False)
@@ -121,27 +103,8 @@ class Checkpoint(Drawn):
         return replace(
             content,
             read_scalar=lambda key: _scalar(content.tensors[key], self.files),
-            recorded=lambda: self.recorded_digests(named, content),
+            recorded=lambda: _recorded_digests(self, named, content),
         )
-
-    def recorded_digests(self, index: Index, content: Content) -> Mapping[str, str]:
-        """The digests that reshard recorded when it wrote this checkpoint, by key of `content`. Empty if another program wrote it, if
-        reshard.digests is not there, or if `index` has other names than the conversion wrote.
-
-        Raises: CheckpointError if reshard.digests is damaged.
-        """
-        manifest = usable_manifest(self.files)
-        if manifest is None or manifest.digests is None or manifest.format != self.format or self.files.size(DIGESTS) is None:
-            return {}
-        if content.selection.strip_prefix or (registry.named(self.format).keeps_names and index is not self.index):
-            return {}
-        recorded = read_digests(self.files, manifest).tensors
-        return {
-            name: recorded[name]
-            for name, tensor in content.tensors.items()
-            # Where a weight and its master were written, the weight's own name is recorded for the weight.
-            if name in recorded and not (tensor.kind == "master" and not is_state_key(name) and master_key(name) in recorded)
-        }
 
     def tensors(self, selection: Selection | str | None = None) -> View:
         """The tensors under their canonical names, read when asked for: every weight, those whose names match a glob such as "*.q_proj*",
@@ -163,18 +126,7 @@ class Checkpoint(Drawn):
 
         Raises: RequestError if the target has no such rank.
         """
-        from reshard.engine.views import View
-        from reshard.requests.planning import plan_conversion
-
-        only = {"tp": rank, "pp": pp_rank, "ep": ep_rank, "dp": dp_rank}
-        request = ConversionRequest.of(to, {**options, "only": only})
-        plan = plan_conversion(self, request, request.opened_adapter(open))
-        files = [file for file in plan.layout.files if plan.target.wants(file.ranks)]
-        if not files:
-            missing = ", ".join(f"{axis} rank {number}" for axis, number in only.items() if number)
-            raise RequestError(f"the target has no {missing or 'rank 0'}", why=f"It is laid out for {plan.layout.parallel}")
-        stored = {item.tensor.name: item.tensor for file in files for item in file.tensors}
-        return View(stored, plan.content.tensors, self.files)
+        return _view(self, to, {"tp": rank, "pp": pp_rank, "ep": ep_rank, "dp": dp_rank}, options)
 
     @cached_property
     def tree(self) -> Fold:
@@ -182,7 +134,7 @@ class Checkpoint(Drawn):
         return self.tree_of(self.index.tensors)
 
     def tree_of(self, tensors: Iterable[Tensor]) -> Fold:
-        """The same of some tensors."""
+        """The tree of these tensors alone."""
         return fold(tensors, self.model.weights if self.model else ())
 
     @cached_property
@@ -219,17 +171,6 @@ class Checkpoint(Drawn):
         return f"Checkpoint({self.path!r}, {self.format}, {len(self.index.tensors)} tensors)"
 
 
-@checked_keywords
-def open(path: PathLike, **options: Unpack[OpenOptions]) -> Checkpoint:
-    """Open the checkpoint in a directory or file. Metadata is read, and a few elements that show whether the files belong together.
-
-    Raises: CheckpointError if it is incomplete or contradicts itself, RequestError if its format is unknown.
-    """
-    checkpoint = _open(path, options)
-    _check_used([checkpoint], options)
-    return checkpoint
-
-
 def _scalar(tensor: Tensor, files: Files) -> float:
     """The value of a tensor of one element."""
     from reshard.engine.views import LazyTensor
@@ -237,223 +178,31 @@ def _scalar(tensor: Tensor, files: Files) -> float:
     return float(LazyTensor(whole(tensor.name, tensor.dtype, tensor.shape), {tensor.name: tensor}, files).numpy().item())
 
 
-def opened(source: Checkpoint | PathLike, **options: Unpack[ModelOptions]) -> Checkpoint:
-    """The given checkpoint, or the checkpoint at a path, opened with these options."""
-    return source if isinstance(source, Checkpoint) else open(source, **options)
+def _recorded_digests(checkpoint: Checkpoint, index: Index, content: Content) -> Mapping[str, str]:
+    """The digests that reshard recorded when it wrote this checkpoint, by key of `content`. Empty if another program wrote it, if
+    reshard.digests is not there, or if `index` has other names than the conversion wrote.
 
-
-def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) -> tuple[Checkpoint, Checkpoint]:
-    """Open two checkpoints that are to be compared.
-
-    `model` is used for a checkpoint without a config of its own. If only one checkpoint gives the vocabulary size, it is used for both.
+    Raises: CheckpointError if reshard.digests is damaged.
     """
-    without_config = [path for path in (left, right) if find_model_files(open_tree(path)).config is None]
-    if (model := options.get("model")) is not None and not without_config:
-        raise RequestError(f"--model {os.fspath(model)} is not used: both checkpoints have a {CONFIG} of their own", do="Leave it out")
-    found = [_open(path, options if path in without_config else {**options, "model": None}) for path in (left, right)]
-    for i, other in ((0, 1), (1, 0)):
-        vocabulary = (found[other].model_files.config or {}).get("vocab_size")
-        if found[i].index.facts.unanswered and not found[other].index.facts.unanswered and vocabulary:
-            found[i] = _open(found[i].path, {"vocab_size": vocabulary, "architecture": options.get("architecture")})
-    _check_used(found, options)
-    return found[0], found[1]
-
-
-@gc_paused()
-def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
-    began = time.monotonic()
-    format, checkpoint = unchecked(path, options)
-    files, index = checkpoint.files, checkpoint.index
-    check_index(index)
-    check_steps(files, index)
-    check_copied_files(files, index)
-    checkpoint = classified_checkpoint(replace(checkpoint, index=_with_note_on_counts(format.check_values(files, index))))
-    files.opened()
-    _log_opened(checkpoint, time.monotonic() - began)
-    return checkpoint
-
-
-def _with_note_on_counts(index: Index) -> Index:
-    """The index, with a note if there are moments without a step count."""
-    names = uncounted(((tensor.kind, tensor.name) for tensor in index.tensors), index.param_groups)
-    if not names:
-        return index
-    note = f"the optimizer has moments of {plural(len(names), 'parameter')} such as {names[0]}, and no count of the steps that made them"
-    return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, note)))
-
-
-def _log_opened(checkpoint: Checkpoint, seconds: float) -> None:
-    index = checkpoint.index
-    nbytes = sum(file.nbytes for file in index.files)
-    event(
-        "opened",
-        f"opened {checkpoint.path}: {index.format} ({checkpoint.detected}), {plural(len(index.files), 'file')}, {nbytes:,} bytes, "
-        f"{plural(len(index.tensors), 'tensor')} in {seconds:.2f} s",
-        path=checkpoint.path,
-        format=index.format,
-        detected_by=checkpoint.detected,
-        producer=index.facts.producer,
-        step=index.facts.step,
-        parallel=dict(index.facts.parallel),
-        files=len(index.files),
-        bytes=nbytes,
-        tensors=len(index.tensors),
-        seconds=round(seconds, 3),
-    )
-    details("model", lambda: _about_model(checkpoint))
-    details(
-        "file", lambda: ((f"reads {file.path}, {file.nbytes:,} bytes", {"path": file.path, "bytes": file.nbytes}) for file in index.files)
-    )
-    details("note", lambda: ((f"note: {note}", {"note": note}) for note in index.facts.notes))
-
-
-def _about_model(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
-    config = checkpoint.model_files.config
-    model_type = model_type_of(config or {})
-    yield f"the config is of the model type {model_type}" if config else "there is no config", {"model_type": model_type}
-    for stored in checkpoint.models:
-        text = f"holds the model {stored.root}: {plural(stored.tensors, 'tensor')}, {stored.nbytes:,} bytes"
-        yield text, {"root": stored.root, "main": stored.is_main, "tensors": stored.tensors, "bytes": stored.nbytes}
-
-
-def classified_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with every tensor's class (canonical/tensor_classes.py)."""
-    return replace(checkpoint, index=classified(checkpoint.index, checkpoint.model))
-
-
-def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Checkpoint]:
-    """The checkpoint at a path and its format, before its tensors are checked. options: the keywords of `open`.
-
-    Raises: as `open` does, except for incomplete tensors and different steps.
-    """
-    name, model, architecture = options.get("format"), options.get("model"), options.get("architecture")
-    declared = named_architecture(architecture) if architecture is not None else None
-    files = open_tree(path)
-    unfinished = None if is_url(path) else _unfinished(Path(path))
-    if unfinished and (unfinished.committing or files.list() == (f"{WORK_FOLDER}/",)):
-        raise unfinished.refusal()
-    if files.store is not None:
-        from reshard.engine.stores.store_target import check_ended
-
-        check_ended(files)
+    files, format = checkpoint.files, checkpoint.format
     manifest = usable_manifest(files)
-    if manifest is not None:
-        _check_recorded_files(files, manifest)
-    try:
-        with _read_as_claims(os.fspath(path)):
-            format, reason = (registry.named(name), "--format") if name else registry.detect(files)
-    except RequestError:
-        if unfinished:
-            raise unfinished.refusal() from None
-        raise
-    model_files = find_model_files_near(files)
-    if model is not None:
-        model_files = _model_files_at(model, model_files, declared, wins=options.get("model_wins", False))
-    if (adapter_config := find_adapter_config(files)) is not None:
-        model_files = replace(model_files, adapter_config=adapter_config)
-    with _read_as_claims(os.fspath(path)), gc_paused(), blaming_the_parent(model_files):
-        index = without_wrappers(format.read(files, _hints(model_files, options, declared)))
-    if index.facts.step is None and manifest is not None and manifest.format == index.format:
-        index = replace(index, facts=replace(index.facts, step=manifest.step))
-    if index.facts.config is not None and index.facts.config != model_files.config:
-        model_files = replace(model_files, config=index.facts.config, derived=True)
-    model_files = _with_agreed_config(index, model_files, declared)
-    if model_files.notes:
-        index = replace(index, facts=replace(index.facts, notes=(*index.facts.notes, *model_files.notes)))
-    return format, Checkpoint(os.fspath(path), files, index, model_files, reason, declared, options)
+    if manifest is None or manifest.digests is None or manifest.format != format or files.size(DIGESTS) is None:
+        return {}
+    if content.selection.strip_prefix or (registry.named(format).keeps_names and index is not checkpoint.index):
+        return {}
+    recorded = read_digests(files, manifest).tensors
+    return {
+        name: recorded[name]
+        for name, tensor in content.tensors.items()
+        # Where a weight and its master were written, the weight's own name is recorded for the weight.
+        if name in recorded and not (tensor.kind == "master" and not is_state_key(name) and master_key(name) in recorded)
+    }
 
 
-def _unfinished(path: Path) -> Unfinished | None:
-    """The conversion that writes a directory, or was interrupted there. Raises CheckpointError if its journal is not one of reshard."""
-    try:
-        return read_journal(path)
-    except TargetError as error:
-        raise CheckpointError(error.what, where=error.where, why="It says whether the checkpoint is complete", do=error.do) from None
+def view_with(view: ViewOf) -> None:
+    """Bind the verb that plans a view. It stands above this room, and `reshard/__init__.py` binds it."""
+    global _view
+    _view = view
 
 
-def _with_agreed_config(index: Index, model_files: ModelFiles, declared: Architecture | None) -> ModelFiles:
-    """The files with a config in which the inner config of the language model also says that a head that is not stored is tied."""
-    config = model_files.config or {}
-    if config.get(KEY) is not True or (model := find_model(config, declared)) is None or (agreed := agreed_config(index, model)) is None:
-        return model_files
-    inner = model.architecture.text_config
-    change = f"the config ties a head that is not stored ({KEY}: true), and {inner} does not; {inner} is changed, as vLLM 0.32 reads it"
-    return replace(model_files, config=agreed, derived=True, changes=(change,))
-
-
-def _hints(model_files: ModelFiles, options: Mapping[str, Any], declared: Architecture | None) -> Hints:
-    """What the user says about a checkpoint."""
-    layout = options.get("stored_layout")
-    return Hints(model_files.config, options.get("vocab_size"), declared, None if layout is None else os.fspath(layout))
-
-
-@contextmanager
-def _read_as_claims(path: str) -> Iterator[None]:
-    """A context in which metadata is read: exceptions of values with an unexpected type, key or size become one of ours.
-
-    Metadata is pickled by a dozen programs, as any objects they like. Readers check what they know; this is for the rest.
-    """
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        import traceback
-
-        code = traceback.extract_tb(error.__traceback__)[-1]
-        text = (str(error).splitlines() or [""])[0][:200]
-        raise UnexpectedContentError(
-            f"its metadata has a form that reshard does not expect ({type(error).__name__}: {text}, in {code.name} of "
-            f"{os.path.basename(code.filename)})",
-            where=path,
-            why="It is damaged, or was written by a program or version that reshard does not know",
-            do="Copy the checkpoint again; if that does not help, run with --debug and report it as an issue",
-        ) from error
-
-
-def _check_recorded_files(files: Files, manifest: Manifest) -> None:
-    """Raises CheckpointError, naming the file, if one of the files that reshard wrote is missing or has another length."""
-    for path, size in listed_files(files, manifest).items():
-        found = files.size(path)
-        if found != size:
-            raise CheckpointError(
-                "the file is missing" if found is None else f"the file has {found:,} bytes, {size:,} were written",
-                where=path,
-                why=f"{MANIFEST} lists {manifest.summary}",
-                do=f"Copy the file again from where it was written, or remove {MANIFEST} if another program has written here since",
-            )
-
-
-def _model_files_at(model: PathLike, own: ModelFiles, architecture: Architecture | None, *, wins: bool) -> ModelFiles:
-    """The files in the directory that --model names, or beside the config that it names. own: those that are used without it.
-
-    Raises: RequestError if there is no config; or if it describes another layout than the checkpoint's own, unless it wins (--model-wins).
-    """
-    found = open_files(model)
-    model_files = find_model_files((found.parent() if found.is_file else None) or found)
-    if model_files.config is None:
-        raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")
-    changed = ", ".join(map(str, changed_keys(own.config, model_files.config, architecture))) if own.config is not None else ""
-    if changed and not wins:
-        raise RequestError(
-            f"--model {os.fspath(model)} contradicts the checkpoint's own config: {changed}",
-            where=own.path,
-            why="Weights are split by these values, and their shapes alone do not show that a value is wrong",
-            do="Leave out --model, or add --model-wins if the checkpoint's own config is wrong",
-        )
-    return replace(model_files, wins_over=f"{own.path}{CONFIG}: {changed}" if changed else None)
-
-
-def _check_used(checkpoints: list[Checkpoint], options: Mapping[str, Any]) -> None:
-    """Raises RequestError if the caller gave a vocabulary size or an architecture, and no checkpoint needs it or has a config for it."""
-    first = checkpoints[0]
-    if options.get("vocab_size") is not None and not any(registry.named(each.format).needs_vocabulary for each in checkpoints):
-        users = ", ".join(name for name, found in registry.formats().items() if found.needs_vocabulary)
-        raise RequestError(
-            "--vocab-size does not apply to this checkpoint", where=first.path, why=f"Only {users} need it", do="Leave it out"
-        )
-    if first.architecture is not None and all(each.model_files.config is None for each in checkpoints):
-        raise RequestError(
-            f"--architecture names {first.architecture.model_type}, and there is no {CONFIG}, nor one in the parent directory",
-            where=first.path,
-            why="A declaration takes the sizes of the model from its config",
-            do="Add --model DIR, the directory with the model's config",
-        )
+_view: ViewOf

@@ -1,33 +1,41 @@
-"""From an opened checkpoint and a request to a proven plan."""
+"""Planning: from an opened checkpoint and a request to a proven plan, as a row of steps over one frozen Draft.
+
+    resolve -> name -> select -> keep names -> examine -> dequantize -> merge adapter -> quantize -> lay out -> join -> prove
+
+Each step takes a draft and returns the next one: it can be called alone, and what it made can be printed. What comes before, from keywords
+to a request and from a path to a checkpoint, stands in request.py and opening.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from reshard.adapter import registry
-from reshard.adapter.format import Format
-from reshard.adapter.model_files import adapter_config_at, blaming_the_parent
-from reshard.canonical.content import Content, Selection, check_against_model, check_counted, check_selected
+from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles, adapter_config_at, blaming_the_parent
+from reshard.canonical.content import ADAPTER_LEFT_OUT, Content, Selection, check_against_model, check_counted, check_selected
 from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs
-from reshard.canonical.lora import is_of_adapter, with_adapter_names
+from reshard.canonical.lora import LoraSettings, adapter_name, adapters_of, is_of_adapter, with_adapter_names
+from reshard.canonical.merging import Adapter, with_adapter_merged
 from reshard.canonical.quantizing import quantized, requantized
 from reshard.canonical.stacked_experts import by_expert
 from reshard.canonical.trainer_names import trainer_of
 from reshard.containers.gc_pause import gc_paused
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
+from reshard.index.index import Index, Tensor
+from reshard.index.shards import Shards
 from reshard.models.quantization import check_has_settings, without_quantization
 from reshard.plans.layout import Layout, Target
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
-from reshard.requests.adapters import adapter_index, check_part, chosen_adapter, with_asked_adapter
-
-if TYPE_CHECKING:
-    from reshard.requests.checkpoint import Checkpoint
-    from reshard.requests.request import ConversionRequest
+from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.request import ConversionRequest
+from reshard.storage.files import Files
+from reshard.storage.joined import JoinedFiles
 
 _NAMES_ARE_KEPT = (
     "names stay as the source has them, so that its run can go on, and the fingerprint is of these names; "
@@ -39,117 +47,180 @@ _WEIGHTS_ARE_MASTERS = (
 _ADAPTERS_ARE_COPIED = "LoRA adapters are copied as they are, and not merged into the base weights; --merge-adapter merges one"
 
 
+@value(eq=False)
+class Draft:
+    """A conversion that is being planned."""
+
+    source: Checkpoint
+    """The opened source."""
+    request: ConversionRequest
+    """What is asked for."""
+    adapter: Checkpoint | None
+    """The LoRA adapter to merge, if it is not the source's own; None: there is none."""
+    selection: Selection
+    """Which tensors are taken."""
+    companions: ModelFiles
+    """The config, the tokenizer and the adapter's settings that go with the target."""
+    index: Index
+    """What is read, under the names that the target has."""
+    files: Files
+    """The files of `index`."""
+    content: Content
+    """The tensors to be written, and those that are left out; empty until `select`."""
+    kept_for: frozenset[str] = frozenset()
+    """Names of tensors that are never cast: quantized weights and their scales."""
+    notes: tuple[str, ...] = ()
+    """Sentences for a reader of the plan."""
+    layout: Layout | None = None
+    """The files of the target; None until `lay_out`."""
+
+    @staticmethod
+    def of(source: Checkpoint, request: ConversionRequest, adapter: Checkpoint | None = None) -> Draft:
+        """The draft before its first step. adapter: the opened adapter of `merge_adapter`."""
+        content, files = Content({}, (), source.model), source.model_files
+        return Draft(source, request, adapter, request.selection, files, source.index, source.files, content, notes=files.notes)
+
+    @property
+    def target(self) -> Target:
+        """What the format lays out."""
+        asked = self.request
+        return Target(asked.to.name, asked.parallel, asked.dtype, asked.keep_dtype, self.kept_for, asked.options, asked.only_rank)
+
+    def noting(self, *notes: str) -> Draft:
+        """The draft with further notes."""
+        return replace(self, notes=(*self.notes, *notes))
+
+    def __repr__(self) -> str:
+        made = f"laid out in {plural(len(self.layout.files), 'file')}" if self.layout else "not laid out"
+        chosen = f"{plural(len(self.content.tensors), 'tensor')} of {len(self.index.tensors)}"
+        return f"Draft({self.source.format} -> {self.request.to.name}, {chosen}, {plural(len(self.notes), 'note')}, {made})"
+
+
 @gc_paused()
 def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Checkpoint | None = None) -> Plan:
     """The proven plan of the conversion of a checkpoint that the request asks for. adapter: the LoRA adapter to merge.
 
     Raises: RequestError if the model or the parallel sizes do not allow it, CheckpointError if the source does not hold the whole model.
     """
-    check_nothing_unanswered(source)
-    format, selection = request.to, request.selection
-    if format.keeps_optimizer:
-        _check_has_optimizer(source, format)
-        selection = replace(selection, optimizer=True)
-    selection = _resumed(selection, source, format)
-    keep_adapter = format.keeps_names and not request.drop_adapter and request.merge_adapter is None
-    selection = replace(selection, masters=format.keeps_masters, keep_adapter=keep_adapter)
-    companions = source.model_files
-    if (adapter_config := request.options.get("adapter_config")) is not None:
-        companions = replace(companions, adapter_config=adapter_config_at(adapter_config))
-    index, choose = adapter_index(source, request, companions) if format.holds_adapters else (source.named(selection), None)
-    if request.merges_own_adapter:
-        index = with_adapter_names(index, chosen_adapter(source, request))
-
-    content = source.content(selection, index=index, adapter=choose)
-    check_part(source, content, request)
-    with blaming_the_parent(source.model_files):
-        if content.model is not None:
-            check_has_settings(content.model.config, source.index.element_types)
-        check_against_model(content, partial=selection.is_partial, strict=False, optional=content.implied)
-    stored = source.of_model(selection)
-    notes = index.facts.notes[len(stored.facts.notes) :]
-    if format.keeps_names and request.merge_adapter is None and (notes or index is not stored):
-        index, notes = stored, (_NAMES_ARE_KEPT,)
-        content = source.content(selection, index=index, adapter=choose)
-    check_selected(content)
-    check_counted(content)
-    check_globs("--keep-dtype", request.keep_dtype, content.weights)
-    notes = (*notes, *_about_unknown(content), *_about_trainer(content, format))
-    if selection.weights != request.selection.weights and not format.keeps_optimizer and source.index.keeps_both_copies:
-        notes = (*notes, _WEIGHTS_ARE_MASTERS)
-    if not format.holds_adapters and any(map(is_of_adapter, content.tensors.values())):
-        notes, companions = (*notes, _ADAPTERS_ARE_COPIED), replace(companions, carries_adapter=True)
-    kept_for = quantized_names(content, source.model_files.config)
-    if request.dequantize:
-        content, kept_for = with_values(content, companions.config), frozenset()
-        companions = companions.with_quantization(without_quantization(companions.config or {}))
-    planned, stored, files, about_merge = with_asked_adapter(content, index, source, request, companions, adapter)
-    if request.quantize and planned.model and request.quantize not in planned.model.architecture.quantized_as:
-        stored, tensors, model = by_expert(stored, planned.tensors, planned.model)
-        planned = replace(planned, tensors=tensors, model=model)
-    if request.quantize or request.requantize:
-        make = quantized if request.quantize else requantized
-        planned, config = make(planned, companions.config, request.quantize or request.requantize)
-        companions, kept_for = companions.with_quantization(config), quantized_names(planned, config)
-    target = Target(format.name, request.parallel, request.dtype, request.keep_dtype, kept_for, request.options, request.only_rank)
-    layout = format.lay_out(planned, target, companions)
-    notes = (*source.model_files.notes, *notes, *about_merge, *layout.notes, *_notes_on_copies(source, planned, layout))
-    plan = make_plan(stored, files, planned, target, replace(layout, notes=notes))
+    draft = Draft.of(source, request, adapter)
+    for step in STEPS:
+        draft = step(draft)
+    plan = join(draft)
     prove(plan)
     return plan
 
 
-def _about_unknown(content: Content) -> Iterator[str]:
-    """A note about weights that the declared architecture lacks."""
-    if content.unknown and content.model:
-        what = f"{plural(len(content.unknown), 'weight')} that the declaration of {content.model.architecture.model_type} lacks"
-        yield f"carried as they are: {what}, such as {content.unknown[0]}; --drop-unknown leaves them out"
+def resolve(draft: Draft) -> Draft:
+    """Settle which copies of the weights, which states and which adapter are taken, and the files that go with them.
 
-
-def _about_trainer(content: Content, format: Format) -> Iterator[str]:
-    """A note if the names of a trainer stay because the model is not known."""
-    if content.model is None and not format.keeps_names and (trainer := trainer_of(content.weights)):
-        yield (
-            f"the names are those of {trainer}, which transformers and serving engines do not load; they stay, as the model is not "
-            "known. --model DIR names it"
-        )
-
-
-def _notes_on_copies(source: Checkpoint, content: Content, layout: Layout) -> Iterator[str]:
-    """A note on the embedding and head in layers for multi-token prediction: published folders may hold copies of the model's own there,
-    which other formats store once. vLLM 0.32 shares the model's (v1/spec_decode/llm_base_proposer.py)."""
-    if registry.named(source.format).needs_model_files or not registry.named(layout.format).needs_model_files or content.model is None:
-        return
-    roles = {name: weight.role for name, weight in content.model.weights.items() if weight.role.startswith("mtp.")}
-    copies = [name for name in content.missing if roles.get(name) in ("mtp.embedding", "mtp.head")]
-    if copies and any(name in content.tensors and name not in layout.left_out for name in roles):
-        named = ", ".join(copies[:2]) + (" ..." if len(copies) > 2 else "")
-        yield f"not written: {named}, copies of the embedding and the head that the source stores once; vLLM shares the model's own"
-
-
-def _resumed(selection: Selection, source: Checkpoint, format: Format) -> Selection:
-    """The selection, with the masters as the weights if optimizer state is written and the format has no place for masters beside them.
-
-    A run would otherwise resume from rounded weights. Trainers cast what they load to the type that they train in, so masters serve all.
+    If optimizer state is written and the format has no place for masters beside it, the masters are the weights: a run would otherwise
+    resume from rounded weights. Trainers cast what they load to the type that they train in, so masters serve all.
     """
+    source, request, format, selection = draft.source, draft.request, draft.request.to, draft.selection
+    check_nothing_unanswered(source)
+    if format.keeps_optimizer:
+        _check_has_optimizer(draft)
+        selection = replace(selection, optimizer=True)
     if selection.optimizer and selection.weights is None and not format.keeps_masters and source.index.by_kind("master"):
-        return replace(selection, weights="master")
-    return selection
+        selection = replace(selection, weights="master")
+    keep_adapter = format.keeps_names and not request.drop_adapter and request.merge_adapter is None
+    draft = replace(draft, selection=replace(selection, masters=format.keeps_masters, keep_adapter=keep_adapter))
+    if (adapter_config := request.options.get("adapter_config")) is not None:
+        return replace(draft, companions=replace(draft.companions, adapter_config=adapter_config_at(adapter_config)))
+    return draft
 
 
-def _check_has_optimizer(source: Checkpoint, format: Format) -> None:
-    """Raises RequestError if the source has no optimizer state, which the format always holds."""
-    if not any(tensor.kind.startswith(("moment", "state")) for tensor in source.index.tensors):
-        others = [
-            name
-            for name, each in registry.formats().items()
-            if each.can_write and not each.keeps_optimizer and name not in registry.serving_formats()
-        ]
-        raise RequestError(
-            f"--to {format.name} always writes optimizer state, and this checkpoint has none",
-            where=source.path,
-            do=f"Give a checkpoint with optimizer state, or write a format that can do without: {', '.join(others)}",
-        )
+def name(draft: Draft) -> Draft:
+    """Give tensors their canonical names, and those of the adapter that is asked for its names in the file of PEFT."""
+    source, request = draft.source, draft.request
+    index = source.of_model(draft.selection) if request.to.holds_adapters else source.named(draft.selection)
+    if request.to.holds_adapters or request.merges_own_adapter:
+        index = with_adapter_names(index, _chosen_adapter(draft))
+    return replace(draft, index=index)
+
+
+def select(draft: Draft) -> Draft:
+    """Choose the tensors, and compare them with what the model needs."""
+    draft = _with_content(draft)
+    content, source = draft.content, draft.source
+    _check_adapter(draft)
+    with blaming_the_parent(source.model_files):
+        if content.model is not None:
+            check_has_settings(content.model.config, source.index.element_types)
+        check_against_model(content, partial=content.selection.is_partial, strict=False, optional=content.implied)
+    return draft
+
+
+def keep_names(draft: Draft) -> Draft:
+    """Go back to the names that the source has, if the target keeps them so that its run can go on."""
+    stored = draft.source.of_model(draft.selection)
+    notes = draft.index.facts.notes[len(stored.facts.notes) :]
+    if draft.request.to.keeps_names and draft.request.merge_adapter is None and (notes or draft.index is not stored):
+        return _with_content(replace(draft, index=stored)).noting(_NAMES_ARE_KEPT)
+    return draft.noting(*notes)
+
+
+def examine(draft: Draft) -> Draft:
+    """Check the choice as a whole, and note what is unusual about it."""
+    request, content = draft.request, draft.content
+    check_selected(content)
+    check_counted(content)
+    check_globs("--keep-dtype", request.keep_dtype, content.weights)
+    draft = draft.noting(*_about_unknown(draft), *_about_trainer(draft))
+    if draft.selection.weights != request.selection.weights and not request.to.keeps_optimizer and draft.source.index.keeps_both_copies:
+        draft = draft.noting(_WEIGHTS_ARE_MASTERS)
+    if not request.to.holds_adapters and any(map(is_of_adapter, content.tensors.values())):
+        return replace(draft.noting(_ADAPTERS_ARE_COPIED), companions=replace(draft.companions, carries_adapter=True))
+    return draft
+
+
+def dequantize(draft: Draft) -> Draft:
+    """Turn quantized weights into values, if the request asks for it; else name those that no cast may touch."""
+    if not draft.request.dequantize:
+        return replace(draft, kept_for=quantized_names(draft.content, draft.source.model_files.config))
+    config = draft.companions.config
+    companions = draft.companions.with_quantization(without_quantization(config or {}))
+    return replace(draft, content=with_values(draft.content, config), companions=companions)
+
+
+def merge_adapter(draft: Draft) -> Draft:
+    """Merge the adapter that the request names into the weights: that of a directory, or the source's own."""
+    if draft.adapter is not None:
+        return _with_adapter(draft, draft.adapter)
+    return _with_own_adapter(draft) if draft.request.merges_own_adapter else draft
+
+
+def quantize(draft: Draft) -> Draft:
+    """Store the weights in the quantized form that the request names."""
+    form = draft.request.quantize or draft.request.requantize
+    if not form:
+        return draft
+    model = draft.content.model
+    if draft.request.quantize and model and form not in model.architecture.quantized_as:
+        index, tensors, model = by_expert(draft.index, draft.content.tensors, model)
+        draft = replace(draft, index=index, content=replace(draft.content, tensors=tensors, model=model))
+    content, config = (quantized if draft.request.quantize else requantized)(draft.content, draft.companions.config, form)
+    kept_for = quantized_names(content, config)
+    return replace(draft, content=content, companions=draft.companions.with_quantization(config), kept_for=kept_for)
+
+
+def lay_out(draft: Draft) -> Draft:
+    """Ask the target's format for its files."""
+    layout = draft.request.to.lay_out(draft.content, draft.target, draft.companions)
+    notes = (*draft.notes, *layout.notes, *_notes_on_copies(draft, layout))
+    return replace(draft, layout=replace(layout, notes=notes), notes=notes)
+
+
+def join(draft: Draft) -> Plan:
+    """The plan that feeds each piece of the layout from the pieces that are stored."""
+    assert draft.layout is not None, "the draft has been laid out"
+    return make_plan(draft.index, draft.files, draft.content, draft.target, draft.layout)
+
+
+STEPS: tuple[Callable[[Draft], Draft], ...] = (
+    resolve, name, select, keep_names, examine, dequantize, merge_adapter, quantize, lay_out,
+)  # fmt: skip
+"""The steps from the first draft to one that can be joined, in order."""
 
 
 def check_nothing_unanswered(source: Checkpoint) -> None:
@@ -160,3 +231,170 @@ def check_nothing_unanswered(source: Checkpoint) -> None:
             why="It is in no file of the checkpoint, and is not guessed",
             id="ambiguous",
         )
+
+
+def _check_has_optimizer(draft: Draft) -> None:
+    """Raises RequestError if the source has no optimizer state, which the format always holds."""
+    if not any(tensor.kind.startswith(("moment", "state")) for tensor in draft.source.index.tensors):
+        others = [
+            name
+            for name, each in registry.formats().items()
+            if each.can_write and not each.keeps_optimizer and name not in registry.serving_formats()
+        ]
+        raise RequestError(
+            f"--to {draft.request.to.name} always writes optimizer state, and this checkpoint has none",
+            where=draft.source.path,
+            do=f"Give a checkpoint with optimizer state, or write a format that can do without: {', '.join(others)}",
+        )
+
+
+def _with_content(draft: Draft) -> Draft:
+    """The draft with the tensors that the selection takes: those of the adapter, for a format that holds adapters."""
+    adapter = _is_of_adapter(draft) if draft.request.to.holds_adapters else None
+    return replace(draft, content=draft.source.content(draft.selection, index=draft.index, adapter=adapter))
+
+
+def _about_unknown(draft: Draft) -> Iterator[str]:
+    """A note about weights that the declared architecture lacks."""
+    content = draft.content
+    if content.unknown and content.model:
+        what = f"{plural(len(content.unknown), 'weight')} that the declaration of {content.model.architecture.model_type} lacks"
+        yield f"carried as they are: {what}, such as {content.unknown[0]}; --drop-unknown leaves them out"
+
+
+def _about_trainer(draft: Draft) -> Iterator[str]:
+    """A note if the names of a trainer stay because the model is not known."""
+    content = draft.content
+    if content.model is None and not draft.request.to.keeps_names and (trainer := trainer_of(content.weights)):
+        yield (
+            f"the names are those of {trainer}, which transformers and serving engines do not load; they stay, as the model is not "
+            "known. --model DIR names it"
+        )
+
+
+def _notes_on_copies(draft: Draft, layout: Layout) -> Iterator[str]:
+    """A note on the embedding and head in layers for multi-token prediction: published folders may hold copies of the model's own there,
+    which other formats store once. vLLM 0.32 shares the model's (v1/spec_decode/llm_base_proposer.py)."""
+    content = draft.content
+    if registry.named(draft.source.format).needs_model_files or not draft.request.to.needs_model_files or content.model is None:
+        return
+    roles = {name: weight.role for name, weight in content.model.weights.items() if weight.role.startswith("mtp.")}
+    copies = [name for name in content.missing if roles.get(name) in ("mtp.embedding", "mtp.head")]
+    if copies and any(name in content.tensors and name not in layout.left_out for name in roles):
+        named = ", ".join(copies[:2]) + (" ..." if len(copies) > 2 else "")
+        yield f"not written: {named}, copies of the embedding and the head that the source stores once; vLLM shares the model's own"
+
+
+def _chosen_adapter(draft: Draft) -> str | None:
+    """The name of the adapter that is taken; None if the checkpoint holds one. Raises RequestError if it holds several."""
+    chosen, names = draft.request.options.get("adapter"), adapters_of(draft.source.index.tensors)
+    if len(names) > 1 and chosen not in names:
+        raise RequestError(
+            f"the checkpoint holds {plural(len(names), 'adapter')}: {', '.join(names)}",
+            where=draft.source.path,
+            why="One is written or merged",
+            do=f"Choose one, such as --adapter {names[0]}",
+        )
+    return chosen
+
+
+def _is_of_adapter(draft: Draft) -> Callable[[Tensor], bool]:
+    """A function that tells the tensors of the chosen adapter: those with its names, and the biases that were trained with it."""
+    biases = LoraSettings(draft.companions.adapter_config or {}).trains_bias
+    return lambda tensor: (is_of_adapter(tensor) and not adapters_of([tensor])) or biases(tensor.name)
+
+
+def _check_adapter(draft: Draft) -> None:
+    """Raises RequestError if an adapter is asked for and there is none, or there is one and the request does not say what happens to it;
+    UnsupportedError if there is nothing but an adapter."""
+    source, content, request = draft.source, draft.content, draft.request
+    format, is_merged = request.to, request.merges_own_adapter
+    if content.adapter and not (request.drop_adapter or is_merged):
+        raise RequestError(
+            f"the checkpoint holds a LoRA adapter of {plural(len(content.adapter), 'tensor')}, for example {next(iter(content.adapter))}",
+            where=source.path,
+            why="Without it the result is the base model, and what was trained is lost",
+            do="Merge it with --merge-adapter self, leave it out with --drop-adapter, or write it alone with --to peft",
+        )
+    if (request.drop_adapter or is_merged) and not content.adapter:
+        option = "--drop-adapter" if request.drop_adapter else "--merge-adapter self"
+        raise RequestError(
+            f"{option}: no LoRA adapter is left beside weights",
+            where=source.path,
+            why="--include or --exclude leaves it out" if content.selection.is_partial else None,
+            do=f"Leave out {option}",
+        )
+    if format.holds_adapters and not content.is_adapter:
+        raise RequestError("the checkpoint holds no LoRA adapter", where=source.path, do="Convert it with --to hf")
+    if content.is_adapter and not format.holds_adapters and not format.keeps_names and not content.selection.keep_unknown:
+        raise UnsupportedError(
+            f"the checkpoint holds a LoRA adapter and no base weights, for example {next(iter(content.tensors))}",
+            where=source.path,
+            why=f"{format.name} holds whole models",
+            do="Write the adapter with --to peft, or convert the base model with --merge-adapter and this directory",
+        )
+
+
+def _with_adapter(draft: Draft, adapter: Checkpoint) -> Draft:
+    """The draft with the adapter of a directory merged, and its tensors and files beside the base's."""
+    config = adapter.model_files.adapter_config
+    if config is None or not all(tensor.kind == "adapter" and len(tensor.shards) == 1 for tensor in adapter.index.tensors):
+        raise RequestError(
+            f"--merge-adapter: there is no adapter in PEFT's form: {ADAPTER_CONFIG} and adapter_model.safetensors",
+            where=adapter.path,
+            why="The scale of an adapter is in that file",
+            do="Write the adapter of a training checkpoint with --to peft first, and name its directory",
+        )
+    tensors = {tensor.name: _moved(tensor, adapter.files) for tensor in adapter.index.tensors}
+    draft = _merged(draft, Adapter(os.path.abspath(adapter.path), LoraSettings(config), tensors), adapter.path)
+    files = (replace(file, path=JoinedFiles.path_in(adapter.files, file.path)) for file in adapter.index.files)
+    both = replace(draft.index, tensors=(*draft.index.tensors, *tensors.values()), files=(*draft.index.files, *files))
+    return replace(draft, index=both, files=JoinedFiles(draft.files, [adapter.files]))
+
+
+def _with_own_adapter(draft: Draft) -> Draft:
+    """The draft with the adapter merged that the checkpoint itself holds."""
+    content = draft.content
+    own = {name: tensor for name, tensor in content.adapter.items() if not adapters_of([tensor])}
+    settings = LoraSettings(draft.companions.adapter_config or {}).with_alpha(draft.request.options.get("lora_alpha"))
+    settings.check_parameters(found.module for name in own if (found := adapter_name(name)) is not None)
+    drops = tuple(drop for drop in content.drops if drop.name not in own or drop.reason != ADAPTER_LEFT_OUT)
+    draft = replace(draft, content=replace(content, drops=drops))
+    return _merged(draft, Adapter(os.path.abspath(draft.source.path), settings, own), "of the checkpoint").noting(*settings.notes)
+
+
+def _merged(draft: Draft, adapter: Adapter, path: str) -> Draft:
+    """The draft with an adapter merged, and notes on it. path: what the notes call the adapter.
+
+    Raises: RequestError if the content is not the weights of a base model alone.
+    """
+    content = draft.content
+    if content.states or content.is_adapter:
+        raise RequestError(
+            "--merge-adapter merges into the weights of a base model",
+            where=draft.source.path,
+            do="Leave out --optimizer" if content.states else "Give the base model as the source, and this directory with --merge-adapter",
+        )
+    merged = with_adapter_merged(content, adapter)
+    # Digests of the base say nothing about the weights that replace some of it.
+    replaced = {name for name, tensor in merged.tensors.items() if tensor is not content.tensors.get(name) and not tensor.updates}
+    merged = replace(merged, recorded=lambda: {name: text for name, text in content.recorded().items() if name not in replaced})
+    return replace(draft, content=merged).noting(*_notes_on_merge(merged, content, path))
+
+
+def _moved(tensor: Tensor, files: Files) -> Tensor:
+    """A tensor of one piece under the path that its file has in the joined tree."""
+    piece = tensor.shards.piece(0)
+    extent = replace(piece.extent, path=JoinedFiles.path_in(files, piece.extent.path))
+    return replace(tensor, shards=Shards.of([replace(piece, extent=extent)]))
+
+
+def _notes_on_merge(merged: Content, base: Content, path: str) -> Iterator[str]:
+    """Notes on an adapter that is merged, and on weights of it that have another element type than those of the base."""
+    count = merged.merged.weights if merged.merged else 0
+    yield f"the adapter {path} is merged into {plural(count, 'weight')}: base + scale * (B x A) in float32, rounded once"
+    if merged.model and merged.model.is_tied and merged.tensors[merged.model.architecture.tied[1]].updates:
+        yield "the head is tied to the embedding, so the merge changes both, as PEFT's does"
+    if other := [name for name, tensor in merged.weights.items() if tensor.dtype != base.tensors[name].dtype]:
+        dtype = merged.tensors[other[0]].dtype
+        yield f"{plural(len(other), 'weight')} of the adapter, such as {other[0]}, keep its element type {dtype}; --dtype casts them"

@@ -239,7 +239,7 @@ def ray_conversion(
 
         check_whole(plan)
         return ray_into_store(plan, os.fspath(target), existing, effort, provenance)
-    from reshard.verbs.plan_files import PlanFile
+    from reshard.requests.order import PlanFile
 
     return shared_conversion(partial(RayConversion, shipped=PlanFile.of(plan)), plan, target, plan.bands(), existing, effort, provenance)
 

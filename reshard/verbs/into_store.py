@@ -77,7 +77,7 @@ def part_into_store(
 def ray_into_store(plan: Plan, url: str, existing: Existing, effort: Effort, provenance: Provenance) -> StorePartConversion:
     """The same by the tasks of the Ray cluster that is connected."""
     from reshard.engine.stores.on_ray import RayStoreConversion
-    from reshard.verbs.plan_files import PlanFile
+    from reshard.requests.order import PlanFile
 
     return _shared(partial(RayStoreConversion, shipped=PlanFile.of(plan)), plan, url, file_tasks(plan), existing, effort, provenance)
 

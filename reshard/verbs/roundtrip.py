@@ -16,7 +16,8 @@ from reshard.engine.compare import Comparison, Side, compare
 from reshard.models.lookup import find_model
 from reshard.plans.plan import Plan
 from reshard.plans.proof import RoundTrip, compose, widens
-from reshard.requests.checkpoint import Checkpoint, open
+from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.opening import open
 from reshard.requests.request import Effort, EffortOptions, PathLike, checked_keywords
 from reshard.storage.files import VirtualFiles
 from reshard.verbs.convert import convert

@@ -14,7 +14,8 @@ from reshard.geometry.dtypes import from_user
 from reshard.geometry.parallel import Parallel
 from reshard.plans.summary import casts
 from reshard.plans.summary import kinds as kinds_of
-from reshard.requests.checkpoint import Checkpoint, opened
+from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.opening import opened
 from reshard.requests.planning import plan_conversion
 from reshard.requests.request import ConversionRequest, PathLike, Progress
 from reshard.storage.server import Server

@@ -39,7 +39,7 @@ def command(bad: str, good: str, as_json: bool, show_progress: bool | None, **gi
     checkpoints differ.
     """
     import reshard
-    from reshard.requests.checkpoint import open_both
+    from reshard.requests.opening import open_both
     from reshard.requests.request import EffortOptions, ModelOptions, selection_of
     from reshard.verbs.look.explain import summary_of
 

@@ -20,8 +20,8 @@ from reshard.geometry.parallel import Parallel
 from reshard.models.model import Model, ModelWeight
 from reshard.models.quantization import check_has_settings, without_quantization
 from reshard.plans.layout import Target
-from reshard.requests.checkpoint import Checkpoint, opened
-from reshard.requests.named_model import model_at, model_of
+from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.opening import model_at, model_of, opened
 from reshard.requests.planning import check_nothing_unanswered
 from reshard.requests.request import ModelOptions, PathLike, Weights, checked_keywords, dtype_named, kept_globs
 from reshard.serving.capacity import DegreeReport, GpuMemory, degree_report

@@ -25,7 +25,8 @@ from reshard.health.findings import SEVERITIES, Finding, Report, found, of_error
 from reshard.health.model_files import missing_beside_weights
 from reshard.index.index import Index, RunFacts, Tensor
 from reshard.plans.manifest import usable_manifest
-from reshard.requests.checkpoint import Checkpoint, classified_checkpoint, open, unchecked
+from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.opening import classified_checkpoint, open, unchecked
 from reshard.requests.request import Effort, EffortOptions, OpenOptions, PathLike, checked_keywords
 from reshard.storage.files import Files
 from reshard.storage.tar import open_tree

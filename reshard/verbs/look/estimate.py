@@ -12,7 +12,7 @@ from reshard.geometry.quantities import parse_count
 from reshard.models.architecture import Architecture
 from reshard.models.model import Model
 from reshard.models.quantization import without_quantization
-from reshard.requests.named_model import model_at
+from reshard.requests.opening import model_at
 from reshard.requests.request import PathLike, checked_keywords
 from reshard.training import memory
 from reshard.training.activations import Batch, Recompute

@@ -8,7 +8,8 @@ from reshard.canonical.content import Selection, check_selected
 from reshard.engine.compare import BlockDigests, Side, check_recorded, fingerprint_blocks, fingerprint_of
 from reshard.errors import RequestError
 from reshard.plans.digests import CURRENT, VERSIONS, Fingerprint
-from reshard.requests.checkpoint import Checkpoint, opened
+from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.opening import opened
 from reshard.requests.request import Effort, EffortOptions, PathLike, checked_keywords
 
 

@@ -12,7 +12,8 @@ from reshard.geometry.value import value
 from reshard.index.index import Tensor
 from reshard.measures.distribution import ValueDistribution, measure_distribution
 from reshard.measures.walk import Read, walk
-from reshard.requests.checkpoint import Checkpoint, open
+from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.opening import open
 from reshard.requests.request import Effort, EffortOptions, OpenOptions, PathLike, checked_keywords
 
 BINS = 16

@@ -1,4 +1,4 @@
-"""Plan files: a conversion is planned once and run by many machines.
+"""Orders and plan files: a conversion is planned once and run by many machines.
 
 A plan file is an order and not a map. It holds what was asked for, the small files that the options name, and what the source's files
 looked like; no place of a byte. Whoever reads it opens the source, plans again, and compares the digests of the two plans. So every plan
@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -27,47 +28,40 @@ from typing import Any
 import reshard
 from reshard.adapter import registry
 from reshard.containers import safetensors
+from reshard.engine.events import details, event
 from reshard.engine.record import request_digest, samples
-from reshard.errors import CheckpointError, RequestError, UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.dtypes import from_torch
+from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.plans.digests import content_digest
 from reshard.plans.plan import Order, Plan
-from reshard.requests.checkpoint import open as open_checkpoint
-from reshard.requests.request import OpenOptions, PathLike
-from reshard.storage.files import Files, LocalFiles, VirtualFiles, inside, read_range, read_whole
-from reshard.storage.output_file import OutputFile
+from reshard.plans.summary import drops
+from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.opening import open as open_checkpoint
+from reshard.requests.opening import opened
+from reshard.requests.planning import plan_conversion
+from reshard.requests.request import ConversionRequest, OpenOptions
+from reshard.storage.files import Files, VirtualFiles, inside, read_range
 from reshard.storage.system_calls import system_errors
 from reshard.storage.tar import open_tree
-from reshard.verbs.plan import check_whole
-from reshard.verbs.plan import plan as plan_of
 
 _KIND, _VERSION, _PLAN = "reshard plan", "2", "plan"
 # What is planned takes memory for each rank of the target: 200 MB for as many as these.
 _MOST_RANKS = 1 << 16
-_MOST_BYTES = 1 << 30
+# The keywords whose files belong to an order, besides the model's folder.
+_ATTACHED = ("architecture", "stored_layout", "layout", "adapter_config")
 
 
-def save_plan(plan: Plan, path: PathLike) -> int:
-    """Write a plan to the file `path`, so that other processes can run it; returns the file's length in bytes.
+def planned(source: Checkpoint, request: ConversionRequest, asked: Mapping[str, Any]) -> Plan:
+    """The proven plan of a request, with the order that makes it again.
 
-    Raises: UnsupportedError if an option names another checkpoint, SystemRefusal if the file cannot be written.
+    asked: the keywords of `plan`, with `to`, without those of `open`.
     """
-    check_whole(plan)
-    file = OutputFile.at(path)
-    return file.write(PlanFile.of(plan).content)
-
-
-def load_plan(path: PathLike, source: PathLike) -> Plan:
-    """The plan in a file, for `convert` and `convert_part`: made and proven again from the source, which must be the planned one.
-
-    Raises: RequestError if there is no plan file, CheckpointError if it is damaged, or the source has changed since it was planned. What
-    `plan` raises.
-    """
-    files = LocalFiles(path)
-    if not files.is_file:
-        raise RequestError("a plan file is expected, this is a directory", where=files.root, do="Give the file that --plan-out has written")
-    return PlanFile(read_whole(files, files.list()[0], limit=_MOST_BYTES), os.fspath(path)).planned(os.fspath(source))
+    began = time.monotonic()
+    found = plan_conversion(source, request, request.opened_adapter(opened))
+    _log_planned(found, time.monotonic() - began)
+    return replace(found, order=_order_of(source, asked))
 
 
 @value
@@ -121,7 +115,9 @@ class PlanFile:
         held = _Folder(attached)
         _check_is_attached({**opened, **asked}, held.paths)
         checkpoint = open_checkpoint(source, **{**opened, **_among(held.paths, opened)})
-        found = plan_of(checkpoint, **{**asked, **_among(held.paths, asked)})
+        about = {**asked, **_among(held.paths, asked)}
+        to = about.pop("to")
+        found = planned(checkpoint, ConversionRequest.of(to, about), {"to": to, **about})
         # The plan and its records name files as the caller did.
         options = {**found.target.options, **_among(asked, held.paths)}
         remade = Order(order["source"], opened, asked, lambda: attached, held)
@@ -176,6 +172,46 @@ class PlanFile:
         return CheckpointError(
             what, where=self.path, why="The file was damaged, or another program wrote it", do="Copy the file again, or write it again"
         )
+
+
+def _order_of(source: Checkpoint, asked: Mapping[str, Any]) -> Order:
+    opened_with = {key: value for key, value in source.options.items() if value is not None}
+    if source.architecture:
+        opened_with["architecture"] = source.architecture.declared_in or source.architecture.model_type
+    given = {key: value for key, value in asked.items() if value is not None}
+
+    def attached() -> dict[str, bytes]:
+        model = source.model_files.contents() if "model" in opened_with else {}
+        files = ((key, os.fspath(value)) for key, value in {**opened_with, **given}.items() if key in _ATTACHED)
+        return {
+            **{f"model/{name}": content for name, content in model.items()},
+            **{f"{key}/{os.path.basename(path)}": Path(path).read_bytes() for key, path in files if os.path.isfile(path)},
+        }
+
+    return Order(source.files.root, opened_with, given, attached)
+
+
+def _log_planned(plan: Plan, seconds: float) -> None:
+    layout, casts = plan.layout, sum(route.is_cast for route in plan.routes)
+    nbytes = sum(file.nbytes for file in layout.files)
+    event(
+        "planned",
+        f"planned and proved {plan.source.format} -> {layout.format} for {layout.parallel}: {plural(len(plan.routes), 'tensor')} into "
+        f"{plural(len(layout.files), 'file')}, {nbytes:,} bytes, {casts} cast, {len(plan.drops)} left out, in {seconds:.2f} s",
+        source_format=plan.source.format,
+        format=layout.format,
+        parallel={axis: getattr(layout.parallel, axis) for axis in ("tp", "pp", "ep", "dp")},
+        tensors=len(plan.routes),
+        files=len(layout.files),
+        bytes=nbytes,
+        cast=casts,
+        dropped=len(plan.drops),
+        seconds=round(seconds, 3),
+    )
+    details(
+        "dropped", lambda: ((f"leaves out {plural(group.tensors, group.kind)}: {group.reason}", group.to_json()) for group in drops(plan))
+    )
+    details("note", lambda: ((f"note: {note}", {"note": note}) for note in layout.notes))
 
 
 def _names_of_files() -> set[str]:
