@@ -13,8 +13,9 @@ from reshard.geometry.sections import part, step_count
 from reshard.index.index import ParamGroup
 from reshard.plans.layout import Layout, Sidecar, Target, row_shard
 
-from .files import DATA, METADATA
 from .keys import KeyPath
+
+METADATA, DATA = ".metadata", ".distcp"
 
 
 def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
