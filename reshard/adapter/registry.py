@@ -51,26 +51,26 @@ def formats() -> dict[str, Format]:
 
 
 def _loaded(point: EntryPoint) -> Format:
-    try:
-        loaded = point.load()
-    except Exception as error:
-        raise RequestError(
-            f"the entry point {point.name} of the group {GROUP} cannot be loaded: {error}",
-            where=point.value,
-            do=f"Update or remove the package that brings it{_name_of_package(point)}",
-        ) from error
+    loaded = _object(point, GROUP)
     if not isinstance(loaded, Format):
-        raise RequestError(
+        raise _wrong(
+            point,
             f"the entry point {point.name} of the group {GROUP} is not a Format but an object of the class {type(loaded).__name__}",
-            where=point.value,
             why="A format is an object of a subclass of reshard.adapter.format.Format",
-            do=f"Update or remove the package that brings it{_name_of_package(point)}",
         )
     return loaded
 
 
-def _name_of_package(point: EntryPoint) -> str:
-    return f", {point.package}" if point.package else ""
+def _object(point: EntryPoint, group: str) -> object:
+    try:
+        return point.load()
+    except Exception as error:
+        raise _wrong(point, f"the entry point {point.name} of the group {group} cannot be loaded: {error}") from error
+
+
+def _wrong(point: EntryPoint, what: str, why: str | None = None) -> RequestError:
+    package = f", {point.package}" if point.package else ""
+    return RequestError(what, where=point.value, why=why, do=f"Update or remove the package that brings it{package}")
 
 
 def named(name: str) -> Format:
@@ -173,7 +173,10 @@ def _signatures() -> dict[str, re.Pattern[str]]:
     """Format -> a pattern of the paths of which its checkpoints have one."""
     globs: dict[str, tuple[str, ...]] = {}
     for point in entry_points(SIGNATURES):
-        globs |= point.load()
+        table = _object(point, SIGNATURES)
+        if not isinstance(table, dict) or not all(isinstance(some, tuple | list) for some in table.values()):
+            raise _wrong(point, f"the entry point {point.name} of the group {SIGNATURES} is not a dict from formats to tuples of globs")
+        globs |= table
     return {name: re.compile("|".join(re.escape(glob).replace(r"\*", "[^/]*") for glob in some)) for name, some in globs.items()}
 
 

@@ -96,6 +96,22 @@ def test_help_loads_neither_its_reader_nor_its_writer(run):
     subprocess.run([command()[0], "-c", script], env={**os.environ, "PYTHONPATH": str(run.site)}, check=True, capture_output=True)
 
 
+LOADED = "import sys, reshard; print(reshard.open(sys.argv[1]).format, 'reshard_raw' in sys.modules)"
+
+
+def test_with_a_signature_it_is_imported_only_where_that_fits(run, tmp_path):
+    def opened(source):
+        arguments = [command()[0], "-c", LOADED, source]
+        return subprocess.run(arguments, env={**os.environ, "PYTHONPATH": str(run.site)}, check=True, capture_output=True, text=True).stdout
+
+    assert run("convert", LLAMA, tmp_path / "raw", "--to", "raw").returncode == 0
+    assert opened(LLAMA) == "hf True\n"
+    (run.site / "raw_signatures.py").write_text('SIGNATURES = {"raw": ("weights.raw",)}\n')
+    with open(run.site / "reshard_raw-1.0.dist-info" / "entry_points.txt", "a") as points:
+        points.write("[reshard.signatures]\nraw = raw_signatures:SIGNATURES\n")
+    assert (opened(LLAMA), opened(tmp_path / "raw")) == ("hf False\n", "raw True\n")
+
+
 def test_a_cut_file_is_named(run, tmp_path):
     assert run("convert", LLAMA, tmp_path / "raw", "--to", "raw").returncode == 0
     os.truncate(tmp_path / "raw" / "weights.raw", 1000)
