@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.canonical.content import Drop
+from reshard.canonical.dequantization import QuantizedFamily
+from reshard.canonical.tensor_classes import StoredModel
 from reshard.engine.stores.forecast import StoreForecast
 from reshard.health.findings import Finding, FindingKind, Report
 from reshard.index.balance import ByteShare
@@ -17,6 +19,7 @@ from reshard.index.index import StoredFile
 from reshard.measures.changes import Change
 from reshard.plans.plan import Totals
 from reshard.plans.summary import DropSummary, KindSummary
+from reshard.requests.outlook import Outlook
 from reshard.verbs.look.diff import Diff
 from reshard.verbs.look.explain import Explanation
 from reshard.verbs.look.stats import TensorStatistics
@@ -99,9 +102,7 @@ _BRANCH = {
     "level": int, "name": str, "alike": int, "tensors": int, "elements": int, "bytes": int, "kind": TEXT, "dtype": TEXT,
     "shape": ([int], None), "sharding": TEXT, "state": TEXT,
 }  # fmt: skip
-_QUANTIZED = {
-    "name": str, "form": str, "shape": [int], "weights": int, "elements": int, "stored": [{"name": str, "dtype": str, "shape": [int]}],
-}  # fmt: skip
+_QUANTIZED = Extended(QuantizedFamily, {"stored": [{"name": str, "dtype": str, "shape": [int]}]})
 _INSPECT = {
     "path": str,
     "format": str,
@@ -117,7 +118,7 @@ _INSPECT = {
     "bytes": int,
     "files": [StoredFile],
     "kinds": [KindSummary],
-    "models": [{"root": TEXT, "main": bool, "tensors": int, "parameters": int, "bytes": int}],
+    "models": [StoredModel],
     "quantized": [_QUANTIZED],
     "adapter": (ANY_OBJECT, None),
     "tensor_count": int,
@@ -125,7 +126,7 @@ _INSPECT = {
     "object_count": int,
     "notes": [str],
     "mesh": ([{"dimension": str, "ranks": int}], None),
-    "outlook": {"engines": {str: [int]}, "needed": [str], "problem": TEXT, "next": TEXT},
+    "outlook": Extended(Outlook, {"next": TEXT}),
     "tree": [_BRANCH],
     "shares": [ByteShare],
     "tensors?": [_TENSOR],

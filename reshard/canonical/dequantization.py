@@ -56,6 +56,8 @@ def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
 class QuantizedFamily:
     """Quantized weights that are alike but for the numbers of their layers and experts."""
 
+    JSON = "name form shape weights elements stored"
+
     name: str
     """Their name, with # in place of numbers."""
     form: str

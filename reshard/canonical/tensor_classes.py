@@ -96,6 +96,8 @@ _PACKED = ("U8", "I8", "I32")
 class StoredModel:
     """One of the models in a checkpoint."""
 
+    JSON = "root main=is_main tensors parameters bytes=nbytes"
+
     root: str
     """The first part of its tensors' names, which `--root` takes; "model" for the main model, whose names have no such part."""
     is_main: bool

@@ -124,6 +124,19 @@ def sum_of(name: str, parts: Sequence[Change], *, layer: int | None = None, role
     return whole
 
 
+def columns_of(title: str, changes: Sequence[Change]) -> tuple[tuple[str, ...], list[tuple[str | int, ...]]]:
+    """The headings and the rows of a table of changes; with a column of NaN and infinite elements, if there are any."""
+    headings = (title, "tensors", "changed", "relative L2", "largest", "mean", "1 - cosine", "NaN, inf")
+    shown = len(headings) if any(change.nonfinite for change in changes) else len(headings) - 1
+    rows = []
+    for change in changes:
+        sizes = (f"{change.relative:.3g}", f"{change.largest:.3g}", f"{change.mean:.3g}")
+        cosine = "-" if change.cosine is None else f"{1 - change.cosine:.3g}"
+        row = (change.name, change.tensors, f"{100 * change.share:.3g} %", *sizes, cosine, f"{change.nonfinite:,}")
+        rows.append(row[:shown])
+    return headings[:shown], rows
+
+
 def ulp_range(number: int) -> tuple[int, int]:
     """The first and the last distance that bin `number` of a histogram of ULPs counts."""
     return (number, number) if number < 3 else (2 ** (number - 2) + 1, 2 ** (number - 1))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from reshard.geometry.quantities import nbytes_text, plural
 from reshard.health.model_files import missing_in_target
+from reshard.measures.changes import columns_of
 from reshard.pages.pictures import bubble_picture, picture_of, plan_maps, plan_transfers
 from reshard.pages.shard_maps import share_table, tensor_map, tree_list
 from reshard.picture.drawing import heat_map
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from reshard.engine.compare import Comparison
     from reshard.health.findings import Report
     from reshard.index.index import Tensor
-    from reshard.measures.changes import Change
     from reshard.plans.plan import Plan
     from reshard.requests.checkpoint import Checkpoint
     from reshard.requests.outlook import Outlook
@@ -151,26 +151,13 @@ def comparison_page(result: Comparison, title: str) -> Page:
     if isinstance(result, Diff) and result.changes:
         page.add("Change by layer and role", picture_of(result))
         for name, rows in (("role", result.by_role()), ("layer", result.by_layer()), ("tensor", result.largest())):
-            content = _change_table(name, rows)
+            content = table(*columns_of(name, rows[:_MOST_DIFFERENCES]))
             page.add(f"Change by {name}", folded(f"{plural(len(rows), name)}", content, is_open=len(rows) <= 20) if rows else "")
     differences = [(each.name, each.kind, each.detail) for each in result.differences[:_MOST_DIFFERENCES]]
     more = len(result.differences) - len(differences)
     listed = table(("tensor or file", "what", "how"), differences) if differences else ""
     page.add("Differences", listed, element("p", f"{more:,} more are not shown.", class_="dim") if more else "")
     return page
-
-
-def _change_table(name: str, rows: Sequence[Change]) -> Html:
-    shown = rows[:_MOST_DIFFERENCES]
-    bad = any(row.nonfinite for row in shown)
-    cells = [
-        (
-            *(row.name, row.tensors, f"{100 * row.share:.3g} %", f"{row.relative:.3g}", f"{row.largest:.3g}", f"{row.mean:.3g}"),
-            *((f"{row.nonfinite:,}",) if bad else ()),
-        )
-        for row in shown
-    ]
-    return table((name, "tensors", "changed", "relative L2", "largest", "mean", *(("NaN, inf",) if bad else ())), cells)
 
 
 def report_page(report: Report) -> Page:

@@ -108,36 +108,18 @@ def _show(result: Diff, beyond: list[Change] | None, limit: int) -> None:
         show(f"  note      {note}")
 
 
-_COLUMNS = ("tensors", "changed", "relative L2", "largest", "mean", "1 - cosine")
-
-
 def _show_changes(title: str, changes: Sequence[Change], number: int, limit: int) -> None:
     """A table of changes. number: how many entries were compared."""
+    from reshard.measures.changes import columns_of
+
     shown = changes[: limit or None]
-    with_nonfinite = any(change.nonfinite for change in shown)
-    rows = [
-        (
-            change.name,
-            change.tensors,
-            _percent(change.share),
-            f"{change.relative:.3g}",
-            f"{change.largest:.3g}",
-            f"{change.mean:.3g}",
-            "-" if change.cosine is None else f"{1 - change.cosine:.3g}",
-            *((f"{change.nonfinite:,}",) if with_nonfinite else ()),
-        )
-        for change in shown
-    ]
+    headings, rows = columns_of(title, shown)
     show()
-    show(*table(rows, (title, *_COLUMNS, *(("NaN, inf",) if with_nonfinite else ()))))
+    show(*table(rows, headings))
     if len(changes) > len(shown):
         show(f"  and {len(changes) - len(shown):,} more; --limit 0 shows all")
     if number > len(changes):
         show(f"  and {number - len(changes):,} without a change")
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
 
 
 def _show_ulps(result: Diff) -> None:
@@ -152,6 +134,6 @@ def _show_ulps(result: Diff) -> None:
     for number, count in enumerate(counts):
         first, last = ulp_range(number)
         if count:
-            rows.append((str(first) if first == last else f"{first:,} to {last:,}", count, _percent(count / total)))
+            rows.append((str(first) if first == last else f"{first:,} to {last:,}", count, f"{100 * count / total:.3g} %"))
     show()
     show(*table(rows, ("ULPs", "elements", "share")))
