@@ -13,25 +13,24 @@ from reshard.geometry.dtypes import F32
 from reshard.geometry.parallel import Parallel
 from reshard.serving.learned.document import layout_of, text_of
 from reshard.serving.learned.fit import check_known, size_problem
-from reshard.serving.learned.fold import folded_stage
+from reshard.serving.learned.fold import folded_stage, unfolded
 from reshard.serving.learned.layers import products
 from reshard.serving.learned.learn import learned_layout, traced_rank
-from reshard.serving.learned.numbers import Fixed, Listed, NoRule, OnFirst, Rest, Share, Sum, fitted, listed
-from reshard.serving.learned.parts import traced_tensor
-from reshard.serving.learned.unfold import plain, unfolded
+from reshard.serving.learned.numbers import Listed, NoRule, OnFirst, Rest, Share, Sum, fitted, listed, values
+from reshard.serving.learned.trace import traced_tensor
 
 ABOUT = {"engine": "vllm", "version": "0.32.0", "platform": "cpu"}
 CONFIG = {"num_attention_heads": 8, "num_key_value_heads": 2, "model_type": "made_up", "transformers_version": "5"}
 
 
 def points(rule, sizes):
-    return {(tp, rank): rule.at(tp, rank) for tp in sizes for rank in range(tp)}
+    return {(tp, rank): values([rule], (tp, rank))[0] for tp in sizes for rank in range(tp)}
 
 
 @pytest.mark.parametrize(
     "rule",
     [
-        Fixed(7),
+        7,
         Share(96, None),
         Share(96, 0),
         Share(96, 32),
@@ -128,9 +127,9 @@ def test_layers_experts_and_ranks_fold_and_unfold_to_what_was_traced():
     assert len(layout.stages) == 1 and len(layout.stages[0].tensors) == 5, "qkv, experts, scale, norm, table"
     for tp in (1, 2, 4):
         for number in range(tp):
-            found = unfolded(layout.stages[0].tensors, (tp, number))
-            traced = {name: traced_tensor(each) for name, each in rank(tp, number)["tensors"].items()}
-            assert {name: plain(each) for name, each in found.items()} == {name: plain(each) for name, each in traced.items()}
+            here = (tp, number)
+            found = {name: unfolded(each.template, n, here) for each in layout.stages[0].tensors for name, n in each.names()}
+            assert found == {name: unfolded(traced_tensor(each), (), here) for name, each in rank(*here)["tensors"].items()}
 
 
 def test_the_file_does_not_grow_with_layers_and_experts():

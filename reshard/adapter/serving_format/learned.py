@@ -25,6 +25,7 @@ from reshard.serving.learned.fit import (
     used_sources,
 )
 from reshard.serving.learned.layout import LearnedLayout, TensorTemplate
+from reshard.serving.learned.numbers import values
 from reshard.storage.files import Files, LocalFiles, read_whole
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def stored_sizes(layout: LearnedLayout, parallel: Parallel, shapes: Mapping[str,
         candidate = Parallel(parallel.tp, parallel.pp, ep)
         if size_problem(layout, candidate) is None:
             found = layout.rank_templates(candidate, 0, 0)
-            expected = {name: tuple(number.at(candidate.tp, 0) for number in template.shape) for name, _, template in found}
+            expected = {name: values(template.shape, (candidate.tp, 0)) for name, _, template in found}
             if all(shapes.get(name, shape) == shape for name, shape in expected.items()):
                 return candidate
     raise CheckpointError(

@@ -3,7 +3,7 @@
 numbers.py     a number that depends on the tensor-parallel rank, as a rule
 layout.py      LearnedLayout: the tensors of every rank, as templates; the stored tensors of one rank follow
 document.py    the layout as a JSON document, and its check
-parts.py       what a tracer says about one rank, with runs of experts folded
+trace.py       what a tracer says about one rank, with runs of experts folded
 fold.py        from traced ranks to templates: ranks, layers and experts fold
 learn.py       from the tracer's answer to a layout; a withheld degree is predicted
 fit.py         whether a layout fits a checkpoint, the sizes, and the platform

@@ -21,7 +21,7 @@ from reshard.serving.learned.layout import (
     TemplateRun,
     TensorTemplate,
 )
-from reshard.serving.learned.numbers import Fixed, Listed, Number, OnFirst, Rest, Share, Sum
+from reshard.serving.learned.numbers import Listed, Number, OnFirst, Rest, Share, Sum
 from reshard.storage.json_input import parsed
 
 SCHEMA_VERSION = 1
@@ -105,10 +105,10 @@ def _template_json(template: TensorTemplate) -> dict[str, Any]:
 
 
 def _part_json(part: TemplatePart) -> dict[str, Any]:
-    axes = [_numbers_json((axis.size, Fixed(axis.axis), axis.step, Fixed(axis.source_axis), axis.source_step)) for axis in part.axes]
+    axes = [_numbers_json(axis) for axis in part.axes]
     found: dict[str, Any] = {"from": part.source, "start": _numbers_json(part.start), "at": _numbers_json(part.at), "axes": axes}
     if part.run:
-        found["run"] = _numbers_json((part.run.first, part.run.count, Fixed(part.run.axis), part.run.step))
+        found["run"] = _numbers_json(part.run)
     return found
 
 
@@ -118,8 +118,8 @@ def _numbers_json(numbers: Iterable[Number]) -> list[Any]:
 
 def _number_json(number: Number) -> Any:
     match number:
-        case Fixed():
-            return number.number
+        case int():
+            return number
         case Share():
             heads = [number.heads] if number.heads else []
             return ["share", number.total, *heads] if number.base is None else ["start", number.total, number.base, *heads]
@@ -266,7 +266,7 @@ def _numbers(values: list[Any]) -> tuple[Number, ...]:
 def _number(value: Any) -> Number:
     match value:
         case int():
-            return Fixed(_count(value))
+            return _count(value)
         case ["share", total, *heads]:
             return Share(_count(total), None, *map(_count, heads))
         case ["start", total, base, *heads]:

@@ -1,15 +1,17 @@
-"""Whether a learned layout can be used: for this checkpoint, at these sizes, for this engine, on this platform."""
+"""Whether a learned layout can be used: for this checkpoint, at these sizes, for this engine and platform; and what ranks hold then."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.parallel import Parallel
-from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, TensorTemplate, filled
+from reshard.serving.capacity import DegreeReport, DegreeRow, Stage
+from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, NamedTemplate, TensorTemplate, filled
 from reshard.serving.learned.learn import config_digests
-from reshard.serving.learned.numbers import NoRule
+from reshard.serving.learned.numbers import NoRule, TpRank, values
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -127,10 +129,8 @@ def _rule_problem(layout: LearnedLayout, parallel: Parallel) -> str | None:
     for pp_rank in range(parallel.pp):
         for each in layout.stage(parallel, pp_rank).tensors:
             try:
-                template = each.template
                 for rank in range(parallel.tp):
-                    for number in (*template.shape, *(n for part in template.parts for n in (*part.start, *part.at))):
-                        number.at(parallel.tp, rank)
+                    values(each.template.numbers, (parallel.tp, rank))
             except NoRule as error:
                 return f"{each.name}: {error}"
     return None
@@ -179,13 +179,49 @@ def _used(layout: LearnedLayout, parallel: Parallel) -> Iterator[str]:
                 yield from sources_of(template, numbers, (parallel.tp, tp_rank))
 
 
-def sources_of(template: TensorTemplate, numbers: tuple[int, ...], rank: tuple[int, int]) -> Iterator[str]:
+def sources_of(template: TensorTemplate, numbers: tuple[int, ...], rank: TpRank) -> Iterator[str]:
     """The checkpoint tensors that a tensor holds parts of on a rank."""
     for part in template.parts:
-        if any(axis.size.at(*rank) == 0 for axis in part.axes):
+        if 0 in values((axis.size for axis in part.axes), rank):
             continue
         if part.run is None:
             yield filled(part.source, numbers)
         else:
-            first = part.run.first.at(*rank)
-            yield from (filled(part.source, numbers, first + number) for number in range(part.run.count.at(*rank)))
+            first, count, *_ = values(part.run, rank)
+            yield from (filled(part.source, numbers, first + number) for number in range(count))
+
+
+def learned_degree_report(layout: LearnedLayout, model_type: str, parallels: Sequence[Parallel]) -> DegreeReport:
+    """What ranks hold at each of the parallel sizes, or why the layout does not cover them."""
+    rows = []
+    for parallel in parallels:
+        problem = size_problem(layout, parallel)
+        stages = () if problem else tuple(_stage(layout, parallel, pp_rank) for pp_rank in range(parallel.pp))
+        rows.append(DegreeRow(parallel, problem and f"the layout does not cover it: {problem}", stages))
+    assumptions = (
+        f"weights as {layout.engine} {layout.engine_version} loads them, by a learned layout that covers {coverage(layout)}",
+        "the KV cache is not counted, since a layout says nothing about it",
+    )
+    return DegreeReport(model_type, layout.dtype, None, tuple(rows), assumptions)
+
+
+def _stage(layout: LearnedLayout, parallel: Parallel, pp_rank: int) -> Stage:
+    tensors = layout.stage(parallel, pp_rank).tensors
+    ranks = [(parallel.tp, rank) for rank in range(parallel.tp)]
+    weights = {rank: sum(_nbytes(each, rank) for each in tensors if each.is_on(*rank)) for rank in ranks}
+    fullest = max(weights, key=lambda rank: weights[rank])
+    others = [rank for rank in ranks if rank != fullest]
+    replicated = sum(_nbytes(each, fullest) for each in tensors if any(_is_same(each, fullest, other) for other in others))
+    layers = [number for each in tensors for number in (each.ranges[0] if each.ranges else ())]
+    return Stage(range(min(layers), max(layers) + 1) if layers else range(0), weights[fullest], replicated, 0, None)
+
+
+def _nbytes(named: NamedTemplate, rank: TpRank) -> int:
+    shape = values(named.template.shape, rank)
+    return math.prod(map(len, named.ranges)) * math.prod(shape) * named.template.dtype.itemsize
+
+
+def _is_same(named: NamedTemplate, rank: TpRank, other: TpRank) -> bool:
+    """Whether two ranks hold the same boxes."""
+    numbers = tuple(named.template.numbers)
+    return named.is_on(*rank) and named.is_on(*other) and values(numbers, rank) == values(numbers, other)

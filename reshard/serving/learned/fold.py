@@ -1,25 +1,25 @@
 """From traced ranks to templates: numbers become rules of the rank.
 
-Three things fold: ranks (here), layers (layers.py), and experts (parts.py). Every fold is checked by unfolding it.
+Three things fold: ranks (here), layers (layers.py), and experts (trace.py). Every fold is checked by unfolding it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from reshard.geometry.dtypes import DType
 from reshard.serving.learned.layers import Ranks, folded_layers
-from reshard.serving.learned.layout import NamedTemplate, TemplateAxis, TemplatePart, TemplateRun, TensorTemplate
-from reshard.serving.learned.numbers import Fixed, Number, TpRank, fitted, listed
-from reshard.serving.learned.parts import TracedPart, TracedTensor
-from reshard.serving.learned.unfold import plain, unfolded_tensor
+from reshard.serving.learned.layout import HeldBox, NamedTemplate, TemplateAxis, TemplatePart, TemplateRun, TensorTemplate
+from reshard.serving.learned.numbers import Number, TpRank, fitted, listed, values
 
-TracedRanks = Mapping[TpRank, Mapping[str, TracedTensor]]
+TracedRanks = Mapping[TpRank, Mapping[str, TensorTemplate]]
 """(tp, tp_rank) -> name -> tensor, of one pipeline stage."""
 
 
 def folded_stage(ranks: TracedRanks) -> tuple[NamedTemplate, ...]:
     """The tensors of a stage as templates."""
-    by_name: dict[str, dict[TpRank, TracedTensor]] = {}
+    by_name: dict[str, dict[TpRank, TensorTemplate]] = {}
     for rank, tensors in ranks.items():
         for name, tensor in tensors.items():
             by_name.setdefault(name, {})[rank] = tensor
@@ -39,9 +39,9 @@ def _by_size(ranks: Iterable[TpRank]) -> dict[int, tuple[int, ...]]:
     return {tp: tuple(numbers) for tp, numbers in found.items()}
 
 
-def _alike(tensors: Mapping[TpRank, TracedTensor]) -> Iterator[Mapping[TpRank, TracedTensor]]:
+def _alike(tensors: Mapping[TpRank, TensorTemplate]) -> Iterator[Mapping[TpRank, TensorTemplate]]:
     """The ranks whose tensors consist of the same parts, up to numbers."""
-    groups: dict[tuple[object, ...], dict[TpRank, TracedTensor]] = {}
+    groups: dict[tuple[object, ...], dict[TpRank, TensorTemplate]] = {}
     most = max(tensors.values(), key=lambda tensor: (len(tensor.parts), sum(len(part.axes) for part in tensor.parts)))
     for rank, tensor in tensors.items():
         # What padding leaves of a rank's share may be nothing.
@@ -56,10 +56,10 @@ def _alike(tensors: Mapping[TpRank, TracedTensor]) -> Iterator[Mapping[TpRank, T
             yield group
 
 
-def _exact(tensors: Mapping[TpRank, TracedTensor]) -> Iterator[tuple[Mapping[TpRank, TracedTensor], TensorTemplate]]:
+def _exact(tensors: Mapping[TpRank, TensorTemplate]) -> Iterator[tuple[Mapping[TpRank, TensorTemplate], TensorTemplate]]:
     """The ranks in groups for which one template gives exactly what was traced: all, those of one size, or each rank alone."""
     template = _template(tensors)
-    if len(tensors) == 1 or all(plain(unfolded_tensor(template, (), rank)) == plain(tensor) for rank, tensor in tensors.items()):
+    if len(tensors) == 1 or all(unfolded(template, (), rank) == unfolded(tensor, (), rank) for rank, tensor in tensors.items()):
         yield tensors, template
         return
     sizes = sorted({tp for tp, _ in tensors})
@@ -68,17 +68,17 @@ def _exact(tensors: Mapping[TpRank, TracedTensor]) -> Iterator[tuple[Mapping[TpR
         yield from _exact(group)
 
 
-def _part_key(part: TracedPart) -> tuple[object, ...]:
-    return part.source, part.count > 0, part.run_axis, part.functions
+def _part_key(part: TemplatePart) -> tuple[str, bool]:
+    return part.source, part.run is not None
 
 
-def _is_subset(tensor: TracedTensor, of: TracedTensor) -> bool:
+def _is_subset(tensor: TensorTemplate, of: TensorTemplate) -> bool:
     """Whether the parts of a tensor are those of another, in the same order, or some of them are missing."""
     keys = iter([_part_key(part) for part in of.parts])
     return all(_part_key(part) in keys for part in tensor.parts)
 
 
-def _template(tensors: Mapping[TpRank, TracedTensor]) -> TensorTemplate:
+def _template(tensors: Mapping[TpRank, TensorTemplate]) -> TensorTemplate:
     """One template for all of these ranks."""
     first = max(tensors.values(), key=lambda tensor: len(tensor.parts))
     shape = tuple(_number({rank: tensor.shape[axis] for rank, tensor in tensors.items()}) for axis in range(len(first.shape)))
@@ -91,7 +91,7 @@ def _template(tensors: Mapping[TpRank, TracedTensor]) -> TensorTemplate:
     return TensorTemplate(first.dtype, shape, tuple(parts), fill, first.problem, kernel)
 
 
-def _part_at(tensor: TracedTensor, of: TracedTensor, position: int) -> TracedPart | None:
+def _part_at(tensor: TensorTemplate, of: TensorTemplate, position: int) -> TemplatePart | None:
     """The part of a tensor that stands for a part of another tensor; None if it has none."""
     if len(tensor.parts) == len(of.parts):
         return tensor.parts[position]
@@ -101,38 +101,54 @@ def _part_at(tensor: TracedTensor, of: TracedTensor, position: int) -> TracedPar
     return same[before] if before < len(same) else None
 
 
-def _part(found: Mapping[TpRank, TracedPart], ranks: Iterable[TpRank]) -> TemplatePart:
+def _part(found: Mapping[TpRank, TemplatePart], ranks: Collection[TpRank]) -> TemplatePart:
     first = max(found.values(), key=lambda part: len(part.axes))
     loops = []
-    for number, (_, axis, _, source_axis, source_step) in enumerate(first.axes):
-        here = {rank: _loop(part, first, number) for rank, part in found.items()}
-        sizes = {rank: loop[0] if loop else 1 for rank, loop in here.items()}
-        # A box that a rank lacks has a loop without turns.
+    for number, wanted in enumerate(first.axes):
+        here = {rank: loop for rank, part in found.items() if (loop := _loop(part, first, number))}
+        # A loop that is not there has one turn. A box that a rank lacks has a loop without turns.
+        sizes: dict[TpRank, Number] = {rank: here[rank].size if rank in here else 1 for rank in found}
         sizes |= {rank: 0 for rank in ranks if rank not in found} if number == 0 else {}
-        steps = {rank: loop[2] for rank, loop in here.items() if loop}
-        source_steps = {rank: loop[4] for rank, loop in here.items() if loop} or {next(iter(found)): source_step}
-        loops.append(TemplateAxis(_number(sizes), axis, _number(steps), source_axis, _number(source_steps)))
-    if not first.axes and len(found) < len(list(ranks)):
-        loops.append(TemplateAxis(_number({rank: int(rank in found) for rank in ranks}), 0, Fixed(1), 0, Fixed(1)))
+        steps = _number({rank: loop.step for rank, loop in here.items()})
+        source_steps = _number({rank: loop.source_step for rank, loop in here.items()})
+        loops.append(TemplateAxis(_number(sizes), wanted.axis, steps, wanted.source_axis, source_steps))
+    if not first.axes and len(found) < len(ranks):
+        loops.append(TemplateAxis(_number({rank: int(rank in found) for rank in ranks}), 0, 1, 0, 1))
     start = tuple(_number({rank: part.start[axis] for rank, part in found.items()}) for axis in range(len(first.start)))
     at = tuple(_number({rank: part.at[axis] for rank, part in found.items()}) for axis in range(len(first.at)))
+    runs = {rank: part.run for rank, part in found.items() if part.run}
     run = None
-    if first.count:
-        firsts, counts = {rank: part.first for rank, part in found.items()}, {rank: part.count for rank, part in found.items()}
-        run = TemplateRun(_number(firsts), _number(counts), first.run_axis, _number({rank: part.run_step for rank, part in found.items()}))
+    if first.run:
+        of_first, experts, step = (_number({rank: run[field] for rank, run in runs.items()}) for field in (0, 1, 3))
+        run = TemplateRun(of_first, experts, first.run.axis, step)
     return TemplatePart(first.source, start, at, tuple(loops), run)
 
 
-def _loop(part: TracedPart, of: TracedPart, number: int) -> tuple[int, int, int, int, int] | None:
+def _loop(part: TemplatePart, of: TemplatePart, number: int) -> TemplateAxis | None:
     """The loop of a part that stands for a loop of another part; None if it has one turn, and so is not there."""
-    if len(part.axes) == len(of.axes) and [loop[1::2] for loop in part.axes] == [loop[1::2] for loop in of.axes]:
-        return part.axes[number]
     wanted = of.axes[number]
-    same = [loop for loop in part.axes if loop[1] == wanted[1] and loop[3] == wanted[3]]
+    if [(loop.axis, loop.source_axis) for loop in part.axes] == [(loop.axis, loop.source_axis) for loop in of.axes]:
+        return part.axes[number]
+    same = [loop for loop in part.axes if (loop.axis, loop.source_axis) == (wanted.axis, wanted.source_axis)]
     if len(same) > 1:
-        same = [loop for loop in same if loop[4] == wanted[4]]
+        same = [loop for loop in same if loop.source_step == wanted.source_step]
     return same[0] if same else None
 
 
-def _number(points: Mapping[TpRank, int]) -> Number:
-    return fitted(points) or listed(points)
+def _number(points: Mapping[TpRank, Number]) -> Number:
+    """The number that is each of these on its rank."""
+    of_ranks = {rank: values([number], rank)[0] for rank, number in points.items()}
+    found = fitted(of_ranks)
+    return listed(of_ranks) if found is None else found
+
+
+Unfolded = tuple[DType, tuple[int, ...], list[HeldBox], float | None, str]
+
+
+def unfolded(template: TensorTemplate, numbers: tuple[int, ...], rank: TpRank) -> Unfolded:
+    """What a template says about a tensor of one rank, box by box in one order, so that two can be compared: the element type, the shape,
+    the boxes, the value of all other elements, and why they are not known. numbers: those in the tensor's name."""
+    shape = values(template.shape, rank)
+    boxes = sorted(box._replace(axes=tuple(sorted(box.axes))) for part in template.parts for box in part.on(numbers, rank))
+    covered = sum(math.prod(loop[0] for loop in box.axes) for box in boxes)
+    return template.dtype, shape, boxes, template.fill if covered < math.prod(shape) else None, template.problem

@@ -5,26 +5,25 @@ A template stands for the tensors of many layers; {0} and {1} in names are the n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.dtypes import DType
 from reshard.geometry.mosaics import Mosaic, Tile
 from reshard.geometry.parallel import Parallel
 from reshard.geometry.sections import StoredTensor, constant
 from reshard.geometry.value import value
-from reshard.serving.learned.numbers import Number
+from reshard.serving.learned.numbers import Number, TpRank, values
 
 Ranges = tuple[tuple[int, ...], ...]
 """For each number in a name, the values that it takes. The names are those of the product."""
 
 
-@value
-class TemplateAxis:
+class TemplateAxis(NamedTuple):
     """A loop along an axis of a tensor and an axis of a checkpoint tensor."""
 
     size: Number
@@ -39,13 +38,12 @@ class TemplateAxis:
     """The distance of neighbours along that axis."""
 
 
-@value
-class TemplateRun:
+class TemplateRun(NamedTuple):
     """Experts that lie one after another in a tensor."""
 
     first: Number
     """The number of the first expert."""
-    count: Number
+    experts: Number
     """The number of experts."""
     axis: int
     """The axis of the tensor along which they lie."""
@@ -68,6 +66,34 @@ class TemplatePart:
     run: TemplateRun | None = None
     """The experts; None for one box."""
 
+    def on(self, numbers: tuple[int, ...], rank: TpRank) -> Iterator[HeldBox]:
+        """The boxes on a rank, one for each expert; none if a loop has no turns there. numbers: those in the name of the tensor."""
+        start, at = values(self.start, rank), values(self.at, rank)
+        loops = [(*values(axis, rank),) for axis in self.axes]
+        if any(size == 0 for size, *_ in loops):
+            return
+        axes = tuple(loop for loop in loops if loop[0] > 1)
+        if self.run is None:
+            yield HeldBox(filled(self.source, numbers), start, at, axes)
+            return
+        first, count, along, step = values(self.run, rank)
+        for expert in range(count):
+            here = (*at[:along], at[along] + expert * step, *at[along + 1 :])
+            yield HeldBox(filled(self.source, numbers, first + expert), start, here, axes)
+
+
+class HeldBox(NamedTuple):
+    """A box of a checkpoint tensor in a tensor of one rank."""
+
+    source: str
+    """The checkpoint tensor."""
+    start: tuple[int, ...]
+    """Where the box starts in the checkpoint tensor."""
+    at: tuple[int, ...]
+    """Where it starts in the tensor."""
+    axes: tuple[tuple[int, ...], ...]
+    """Its loops, as in TemplateAxis. An axis without a loop has one element."""
+
 
 @value
 class TensorTemplate:
@@ -85,6 +111,13 @@ class TensorTemplate:
     """Why its elements are not known; empty if they are."""
     kernel: str = ""
     """Why its shape depends on a kernel that the platform chooses; empty if it does not: the tensor is the same on every platform."""
+
+    @property
+    def numbers(self) -> Iterator[Number]:
+        """All numbers that can depend on the rank."""
+        yield from self.shape
+        for part in self.parts:
+            yield from (*part.start, *part.at, *(number for axis in part.axes for number in axis), *(part.run or ()))
 
 
 @value
@@ -204,15 +237,13 @@ class LearnedLayout:
         found = self.rank_templates(parallel, tp_rank, pp_rank)
         return tuple(self._stored(name, numbers, template, (parallel.tp, tp_rank), dtypes.get(name)) for name, numbers, template in found)
 
-    def _stored(
-        self, name: str, numbers: tuple[int, ...], template: TensorTemplate, rank: tuple[int, int], dtype: DType | None
-    ) -> StoredTensor:
+    def _stored(self, name: str, numbers: tuple[int, ...], template: TensorTemplate, rank: TpRank, dtype: DType | None) -> StoredTensor:
         dtype = dtype or template.dtype
-        shape = tuple(number.at(*rank) for number in template.shape)
+        shape = values(template.shape, rank)
         fill = b"\0" if not template.fill else dtype.encoded(template.fill)
         if not template.parts:
             return constant(name, dtype, shape, fill)
-        tiles = tuple(tile for part in template.parts for tile in _tiles(part, numbers, rank))
+        tiles = tuple(tile for part in template.parts for box in part.on(numbers, rank) for tile in _tiles(box))
         for tile in tiles:
             self._check_inside(name, shape, tile)
         stored = Mosaic(shape, tiles).stored(name, dtype)
@@ -239,41 +270,20 @@ def filled(name: str, numbers: tuple[int, ...], run: int | None = None) -> str:
     return name if run is None else name.replace("{run}", str(run))
 
 
-def _tiles(part: TemplatePart, numbers: tuple[int, ...], rank: tuple[int, int]) -> Iterator[Tile]:
-    """The boxes of a part on a rank, each as one box of a checkpoint tensor whose axes lie along axes of the tensor."""
-    start, at = [number.at(*rank) for number in part.start], [number.at(*rank) for number in part.at]
-    loops = [(each.size.at(*rank), each.axis, each.step.at(*rank), each.source_axis, each.source_step.at(*rank)) for each in part.axes]
-    if any(size == 0 for size, *_ in loops):
-        return
-    sizes, axes = [1] * len(start), [None] * len(start)
-    jumps: list[tuple[int, int, int, int, int]] = []
-    for loop in sorted((loop for loop in loops if loop[0] > 1), key=lambda loop: -loop[0]):
+def _tiles(box: HeldBox) -> Iterator[Tile]:
+    """A box as boxes whose axes lie along axes of the tensor: loops that jump are taken turn by turn."""
+    sizes: list[int] = [1] * len(box.start)
+    axes: list[int | None] = [None] * len(box.start)
+    jumps: list[tuple[int, ...]] = []
+    for loop in sorted(box.axes, key=lambda loop: -loop[0]):
         size, axis, step, source_axis, source_step = loop
         if step == source_step == 1 and axes[source_axis] is None and axis not in axes:
-            sizes[source_axis], axes[source_axis] = size, axis  # type: ignore[call-overload]
+            sizes[source_axis], axes[source_axis] = size, axis
         else:
             jumps.append(loop)
-    experts, run_axis, run_step, first = range(1), 0, 0, None
-    if part.run is not None:
-        first, run_axis, run_step = part.run.first.at(*rank), part.run.axis, part.run.step.at(*rank)
-        experts = range(part.run.count.at(*rank))
-    for expert in experts:
-        name = filled(part.source, numbers, None if first is None else first + expert)
-        for indices in product(*(range(loop[0]) for loop in jumps)):
-            here, there = list(at), list(start)
-            if first is not None:
-                here[run_axis] += expert * run_step
-            for index, (_, axis, step, source_axis, source_step) in zip(indices, jumps, strict=True):
-                here[axis] += index * step
-                there[source_axis] += index * source_step
-            yield Tile(name, Box(tuple(there), tuple(sizes)), tuple(here), tuple(axes))
-
-
-def dtype_of(name: str) -> DType:
-    """The element type that torch calls by that name."""
-    return from_torch(name, where="the layout")
-
-
-def elements(template: TensorTemplate, rank: tuple[int, int]) -> int:
-    """The number of elements of a tensor on a rank."""
-    return math.prod(number.at(*rank) for number in template.shape)
+    for indices in product(*(range(loop[0]) for loop in jumps)):
+        here, there = list(box.at), list(box.start)
+        for index, (_, axis, step, source_axis, source_step) in zip(indices, jumps, strict=True):
+            here[axis] += index * step
+            there[source_axis] += index * source_step
+        yield Tile(box.source, Box(tuple(there), tuple(sizes)), tuple(here), tuple(axes))

@@ -12,14 +12,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.errors import ReshardError, UnsupportedError
-from reshard.geometry.dtypes import DType, from_safetensors
+from reshard.geometry.dtypes import DType, from_safetensors, from_torch
 from reshard.geometry.value import value
-from reshard.serving.learned.fold import TracedRanks, folded_stage
+from reshard.serving.learned.fold import TracedRanks, folded_stage, unfolded
 from reshard.serving.learned.layers import folded_names
-from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, LearnedSources, LearnedStage, NamedTemplate, dtype_of
-from reshard.serving.learned.numbers import Listed, NoRule, Number, heads_of
-from reshard.serving.learned.parts import TracedTensor, traced_tensor
-from reshard.serving.learned.unfold import plain, unfolded
+from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, LearnedSources, LearnedStage, NamedTemplate, TensorTemplate
+from reshard.serving.learned.numbers import Listed, NoRule, heads_of
+from reshard.serving.learned.trace import traced_tensor
 
 # Keys of a config that do not change what an engine loads.
 UNIMPORTANT_KEYS = frozenset({"transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype"})
@@ -44,7 +43,7 @@ class TracedRank:
     """The engine's class of the model."""
     dtype: DType
     """The element type in which the engine computes."""
-    tensors: Mapping[str, TracedTensor]
+    tensors: Mapping[str, TensorTemplate]
     """Its tensors."""
     softened: tuple[str, ...]
     """What the engine could not choose on that platform."""
@@ -61,7 +60,7 @@ def traced_rank(document: Mapping[str, Any]) -> TracedRank:
             do="Leave out these sizes, or check with the engine itself that it serves the model at them",
         )
     tensors = {name: traced_tensor(each) for name, each in document["tensors"].items()}
-    about = document["class"], dtype_of(document["dtype"]), tensors, tuple(document["softened"])
+    about = document["class"], from_torch(document["dtype"], where="the layout"), tensors, tuple(document["softened"])
     return TracedRank(case["tp"], case["pp"], case["ep"] > 1, number, *about)
 
 
@@ -74,7 +73,7 @@ def learned_layout(about: Mapping[str, Any], ranks: Iterable[TracedRank], config
     stages, sizes = [], []
     for pp, has_ep in sorted({(rank.pp, rank.has_ep) for rank in traced}):
         chosen = [rank for rank in traced if (rank.pp, rank.has_ep) == (pp, has_ep)]
-        by_stage: dict[int, dict[tuple[int, int], Mapping[str, TracedTensor]]] = {}
+        by_stage: dict[int, dict[tuple[int, int], Mapping[str, TensorTemplate]]] = {}
         for rank in chosen:
             by_stage.setdefault(rank.rank // rank.tp, {})[rank.tp, rank.rank % rank.tp] = rank.tensors
         folded = {pp_rank: folded_stage(of_stage) for pp_rank, of_stage in sorted(by_stage.items())}
@@ -138,14 +137,15 @@ def _check_fold(templates: tuple[NamedTemplate, ...], ranks: TracedRanks) -> Non
 def _difference(templates: tuple[NamedTemplate, ...], ranks: TracedRanks) -> str | None:
     """The first tensor that the templates give otherwise than it was traced; None if there is none."""
     for rank, traced in ranks.items():
+        here = (each for each in templates if each.is_on(*rank))
         try:
-            found = unfolded(templates, rank)
+            found = {name: unfolded(each.template, numbers, rank) for each in here for name, numbers in each.names()}
         except NoRule as error:
             return f"TP {rank[0]}: {error}"
         if found.keys() != traced.keys():
             return f"{min(found.keys() ^ traced.keys())} at TP {rank[0]}, rank {rank[1]}"
         for name, tensor in traced.items():
-            if plain(found[name]) != plain(tensor):
+            if found[name] != unfolded(tensor, (), rank):
                 return f"{name} at TP {rank[0]}, rank {rank[1]}"
     return None
 
@@ -163,7 +163,7 @@ def _withheld(tps: tuple[int, ...], by_stage: Mapping[int, TracedRanks], folded:
 def _counted(folded: Iterable[tuple[NamedTemplate, ...]], counts: Mapping[str, int]) -> bool:
     """Whether every number of heads in the rules is one that the config states. Others may be an accident of the traced sizes."""
     known = {0, 1, *counts.values()}
-    return all(heads in known for templates in folded for each in templates for n in _numbers(each) for heads in heads_of(n))
+    return all(heads in known for templates in folded for each in templates for n in each.template.numbers for heads in heads_of(n))
 
 
 def _predicts(ranks: TracedRanks, size: int) -> bool:
@@ -173,14 +173,4 @@ def _predicts(ranks: TracedRanks, size: int) -> bool:
 
 def _has_lists(templates: tuple[NamedTemplate, ...]) -> bool:
     """Whether a number follows no rule, or a tensor is not on all ranks."""
-    return any(each.ranks is not None or any(isinstance(number, Listed) for number in _numbers(each)) for each in templates)
-
-
-def _numbers(named: NamedTemplate) -> Iterable[Number]:
-    template = named.template
-    yield from template.shape
-    for part in template.parts:
-        yield from (*part.start, *part.at)
-        yield from (number for axis in part.axes for number in (axis.size, axis.step, axis.source_step))
-        if part.run:
-            yield from (part.run.first, part.run.count, part.run.step)
+    return any(each.ranks is not None or any(isinstance(number, Listed) for number in each.template.numbers) for each in templates)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from reshard.geometry.value import value
@@ -19,17 +19,6 @@ def _exact(number: int, parts: int) -> int:
     if number % parts:
         raise NoRule(f"{number} is not a multiple of {parts}")
     return number // parts
-
-
-@value
-class Fixed:
-    """The same number on all ranks."""
-
-    number: int
-
-    def at(self, tp: int, tp_rank: int) -> int:
-        """The number on a rank."""
-        return self.number
 
 
 @value
@@ -106,7 +95,14 @@ class Listed:
         return self.numbers[tp][tp_rank]
 
 
-Number = Fixed | Share | Rest | Sum | OnFirst | Listed
+Rule = Share | Rest | Sum | OnFirst | Listed
+Number = int | Rule
+"""A number that is the same on all ranks, or the rule that gives it."""
+
+
+def values(numbers: Iterable[Number], rank: TpRank) -> tuple[int, ...]:
+    """The numbers on a rank. Raises NoRule if a rule has none there."""
+    return tuple(number if isinstance(number, int) else number.at(*rank) for number in numbers)
 
 
 def fitted(points: Mapping[TpRank, int]) -> Number | None:
@@ -116,9 +112,9 @@ def fitted(points: Mapping[TpRank, int]) -> Number | None:
 
 @lru_cache(maxsize=1 << 16)
 def _fitted(points: tuple[tuple[TpRank, int], ...]) -> Number | None:
-    values = {value for _, value in points}
-    if len(values) == 1:
-        return Fixed(values.pop())
+    found = {number for _, number in points}
+    if len(found) == 1:
+        return found.pop()
     most = max(tp for (tp, _), _ in points)
     for heads in (0, *range(1, most)):
         for rule in _shares(points, heads):
@@ -185,7 +181,7 @@ def _sums(points: tuple[tuple[TpRank, int], ...]) -> list[int]:
     return list(sums.values())
 
 
-def _gives(rule: Number, points: tuple[tuple[TpRank, int], ...]) -> bool:
+def _gives(rule: Rule, points: tuple[tuple[TpRank, int], ...]) -> bool:
     try:
         return all(rule.at(*rank) == value for rank, value in points)
     except NoRule:

@@ -25,8 +25,7 @@ from reshard.requests.opening import model_at, model_of, opened
 from reshard.requests.planning import check_nothing_unanswered
 from reshard.requests.request import ModelOptions, PathLike, Weights, checked_keywords, dtype_named, kept_globs
 from reshard.serving.capacity import DegreeReport, GpuMemory, degree_report
-from reshard.serving.learned.degrees import learned_degree_report
-from reshard.serving.learned.fit import check_config, check_engine
+from reshard.serving.learned.fit import check_config, check_engine, learned_degree_report
 from reshard.storage.tar import open_tree
 
 
