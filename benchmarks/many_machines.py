@@ -2,7 +2,7 @@
 
     python benchmarks/many_machines.py [--work DIR] [--tp 16]
 
-The plan, its bands and their owners are those that `reshard convert --part I/N` uses (plans/bands.py). Of each band the contiguous ranges
+The plan, its tasks and their owners are those that `reshard convert --part I/N` uses (plans/tasks.py). Of each task the contiguous ranges
 of the source are read in requests of at most 16 MiB, and what they make is written in parts of 16 MiB. A node has one link each way. A
 request waits for its latency, then for its turn on the link, and never runs faster than one connection. Each node runs four parts; each has
 64 requests in flight and 1 GiB of memory for what is read and not yet written.
@@ -24,8 +24,8 @@ import numpy as np
 from sparse import write_deepseek
 
 import reshard
-from reshard.plans.bands import imbalance, owners
 from reshard.plans.plan import Plan
+from reshard.plans.tasks import imbalance, owners
 
 REQUEST, BUDGET, PARTS_PER_NODE = 16 << 20, 1 << 30, 4
 
@@ -48,7 +48,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Work:
-    """One band."""
+    """One task."""
 
     reads: tuple[int, ...]
     """The bytes of each request."""
@@ -57,12 +57,12 @@ class Work:
 
 
 def work_of(plan: Plan) -> list[Work]:
-    """The requests of each band. Pieces that touch in a file are read together."""
+    """The requests of each task. Pieces that touch in a file are read together."""
     found = []
-    for band in plan.bands():
+    for task in plan.tasks():
         ranges: list[tuple[int, int, int]] = []
         written = 0
-        for i in band.routes:
+        for i in task.routes:
             route = plan.routes[i]
             located = route.source.shards.located()
             nbytes = route.source.shards.sizes.prod(axis=1) * route.source.dtype.itemsize
@@ -80,7 +80,7 @@ def work_of(plan: Plan) -> list[Work]:
 
 
 class Node:
-    """One node that converts bands one after the other, reads ahead, and writes what it has read."""
+    """One node that converts tasks one after the other, reads ahead, and writes what it has read."""
 
     def __init__(self, network: Network, randomness: random.Random, start: float = 0.0) -> None:
         self._network, self._random = network, randomness
@@ -89,10 +89,10 @@ class Node:
         self._waiting: deque[tuple[float, int]] = deque()  # when it will have been written, and its bytes
         self._unwritten = 0
         self.ends: list[float] = []
-        """When each band was finished."""
+        """When each task was finished."""
 
     def convert(self, work: Work) -> float:
-        """Convert a band; returns when it is finished."""
+        """Convert a task; returns when it is finished."""
         ratio, rest, end = work.written / max(sum(work.reads), 1), 0.0, 0.0
         for nbytes in work.reads:
             there = self._request("read", nbytes, self._room())
@@ -160,7 +160,7 @@ def main() -> None:
         source = Path(folder, "deepseek")
         write_deepseek(source, layers=61, experts=256)
         plan = reshard.plan(source, to="vllm", tp=options.tp)
-        work, weights = work_of(plan), [band.weight for band in plan.bands()]
+        work, weights = work_of(plan), [task.weight for task in plan.tasks()]
         read, written = sum(sum(each.reads) for each in work), sum(each.written for each in work)
         requests = sum(len(each.reads) for each in work)
         print(

@@ -12,7 +12,7 @@ from .tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.canonical.content import Drop
-    from reshard.engine.stores.forecast import StoreForecast
+    from reshard.engine.destinations.forecast import StoreForecast
     from reshard.health.findings import Finding
     from reshard.plans.plan import Plan
 
@@ -42,7 +42,7 @@ def store_forecasts(plan: Plan, target: str | None) -> list[StoreForecast]:
     url = target if target is not None and is_url(target) else None
     if url is None and plan.source_files.store is None:
         return []
-    from reshard.engine.stores.forecast import forecast
+    from reshard.engine.destinations.forecast import forecast
 
     return forecast(plan, url)
 

@@ -12,7 +12,7 @@ from typing import Any
 from reshard.canonical.content import Drop
 from reshard.canonical.dequantization import QuantizedFamily
 from reshard.canonical.tensor_classes import StoredModel
-from reshard.engine.stores.forecast import StoreForecast
+from reshard.engine.destinations.forecast import StoreForecast
 from reshard.health.findings import Finding, FindingKind, Report
 from reshard.index.balance import ByteShare
 from reshard.index.index import StoredFile

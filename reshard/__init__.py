@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from reshard.errors import CheckpointError, DifferenceFound, RequestError, ReshardError
     from reshard.requests.checkpoint import Checkpoint
     from reshard.requests.opening import open
-    from reshard.verbs.convert import convert
-    from reshard.verbs.convert_part import convert_part
+    from reshard.verbs.convert import convert, convert_part
     from reshard.verbs.digests import digests
     from reshard.verbs.look.degrees import degrees
     from reshard.verbs.look.diff import diff
@@ -96,6 +95,8 @@ def _module_of(name: str) -> str:
         return "requests.checkpoint"
     if name == "open":
         return "requests.opening"
+    if name == "convert_part":
+        return "verbs.convert"
     if name in ("load_plan", "save_plan"):
         return "verbs.plan"
     return f"verbs.look.{name}" if name in _LOOKS else f"verbs.{name}"

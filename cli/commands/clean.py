@@ -15,6 +15,7 @@ from ..tables import duration_text, nbytes_text, show
 
 if TYPE_CHECKING:
     from reshard.errors import ReshardError
+    from reshard.verbs.leftovers import Leftover
 
 
 @click.command(
@@ -37,31 +38,43 @@ def command(directory: str, yes: bool, as_json: bool) -> None:
     """
     from reshard.errors import ReshardError
     from reshard.storage.local_path import is_url
-    from reshard.verbs.leftovers import MEANINGS, REMOVABLE, leftovers, remove
-
-    if is_url(directory):
-        _clean_store(directory, yes, as_json)
-        return
+    from reshard.verbs.leftovers import leftovers, remove
 
     found = list(leftovers(directory, _warn))
     removed = set()
     for each in found:
-        if yes and each.state in REMOVABLE:
+        if yes and each.is_removable:
             try:
-                removed |= {each.path} if remove(each) else set()
+                removed |= {each.place} if remove(each) else set()
             except ReshardError as error:
+                if is_url(directory):
+                    raise
                 _warn(error)
     if as_json:
-        folders = [{**each.to_json(), "removed": each.path in removed} for each in found]
-        show_json({"directory": directory, "removed": sum(each.nbytes for each in found if each.path in removed), "folders": folders})
+        listed = [{**each.to_json(), "removed": each.place in removed} for each in found]
+        places = {"folders": [], "leftovers": listed} if is_url(directory) else {"folders": listed}
+        show_json({"directory": directory, "removed": sum(each.nbytes for each in found if each.place in removed), **places})
         return
+    show_found = _show_in_store if is_url(directory) else _show_folders
+    show_found(directory, found, removed, yes)
+
+
+def _warn(error: ReshardError) -> None:
+    from reshard.engine.events import event
+
+    event("not-read", str(error), level=30)
+
+
+def _show_folders(directory: str, found: list[Leftover], removed: set[str], yes: bool) -> None:
+    from reshard.verbs.leftovers import MEANINGS
+
     for each in found if not current().log.quiet else ():
-        show(f"{each.path}  {nbytes_text(each.nbytes)}, {duration_text(each.age)} old, {each.run}")
-        done = "removed" if each.path in removed else "can be removed" if each.state in REMOVABLE else "stays"
+        show(f"{each.place}  {nbytes_text(each.nbytes)}, {duration_text(each.age or 0)} old, {each.run}")
+        done = "removed" if each.place in removed else "can be removed" if each.is_removable else "stays"
         show(f"  {done}: {MEANINGS[each.state]}")
-        if each.command and each.path not in removed:
+        if each.command and each.place not in removed:
             show(f"  {each.command}")
-    removable = [each for each in found if each.state in REMOVABLE]
+    removable = [each for each in found if each.is_removable]
     size = nbytes_text(sum(each.nbytes for each in removable))
     if yes:
         kept = f"; {len(found) - len(removed)} left" if len(found) > len(removed) else ""
@@ -72,30 +85,13 @@ def command(directory: str, yes: bool, as_json: bool) -> None:
         show(f"{directory}: no work folder can be removed")
 
 
-def _warn(error: ReshardError) -> None:
-    from reshard.engine.events import event
-
-    event("not-read", str(error), level=30)
-
-
-def _clean_store(url: str, yes: bool, as_json: bool) -> None:
-    """List or remove what lies below a URL."""
-    from reshard.verbs.store_leftovers import remove_from_store, store_leftovers
-
-    found = list(store_leftovers(url, _warn))
-    for each in found if yes else ():
-        remove_from_store(each)
-    nbytes = sum(each.nbytes for each in found)
-    if as_json:
-        left = [{**each.to_json(), "removed": yes} for each in found]
-        show_json({"directory": url, "removed": nbytes if yes else 0, "folders": [], "leftovers": left})
-        return
+def _show_in_store(url: str, found: list[Leftover], removed: set[str], yes: bool) -> None:
     for each in found if not current().log.quiet else ():
         age = "" if each.age is None else f", {duration_text(each.age)} old"
-        show(f"{each.url}  {nbytes_text(each.nbytes)}{age}, {each.run}")
-        if each.command and not yes:
+        show(f"{each.place}  {nbytes_text(each.nbytes)}{age}, {each.run}")
+        if each.command and each.place not in removed:
             show(f"  {each.command}")
-    what = f"{plural(len(found), 'upload or target', 'uploads and targets')}, {nbytes_text(nbytes)}"
+    what = f"{plural(len(found), 'upload or target', 'uploads and targets')}, {nbytes_text(sum(each.nbytes for each in found))}"
     if not found:
         show(f"{url}: nothing is left of interrupted conversions")
     else:

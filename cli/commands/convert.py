@@ -20,14 +20,12 @@ from ..progress import bar
 from ..tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
-    from reshard.engine.parts.shared import SharedConversion
+    from reshard.engine.conversion import Conversion
     from reshard.engine.record import Provenance
-    from reshard.engine.run import Conversion
-    from reshard.engine.stores.conversion import StoreConversion
-    from reshard.plans.bands import PartNumber
     from reshard.plans.plan import Plan
+    from reshard.plans.tasks import PartNumber
     from reshard.requests.request import Effort
-    from reshard.verbs.convert import Existing, Result
+    from reshard.verbs.convert import Existing, PartResult, Result
 
 # Files that are printed; --json prints all.
 _MOST = 20
@@ -71,19 +69,13 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
     """
     from reshard.engine.record import Provenance
     from reshard.requests.request import Effort, EffortOptions
-    from reshard.storage.local_path import is_url
-    from reshard.verbs.convert import existing_target, result_of, target_folder, unchanged_result
+    from reshard.verbs.convert import existing_target, part_result, result_of, target_place, unchanged_result
 
     metrics, arguments = current().metrics, current().arguments
     metrics.label(target=target, format=to)
     existing = existing_target(**{name: given.pop(name) for name in ("resume", "overwrite", "if_changed")})
     provenance = Provenance(tuple(arguments[arguments.index("convert") :]), given.pop("checksums"))
-    if is_url(target):
-        from reshard.verbs.into_store import check_store_target
-
-        check_store_target(target)
-    else:
-        target_folder(target)
+    target_place(target)
     sharing = _sharing(given)
     effort, show_progress = Effort(**options.take(given, EffortOptions)), given.pop("show_progress")
     plan = _planned(source, to, given)
@@ -101,7 +93,7 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
                 advance(done.nbytes)
         seconds = time.monotonic() - began
         if sharing.part:
-            _show_part(running, target, sharing.part, seconds, as_json=as_json)  # type: ignore[arg-type]  # parts are shared conversions
+            _show_part(plan, part_result(running, target, sharing.part, seconds), as_json=as_json)
             return
         result = result_of(running, target, seconds)
         totals = plan.totals()
@@ -129,23 +121,17 @@ class _Sharing:
         """What the progress bar says."""
         return f"convert {self.part}" if self.part else "convert"
 
-    def running(
-        self, plan: Plan, target: str, existing: Existing, effort: Effort, provenance: Provenance
-    ) -> Conversion | StoreConversion | SharedConversion:
+    def running(self, plan: Plan, target: str, existing: Existing, effort: Effort, provenance: Provenance) -> Conversion:
         """The conversion that has not begun."""
-        if not (self.part or self.finish or self.ray):
-            from reshard.verbs.convert import conversion
-
-            return conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
-        if self.ray:
-            from reshard.verbs.convert import ray_conversion
-
-            return ray_conversion(plan, target, existing=existing, effort=effort, provenance=provenance, address=self.ray_address)
-        from reshard.verbs.convert_part import finishing, part_conversion
+        from reshard.verbs.convert import conversion, finishing, part_conversion, ray_conversion
 
         if self.part:
             return part_conversion(plan, target, self.part, existing, effort, provenance)
-        return finishing(plan, target, effort, provenance)
+        if self.finish:
+            return finishing(plan, target, effort, provenance)
+        if self.ray:
+            return ray_conversion(plan, target, existing=existing, effort=effort, provenance=provenance, address=self.ray_address)
+        return conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
 
 
 def _sharing(given: dict[str, Any]) -> _Sharing:
@@ -180,22 +166,19 @@ def _planned(source: str, to: str | None, given: dict[str, Any]) -> Plan:
     return reshard.load_plan(path, source)
 
 
-def _show_part(running: SharedConversion, target: str, part: PartNumber, seconds: float, *, as_json: bool) -> None:
+def _show_part(plan: Plan, found: PartResult, *, as_json: bool) -> None:
     """What a part has done, and the result if it has completed the target."""
-    from reshard.verbs.convert_part import part_result
-
-    found = part_result(running, target, part, seconds)
     if as_json:
         show_json(found.to_json())
         return
     earlier = f", {nbytes_text(found.resumed_bytes)} of them from an earlier run" if found.resumed_bytes else ""
-    done = f"{plural(found.tasks, 'task')}, {nbytes_text(found.nbytes)} in {seconds:.1f} s{earlier}"
-    show(f"{target}: part {part}, {done}; {'complete' if found.result else 'not complete yet'}")
+    done = f"{plural(found.tasks, 'task')}, {nbytes_text(found.nbytes)} in {found.seconds:.1f} s{earlier}"
+    show(f"{found.path}: part {found.part}, {done}; {'complete' if found.result else 'not complete yet'}")
     if found.result and not current().log.quiet:
-        _show_files(running.plan, found.result)
+        _show_files(plan, found.result)
 
 
-def _show_result(running: Conversion | StoreConversion | SharedConversion, result: Result) -> None:
+def _show_result(running: Conversion, result: Result) -> None:
     """Which files were written, how fast, and what was left out."""
     plan, resumed, target, seconds = running.plan, running.resumed_bytes, result.path, result.seconds
     totals = plan.totals()

@@ -11,8 +11,8 @@ from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import is_master_key
 from reshard.engine.casts import cast
 from reshard.engine.pool import workers_within
+from reshard.engine.read_ahead import run_reading
 from reshard.engine.recorded import mismatch
-from reshard.engine.stores.read_ahead import run_reading
 from reshard.engine.transfer import Block, Pieces, Worker, bytes_of, strips
 from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box, blocks

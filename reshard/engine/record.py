@@ -19,7 +19,6 @@ import reshard
 from reshard.canonical.content import Drop
 from reshard.engine.pool import run_jobs
 from reshard.geometry.value import value
-from reshard.index.index import Constant
 from reshard.plans.digests import CURRENT, Fingerprint, content_digest
 from reshard.plans.layout import Sidecar, TargetFile
 from reshard.plans.manifest import (
@@ -30,6 +29,7 @@ from reshard.plans.manifest import (
     Digests,
     FileRecord,
     Ranges,
+    constants_by_path,
     digests_bytes,
     fixed_ranges,
     manifest_bytes,
@@ -134,10 +134,7 @@ def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
 
 
 def _fixed_bytes(plan: Plan) -> _FixedBytes:
-    constants: dict[str, list[Constant]] = {}
-    for constant in plan.target_index.constants:
-        constants.setdefault(constant.path, []).append(constant)
-    found = {}
+    constants, found = constants_by_path(plan.target_index.constants), {}
     for file in plan.layout.files:
         of_file = constants.get(file.path, ())
         ranges, running = fixed_ranges(file, of_file), CURRENT.new()

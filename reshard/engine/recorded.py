@@ -6,58 +6,22 @@ parts of the files read again, to name the files that were changed or exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
-from reshard.engine.journal import BlockKey
-from reshard.engine.pool import run_jobs
 from reshard.engine.record import samples
-from reshard.engine.transfer import Pieces, Worker
 from reshard.errors import CheckpointError, ReshardError
-from reshard.geometry.boxes import Box
 from reshard.geometry.quantities import plural
 from reshard.index.index import Tensor
 from reshard.plans.digests import CURRENT
 from reshard.plans.manifest import MANIFEST, FileRecord, read_digests, read_manifest
-from reshard.plans.plan import Plan, Route
+from reshard.plans.plan import Plan
+from reshard.plans.route import Route
 from reshard.storage.files import Files, read_range
 
 Error = TypeVar("Error", bound=ReshardError)
-
-
-class WrittenBlock(Protocol):
-    """A block of the target that an earlier run has written."""
-
-    @property
-    def key(self) -> BlockKey: ...
-    @property
-    def target(self) -> Pieces: ...
-    @property
-    def box(self) -> Box: ...
-
-
-AnyBlock = TypeVar("AnyBlock", bound=WrittenBlock)
-
-
-def read_back(
-    files: Files, written: Iterable[AnyBlock], digests: Mapping[BlockKey, bytes], itemsize: int, workers: int
-) -> Iterator[tuple[AnyBlock, bool]]:
-    """Each of these blocks, and whether all pieces in `files` still hold the bytes of its digest. itemsize: of the widest element."""
-
-    def make_worker() -> Callable[[AnyBlock], tuple[AnyBlock, bool]]:
-        worker = Worker(files, itemsize)
-
-        def perform(block: AnyBlock) -> tuple[AnyBlock, bool]:
-            try:
-                return block, worker.digest(block.target, block.box, CURRENT.new()) == digests[block.key]
-            except CheckpointError:  # Its replicas differ.
-                return block, False
-
-        return perform
-
-    return run_jobs(written, make_worker, workers)
 
 
 class SourceCheck:

@@ -11,7 +11,7 @@ import numpy as np
 
 from reshard.engine.casts import cast
 from reshard.engine.recipes.dequantizer import Dequantizer, StoredWords
-from reshard.engine.recipes.quantizer import Bands, Quantizer
+from reshard.engine.recipes.quantizer import Quantizer, Tiles
 from reshard.engine.recipes.table import RECIPES
 from reshard.engine.transfer import Block, FileRange, Pieces, SlabPieces, Strip, Worker, strips
 from reshard.geometry.boxes import Box
@@ -26,10 +26,10 @@ _MOST_KEPT = 1 << 20
 class Values:
     """The values of a tensor in the element type `dtype`. Several workers may read it.
 
-    bands: where the codes and scales of a weight that is being quantized meet; None: no others need them.
+    tiles: where the codes and scales of a weight that is being quantized meet; None: no others need them.
     """
 
-    def __init__(self, tensor: Tensor, dtype: DType, bands: Bands | None = None) -> None:
+    def __init__(self, tensor: Tensor, dtype: DType, tiles: Tiles | None = None) -> None:
         self._tensor, self._dtype = tensor, dtype
         self._stored = [Pieces(stored) for stored in tensor.stored]
         self._products = [_Product(update) for update in tensor.updates]
@@ -38,7 +38,7 @@ class Values:
         if derivation := tensor.derivation:
             weight = derivation.weight
             values = Values(weight, RECIPES[derivation.recipe].dtype or (weight.encoding.exact_dtype if weight.encoding else weight.dtype))
-            self._quantizer = Quantizer(derivation, values, bands or Bands())
+            self._quantizer = Quantizer(derivation, values, tiles or Tiles())
         self.itemsize = max(dtype.itemsize, *(stored.itemsize for stored in tensor.dtypes))
 
     def within(self, slab: Box, axis: int) -> SlabPieces:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from reshard.engine.pool import workers_within
-from reshard.engine.stores.read_ahead import BoxOfTensor, run_reading
+from reshard.engine.read_ahead import BoxOfTensor, run_reading
 from reshard.engine.transfer import Block, Pieces, Worker, strips
 from reshard.geometry.boxes import Box, blocks
 from reshard.index.index import Tensor

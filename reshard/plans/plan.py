@@ -1,6 +1,6 @@
 """Plan: for each canonical tensor, the source pieces that feed the target pieces. A plan is made without reading a weight.
 
-A plan can be printed, written as JSON, and split into tasks that share no source byte (bands.py). It is proven before it runs (proof.py).
+A plan can be printed, written as JSON, and split into tasks that share no source byte (tasks.py). It is proven before it runs (proof.py).
 """
 
 from __future__ import annotations
@@ -17,55 +17,17 @@ from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box
 from reshard.geometry.drawn import Drawn
-from reshard.geometry.dtypes import DType, can_cast
+from reshard.geometry.dtypes import can_cast
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import PieceTable, meetings, primary_rows
-from reshard.plans.bands import Band, bands_of
 from reshard.plans.digests import CURRENT
 from reshard.plans.layout import Layout, PlacedTensor, Target
 from reshard.plans.layout_index import index_of_layout
+from reshard.plans.route import Route
+from reshard.plans.tasks import Task, by_routes
 from reshard.storage.files import Files
-
-
-@value(eq=False)
-class Route:
-    """One canonical tensor in a plan: where it is read, and where it is written."""
-
-    source: Tensor
-    """The tensor with the pieces that are read."""
-    target: Tensor
-    """The tensor with the pieces that are written."""
-
-    @property
-    def name(self) -> str:
-        """The canonical name."""
-        return self.source.name
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether the element type changes."""
-        return self.source.dtype is not self.target.dtype and self.source.dtype != self.target.dtype
-
-    @property
-    def scaled_by(self) -> tuple[str, ...]:
-        """The names of the stored tensors beside its codes, if it is dequantized."""
-        return tuple(tensor.name for tensor in self.source.stored[1:])
-
-    @property
-    def quantized_by(self) -> str:
-        """The recipe by which it is computed from a weight; empty if it is not."""
-        return self.source.derivation.recipe if self.source.derivation else ""
-
-    @property
-    def dtypes(self) -> tuple[DType, ...]:
-        """The element types that are read and written."""
-        return (*self.source.dtypes, self.target.dtype)
-
-    def __repr__(self) -> str:
-        pieces = f"{plural(len(self.source.shards), 'piece')} -> {plural(len(self.target.shards), 'piece')}"
-        return f"Route({self.name!r}, {self.source.dtype} -> {self.target.dtype}, {list(self.source.shape)}, {pieces})"
 
 
 @value
@@ -195,9 +157,9 @@ class Plan(Drawn):
             dropped=sum(drop.nbytes for drop in self.drops),
         )
 
-    def bands(self) -> tuple[Band, ...]:
-        """The plan in tasks, each of which can run on another machine: no source byte is read for two of them (bands.py)."""
-        return bands_of(self.routes)
+    def tasks(self) -> tuple[Task, ...]:
+        """The plan in tasks, each of which can run on another machine: no source byte is read for two of them (tasks.py)."""
+        return by_routes(self.routes)
 
     def to_json(self, *, tensors: bool = True, copies: bool = False) -> dict[str, Any]:
         """The plan as plain values with stable keys. tensors: include each tensor. copies: include every box that is copied."""
@@ -242,7 +204,7 @@ class Plan(Drawn):
                 for route in self.routes
             ]
             document["dropped"] = [asdict(drop) for drop in self.drops]
-            document["tasks"] = [_task_json([self.routes[i] for i in band.routes]) for band in self.bands()]
+            document["tasks"] = [_task_json([self.routes[i] for i in task.routes]) for task in self.tasks()]
         if copies:
             document["copies"] = [
                 {

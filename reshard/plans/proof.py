@@ -22,7 +22,8 @@ from reshard.index.coverage import check_all_covered, check_coverage
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
 from reshard.plans.layout import PlacedTensor, TargetFile
-from reshard.plans.plan import Plan, Route
+from reshard.plans.plan import Plan
+from reshard.plans.route import Route
 
 
 class ProofFailed(ReshardError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reshard.errors import RequestError
-from reshard.plans.bands import PartNumber
+from reshard.plans.tasks import PartNumber
 
 
 def part_of(text: str | None, parts: int | None, environment: Mapping[str, str]) -> PartNumber:

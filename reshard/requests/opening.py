@@ -25,9 +25,9 @@ from reshard.canonical.tensor_classes import classified
 from reshard.canonical.tied_head import KEY, agreed_config
 from reshard.canonical.wrappers import without_wrappers
 from reshard.containers.gc_pause import gc_paused
+from reshard.engine.checks.one_save import check_copied_files, check_steps
+from reshard.engine.destinations.journal import Unfinished, read_journal
 from reshard.engine.events import details, event
-from reshard.engine.journal import Unfinished, read_journal
-from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.errors import CheckpointError, RequestError, TargetError, UnexpectedContentError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.index.coverage import check_index
@@ -152,7 +152,7 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
     if unfinished and (unfinished.committing or files.list() == (f"{WORK_FOLDER}/",)):
         raise unfinished.refusal()
     if files.store is not None:
-        from reshard.engine.stores.store_target import check_ended
+        from reshard.engine.destinations.store import check_ended
 
         check_ended(files)
     manifest = usable_manifest(files)

@@ -11,8 +11,8 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 
+from reshard.engine.checks.written_files import check_nothing_was_added, check_small_files
 from reshard.engine.compare import Comparison
-from reshard.engine.folder import check_nothing_was_added, check_small_files
 from reshard.engine.record import request_digest, source_state
 from reshard.engine.recorded import changed_files
 from reshard.errors import CheckpointError, TargetError

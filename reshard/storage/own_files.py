@@ -1,7 +1,7 @@
 """Own files: what reshard keeps for itself beside its results: the work folder with the lock file and the journals, the record of a watch.
 
     TARGET/.reshard/lock             lock.py
-    TARGET/.reshard/journal.jsonl    engine/journal.py; its first line begins {"identity": digest of the plan
+    TARGET/.reshard/journal.jsonl    engine/destinations/journal.py; its first line begins {"identity": digest of the plan
     OUT/reshard.watch.jsonl          runs/record.py
 
 Whoever may write the folder around them may put something else there: a link, a FIFO, a device, another program's folder, a file without

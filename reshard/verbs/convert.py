@@ -1,44 +1,36 @@
-"""The verb `convert`: run a plan into a directory."""
+"""The verbs `convert` and `convert_part`: run a plan, or a part of it, into a directory or a folder of a store."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import Any, Literal, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG
+from reshard.engine.conversion import Conversion, check_nothing_is_missing, destination_at
+from reshard.engine.destinations.destination import Destination
 from reshard.engine.events import event
-from reshard.engine.journal import read_journal
-from reshard.engine.parts.shared import SharedConversion
 from reshard.engine.record import Provenance
-from reshard.engine.run import Conversion, recorded_fingerprint
-from reshard.errors import RequestError, TargetError, TargetInUse, check_word
+from reshard.errors import RequestError, TargetError, TargetInUse, UnsupportedError, check_word
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.health.findings import Finding
 from reshard.health.model_files import missing_in_target
 from reshard.plans.digests import Fingerprint
-from reshard.plans.manifest import MANIFEST, RECORDS
+from reshard.plans.manifest import MANIFEST, RECORDS, usable_manifest
 from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
+from reshard.plans.tasks import PartNumber, imbalance, tasks_of_part
 from reshard.requests.request import Effort, EffortOptions, PathLike, checked_keywords
-from reshard.storage.files import LocalFiles
+from reshard.requests.unchanged import files_of_target, own_files, reason_to_convert
 from reshard.storage.local_path import is_url, local_path
-from reshard.storage.lock import is_locked
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import system_errors
 from reshard.verbs.plan import check_whole
-
-if TYPE_CHECKING:
-    from reshard.engine.parts.part import PartConversion
-    from reshard.engine.stores.conversion import StoreConversion
-    from reshard.plans.bands import Band
 
 Existing = Literal["refuse", "resume", "overwrite", "update"]
 """What happens to what lies in the target: nothing, it is finished, any checkpoint is replaced, or what reshard wrote is."""
@@ -46,6 +38,8 @@ Executor = Literal["threads", "ray"]
 """What runs a conversion: threads of this process, or the tasks of a Ray cluster."""
 _NO_LIMITS = Effort()
 _NO_PROVENANCE = Provenance()
+_IMBALANCE = 0.1
+"""From here on, a part says that there are too few tasks."""
 
 
 @value
@@ -90,6 +84,48 @@ class Result:
         )
 
 
+@value
+class PartResult:
+    """What one part of a conversion has done, and the result if the target is complete."""
+
+    path: str
+    """The target directory."""
+    part: PartNumber
+    """The part."""
+    tasks: int
+    """The number of its tasks."""
+    nbytes: int
+    """The bytes of the target that its tasks make, without replicas."""
+    resumed_bytes: int
+    """The bytes of those that were there already."""
+    seconds: float
+    """How long it took."""
+    result: Result | None
+    """The result of the conversion, if the target is complete; None if tasks of other parts are missing or another process completes it."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the target is complete."""
+        return self.result is not None
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain values with stable keys."""
+        return {
+            "path": self.path,
+            "part": str(self.part),
+            "tasks": self.tasks,
+            "bytes": self.nbytes,
+            "resumed_bytes": self.resumed_bytes,
+            "seconds": round(self.seconds, 3),
+            "complete": self.complete,
+            "result": self.result.to_json() if self.result else None,
+        }
+
+    def __str__(self) -> str:
+        state = f"complete, fingerprint {self.result.fingerprint.root}" if self.result else "not complete yet"
+        return f"{self.path}: part {self.part}, {plural(self.tasks, 'task')}, {self.nbytes:,} bytes in {self.seconds:.1f} s; {state}"
+
+
 @checked_keywords
 def convert(
     plan: Plan,
@@ -125,20 +161,58 @@ def convert(
     return result_of(running, target, time.monotonic() - began)
 
 
-def result_of(running: Conversion | StoreConversion | SharedConversion, target: PathLike, seconds: float) -> Result:
+@checked_keywords
+def convert_part(
+    plan: Plan,
+    target: PathLike,
+    part: PartNumber | str,
+    *,
+    overwrite: bool = False,
+    if_changed: bool = False,
+    checksums: bool = False,
+    **options: Unpack[EffortOptions],
+) -> PartResult:
+    """Convert one part of a plan, such as "3/8"; the process that finds all parts done completes the target.
+
+    All parts need the same plan, and a store or a file system that they share. A part may be killed, run again or run twice, and the next
+    run may have another number of parts: what is finished is not converted again.
+
+    Raises: as `convert` does.
+    """
+    effort, began = Effort(**options), time.monotonic()
+    existing = existing_target(resume=False, overwrite=overwrite, if_changed=if_changed)
+    running = part_conversion(
+        plan, target, PartNumber.parse(part) if isinstance(part, str) else part, existing, effort, Provenance(checksums=checksums)
+    )
+    for done in running.run():
+        effort.report(done.nbytes)
+    return part_result(running, target, part, time.monotonic() - began)
+
+
+def result_of(running: Conversion, target: PathLike, seconds: float) -> Result:
     """The result of a conversion that has run to its end. Raises TargetInUse if another process still writes the target."""
-    whole = running.completed if isinstance(running, SharedConversion) else running
-    if whole is None:
+    if running.fingerprint is None:
         raise TargetInUse(
             "all tasks are done, and another process still writes here, so the files have not got their final names",
             where=os.fspath(target),
             do="Wait until it has ended, then run the same command with --finish",
         )
-    plan = whole.plan
-    assert whole.fingerprint is not None
+    return _result(running.plan, target, seconds, running.fingerprint, running.notes)
+
+
+def part_result(running: Conversion, target: PathLike, part: PartNumber | str, seconds: float) -> PartResult:
+    """The result of a part that has run to its end."""
+    result = result_of(running, target, seconds) if running.fingerprint else None
+    number = PartNumber.parse(part) if isinstance(part, str) else part
+    return PartResult(os.fspath(target), number, len(running.tasks), running.total, running.resumed_bytes, seconds, result)
+
+
+def _result(
+    plan: Plan, target: PathLike, seconds: float, fingerprint: Fingerprint, notes: tuple[str, ...] = (), *, unchanged: bool = False
+) -> Result:
     files = {file.path: file.nbytes for file in plan.layout.files}
-    notes = (*plan.layout.notes, *whole.notes)
-    return Result(os.fspath(target), files, drops(plan), notes, whole.fingerprint, seconds, missing_in_target(plan))
+    notes = (*plan.layout.notes, *notes)
+    return Result(os.fspath(target), files, drops(plan), notes, fingerprint, seconds, missing_in_target(plan), unchanged)
 
 
 def existing_target(*, resume: bool, overwrite: bool, if_changed: bool) -> Existing:
@@ -153,27 +227,36 @@ def existing_target(*, resume: bool, overwrite: bool, if_changed: bool) -> Exist
 
 def unchanged_result(plan: Plan, target: PathLike, provenance: Provenance) -> Result | None:
     """The result of an earlier conversion, if the target holds what this one would write; None if it must be written."""
-    from reshard.requests.unchanged import files_of_target, reason_to_convert
-
-    root, began = os.fspath(target if is_url(target) else target_folder(target)), time.monotonic()
-    with nullcontext() if is_url(target) else system_errors("read", root):
+    root, began = target_place(target), time.monotonic()
+    with nullcontext() if is_url(root) else system_errors("read", root):
         files = files_of_target(root)
         reason = reason_to_convert(plan, files, checksums=provenance.checksums)
-        if reason is not None or files is None:
-            event("changed", f"{root} is written: {reason}", target=root, reason=reason)
-            return None
-        fingerprint = recorded_fingerprint(files)
+        manifest = usable_manifest(files) if files is not None and reason is None else None
+    if manifest is None:
+        event("changed", f"{root} is written: {reason}", target=root, reason=reason)
+        return None
+    fingerprint = Fingerprint(manifest.fingerprint, {})
     event("unchanged", f"{root} is unchanged: nothing was written", target=root, fingerprint=fingerprint.root)
-    sizes, seconds = {file.path: file.nbytes for file in plan.layout.files}, time.monotonic() - began
-    return Result(os.fspath(target), sizes, drops(plan), plan.layout.notes, fingerprint, seconds, missing_in_target(plan), unchanged=True)
+    return _result(plan, target, time.monotonic() - began, fingerprint, unchanged=True)
 
 
-def target_folder(target: PathLike) -> Path:
-    """The path of the target directory. Raises RequestError if its name cannot be that of a local directory."""
-    root = local_path(target)
-    if "\0" in str(root):
-        raise RequestError(f"the name of the target, {str(root)!r}, contains NUL", do="Choose another name")
+def target_place(target: PathLike) -> str:
+    """The path or URL of a target.
+
+    Raises: RequestError if its name cannot be that of a local directory; UnsupportedError for a web server, which is only read.
+    """
+    if is_url(target):
+        url = os.fspath(target)
+        if url.partition("://")[0].lower() in ("http", "https"):
+            raise UnsupportedError("http(s):// can be read, and not written", where=url, do="Give s3://, gs://, az:// or a local directory")
+        return url
+    root = str(local_path(target))
+    if "\0" in root:
+        raise RequestError(f"the name of the target, {root!r}, contains NUL", do="Choose another name")
     return root
+
+
+# ---- conversions that have not begun ----
 
 
 def conversion(
@@ -183,39 +266,42 @@ def conversion(
     existing: Existing = "refuse",
     effort: Effort = _NO_LIMITS,
     provenance: Provenance = _NO_PROVENANCE,
-) -> Conversion | StoreConversion:
-    """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end."""
-    check_whole(plan)
-    if is_url(target):
-        from reshard.verbs.into_store import conversion_into_store
+) -> Conversion:
+    """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end.
 
-        return conversion_into_store(plan, os.fspath(target), existing, effort, provenance)
-    return local_conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
+    Raises: TargetError if something lies there that may not be replaced; UnsupportedError for a web server, which is only read.
+    """
+    destination = destination_for(plan, target, existing, effort)
+    begun = destination.begun() if existing == "update" else None
+    resume = existing == "resume" or (begun is not None and begun.header.identity == plan.identity())
+    # Asked now, before anything is created, and again when no other run can write there. Whoever writes there now is named by `run`.
+    if not destination.is_running:
+        may_replace(destination, plan, "resume" if resume else existing)
+    return Conversion(plan, destination, resume=resume, provenance=provenance)
 
 
-def local_conversion(
+def part_conversion(
     plan: Plan,
     target: PathLike,
-    *,
+    part: PartNumber,
     existing: Existing = "refuse",
     effort: Effort = _NO_LIMITS,
     provenance: Provenance = _NO_PROVENANCE,
 ) -> Conversion:
-    """The same for a local directory."""
-    root = target_folder(target)
-    if existing == "update":
-        interrupted = read_journal(root)
-        existing = "resume" if interrupted and interrupted.header.identity == plan.identity() else "update"
-
-    def replaces() -> tuple[str, ...]:
-        with system_errors("read", root):
-            return _replaceable(root, plan, existing)
-
-    # Asked now, before anything is created, and again when no other run can write there. Whoever writes there now is named by `run`.
-    if not is_locked(root):
-        replaces()
-    resume = existing == "resume"
-    return Conversion(plan, root, resume=resume, replaces=replaces, workers=effort.workers, memory=effort.memory, provenance=provenance)
+    """A part of a conversion that has not begun, for callers that run it block by block."""
+    destination = _shared_destination(plan, target, existing, effort)
+    tasks = destination.tasks(plan)
+    more = imbalance([task.weight for task in tasks], part.of)
+    if more > _IMBALANCE and is_url(target):
+        event(
+            "imbalance",
+            f"{plural(len(tasks), 'task')} for {part.of} parts: the part with the most work has {more:.0%} more than the mean; a smaller "
+            "--max-shard-size makes more tasks, where the format has it",
+            level=30,
+            tasks=len(tasks),
+            parts=part.of,
+        )
+    return Conversion(plan, destination, tasks=tasks_of_part(tasks, part), provenance=provenance)
 
 
 def ray_conversion(
@@ -226,102 +312,108 @@ def ray_conversion(
     effort: Effort = _NO_LIMITS,
     provenance: Provenance = _NO_PROVENANCE,
     address: str | None = None,
-) -> SharedConversion:
+) -> Conversion:
     """A conversion by the tasks of a Ray cluster that has not begun. address: that of the cluster, if none is connected.
 
     Raises: UnsupportedError if Ray is not installed, SystemRefusal if no cluster answers.
     """
-    from reshard.engine.parts.on_ray import RayConversion, connected
-
-    connected(address)
-    if is_url(target):
-        from reshard.verbs.into_store import ray_into_store
-
-        check_whole(plan)
-        return ray_into_store(plan, os.fspath(target), existing, effort, provenance)
+    from reshard.engine.on_ray import connected, ray_executor
     from reshard.requests.order import PlanFile
 
-    return shared_conversion(partial(RayConversion, shipped=PlanFile.of(plan)), plan, target, plan.bands(), existing, effort, provenance)
+    connected(address)
+    destination = _shared_destination(plan, target, existing, effort)
+    executor = ray_executor(PlanFile.of(plan), str(plan.source_files.root), destination.place, effort.workers, effort.memory)
+    return Conversion(plan, destination, tasks=destination.tasks(plan), executor=executor, provenance=provenance)
 
 
-def shared_conversion(
-    kind: Callable[..., PartConversion],
-    plan: Plan,
-    target: PathLike,
-    bands: Sequence[Band],
-    existing: Existing,
-    effort: Effort,
-    provenance: Provenance,
-) -> PartConversion:
-    """A conversion that has not begun, of these bands of a plan. Other processes may convert others, or the same."""
+def finishing(plan: Plan, target: PathLike, effort: Effort = _NO_LIMITS, provenance: Provenance = _NO_PROVENANCE) -> Conversion:
+    """The conversion that completes a target whose tasks are all done. Raises TargetError, naming what is missing, if some are not."""
+    destination = destination_for(plan, target, "resume", effort)
+    check_nothing_is_missing(plan, destination)
+    return Conversion(plan, destination, resume=True, provenance=provenance)
+
+
+def destination_for(plan: Plan, target: PathLike, existing: Existing, effort: Effort) -> Destination:
+    """The target of a plan. Raises TargetError if source and target contain each other."""
     check_whole(plan)
-    root = target_folder(target)
-
-    def replaces() -> tuple[str, ...]:
-        with system_errors("read", root):
-            return _replaceable(root, plan, "refuse" if existing == "resume" else existing)
-
-    return kind(plan, root, bands, replaces=replaces, workers=effort.workers, memory=effort.memory, provenance=provenance)
+    place = target_place(target)
+    _check_apart(place, str(plan.source_files.root))
+    found = destination_at(place, workers=effort.workers, memory=effort.memory, replaces=lambda: may_replace(found, plan, existing))
+    return found
 
 
-def _replaceable(root: Path, plan: Plan, existing: Existing) -> tuple[str, ...]:
-    """The files in the target directory that a conversion may replace. Raises RequestError if it may not write there."""
-    _check_place(root, Path(plan.source_files.root))
-    entries = sorted(entry.name for entry in root.iterdir() if entry.name != WORK_FOLDER) if root.exists() else []
-    interrupted = read_journal(root)
-    if not entries and not interrupted:
+def _shared_destination(plan: Plan, target: PathLike, existing: Existing, effort: Effort) -> Destination:
+    """The target of a conversion that several processes share. Raises RequestError for a store in which something is to be replaced."""
+    if is_url(target) and existing not in ("refuse", "resume"):
+        raise RequestError(
+            f"--{'if-changed' if existing == 'update' else existing} does not go with --part and --ray for a target in a store",
+            where=os.fspath(target),
+            why="Stores have no locks, so one process could remove what another has just written",
+            do="Choose an empty folder, or remove the old checkpoint first",
+        )
+    return destination_for(plan, target, "refuse" if existing == "resume" else existing, effort)
+
+
+# ---- what may be replaced ----
+
+
+def may_replace(destination: Destination, plan: Plan, existing: Existing) -> tuple[str, ...]:
+    """The files in a target that a conversion may replace. Raises TargetError if it may not write there."""
+    entries, begun, place = destination.entries(), destination.begun(), destination.place
+    if not entries and not begun:
         return ()
-    if existing == "resume" and (interrupted or MANIFEST in entries):
+    if existing == "resume" and (begun or MANIFEST in entries):
         return ()
     if existing in ("refuse", "resume"):
-        found = f"an interrupted conversion to {interrupted.header.to}{interrupted.progress}" if interrupted else None
         raise TargetError(
-            f"{found} lies here" if found else f"the target exists and holds {len(entries)} entries",
-            where=str(root),
-            why="Nothing was written",
-            do="Finish it with --resume, or start anew with --overwrite" if found else "Choose another directory, or say --overwrite",
-            id="target-in-use" if found else "target-exists",
+            begun.sentence if begun else f"the target exists and holds {plural(len(entries), 'entry', 'entries')}",
+            where=place,
+            why="Another run may be writing here, or was interrupted; nothing was written" if begun else "Nothing was written",
+            do="Finish it with --resume, or start anew with --overwrite" if begun else "Choose another place, or say --overwrite",
+            id="target-in-use" if begun else "target-exists",
         )
-    globs = [glob for found in registry.formats().values() for glob in found.owns]
-    # Search only those folders that the new checkpoint has, too.
-    folders = {file.path.partition("/")[0] for file in plan.layout.files if "/" in file.path}
-    inner = sorted(str(path.relative_to(root)) for folder in folders for path in (root / folder).rglob("*") if path.is_file())
-    weights = [name for name in (*entries, *inner) if any(fnmatchcase(name, glob) for glob in globs)]
+    # Only those folders are searched that the new checkpoint has, too.
+    entries = destination.entries({file.path.partition("/")[0] for file in plan.layout.files if "/" in file.path})
+    weights = _matching(entries, *(glob for found in registry.formats().values() for glob in found.owns))
+    records = _matching(entries, f"{WORK_FOLDER}/*")
     if existing == "update":
-        from reshard.requests.unchanged import own_files
-
-        own = own_files(LocalFiles(root), plan, entries, weights, is_interrupted=interrupted is not None)
-        return tuple(name for name in own if (root / name).is_file())
-    if not weights and not interrupted:
+        unfinished = destination.unfinished_files()
+        finished = [path for path in weights if path not in set(unfinished)]
+        own = own_files(destination.files, plan, entries, finished, is_interrupted=begun is not None)
+        return destination.existing(dict.fromkeys((*own, *unfinished, *records)))
+    if not weights and not begun:
         raise TargetError(
             f"--overwrite: {', '.join(entries[:3])} and what else lies there is no checkpoint",
-            where=str(root),
+            where=place,
             why="Only checkpoints are replaced",
-            do="Choose another directory, or remove its content yourself",
+            do="Choose another place, or remove its content yourself",
         )
-    carried = [name for name in entries if any(fnmatchcase(name, glob) for glob in (*CARRIED, CONFIG, *RECORDS))]
-    return tuple(name for name in weights + carried if not (root / name).is_dir())
+    carried = _matching(entries, *CARRIED, CONFIG, *RECORDS)
+    return destination.existing(dict.fromkeys((*carried, *records, *weights)))
 
 
-def _check_place(root: Path, source: Path) -> None:
-    """Raises RequestError if the target cannot be a directory, TargetError if it and the source contain each other."""
-    if root.exists() and not root.is_dir():
-        raise TargetError("the target is a file; a directory is written", where=str(root))
-    # realpath, because Path.resolve raises RuntimeError for links in a circle.
-    target, folder = (Path(os.path.realpath(path)) for path in (root, source if source.is_dir() else source.parent))
-    if target == folder:
-        raise TargetError("source and target are the same directory", where=str(root), do="Choose another target")
-    if source.is_dir() and folder in target.parents:
+def _matching(entries: Sequence[str], *globs: str) -> list[str]:
+    return [entry for entry in entries if any(fnmatchcase(entry, glob) for glob in globs)]
+
+
+def _check_apart(target: str, source: str) -> None:
+    """Raises TargetError if source and target contain each other."""
+    # A single file is the source, and not its directory. realpath, because Path.resolve raises RuntimeError for links in a circle.
+    is_file = not is_url(source) and not os.path.isdir(source)
+    inner, outer = (path.rstrip("/") if is_url(path) else os.path.realpath(path) for path in (target, source))
+    if inner == (os.path.dirname(outer) if is_file else outer):
+        raise TargetError("source and target are the same directory", where=target, do="Choose another target")
+    if not is_file and inner.startswith(f"{outer}/"):
         raise TargetError(
             f"the target is inside of the source {source}",
-            where=str(root),
+            where=target,
             why="The next reader of the source would find two checkpoints in it",
             do="Choose a target outside of the source",
         )
-    if target in folder.parents:
+    if outer.startswith(f"{inner}/"):
         raise TargetError(
             f"the source {source} is inside of the target",
-            where=str(root),
+            where=target,
             why="A target is replaced as a whole, and the source would be a part of it",
             do="Choose another target",
         )

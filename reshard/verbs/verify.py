@@ -10,9 +10,7 @@ from typing import Unpack
 from reshard.adapter import registry
 from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.content import Content, Selection, check_selected, content_of, tensors_by_key
-from reshard.engine.compare import BlockDigests, Comparison, Difference, Side, compare
-from reshard.engine.events import details, event
-from reshard.engine.folder import (
+from reshard.engine.checks.written_files import (
     KnownDigests,
     check_fixed_bytes,
     check_nothing_was_added,
@@ -22,6 +20,8 @@ from reshard.engine.folder import (
     hash_blocks,
     root_of,
 )
+from reshard.engine.compare import BlockDigests, Comparison, Difference, Side, compare
+from reshard.engine.events import details, event
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.quantities import plural
 from reshard.index.coverage import check_index

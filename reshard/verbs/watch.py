@@ -19,7 +19,7 @@ from reshard.runs.outputs import LATEST, Outputs
 from reshard.runs.record import WatchRecord
 from reshard.runs.steps import QUIET_SECONDS, Seen, Step, find_steps
 from reshard.storage.local_path import is_url, local_path
-from reshard.verbs.convert import convert
+from reshard.verbs.convert import convert, target_place
 from reshard.verbs.plan import plan
 from reshard.verbs.verify import verify_written
 
@@ -122,10 +122,7 @@ def watch(run: PathLike, *, to: str, into: str, **options: Unpack[WatchOptions])
 def _pattern(into: str) -> tuple[str, str]:
     """The folder of the outputs, and the name of one. Raises RequestError unless {step} stands in the last part of the path, and only
     there; UnsupportedError for a web server."""
-    if is_url(into):
-        from reshard.verbs.into_store import check_store_target
-
-        check_store_target(into)
+    target_place(into)
     folder, slash, name = into.rstrip("/").rpartition("/")
     if "{step}" not in name or "{" in folder:
         raise RequestError(f"--into {into}: the last part of the path needs {{step}}", do="Use for example --into OUT/{step}")

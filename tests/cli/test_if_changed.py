@@ -11,7 +11,7 @@ from command import reshard, result_tree, tree
 from places import FIXTURES, HF
 
 import reshard as library
-from reshard.engine.journal import read_journal
+from reshard.engine.destinations.journal import read_journal
 from reshard.requests.request import Effort
 from reshard.verbs.convert import conversion
 

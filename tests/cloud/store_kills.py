@@ -28,12 +28,12 @@ from cloud.s3_server import S3Server
 
 import reshard
 from reshard.plans.manifest import MANIFEST
-from reshard.verbs.store_leftovers import remove_from_store, store_leftovers
+from reshard.verbs.leftovers import leftovers, remove
 
 COUNTS = (4, 4, 3, 6, 2, 1)
 # Forked from a process without threads: a client of a store has some, and does not survive a fork.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["reshard.verbs.convert_part", "reshard.verbs.into_store"])
+_PROCESSES.set_forkserver_preload(["reshard.verbs.convert", "reshard.engine.destinations.store"])
 
 
 class Work:
@@ -137,8 +137,8 @@ def check_names(work, server):
 def clean(server):
     """What `reshard clean s3://bucket --yes` does."""
     server.latency = 0
-    for leftover in list(store_leftovers("s3://bucket", print)):
-        remove_from_store(leftover)
+    for leftover in list(leftovers("s3://bucket", print)):
+        remove(leftover)
 
 
 def main():

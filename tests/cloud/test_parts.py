@@ -13,19 +13,17 @@ from places import FIXTURES
 
 import reshard
 from reshard.adapter.serving_format.writing import _starts
-from reshard.engine.stores import conversion as store_conversion
-from reshard.engine.stores.store_target import BEGUN, StoreTarget
+from reshard.engine.conversion import Conversion
+from reshard.engine.destinations.store import BEGUN, StoreFolder
 from reshard.errors import CheckpointError, RequestError, TargetError
 from reshard.geometry.dtypes import BF16
 from reshard.geometry.sections import StoredTensor
-from reshard.plans.bands import PartNumber
-from reshard.plans.file_tasks import file_tasks
 from reshard.plans.manifest import MANIFEST
+from reshard.plans.tasks import PartNumber, by_files
 from reshard.requests.request import Effort
 from reshard.storage.stores.store import Store
 from reshard.storage.stores.urls import open_store
-from reshard.verbs.convert import conversion
-from reshard.verbs.convert_part import finishing, part_conversion
+from reshard.verbs.convert import conversion, finishing, part_conversion
 
 TARGETS = (
     ("hf/llama", {"to": "vllm", "tp": 2, "max_shard_size": 30_000}),
@@ -79,7 +77,7 @@ def test_parts_write_what_one_process_writes(source, options, tmp_path, s3):
     plan = reshard.plan(FIXTURES / source, **options)
     local = reshard.convert(plan, tmp_path / "out")
     found = parts(plan, "s3://bucket/out", 3, random.Random(0).sample(range(3), 3))
-    assert [each.complete for each in found] == [False, False, True] or len(file_tasks(plan)) < 3
+    assert [each.complete for each in found] == [False, False, True] or len(by_files(plan.layout.files, plan.routes)) < 3
     assert content_in(s3, "bucket", "out") == content(tmp_path / "out")
     assert found[-1].result.fingerprint.root == local.fingerprint.root and not s3.uploads
     assert reshard.verify("s3://bucket/out").equal
@@ -90,7 +88,7 @@ def test_parts_write_what_one_process_writes(source, options, tmp_path, s3):
 @pytest.mark.parametrize("of", [1, 2, 5, 40])
 def test_each_file_is_written_once_whatever_the_number_of_parts(plan, whole, s3, of):
     found = parts(plan, "s3://bucket/out", of, random.Random(of).sample(range(of), of))
-    assert found[-1].complete and sum(each.tasks for each in found) == len(file_tasks(plan))
+    assert found[-1].complete and sum(each.tasks for each in found) == len(by_files(plan.layout.files, plan.routes))
     assert content_in(s3, "bucket", "out") == whole
     assert {s3.written[f"out/{file.path}"] for file in plan.layout.files} == {1}
 
@@ -98,7 +96,7 @@ def test_each_file_is_written_once_whatever_the_number_of_parts(plan, whole, s3,
 @pytest.mark.parametrize(("source", "options"), TARGETS[:5], ids=lambda value: str(value).replace("/", "-"))
 def test_ranks_are_cut_at_the_same_tensors_so_that_tasks_share_no_source_byte(source, options):
     plan = reshard.plan(FIXTURES / source, **options)
-    tasks = file_tasks(plan)
+    tasks = by_files(plan.layout.files, plan.routes)
     counts = [i for task in tasks for i in task.routes]
     assert len(tasks) > 2 and sorted(counts) == list(range(len(plan.routes)))
     limit = options["max_shard_size"]
@@ -120,7 +118,7 @@ def test_ranks_of_unequal_tensors_are_cut_where_the_first_of_them_is_full():
 
 def test_a_format_with_one_file_for_each_rank_has_a_task_for_each_rank():
     plan = reshard.plan(FIXTURES / "hf/mixtral", to="trtllm", tp=2, pp=2)
-    assert [task.paths for task in file_tasks(plan)] == [(f"rank{rank}.safetensors",) for rank in range(4)]
+    assert [task.paths for task in by_files(plan.layout.files, plan.routes)] == [(f"rank{rank}.safetensors",) for rank in range(4)]
 
 
 def test_a_part_that_runs_again_writes_nothing_again(plan, whole, s3):
@@ -165,7 +163,7 @@ def test_a_part_that_is_late_does_not_write_into_a_complete_target(plan, whole, 
     parts(plan, "s3://bucket/out", 2)
     before = dict(s3.written)
     list(steps)
-    assert late.completed and not s3.uploads and s3.written == before
+    assert late.fingerprint and not s3.uploads and s3.written == before
     assert content_in(s3, "bucket", "out") == whole
 
 
@@ -188,7 +186,7 @@ def test_one_process_resumes_what_parts_have_begun_and_parts_what_one_has(plan, 
 def test_finish_names_what_is_missing_and_completes_what_is_there(plan, whole, s3, monkeypatch):
     with pytest.raises(TargetError, match="no conversion with these options has begun here"):
         finishing(plan, "s3://bucket/out")
-    tasks = file_tasks(plan)
+    tasks = by_files(plan.layout.files, plan.routes)
     parts(plan, "s3://bucket/out", len(tasks), range(1, len(tasks)))
     with pytest.raises(TargetError, match=rf"1 of {len(tasks)} tasks are missing \(2 files, [\d,]+ bytes\): model-rank-"):
         finishing(plan, "s3://bucket/out")
@@ -196,7 +194,7 @@ def test_finish_names_what_is_missing_and_completes_what_is_there(plan, whole, s
         finishing(reshard.plan(FIXTURES / "hf/llama", to="vllm"), "s3://bucket/out")
     # The last part is killed before it completes the target.
     with monkeypatch.context() as patch:
-        patch.setattr(store_conversion.StoreConversion, "complete", killed)
+        patch.setattr(Conversion, "_commit", killed)
         with pytest.raises(KeyboardInterrupt):
             reshard.convert_part(plan, "s3://bucket/out", f"0/{len(tasks)}")
     assert f"out/{MANIFEST}" not in s3.keys("bucket", "out")
@@ -220,13 +218,13 @@ class Stopping:
     def install(self, patch):
         for verb in ("create", "remove"):
             patch.setattr(Store, verb, self.counted(getattr(Store, verb)))
-        original = store_conversion.StoreConversion.complete
+        original = Conversion._commit
 
         def complete(*arguments):
             self.completes = True
             original(*arguments)
 
-        patch.setattr(store_conversion.StoreConversion, "complete", complete)
+        patch.setattr(Conversion, "_commit", complete)
 
     def counted(self, original):
         def call(*arguments, **options):
@@ -301,7 +299,7 @@ def test_a_source_that_changes_is_refused_and_nothing_is_completed(tmp_path, s3)
 def test_clean_keeps_a_complete_checkpoint_whose_records_are_still_there(plan, whole, s3, monkeypatch):
     parts(plan, "s3://bucket/out", 2, [1])
     with monkeypatch.context() as patch:
-        patch.setattr(StoreTarget, "end", killed)
+        patch.setattr(StoreFolder, "_end", killed)
         with pytest.raises(KeyboardInterrupt):
             reshard.convert_part(plan, "s3://bucket/out", "0/2")
     assert f"out/{BEGUN}" in s3.keys("bucket", "out")
@@ -311,13 +309,13 @@ def test_clean_keeps_a_complete_checkpoint_whose_records_are_still_there(plan, w
 
 def test_clean_removes_a_file_that_was_completed_and_not_recorded(plan, s3, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(StoreTarget, "record", killed)
+        patch.setattr(StoreFolder, "_record", killed)
         with pytest.raises(KeyboardInterrupt):
             reshard.convert_part(plan, "s3://bucket/out", "0/2")
     assert s3.keys("bucket", "out/model")
     assert run("clean", "s3://bucket/out", "--yes").code == 0
     assert s3.keys("bucket", "out") == []
-    assert StoreTarget(open_store("s3://bucket/out")).entries == {}
+    assert StoreFolder(open_store("s3://bucket/out")).entries() == []
 
 
 def test_the_command_line(tmp_path, s3):
@@ -345,14 +343,14 @@ def test_parts_that_are_killed_leave_no_wrong_byte(tmp_path, s3):
 def test_a_file_that_another_part_writes_again_while_the_target_is_completed(plan, whole, s3, monkeypatch):
     """Stores give the same bytes another ETag. The part that has written them completes the target."""
     parts(plan, "s3://bucket/out", 2, [1])
-    original = store_conversion.StoreConversion.complete
+    original = Conversion._commit
 
     def complete(*arguments):
         s3.objects["bucket", f"out/{plan.layout.files[0].path}"].etag = "written-again"
         original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_conversion.StoreConversion, "complete", complete)
+        patch.setattr(Conversion, "_commit", complete)
         assert not reshard.convert_part(plan, "s3://bucket/out", "0/2").complete
     assert f"out/{MANIFEST}" not in s3.keys("bucket", "out")
     assert [each.complete for each in parts(plan, "s3://bucket/out", 2)][-1]

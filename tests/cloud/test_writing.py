@@ -17,7 +17,8 @@ from places import FIXTURES
 from sampled import sampled
 
 import reshard
-from reshard.engine.stores import gather
+from reshard.engine.destinations import front_to_back
+from reshard.engine.destinations.store import StoreFolder
 from reshard.errors import CheckpointError, RequestError, SystemRefusal, TargetError
 from reshard.plans.manifest import MANIFEST
 from reshard.storage.stores import file_fronts
@@ -54,7 +55,7 @@ def test_ranks_that_do_not_fit_into_the_budget_are_written_in_passes(tmp_path, s
     """A budget for one open file: eight ranks take eight passes, and the bytes stay the same."""
     source = write_hf(tmp_path / "hf", hidden=64)
     plan = reshard.plan(reshard.open(source), to="vllm", tp=8)
-    memory = gather._LEAST_READING + 2 * file_fronts.SMALLEST_PART
+    memory = front_to_back._LEAST_READING + 2 * file_fronts.SMALLEST_PART
     reshard.convert(plan, "s3://bucket/out", memory=memory)
     reshard.convert(plan, tmp_path / "out")
     assert content_in(s3, "bucket", "out") == content(tmp_path / "out")
@@ -105,12 +106,16 @@ def test_what_lies_there_is_not_touched(tmp_path, s3):
         reshard.convert(reshard.plan(reshard.open("s3://bucket/out"), to="hf"), "s3://bucket/out/hf")
 
 
-def test_of_two_runs_one_writes(tmp_path, s3):
+@pytest.mark.parametrize("looks", [True, False])
+def test_of_two_runs_one_writes(tmp_path, s3, monkeypatch, looks):
+    """looks: whether the second one sees that the first has begun; if both look at once, the store lets one of them begin."""
     plan = reshard.plan(reshard.open(write_hf(tmp_path / "hf")), to="vllm")
     first, second = (conversion(plan, "s3://bucket/out") for _ in range(2))
     steps = first.run()
     next(steps)
-    with pytest.raises(TargetError, match="exists already"):
+    if not looks:
+        monkeypatch.setattr(StoreFolder, "refresh", lambda folder: None)
+    with pytest.raises(TargetError, match="has begun here and has not ended" if looks else "exists already"):
         list(second.run())
     list(steps)
     assert reshard.verify("s3://bucket/out").equal

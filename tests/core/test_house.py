@@ -197,7 +197,7 @@ def test_nothing_below_imports_a_plugin_or_what_it_plugs_into():
 
 
 # Connects to the Ray cluster that the user names.
-CLUSTER = "reshard/engine/parts/on_ray.py"
+CLUSTER = "reshard/engine/on_ray.py"
 # They connect to the stores of URLs that the user names.
 STORES = [f"reshard/storage/stores/{name}.py" for name in ("obstore_backend", "web_backend", "fsspec_backend", "pending_uploads")]
 # They speak HTTP.

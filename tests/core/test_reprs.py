@@ -25,7 +25,7 @@ FSDP = FIXTURES / "fsdp" / "tp" / "checkpoint"
 def of_a_plan(plan) -> Iterator[object]:
     """The plan and all values inside it."""
     yield from (plan, plan.source, plan.source.facts, plan.content, plan.target, plan.layout, plan.target_index, plan.totals())
-    yield from plan.bands()
+    yield from plan.tasks()
     yield from plan.layout.sidecars
     for file in plan.layout.files:
         yield file

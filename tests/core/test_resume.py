@@ -244,7 +244,7 @@ def test_a_source_that_is_touched_during_the_run_is_compared_again(tmp_path):
 
 
 def test_a_block_is_noted_only_after_its_bytes_are_on_the_disk(plan, tmp_path, monkeypatch):
-    from reshard.engine.journal import Journal
+    from reshard.engine.destinations.journal import Journal
     from reshard.storage.staging import Staging
 
     happened = []

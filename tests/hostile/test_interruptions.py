@@ -25,7 +25,7 @@ from places import DCP, HF
 from sampled import sampled
 
 import reshard
-from reshard.engine.journal import Journal, read_journal
+from reshard.engine.destinations.journal import Journal, read_journal
 from reshard.errors import CheckpointError, RequestError, SystemRefusal, TargetError
 from reshard.requests.request import Effort
 from reshard.storage import lock

@@ -27,7 +27,7 @@ from interruptions import DONE, child, ended, slow, visible
 from places import HF
 
 import reshard
-from reshard.engine.journal import read_journal
+from reshard.engine.destinations.journal import read_journal
 
 COUNTS = (8, 8, 8, 3, 5, 2, 13)
 

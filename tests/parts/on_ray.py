@@ -30,8 +30,6 @@ from ray.cluster_utils import Cluster
 from synthetic import llama, write_hugging_face
 
 import reshard
-from reshard.engine.parts.on_ray import RayConversion
-from reshard.engine.stores.on_ray import RayStoreConversion
 from reshard.errors import CheckpointError
 from reshard.storage.stores.urls import storage_options
 from reshard.verbs.convert import ray_conversion
@@ -71,8 +69,8 @@ def a_node_that_is_killed_costs_its_running_tasks_only(cluster, work):
             cluster.remove_node(victim, allow_graceful=False)
     assert killed_at is not None and killed_at < running.total and done == running.total
     assert result_tree(work / "one") == result_tree(work / "ray")
-    again = _count_tasks() - submitted - len(plan.bands())
-    print(f"    killed after {killed_at / running.total:.0%}; {len(plan.bands())} tasks, {again} attempts more")
+    again = _count_tasks() - submitted - len(plan.tasks())
+    print(f"    killed after {killed_at / running.total:.0%}; {len(plan.tasks())} tasks, {again} attempts more")
     assert 0 <= again <= 8, "only tasks that ran or waited on the node run again"
 
 
@@ -82,12 +80,11 @@ def an_interrupted_driver_is_continued(cluster, work):
     plan = reshard.plan(work / "source", to="hf", max_shard_size="20MB")
     reshard.convert(plan, work / "one", workers=1)
     blocks = ray_conversion(plan, work / "ray").run()
-    for _ in range(len(plan.bands()) // 3):
+    for _ in range(len(plan.tasks()) // 3):
         next(blocks)
     blocks.close()
     assert not (work / "ray" / "reshard.json").exists()
     running = ray_conversion(plan, work / "ray")
-    assert isinstance(running, RayConversion)
     for _ in running.run():
         pass
     assert 0 < running.resumed_bytes < running.total, running.resumed_bytes
@@ -138,7 +135,6 @@ def a_store_is_written_by_tasks_of_whole_files(cluster, work):
             next(blocks)
         blocks.close()
         running = ray_conversion(plan, "s3://bucket/out")
-        assert isinstance(running, RayStoreConversion)
         done = sum(each.nbytes for each in running.run())
     assert done == running.total and 0 < running.resumed_bytes < running.total, (done, running.total, running.resumed_bytes)
     assert content_in(server, "bucket", "out") == content(work / "one")
@@ -152,15 +148,15 @@ def _count_tasks():
 
 def _noted_attempts(folder):
     """Let every task of reshard leave a file when it starts. Workers are forked with this environment."""
-    import reshard.engine.parts.on_ray as on_ray
+    import reshard.engine.on_ray as on_ray
 
-    real = on_ray._convert_band
+    real = on_ray._convert_task
 
     def convert(*arguments):
         tempfile.mkstemp(dir=folder)
         return real(*arguments)
 
-    on_ray._convert_band = convert
+    on_ray._convert_task = convert
 
 
 def main():

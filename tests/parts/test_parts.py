@@ -16,13 +16,13 @@ from command import reshard as run
 from places import DCP, HF
 
 import reshard
-from reshard.engine.journal import read_journal
-from reshard.engine.parts.part import missing_bands
+from reshard.engine.conversion import Conversion, destination_at
+from reshard.engine.destinations.journal import read_journal
 from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse
-from reshard.plans.bands import PartNumber
+from reshard.plans.tasks import PartNumber
 from reshard.storage.lock import Lock
 from reshard.storage.staging import Staging
-from reshard.verbs.convert_part import part_conversion
+from reshard.verbs.convert import part_conversion
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hostile"))
@@ -161,7 +161,7 @@ def test_finish_names_what_is_missing_and_completes_what_is_all_there(whole, tmp
     assert run(*arguments, "--part", "0/2").out.endswith("not complete yet\n")
     found = run(*arguments, "--finish")
     assert found.code == 4 and "of 21 tasks are missing" in found.err and "model.layers" in found.err and "No part is running" in found.err
-    monkeypatch.setattr("reshard.engine.parts.part.complete", lambda conversion: None)  # as a part that is killed before it completes
+    monkeypatch.setattr(Conversion, "_complete", lambda self: None)  # as a part that is killed before it completes
     run(*arguments, "--part", "1/2")
     monkeypatch.undo()
     assert not (tmp_path / "out" / "reshard.json").exists()
@@ -214,7 +214,8 @@ def test_a_source_that_changes_between_the_parts_is_refused(tmp_path):
 def test_the_command_that_finishes_parts_names_no_part(tmp_path):
     run("convert", HF / "llama", tmp_path / "out", "--to", "vllm", "--part", "0/2")
     assert read_journal(tmp_path / "out").header.command().endswith("--to vllm --resume`")
-    assert missing_bands(reshard.plan(HF / "llama", to="vllm"), {}).nbytes == reshard.plan(HF / "llama", to="vllm").totals().copied
+    plan = reshard.plan(HF / "llama", to="vllm")
+    assert sum(destination_at(str(tmp_path / "none")).missing(plan, plan.identity()).values()) == plan.totals().copied
 
 
 def test_the_command_line_takes_the_part_from_the_launcher(whole, tmp_path, monkeypatch):

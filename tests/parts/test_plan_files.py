@@ -40,7 +40,7 @@ def test_a_plan_file_runs_as_the_plan(case, tmp_path):
     found = reshard.load_plan(tmp_path / "plan", source)
     assert found.identity() == plan.identity() and found.totals() == plan.totals() and found.drops == plan.drops
     assert reshard.save_plan(found, tmp_path / "again") and (tmp_path / "again").read_bytes() == (tmp_path / "plan").read_bytes()
-    assert found.bands() == plan.bands()
+    assert found.tasks() == plan.tasks()
     reshard.convert(plan, tmp_path / "one")
     for part in ("0/2", "1/2"):
         reshard.convert_part(found, tmp_path / "two", part)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.adapter.rank_files import first_missing, listed
-from reshard.engine.masters import wrong_master
+from reshard.engine.checks.masters import wrong_master
 from reshard.errors import CheckpointError, MissingFile, MixedSaves
 from reshard.index.index import Index
 from reshard.storage.files import Files, read_range

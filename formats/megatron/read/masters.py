@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reshard.engine.masters import wrong_master
+from reshard.engine.checks.masters import wrong_master
 from reshard.errors import MixedSaves
 from reshard.index.index import Index
 from reshard.storage.files import Files

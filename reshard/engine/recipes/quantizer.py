@@ -1,10 +1,10 @@
-"""Quantizer: the codes and scales of a weight, computed band by band from its values. Those that need them meet the same bands:
+"""Quantizer: the codes and scales of a weight, computed tile by tile from its values. Those that need them meet the same tiles:
 
-    codes   | block 0        | block 1        | ...       blocks end where the fingerprint wants it, bands where the recipe does
-    weight  | band 0    | band 1    | band 2    | ...
+    codes   | block 0        | block 1        | ...       blocks end where the fingerprint wants it, tiles where the recipe does
+    weight  | tile 0    | tile 1    | tile 2    | ...
     scales  | block 0                             ...
 
-So each band is computed once and kept for a while.
+So each tile is computed once and kept for a while.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from reshard.index.index import Derivation, Tensor
 # The most bytes of codes and of scales that are kept.
 _MOST_CODES, _MOST_SCALES = 8 << 20, 4 << 20
 
-BandKey = tuple[int, Box]
-"""The identity of a weight's tensor, and a band of it."""
+TileKey = tuple[int, Box]
+"""The identity of a weight's tensor, and a tile of it."""
 
 
 class Readable(Protocol):
@@ -38,12 +38,12 @@ class Readable(Protocol):
         """The values of a box, as a new array."""
 
 
-class Bands:
-    """The bands that were computed last, for the quantizers of a conversion. Several workers may use them."""
+class Tiles:
+    """The tiles that were computed last, for the quantizers of a conversion. Several workers may use them."""
 
     def __init__(self) -> None:
         self._codes, self._scales = _Newest(_MOST_CODES), _Newest(_MOST_SCALES)
-        self._under_way: set[BandKey] = set()
+        self._under_way: set[TileKey] = set()
         self._changed = threading.Condition()
         self._saturated: dict[str, str] = {}
 
@@ -59,8 +59,8 @@ class Bands:
         count = plural(len(self._saturated), "weight")
         return (f"values of {count}, for example of {weight}, are too large for {recipe}: the largest value that it holds is written",)
 
-    def get(self, key: BandKey, compute: Callable[[], tuple[Block, Block]], *, scales: bool) -> Block:
-        """The codes of a band, or its scales. Computes both if they are not kept; waits for another worker that is computing them."""
+    def get(self, key: TileKey, compute: Callable[[], tuple[Block, Block]], *, scales: bool) -> Block:
+        """The codes of a tile, or its scales. Computes both if they are not kept; waits for another worker that is computing them."""
         newest = self._scales if scales else self._codes
         with self._changed:
             while key in self._under_way:
@@ -81,16 +81,16 @@ class Bands:
 
 
 class _Newest:
-    """Arrays by their band. The oldest ones make room for new ones."""
+    """Arrays by their tile. The oldest ones make room for new ones."""
 
     def __init__(self, most: int) -> None:
         self._most, self._nbytes = most, 0
-        self._arrays: OrderedDict[BandKey, Block] = OrderedDict()
+        self._arrays: OrderedDict[TileKey, Block] = OrderedDict()
 
-    def get(self, key: BandKey) -> Block | None:
+    def get(self, key: TileKey) -> Block | None:
         return self._arrays.get(key)
 
-    def add(self, key: BandKey, array: Block) -> None:
+    def add(self, key: TileKey, array: Block) -> None:
         if (former := self._arrays.pop(key, None)) is not None:
             self._nbytes -= former.nbytes
         self._arrays[key] = array
@@ -100,12 +100,12 @@ class _Newest:
 
 
 class Quantizer:
-    """Computes a component of a quantized weight. values: those of the weight. bands: shared with its other component."""
+    """Computes a component of a quantized weight. values: those of the weight. tiles: shared with its other component."""
 
-    def __init__(self, derivation: Derivation, values: Readable, bands: Bands) -> None:
+    def __init__(self, derivation: Derivation, values: Readable, tiles: Tiles) -> None:
         self._weight, self._component, self._name = derivation.weight, derivation.component, derivation.recipe
         self._recipe, self._in_columns = RECIPES[derivation.recipe], _is_in_columns(derivation.weight)
-        self._values, self._bands = values, bands
+        self._values, self._tiles = values, tiles
 
     def compute(self, worker: Worker, box: Box, out: Block) -> None:
         """Write the elements of a box of the component into `out`. Raises CheckpointError if the recipe cannot represent the values."""
@@ -113,28 +113,28 @@ class Quantizer:
         experts, in_word = (1,) * (len(weight.shape) - 2), component.packing.words if component.packing else ()
         grid = experts + tuple(size or 1 for size in component.grid)
         ranges = [range(start * size, stop * size) for start, stop, size in zip(box.offsets, box.stops, grid, strict=False)]
-        for band in self._recipe.bands(weight.shape, ranges, in_columns=self._in_columns):
-            made = self._bands.get((id(weight), band), partial(self._computed, worker, band), scales=component.is_scale)
+        for tile in self._recipe.tiles(weight.shape, ranges, in_columns=self._in_columns):
+            made = self._tiles.get((id(weight), tile), partial(self._computed, worker, tile), scales=component.is_scale)
             made = made.reshape(*experts, len(made), -1, *in_word)
-            held = Box((*(start // size for start, size in zip(band.offsets, grid, strict=True)), *(0 for _ in in_word)), made.shape)
+            held = Box((*(start // size for start, size in zip(tile.offsets, grid, strict=True)), *(0 for _ in in_word)), made.shape)
             shared = held.intersect(box)
             if shared is not None:
                 out[shared.relative_to(box.offsets).index] = made[shared.relative_to(held.offsets).index]
 
-    def _computed(self, worker: Worker, band: Box) -> tuple[Block, Block]:
-        """The codes and scales of a band."""
-        words = self._values.whole(worker, band).reshape(band.sizes[-2:])
+    def _computed(self, worker: Worker, tile: Box) -> tuple[Block, Block]:
+        """The codes and scales of a tile."""
+        words = self._values.whole(worker, tile).reshape(tile.sizes[-2:])
         try:
             codes, scales = self._recipe.quantize(words)
         except NotRepresentable as reason:
             raise CheckpointError(
-                f"the values of {band} {reason}",
+                f"the values of {tile} {reason}",
                 where=self._weight.name,
                 why=f"The recipe {self._name} writes the same values in another form, or nothing",
                 do="Dequantize the checkpoint with --dequantize, and quantize the result with --quantize",
             ) from None
         if self._recipe.saturates(words, scales):
-            self._bands.saturated(self._weight.name, self._name)
+            self._tiles.saturated(self._weight.name, self._name)
         return codes, scales
 
 

@@ -1,4 +1,4 @@
-"""Recipe: how the codes and scales of a weight follow from its values, band by band."""
+"""Recipe: how the codes and scales of a weight follow from its values, tile by tile."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16, DType
 from reshard.geometry.value import value
 
-# The most columns of a band, because short runs take many calls, and about how many elements it has. Fewer would stay in a processor's
+# The most columns of a tile, because short runs take many calls, and about how many elements it has. Fewer would stay in a processor's
 # cache, but Python's threads would wait for each other more often, before each operation of numpy.
 _WIDEST, _ELEMENTS = 4096, 1 << 19
-# The rows and columns of a band where the files hold columns.
+# The rows and columns of a tile where the files hold columns.
 _IN_COLUMNS = (2048, 256)
 _QUIET_NAN = 0x7FC0
 
@@ -37,7 +37,7 @@ class Recipe:
     saturates: Callable[[Block, Block], bool] = lambda words, scales: False
     """Whether values of these words were too large for the form, so that its largest value stands for them. scales: those made of them."""
 
-    def bands(self, shape: tuple[int, ...], ranges: Sequence[range], *, in_columns: bool = False) -> Iterator[Box]:
+    def tiles(self, shape: tuple[int, ...], ranges: Sequence[range], *, in_columns: bool = False) -> Iterator[Box]:
         """The boxes of whole blocks of a weight [out, in] or [experts, out, in], each read at once, that hold the elements of `ranges`.
 
         ranges: one for each axis. in_columns: whether the elements of a column lie side by side, not those of a row.
@@ -72,7 +72,7 @@ def spread(scales: Block, shape: tuple[int, ...], block: tuple[int, int]) -> Blo
 
 
 def bfloat16_of(values: Block) -> Block:
-    """float32 values rounded to bfloat16, as words. For the few scales of a band a call less counts more than for its values (`cast`)."""
+    """float32 values rounded to bfloat16, as words. For the few scales of a tile a call less counts more than for its values (`cast`)."""
     words: Block = values.astype(numpy_type(BF16)).view(BF16.word)
     words[np.isnan(values)] = _QUIET_NAN
     return words

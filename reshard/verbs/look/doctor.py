@@ -13,9 +13,9 @@ from reshard.adapter.format import Format
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.tied_head import with_replica
+from reshard.engine.checks.one_save import check_copied_files, check_steps
 from reshard.engine.compare import wrong_constants
 from reshard.engine.events import details, event
-from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.engine.pool import workers_within
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.quantities import plural

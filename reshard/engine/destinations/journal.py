@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from reshard.engine.destinations.header import RunHeader, blocks_of, natural, text
 from reshard.errors import CheckpointError, TargetError
 from reshard.geometry.value import value
-from reshard.storage.files import inside
+from reshard.plans.route import BlockKey
 from reshard.storage.lock import is_locked
 from reshard.storage.own_files import JOURNAL, WORK_FOLDER, json_object, open_own, own_lines
 from reshard.storage.staging import Staging
@@ -40,59 +38,6 @@ _SHORTEST_WAIT, _LONGEST_WAIT, _OF_LAST_SYNC = 0.25, 1.0, 8
 # So that a line stays far below the limit of own_files.py, however long a sync takes.
 _BLOCKS_OF_A_LINE = 1 << 16
 _PARTS = "parts"
-_OF_PARTS = ("--part", "--parts")
-
-BlockKey = tuple[int, int]
-"""(index of the route in the plan, index of the block in the tensor)."""
-
-
-@value
-class JournalHeader:
-    """The first line of a journal: which conversion it is."""
-
-    identity: str = ""
-    """The identity of the plan."""
-    replaces: tuple[str, ...] = ()
-    """The files of an older checkpoint that are removed when the new one is complete."""
-    to: str = "another format"
-    """The format that is written."""
-    nbytes: int = 0
-    """The bytes of all blocks; 0 if the journal, of version 0.1.0, does not say it."""
-    arguments: tuple[str, ...] = ()
-    """The arguments of the `reshard` command that began it; empty if Python code did."""
-
-    def record(self) -> dict[str, object]:
-        """The JSON object of the line."""
-        return {**asdict(self), "version": 1}
-
-    @staticmethod
-    def of(record: dict[str, Any]) -> JournalHeader:
-        """The header from the JSON object of the line. Raises ValueError or TypeError if reshard did not write it."""
-        identity, to, nbytes = record.get("identity"), record.get("to", "another format"), record.get("nbytes", 0)
-        return JournalHeader(
-            identity=_text(identity),
-            replaces=tuple(inside(_text(path), where=JOURNAL) for path in record.get("replaces", ())),
-            to=_text(to),
-            nbytes=_natural(nbytes),
-            arguments=tuple(map(_text, record.get("arguments", ()))),
-        )
-
-    def command(self) -> str:
-        """What finishes the conversion."""
-        # The arguments come from a file. The name of the command does not, and the shell gets each argument quoted.
-        if self.arguments[:1] != ("convert",):
-            return "Repeat the conversion with --resume (in Python: resume=True)"
-        options = [argument for argument in self.arguments if argument not in ("--resume", "--overwrite", "--if-changed")]
-        return f"Finish it with `reshard {shlex.join([*_without_parts(options), '--resume'])}`"
-
-
-def _without_parts(arguments: list[str]) -> Iterator[str]:
-    """The arguments without --part and --parts: one process finishes what several have begun."""
-    is_value = False
-    for argument in arguments:
-        if not is_value and argument.partition("=")[0] not in _OF_PARTS:
-            yield argument
-        is_value = argument in _OF_PARTS and not is_value
 
 
 class Journal:
@@ -104,7 +49,7 @@ class Journal:
     Raises: SystemRefusal if the journal cannot be written.
     """
 
-    def __init__(self, staging: Staging, source: str, header: JournalHeader | None, *, finished: int = 0, path: Path | None = None) -> None:
+    def __init__(self, staging: Staging, source: str, header: RunHeader | None, *, finished: int = 0, path: Path | None = None) -> None:
         self._staging, self._source, self._finished, self._path = staging, source, finished, path or staging.journal
         self._pending: list[tuple[int, int, str]] = []
         self._lock, self._stop = threading.Lock(), threading.Event()
@@ -193,7 +138,7 @@ class Unfinished:
 
     root: Path
     """The target directory."""
-    header: JournalHeader
+    header: RunHeader
     """The first line of the journal."""
     blocks: dict[BlockKey, bytes]
     """The digests of the finished blocks."""
@@ -253,7 +198,7 @@ def progress(root: Path) -> str:
     return unfinished.progress if unfinished else ""
 
 
-def read_header(root: Path) -> JournalHeader | None:
+def read_header(root: Path) -> RunHeader | None:
     """The first line of the journal in the work folder of a target; None if there is none. Raises: as `read_journal` does."""
     work = root / WORK_FOLDER
     with system_errors("read", work), _written_by_reshard(work):
@@ -261,7 +206,7 @@ def read_header(root: Path) -> JournalHeader | None:
             record = json_object(next(own_lines(root, f"{WORK_FOLDER}/{JOURNAL}"), b""))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return JournalHeader.of(record) if "identity" in record else None
+        return RunHeader.of(record) if "identity" in record else None
 
 
 @contextmanager
@@ -282,31 +227,11 @@ def _read(root: Path, name: str, blocks: dict[BlockKey, bytes], sources: dict[st
         record = json_object(line)
         found = dict(blocks_of(record))
         blocks.update(found)
-        sources.setdefault(_text(record.get("source", "")), set()).update(found)
+        sources.setdefault(text(record.get("source", "")), set()).update(found)
         if i or name != JOURNAL:
-            nbytes = max(nbytes, _natural(record.get("nbytes", 0)))
+            nbytes = max(nbytes, natural(record.get("nbytes", 0)))
         committing |= "commit" in record
     return nbytes, committing
-
-
-def blocks_of(record: Mapping[str, Any]) -> Iterator[tuple[BlockKey, bytes]]:
-    """The finished blocks in a record, each with its digest. Raises ValueError or TypeError if reshard did not write it."""
-    for route, block, digest in record.get("blocks", ()):
-        yield (_natural(route), _natural(block)), bytes.fromhex(digest)
-
-
-def _natural(value: object) -> int:
-    """A whole number that is not negative. Raises ValueError for another value."""
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{str(value)[:100]} is not a whole number")
-    return value
-
-
-def _text(value: object) -> str:
-    """A string. Raises ValueError for another value."""
-    if not isinstance(value, str):
-        raise ValueError("a text is expected")
-    return value
 
 
 def journal_of_part(staging: Staging) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from reshard.engine.stores.read_ahead import LONGEST_REQUEST
+from reshard.engine.read_ahead import LONGEST_REQUEST
 from reshard.geometry.value import value
 from reshard.plans.manifest import sample_ranges
 from reshard.plans.plan import Plan

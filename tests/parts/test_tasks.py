@@ -10,7 +10,7 @@ from places import DCP, HF
 
 import reshard
 from reshard.errors import RequestError
-from reshard.plans.bands import PartNumber, imbalance, owners, tasks_of_part
+from reshard.plans.tasks import PartNumber, imbalance, owners, tasks_of_part
 from reshard.requests.launcher import part_of
 
 
@@ -20,45 +20,45 @@ def plan(request):
     return reshard.plan(HF / "llama", to=request.param, **sizes[request.param])
 
 
-def test_bands_follow_each_other_and_hold_every_route(plan):
-    bands = plan.bands()
-    assert [band.number for band in bands] == list(range(len(bands)))
-    assert [i for band in bands for i in band.routes] == list(range(len(plan.routes)))
-    assert all(band.weight > 0 and len(band.routes) for band in bands)
+def test_tasks_follow_each_other_and_hold_every_route(plan):
+    tasks = plan.tasks()
+    assert [task.number for task in tasks] == list(range(len(tasks)))
+    assert [i for task in tasks for i in task.routes] == list(range(len(plan.routes)))
+    assert all(task.weight > 0 and len(task.routes) for task in tasks)
 
 
-def test_no_source_byte_is_read_for_two_bands():
-    """The bytes of all pieces of a band's tensors, replicas too, are read for this band alone."""
+def test_no_source_byte_is_read_for_two_tasks():
+    """The bytes of all pieces of a task's tensors, replicas too, are read for this task alone."""
     plan = reshard.plan(reshard.open(DCP / "fsdp2" / "checkpoint", model=DCP / "fsdp2" / "model"), to="vllm", tp=2)
     owner = {file.path: np.full(file.nbytes, -1) for file in plan.source.files}
-    for band in plan.bands():
-        for i in band.routes:
+    for task in plan.tasks():
+        for i in task.routes:
             for piece in plan.routes[i].source.pieces():
                 reach = sum((size - 1) * step for size, step in zip(piece.box.sizes, piece.extent.strides, strict=True)) + 1
                 start = piece.extent.byte_offset
                 found = owner[piece.extent.path][start : start + reach * piece.extent.dtype.itemsize]
-                assert ((found == -1) | (found == band.number)).all()
-                found[:] = band.number
+                assert ((found == -1) | (found == task.number)).all()
+                found[:] = task.number
 
 
 def test_every_band_has_one_owner_whatever_the_number_of_parts(plan):
-    bands = plan.bands()
+    tasks = plan.tasks()
     for parts in (1, 2, 3, 8, 64, 1000):
-        owned = [tasks_of_part(bands, PartNumber(i, parts)) for i in range(parts)]
-        assert sorted(band.number for each in owned for band in each) == [band.number for band in bands]
-        assert all([band.number for band in each] == sorted(band.number for band in each) for each in owned)
+        owned = [tasks_of_part(tasks, PartNumber(i, parts)) for i in range(parts)]
+        assert sorted(task.number for each in owned for task in each) == [task.number for task in tasks]
+        assert all([task.number for task in each] == sorted(task.number for task in each) for each in owned)
 
 
 def test_owners_are_the_same_in_another_process():
     weights = [random.Random(0).randrange(1, 10**12) for _ in range(500)]
-    code = f"from reshard.plans.bands import owners; print(owners({weights}, 7))"
+    code = f"from reshard.plans.tasks import owners; print(owners({weights}, 7))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "5"})
     assert found.stdout.strip() == str(owners(weights, 7))
 
 
 @pytest.mark.parametrize("parts", [2, 4, 16, 64])
 def test_the_parts_have_about_the_same_work(parts):
-    """Tensors as different as those of a model with experts, in as many bands as a large plan has."""
+    """Tensors as different as those of a model with experts, in as many tasks as a large plan has."""
     random_ = random.Random(parts)
     weights = [random_.choice([10**6, 10**9, 3 * 10**9]) * random_.randint(1, 4) for _ in range(2048)]
     assert imbalance(weights, parts) < 0.05

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from reshard.adapter import registry
 from reshard.engine.compare import BlockDigests, Comparison, Difference, Side, wrong_constants
 from reshard.engine.pool import workers_within
+from reshard.engine.read_ahead import run_reading
 from reshard.engine.recorded import changed_files, files_of
-from reshard.engine.stores.read_ahead import run_reading
 from reshard.engine.transfer import Pieces, Worker
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, blocks

@@ -1,0 +1,240 @@
+"""Blocks: the unit of all copying. A block is read, cast, digested and written; the digests tell what was copied and from what."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from heapq import merge
+from itertools import groupby
+from operator import itemgetter
+from typing import Protocol
+
+from reshard.engine.events import event
+from reshard.engine.pool import run_jobs, workers_within
+from reshard.engine.read_ahead import run_reading
+from reshard.engine.recipes.quantizer import Tiles
+from reshard.engine.recorded import SourceCheck
+from reshard.engine.transfer import Pieces, Worker, bytes_of, strips
+from reshard.engine.values import Values
+from reshard.errors import CheckpointError, TargetError
+from reshard.geometry.boxes import Box, blocks
+from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
+from reshard.plans.digests import CURRENT, Fingerprint
+from reshard.plans.plan import Plan
+from reshard.plans.route import BlockKey, Route
+from reshard.storage.files import Change, Files
+
+# What a recipe holds beside the buffers of a worker: the values of a tile, and its intermediate results.
+_BUFFERS_OF_RECIPES = 6
+
+
+@value
+class Done:
+    """A block that has been written."""
+
+    name: str
+    """Its canonical tensor."""
+    nbytes: int
+    """Its size in bytes, in the target's element type and without replicas."""
+
+
+@value
+class Job:
+    """One block to convert."""
+
+    key: BlockKey
+    """Its key in the journal."""
+    route: Route
+    """The route of its tensor."""
+    source: Values
+    """The values that are read."""
+    target: Pieces
+    """The pieces that are written."""
+    box: Box
+    """The block, in the coordinates of the canonical tensor."""
+    paths: frozenset[str] = frozenset()
+    """The files that it writes to, where files are written from front to back."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the block in the target's element type."""
+        return self.box.volume * self.route.target.dtype.itemsize
+
+
+def widest_element(plan: Plan) -> int:
+    """The bytes of the widest element that is read or written."""
+    return max((dtype.itemsize for route in plan.routes for dtype in route.dtypes), default=1)
+
+
+def workers_of(plan: Plan, workers: int | None, memory: int | None) -> int:
+    """The number of threads that run a plan. Raises: as `workers_within` does."""
+    if any(route.quantized_by for route in plan.routes):
+        buffers = _BUFFERS_OF_RECIPES
+    else:
+        buffers = 3 if any(route.is_cast for route in plan.routes) else 2
+    return workers_within(memory, workers, widest_element(plan), buffers=buffers)
+
+
+def block_jobs(plan: Plan, routes: Iterable[int] | None = None, tiles: Tiles | None = None) -> Iterator[Job]:
+    """The blocks of a plan. routes: the indexes of its routes; None: of all. tiles: where the codes and scales of a weight meet."""
+    tiles = tiles or Tiles()
+    for _, group in groupby(range(len(plan.routes)) if routes is None else routes, lambda i: _weight_of(plan.routes[i]) or i):
+        # The scales of a block come right after its codes, with which they are computed.
+        yield from (job for _, job in merge(*(_jobs_of(plan, i, tiles) for i in group), key=itemgetter(0)))
+
+
+def _weight_of(route: Route) -> int:
+    """The identity of the weight whose component a route writes; 0 if it writes none that is computed."""
+    return id(route.source.derivation.weight) if route.source.derivation else 0
+
+
+def _jobs_of(plan: Plan, i: int, tiles: Tiles) -> Iterator[tuple[tuple[float, bool], Job]]:
+    """The blocks of a route, each with the part of the tensor that ends with it."""
+    route = plan.routes[i]
+    source, target = Values(route.source, route.target.dtype, tiles), Pieces(route.target)
+    is_scale, done = route.source.derivation is not None and route.source.derivation.component.is_scale, 0
+    for j, box in enumerate(blocks(route.target.shape)):
+        done += box.volume
+        yield (done / max(1, route.target.elements), is_scale), Job((i, j), route, source, target, box)
+
+
+class Sink(Protocol):
+    """Where blocks are written: staged files at offsets (Staging), or uploads that are fed from front to back (FileFronts)."""
+
+    def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """Write bytes into a file."""
+
+    def write_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        """Write runs of equal length, which follow each other in the buffer, at these byte offsets of a file."""
+
+
+def copied_blocks(
+    plan: Plan, sink: Sink, jobs: Iterable[Job], itemsize: int, workers: int, *, ahead: int | None = None
+) -> Iterator[tuple[Job, bytes]]:
+    """Copy these blocks into the files of a sink; yields each with its digest.
+
+    itemsize: the bytes of the widest element of the plan. ahead: the most bytes that are read ahead from a store.
+    """
+
+    def make_worker() -> Callable[[Job], tuple[Job, bytes]]:
+        worker = Worker(plan.source_files, itemsize, sink.write, sink.write_runs)
+
+        def perform(job: Job) -> tuple[Job, bytes]:
+            digest = CURRENT.new()
+            for strip, (source, target) in strips(job.box, job.source, job.target):
+                values = job.source.read(worker, source, strip)
+                digest.update(bytes_of(values))
+                worker.write(values, target, strip)
+            return job, digest.digest()
+
+        return perform
+
+    return run_reading(jobs, make_worker, workers, (plan.source_files, lambda job: (job.source, job.box)), memory=ahead)
+
+
+def read_back(
+    files: Files, written: Iterable[Job], digests: Mapping[BlockKey, bytes], itemsize: int, workers: int
+) -> Iterator[tuple[Job, bool]]:
+    """Each of these blocks, and whether all pieces in `files` still hold the bytes of its digest. itemsize: of the widest element."""
+
+    def make_worker() -> Callable[[Job], tuple[Job, bool]]:
+        worker = Worker(files, itemsize)
+
+        def perform(job: Job) -> tuple[Job, bool]:
+            try:
+                return job, worker.digest(job.target, job.box, CURRENT.new()) == digests[job.key]
+            except CheckpointError:  # Its replicas differ.
+                return job, False
+
+        return perform
+
+    return run_jobs(written, make_worker, workers)
+
+
+def check_source_is_unchanged(plan: Plan, digests: Mapping[BlockKey, bytes], workers: int) -> None:
+    """Raises CheckpointError if a source file was written after its metadata was read.
+
+    A file that was replaced, renamed or linked, or whose mode changed, may hold the same bytes: the blocks are compared with it again.
+    digests: of the blocks that were copied.
+    """
+    changes: dict[Change, str] = {plan.source_files.changed(file.path): file.path for file in plan.source.files}
+    if "written" not in changes and "touched" in changes and not _is_source_of(plan, digests, workers):
+        changes["written"] = changes["touched"]
+    if "written" in changes:
+        raise CheckpointError(
+            "the file was written while it was converted",
+            where=changes["written"],
+            why="A part of the result would be from before and a part from after, so nothing was kept",
+            do="Wait until the checkpoint has been saved, then convert it again",
+        )
+
+
+def source_trace(plan: Plan) -> str:
+    """A digest of the inodes and change times of the source's files; empty if they are in a store, whose stamps tell every change."""
+    traces = [plan.source_files.trace(file.path) for file in plan.source.files]
+    return hashlib.sha256("\0".join(traces).encode()).hexdigest()[:32] if any(traces) else ""
+
+
+def check_same_source(plan: Plan, digests: Mapping[BlockKey, bytes], workers: int, where: str) -> None:
+    """Read these blocks again. Raises TargetError if the source no longer holds what an earlier run has copied.
+
+    digests: of blocks that were copied from files of another trace. where: the target.
+    """
+    if not _is_source_of(plan, digests, workers):
+        raise TargetError(
+            "the source has changed since the interrupted run, although the lengths and times of its files are the same",
+            where=where,
+            why="Resuming would mix two checkpoints",
+            do="Give the source of that run, or start again with --overwrite",
+        )
+
+
+def _is_source_of(plan: Plan, digests: Mapping[BlockKey, bytes], workers: int) -> bool:
+    """Whether the source holds what these digests say. The blocks are read again."""
+    if not digests:
+        return True
+    blocks = plural(len(digests), "block")
+    event("source-touched", f"source files were replaced or touched, so {blocks} are compared with them again", blocks=len(digests))
+    jobs = (job for job in block_jobs(plan) if job.key in digests)
+    found = copied_blocks(plan, _Nowhere(), jobs, widest_element(plan), workers)
+    return all(digests[job.key] == digest for job, digest in found)
+
+
+class _Nowhere:
+    """A sink of blocks that are only read."""
+
+    def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        pass
+
+    def write_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        pass
+
+
+def notes_on_source(plan: Plan, digests: dict[BlockKey, bytes]) -> tuple[str, ...]:
+    """Compare what was read with the digests that reshard recorded when it wrote the source. Raises CheckpointError if they differ."""
+    check = SourceCheck(plan)
+    for i, block_digests in _by_route(plan, digests):
+        check.add(plan.routes[i], block_digests)
+    return tuple(check.notes())
+
+
+def fingerprint_of_blocks(plan: Plan, digests: dict[BlockKey, bytes]) -> Fingerprint:
+    """The fingerprint of the result, from the digests of all blocks."""
+    aliases: dict[str, list[str]] = {}
+    for alias, stored in plan.layout.aliases.items():
+        aliases.setdefault(stored, []).append(alias)
+    by_tensor: dict[str, bytes] = {}
+    for i, block_digests in _by_route(plan, digests):
+        route = plan.routes[i]
+        for name in (route.name, *aliases.get(route.name, ())):
+            by_tensor[name] = CURRENT.tensor(name, route.target.dtype, route.target.shape, block_digests)
+    return CURRENT.checkpoint(by_tensor)
+
+
+def _by_route(plan: Plan, digests: dict[BlockKey, bytes]) -> Iterator[tuple[int, list[bytes]]]:
+    """The digests of each route's blocks in canonical order."""
+    by_route: dict[int, list[tuple[int, bytes]]] = {}
+    for (i, j), digest in digests.items():
+        by_route.setdefault(i, []).append((j, digest))
+    return ((i, [digest for _, digest in sorted(by_route.get(i, []))]) for i in range(len(plan.routes)))

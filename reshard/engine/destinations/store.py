@@ -1,0 +1,451 @@
+"""StoreFolder: a folder in a store that a conversion writes. Files appear when they are complete, and are never renamed.
+
+    .reshard/begun.json             which plan is written here, and its files; created exclusively when a run begins, removed when it ends
+    .reshard/files/<path>.json      one for each file that is complete:
+                                    {"plan", "bytes", "stamp", "source", "blocks": [[route, block, digest], ...]}
+
+A file's record is written after the file. It counts only if plan, length and stamp (ETag) are those of the file that is there. So an
+interrupted conversion is resumed by file.
+
+Stores have no locks, and parts need none. A file that is written twice gets the same bytes, and becomes visible as a whole. Index, config
+and manifest come after the files of weights, and are created exclusively. Of two processes that complete the target, one creates the
+manifest, and the other finds it.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from reshard.engine.blocks import Job, source_trace, workers_of
+from reshard.engine.destinations.destination import Begun, FinishedBlocks, Replaces, check_empty, check_same, complete_result
+from reshard.engine.destinations.front_to_back import Budget, filled
+from reshard.engine.destinations.header import RunHeader, blocks_of
+from reshard.engine.destinations.visit_order import passes
+from reshard.engine.events import event
+from reshard.engine.recipes.quantizer import Tiles
+from reshard.engine.record import Read
+from reshard.engine.transfer import Pieces
+from reshard.errors import CheckpointError, TargetError, TargetInUse
+from reshard.geometry.boxes import blocks
+from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
+from reshard.plans.layout import Layout, Sidecar, TargetFile
+from reshard.plans.manifest import CHECKSUMS, DIGESTS, MANIFEST, Manifest, listed_files, sample_ranges, usable_manifest
+from reshard.plans.plan import Plan
+from reshard.plans.route import BlockKey
+from reshard.plans.tasks import Task, by_files
+from reshard.storage.files import Files, read_whole
+from reshard.storage.own_files import WORK_FOLDER, is_digest, json_object
+from reshard.storage.stores.remote_files import RemoteFiles
+from reshard.storage.stores.store import Entry, Store
+
+BEGUN = f"{WORK_FOLDER}/begun.json"
+_FILES = f"{WORK_FOLDER}/files/"
+_KEYS_OF_FILE = frozenset({"plan", "bytes", "stamp", "blocks"})
+# The record of a file of 5 TB, which is the longest in S3.
+_MOST_BYTES = 64 << 20
+_MADE_LAST = (CHECKSUMS, DIGESTS)
+# Processes that complete a target, or write a file twice, replace records; somebody who does nothing else is not waited for.
+_LOOKS = 8
+# A thread waits while the parts of its file are under way, and others go on meanwhile.
+_WORKERS = 8
+
+
+def check_ended(files: Files) -> None:
+    """Raises CheckpointError, with the command that finishes it, if a conversion into this folder has begun and has not ended."""
+    if files.size(BEGUN) is None or files.size(MANIFEST) is not None:
+        return
+    header, _ = _begun_record(read_whole(files, BEGUN, limit=_MOST_BYTES), f"{files.root}/{BEGUN}")
+    raise CheckpointError(
+        f"a conversion to {header.to} has begun here and has not ended",
+        where=files.root,
+        why="The checkpoint is not complete",
+        do=f"Wait until it has ended. If it was interrupted: {header.command()}",
+        id="source-incomplete",
+    )
+
+
+def _begun_record(content: bytes, place: str) -> tuple[RunHeader, Mapping[str, int | None]]:
+    """Which conversion has begun, and the lengths of the files that it writes; None for the two whose length is known when they are
+    written. Raises CheckpointError, naming its place, if reshard did not write the record."""
+    record = json_object(content)
+    try:
+        header, files = RunHeader.of(record), record.get("files", {})
+        lengths = dict(files) if isinstance(files, dict) else dict.fromkeys(files)
+        if not is_digest(header.identity) or not all(nbytes is None or type(nbytes) is int for nbytes in lengths.values()):
+            raise ValueError("the identity is no digest, or a length is no number")
+    except (ValueError, TypeError, CheckpointError):
+        raise _foreign(place) from None
+    return header, lengths
+
+
+@value
+class _FinishedFile:
+    """A file that an earlier run has completed."""
+
+    entry: Entry
+    """The file in the store."""
+    blocks: Mapping[BlockKey, bytes]
+    """The digests of the blocks that it holds parts of."""
+    source: str
+    """The trace of the source that they were copied from (`source_trace`)."""
+
+
+class StoreFolder:
+    """A folder of a store as a `Destination`. workers: threads. memory: the most bytes of buffers."""
+
+    def __init__(self, store: Store, *, workers: int | None = None, memory: int | None = None, replaces: Replaces = tuple) -> None:
+        self.store, self.place = store, store.url
+        self._workers, self._memory, self._replaces = workers, memory, replaces
+        self._identity = ""
+        self._listed: dict[str, Entry] | None = None
+        self._records: dict[str, _FinishedFile | None] = {}
+        self._complete: dict[str, Entry] = {}
+        """The files that are complete."""
+
+    @property
+    def files(self) -> Files:
+        return RemoteFiles(self.place)
+
+    @property
+    def is_running(self) -> None:
+        return None
+
+    @property
+    def listed(self) -> Mapping[str, Entry]:
+        """What lay there when it was looked at first, or since `refresh`."""
+        if self._listed is None:
+            self._listed = {entry.path: entry for entry in self.store.list()}
+        return self._listed
+
+    def refresh(self) -> None:
+        self._listed = None
+        self._records.clear()
+        self._complete.clear()
+
+    def workers(self, plan: Plan, tasks: Sequence[Task]) -> int:
+        self._budget(plan, tasks)
+        return workers_of(plan, self._workers or _WORKERS, None)
+
+    def _budget(self, plan: Plan, tasks: Sequence[Task]) -> Budget:
+        paths = {path for task in tasks for path in task.paths}
+        return Budget(self._memory, [file for file in plan.layout.files if file.path in paths])
+
+    def tasks(self, plan: Plan) -> tuple[Task, ...]:
+        return by_files(plan.layout.files, plan.routes)
+
+    def entries(self, folders: Iterable[str] = ()) -> Sequence[str]:
+        return sorted(self.listed)
+
+    def existing(self, paths: Iterable[str]) -> tuple[str, ...]:
+        return tuple(path for path in paths if path in self.listed)
+
+    def begun(self) -> Begun | None:
+        found = self._begun(self.listed.get(BEGUN))
+        return Begun(found[0], f"a conversion to {found[0].to} has begun here and has not ended") if found else None
+
+    def result_of(self, identity: str) -> Manifest | None:
+        if MANIFEST not in self.listed:
+            return None
+        sizes = {path: entry.nbytes for path, entry in self.listed.items()}
+        manifest = complete_result(self.files, identity, sizes.get)
+        if manifest and any(path.startswith(f"{WORK_FOLDER}/") for path in self.listed):
+            self._end(path for path in self.listed if path.startswith(_FILES))
+        return manifest
+
+    @contextmanager
+    def alone(self, identity: str) -> Iterator[None]:
+        yield
+
+    def begin(self, header: RunHeader, plan: Plan, *, resume: bool) -> None:
+        self._identity = header.identity
+        if resume and (begun := self.begun()):
+            check_same(begun.header, header.identity, self.place)
+            return
+        replaces = tuple(self._replaces())
+        if resume:
+            check_empty(self.entries(), self.place)
+        if replaces:
+            # Index and manifest first, so that nobody takes what is left for a checkpoint.
+            holds_weights = {file.path for file in plan.layout.files}
+            for group in (False, True):
+                self.store.remove(path for path in replaces if (path in holds_weights) is group)
+            self.refresh()
+        self._create_begun(header, plan.layout)
+
+    def _create_begun(self, header: RunHeader, layout: Layout) -> None:
+        """Record that a conversion begins. Raises TargetError if another one was first."""
+        files = {
+            **{file.path: file.nbytes for file in layout.files},
+            **{sidecar.path: len(sidecar.content) for sidecar in layout.sidecars},
+            **dict.fromkeys(_MADE_LAST),
+        }
+        # The identity of the run makes the content unique, so that a second run of the same plan is refused.
+        self.store.create(BEGUN, json.dumps({**header.record(), "files": files, "run": uuid.uuid4().hex}).encode())
+        if MANIFEST not in self.listed and self.store.look(MANIFEST):
+            self.store.remove([BEGUN])
+            raise TargetError("another run has begun and ended meanwhile", where=self.place, do="Choose another folder", id="target-exists")
+
+    @contextmanager
+    def shared(self, header: RunHeader, plan: Plan, *, begins: bool) -> Iterator[bool]:
+        self._identity = header.identity
+        if begins:
+            self._join(header, plan.layout)
+        else:
+            self._check_begun()
+        yield True
+
+    def _join(self, header: RunHeader, layout: Layout) -> None:
+        """Begin the conversion, unless another part has. Raises TargetError if something else lies there."""
+        begun = self.begun()
+        if begun is None:
+            if self.listed:
+                raise TargetError(
+                    f"the target exists and holds {plural(len(self.listed), 'entry', 'entries')}",
+                    where=self.place,
+                    why="Parts write into an empty folder of a store; nothing was written",
+                    do="Choose another folder, or remove what lies there",
+                    id="target-exists",
+                )
+            try:
+                self._create_begun(header, layout)
+            except TargetError:
+                self.refresh()
+                begun = self.begun()
+                if begun is None:
+                    raise
+        if begun and begun.header.identity != header.identity:
+            raise TargetError(
+                f"another conversion to {begun.header.to} has begun here",
+                where=self.place,
+                why="It has other options or another version of reshard, or the source has changed since; nothing was written",
+                do="Repeat the options of the other parts, or choose another folder",
+                id="target-in-use",
+            )
+
+    def _check_begun(self) -> None:
+        """Raises TargetError unless this conversion has begun here and has not ended."""
+        begun = self._begun(self.store.look(BEGUN))
+        if begun is None or begun[0].identity != self._identity:
+            raise TargetError(
+                "the conversion that this process belongs to has ended" if begun is None else "another conversion has begun here meanwhile",
+                where=self.place,
+                why="Its files would become a part of another checkpoint",
+                do="Look who else writes here",
+                id="target-in-use",
+            )
+
+    def finished(self, plan: Plan, tasks: Sequence[Task]) -> FinishedBlocks:
+        paths = {path for task in tasks for path in task.paths}
+        files = self._finished_files(self._identity, paths)
+        self._complete = {path: file.entry for path, file in files.items()}
+        left, trace = paths - files.keys(), source_trace(plan)
+        digests = {key: digest for file in files.values() for key, digest in file.blocks.items()}
+        others = {key: digest for file in files.values() if trace and file.source != trace for key, digest in file.blocks.items()}
+        return FinishedBlocks({key for task in tasks for i in task.routes for key in _not_in(plan, i, left)}, digests, others)
+
+    def missing(self, plan: Plan, identity: str) -> Mapping[Task, int]:
+        sizes = {file.path: file.nbytes for file in plan.layout.files}
+        finished = self._finished_files(identity, sizes.keys())
+        lacking = {task: [sizes[path] for path in task.paths if path not in finished] for task in self.tasks(plan)}
+        return {task: sum(nbytes) for task, nbytes in lacking.items() if nbytes}
+
+    def _finished_files(self, identity: str, paths: Collection[str]) -> dict[str, _FinishedFile]:
+        """Those of these files that earlier runs of the plan have completed."""
+        asked = [path for path in paths if path in self.listed and f"{_FILES}{path}.json" in self.listed and path not in self._records]
+        futures = {path: self.store.later(partial(self._finished_file, path, identity)) for path in asked}
+        self._records.update((path, future.result()) for path, future in futures.items())
+        return {path: file for path in paths if (file := self._records.get(path))}
+
+    def _finished_file(self, path: str, identity: str) -> _FinishedFile | None:
+        """A file, if its record is of this plan and of the file that is there."""
+        record, entry = self._file_record(f"{_FILES}{path}.json"), self.listed[path]
+        if (record.get("plan"), record.get("bytes"), record.get("stamp")) != (identity, entry.nbytes, entry.stamp):
+            return None
+        try:
+            return _FinishedFile(entry, dict(blocks_of(record)), str(record.get("source", "")))
+        except (ValueError, TypeError):
+            return None
+
+    def read_back(self, plan: Plan, jobs: Iterable[Job], digests: Mapping[BlockKey, bytes]) -> Iterator[tuple[Job, bool]]:
+        return ((job, True) for job in jobs)  # the stamps of their files tell that nobody has written them since
+
+    def copy(self, plan: Plan, tasks: Sequence[Task], done: Collection[BlockKey], tiles: Tiles) -> Iterator[tuple[Job, bytes]]:
+        paths = {path for task in tasks for path in task.paths}
+        budget, workers, trace = self._budget(plan, tasks), self.workers(plan, tasks), source_trace(plan)
+        self._log_begin([file for file in plan.layout.files if file.path in paths], budget, workers)
+        routes = sorted({i for task in tasks for i in task.routes})
+
+        def end(path: str, complete: Callable[[], Entry], digests: Iterable[tuple[BlockKey, bytes]]) -> None:
+            self._check_begun()
+            entry = complete()
+            self._record(trace, entry, digests)
+            self._complete[path] = entry
+
+        for each in list(passes(plan, paths - self._complete.keys(), routes, budget.most_open, tiles)):
+            yield from filled(plan, self.store, each, budget, workers, end)
+
+    def _log_begin(self, files: Sequence[TargetFile], budget: Budget, workers: int) -> None:
+        complete = sum(file.path in self._complete for file in files)
+        event(
+            "writing",
+            f"writing {plural(len(files), 'file')} to {self.place} with {plural(workers, 'thread')}, "
+            f"{plural(budget.at_once, 'part')} of {budget.part:,} bytes of each file under way, {budget.reading:,} bytes read ahead"
+            + (f"; {plural(complete, 'file')} complete from an earlier run" if complete else ""),
+            target=self.place,
+            files=len(files),
+            bytes=sum(file.nbytes for file in files),
+            workers=workers,
+        )
+
+    def _record(self, source: str, entry: Entry, digests: Iterable[tuple[BlockKey, bytes]]) -> None:
+        """Record that a file is complete. source: the trace of the source."""
+        content = {
+            "plan": self._identity,
+            "bytes": entry.nbytes,
+            "stamp": entry.stamp,
+            "source": source,
+            "blocks": [[*key, digest.hex()] for key, digest in digests],
+        }
+        self.store.put(f"{_FILES}{entry.path}.json", json.dumps(content).encode())
+
+    def commit(self, plan: Plan, made: Callable[[Read], Iterator[Sidecar]]) -> None:
+        # The manifest comes last: a folder with a manifest is complete.
+        store = self.store
+        sampled = {
+            (path, start, stop - start): store.later(partial(self._read, path, start, stop - start))
+            for path, entry in self._complete.items()
+            for start, stop in sample_ranges(entry.nbytes)
+        }
+
+        def read(path: str, byte_offset: int, nbytes: int) -> bytes:
+            ahead = sampled.pop((path, byte_offset, nbytes), None)
+            return ahead.result() if ahead else self._read(path, byte_offset, nbytes)
+
+        for sidecar in plan.layout.sidecars:
+            store.create(sidecar.path, sidecar.content)
+        for record in made(read):
+            store.create(record.path, record.content)
+            assert record.path != MANIFEST or not sampled
+        self._end(f"{_FILES}{path}.json" for path in self._complete)
+
+    def _end(self, records: Iterable[str]) -> None:
+        """Remove these records of files, and last that the conversion has begun."""
+        self.store.remove(records)
+        self.store.remove([BEGUN])
+
+    def _read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+        """Bytes of a file that is complete. Raises TargetInUse if another process has written the file again meanwhile."""
+        entry = self._complete[path]
+        try:
+            return bytes(self.store.read(entry, byte_offset, byte_offset + nbytes))
+        except CheckpointError as error:
+            if self.store.look(path) == entry:
+                raise
+            raise TargetInUse(f"another process has written {path} again", where=self.place, do="Wait until it has ended") from error
+
+    def abandon(self) -> None:
+        self.refresh()
+        self.clean()
+
+    def unfinished_files(self) -> list[str]:
+        # What the record names counts only if it can be of that conversion, which began in an empty folder: it is not older than the record
+        # that it has begun, and has the length that was planned.
+        entry = self.listed.get(BEGUN)
+        begun = self._begun(entry) if MANIFEST not in self.listed else None
+        if entry is None or begun is None:
+            return []
+        return [path for path, nbytes in begun[1].items() if path in self.listed and self._is_of(path, nbytes, entry)]
+
+    def _is_of(self, path: str, nbytes: int | None, begun: Entry) -> bool:
+        """Whether a file can be of the conversion that has begun."""
+        found = self.listed[path]
+        if found.written is not None and begun.written is not None and found.written < begun.written:
+            return False
+        if nbytes is None and path not in _MADE_LAST:  # Version 0.1.0 recorded no lengths.
+            record = self._file_record(f"{_FILES}{path}.json")
+            return (record.get("bytes"), record.get("stamp")) == (found.nbytes, found.stamp)
+        return nbytes in (None, found.nbytes)
+
+    def is_written_by(self, path: str, begun: float) -> bool:
+        """Whether a conversion into this folder, which may have ended, writes a file of this name. begun: when its upload was begun."""
+        if MANIFEST in self.listed:
+            manifest = usable_manifest(self.files)
+            return manifest is not None and path in listed_files(self.files, manifest)
+        entry = self.listed.get(BEGUN)
+        found = self._begun(entry)
+        # Stores tell the time of an upload in whole seconds.
+        return found is not None and path in found[1] and (entry is None or entry.written is None or entry.written <= begun + 1)
+
+    def records(self) -> list[str]:
+        """The records of files: of what lies where they are kept, what reshard wrote."""
+        asked = {path: self.store.later(partial(self._file_record, path)) for path in self.listed if path.startswith(_FILES)}
+        return [path for path, future in asked.items() if future.result()]
+
+    def clean(self) -> None:
+        """Remove what a conversion which has not ended has written, the records, and last that the conversion has begun.
+
+        Raises: CheckpointError if reshard did not write the record that a conversion has begun; then nothing is removed.
+        """
+        unfinished, records = self.unfinished_files(), self.records()
+        begun = [BEGUN] if self._begun(self.listed.get(BEGUN)) else []
+        for paths in (unfinished, records, begun):
+            self.store.remove(paths)
+
+    def _begun(self, entry: Entry | None) -> tuple[RunHeader, Mapping[str, int | None]] | None:
+        """The record that a conversion has begun. Raises CheckpointError if reshard did not write it."""
+        content = self._content(entry) if entry else None
+        return None if content is None else _begun_record(content, self.store.place(BEGUN))
+
+    def _file_record(self, path: str) -> dict[str, Any]:
+        """The record of a file; empty if there is none, or reshard did not write it."""
+        entry = self.listed.get(path)
+        if entry is None or entry.nbytes > _MOST_BYTES:
+            return {}
+        record = json_object(self._content(entry) or b"")
+        return record if record.keys() - {"source"} == _KEYS_OF_FILE else {}  # version 0.1.0 does not say the source
+
+    def _content(self, entry: Entry) -> bytes | None:
+        """A record that lay there at first, or what has replaced it; None if another process has removed it since."""
+        if entry.nbytes > _MOST_BYTES:
+            raise _foreign(self.store.place(entry.path))
+        for _ in range(_LOOKS):
+            try:
+                return bytes(self.store.read(entry, 0, entry.nbytes))
+            except CheckpointError:
+                # The process that completes the target removes the records, and a part that runs twice writes its own again.
+                found = self.store.look(entry.path)
+                if found is None or found == entry:
+                    return None
+                entry = found
+        raise CheckpointError(
+            f"the file changes whenever it is read; {_LOOKS} times",
+            where=self.store.place(entry.path),
+            do="Look what writes it, and whether the store keeps an ETag for an object that nobody writes",
+        )
+
+
+def _not_in(plan: Plan, i: int, left: set[str]) -> Iterator[BlockKey]:
+    """The blocks of a route that have no part in these files."""
+    target = plan.routes[i].target
+    holders = target.shards.holders
+    if not holders or left.issuperset(holders):  # A scalar whose value is in the framing has no piece, and is read for its digest.
+        return
+    pieces = None if left.isdisjoint(holders) else Pieces(target)
+    for j, box in enumerate(blocks(target.shape)):
+        if pieces is None or not any(piece.extent.path in left for piece, _, _ in pieces.meeting(box)):
+            yield i, j
+
+
+def _foreign(place: str) -> CheckpointError:
+    return CheckpointError(
+        "the record was not written by reshard",
+        where=place,
+        why="It should say which conversion has begun here",
+        do="Remove it if it is yours to remove, or choose another folder",
+    )

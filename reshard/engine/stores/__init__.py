@@ -1,1 +1,0 @@
-"""Stores: reading ahead from them, and writing files to them from front to back (the schedule *gather*)."""
