@@ -17,15 +17,21 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.adapter.serving_format.weight_checker import ParameterHash, ServerFacts, ServingRank, WeightChecker, panels, split_key, texts
-
-if TYPE_CHECKING:
-    from reshard.engine.views import LazyTensor
+from reshard.adapter.serving_format.weight_checker import (
+    ParameterHash,
+    ReadableWeight,
+    ServerFacts,
+    ServingRank,
+    WeightChecker,
+    panels,
+    split_key,
+    texts,
+)
 
 _TILE = 8192
 _SEED = 0x243F6A88
@@ -129,7 +135,7 @@ class SglangWeightChecker(WeightChecker):
     own = re.compile(r"normalizer$|(cos|sin)_cache|inv_freq|freqs_cis|expert_mask_gpu")
     repackings = (panels(32, 2), panels(None, 1))
 
-    def keeps(self, weight: LazyTensor, new_hash: Callable[[], ParameterHash]) -> bool:
+    def keeps(self, weight: ReadableWeight, new_hash: Callable[[], ParameterHash]) -> bool:
         return super().keeps(weight, new_hash) and (new_hash is TensorHash or len(weight.shape) < 2)
 
     def read(self, answer: Mapping[str, Any]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from reshard.adapter.serving_format import ServingFormat
 
 if TYPE_CHECKING:
     from reshard.adapter.format import Hints
-    from reshard.adapter.serving_format.reading import RankHeaders
+    from reshard.adapter.serving_format.engine import RankHeaders
     from reshard.adapter.serving_format.weight_checker import WeightChecker
     from reshard.geometry.parallel import Parallel
     from reshard.index.index import Index

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from reshard.adapter.serving_format.reading import RankHeaders
+from reshard.adapter.serving_format.engine import RankHeaders
 from reshard.errors import CheckpointError
 from reshard.geometry.parallel import Parallel
 from reshard.models.engine_rules import EngineRules

@@ -30,7 +30,7 @@ from reshard.storage.files import Files, LocalFiles, read_whole
 
 if TYPE_CHECKING:
     from reshard.adapter.format import Hints
-    from reshard.adapter.serving_format import ServingFormat
+    from reshard.adapter.serving_format.engine import ServingEngine
 
 # Layout files have a few kB, of models with many towers some hundred.
 _MOST_BYTES = 1 << 26
@@ -71,7 +71,7 @@ def stored_sizes(layout: LearnedLayout, parallel: Parallel, shapes: Mapping[str,
     )
 
 
-def lay_out(serving_format: ServingFormat, layout: LearnedLayout, content: Content, target: Target, companions: ModelFiles) -> Layout:
+def lay_out(serving_format: ServingEngine, layout: LearnedLayout, content: Content, target: Target, companions: ModelFiles) -> Layout:
     """The files of all ranks, and the small files beside them.
 
     Raises: RequestError if the layout does not fit the content, the config or the sizes.

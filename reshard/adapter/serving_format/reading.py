@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard.adapter.serving_format import learned
+from reshard.adapter.serving_format.engine import Headers, RankHeaders, ServingEngine, StageRank
 from reshard.containers import safetensors
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.dtypes import DType
@@ -26,16 +27,9 @@ from reshard.storage.files import Files
 
 if TYPE_CHECKING:
     from reshard.adapter.format import Hints
-    from reshard.adapter.serving_format import ServingFormat
-
-# (pp_rank, tp_rank)
-StageRank = tuple[int, int]
-# Tensor -> its file and its entry in the file's header.
-Headers = dict[str, tuple[TargetFile, safetensors.TensorEntry]]
-RankHeaders = Mapping[StageRank, Headers]
 
 
-def read(serving_format: ServingFormat, files: Files, hints: Hints) -> Index:
+def read(serving_format: ServingEngine, files: Files, hints: Hints) -> Index:
     """The index of all ranks' files.
 
     Raises: CheckpointError if a rank does not hold exactly what the engine's rules expect, RequestError if the model is not known or the
@@ -76,7 +70,7 @@ def _ranks(parallel: Parallel) -> Iterator[StageRank]:
     return ((pp_rank, tp_rank) for pp_rank in range(parallel.pp) for tp_rank in range(parallel.tp))
 
 
-def _paths_by_rank(serving_format: ServingFormat, files: Files, stated: Parallel | None) -> dict[StageRank, list[str]]:
+def _paths_by_rank(serving_format: ServingEngine, files: Files, stated: Parallel | None) -> dict[StageRank, list[str]]:
     """Rank -> its files. stated: the parallel sizes that a file of the checkpoint states; None if no file does.
 
     Raises: CheckpointError if there are no files of ranks, or files with and without a pipeline stage in their names.
@@ -111,7 +105,7 @@ def _rank(numbers: Mapping[str, int], stated: Parallel | None) -> StageRank:
     return divmod(numbers["rank"], stated.tp) if stated else (0, numbers["rank"])
 
 
-def _check_complete(serving_format: ServingFormat, paths: Mapping[StageRank, list[str]], parallel: Parallel) -> None:
+def _check_complete(serving_format: ServingEngine, paths: Mapping[StageRank, list[str]], parallel: Parallel) -> None:
     """Raises CheckpointError, naming the file, if a rank has none."""
     missing = next((rank for rank in _ranks(parallel) if rank not in paths), None)
     if missing is not None:

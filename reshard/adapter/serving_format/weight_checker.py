@@ -21,18 +21,30 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from reshard.engine.views import LazyTensor
+from reshard.geometry.dtypes import DType
 
 Words = npt.NDArray[Any]
-Repacking = Callable[["LazyTensor"], Iterator[Words]]
+
+
+class ReadableWeight(Protocol):
+    """A weight that is read when asked for: a LazyTensor (engine/views.py) or a slice of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> DType: ...
+    def words(self) -> Words: ...
+    def numpy(self) -> Words: ...
+    def __getitem__(self, key: Any) -> ReadableWeight: ...
+
+
+Repacking = Callable[[ReadableWeight], Iterator[Words]]
 """A known way to arrange a weight: its words as they lie in memory, in parts; none if its shape does not allow it."""
 # The most elements that are read at a time.
 _ELEMENTS = 1 << 21
@@ -100,7 +112,7 @@ class WeightChecker(ABC):
     repackings: ClassVar[tuple[Repacking, ...]]
     """How the engine arranges weights anew after loading, as far as that is known."""
 
-    def keeps(self, weight: LazyTensor, new_hash: Callable[[], ParameterHash]) -> bool:
+    def keeps(self, weight: ReadableWeight, new_hash: Callable[[], ParameterHash]) -> bool:
         """Whether the engine holds a weight as it was loaded, whatever the kernels, or nothing under its name."""
         return weight.dtype.floating and weight.dtype.itemsize > 1 and len(weight.shape) < 3
 
@@ -145,7 +157,7 @@ def texts(value: object) -> dict[str, str]:
     return value
 
 
-def widened(weight: LazyTensor) -> Iterator[Words]:
+def widened(weight: ReadableWeight) -> Iterator[Words]:
     """A vector, such as a bias, in 32-bit floats: each value stays what it is."""
     if len(weight.shape) == 1 and weight.dtype.floating:
         yield weight.numpy().astype(np.float32)
@@ -157,7 +169,7 @@ def panels(rows: int | None, together: int) -> Repacking:
     def arranged(panel: Words) -> Words:
         return panel.reshape(len(panel), -1, together).transpose(1, 0, 2).reshape(-1)
 
-    def of_matrix(matrix: LazyTensor, height: int, columns: int) -> Iterator[Words]:
+    def of_matrix(matrix: ReadableWeight, height: int, columns: int) -> Iterator[Words]:
         if rows is None:
             width = max(1, _ELEMENTS // height // together) * together
             for start in range(0, columns, width):
@@ -168,7 +180,7 @@ def panels(rows: int | None, together: int) -> Repacking:
             words = matrix[start : start + step].words().reshape(-1, columns)
             yield from (arranged(words[i : i + rows]) for i in range(0, len(words), rows))
 
-    def repacked(weight: LazyTensor) -> Iterator[Words]:
+    def repacked(weight: ReadableWeight) -> Iterator[Words]:
         # A weight of a convolution over one channel, [channels, 1, width], is a matrix of two axes.
         shape = tuple(size for size in weight.shape if size != 1)
         if len(shape) not in (2, 3) or shape[-1] % together:

@@ -24,13 +24,13 @@ from reshard.serving.ranks import rank_tensors
 from reshard.serving.weights import layers_not_served, not_stored_by_engines, scale_aliases, stored_dtypes, weights_without_slot
 
 if TYPE_CHECKING:
-    from reshard.adapter.serving_format import ServingFormat
+    from reshard.adapter.serving_format.engine import ServingEngine
 
 # The limit with which vLLM's and SGLang's own programs save (examples/.../save_sharded_state.py): 5 GiB.
 _MAX_SHARD_BYTES = 5 << 30
 
 
-def lay_out(serving_format: ServingFormat, content: Content, target: Target, companions: ModelFiles) -> Layout:
+def lay_out(serving_format: ServingEngine, content: Content, target: Target, companions: ModelFiles) -> Layout:
     """The files of all ranks, and the small files beside them.
 
     Raises: RequestError or CheckpointError if the engine does not serve the content at the target's sizes.
@@ -133,7 +133,7 @@ def about_values(stored: Mapping[str, DType]) -> Iterator[str]:
 
 
 def rank_files(
-    serving_format: ServingFormat, target: Target, tensors_of: Callable[[int, int], tuple[StoredTensor, ...]]
+    serving_format: ServingEngine, target: Target, tensors_of: Callable[[int, int], tuple[StoredTensor, ...]]
 ) -> Iterator[TargetFile]:
     """The files of every rank that the target asks for. All ranks of a stage start a new file at the same tensor, before a file of one of
     them exceeds the limit: the parts of one number hold the same tensors, so that they can be written without the others.

@@ -1,0 +1,121 @@
+"""ServingEngine: what one serving engine says of its rank files: its name, its rules, the names of its files."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from reshard.adapter.format import Format
+
+if TYPE_CHECKING:
+    from reshard.adapter.format import Hints
+    from reshard.adapter.serving_format.weight_checker import WeightChecker
+    from reshard.containers.safetensors import TensorEntry
+    from reshard.geometry.dtypes import DType
+    from reshard.geometry.parallel import Parallel
+    from reshard.models.engine_rules import EngineRules
+    from reshard.models.model import Model
+    from reshard.plans.layout import Target, TargetFile
+    from reshard.serving.learned.layout import LearnedLayout
+    from reshard.storage.files import Files
+
+
+# Tensor -> its file and its entry in the file's header.
+Headers = dict[str, "tuple[TargetFile, TensorEntry]"]
+# (pp_rank, tp_rank)
+StageRank = tuple[int, int]
+RankHeaders = Mapping[StageRank, Headers]
+
+
+class ServingEngine(Format):
+    """What a serving engine says of its format. A subclass sets the members without a default, and those that differ from the defaults."""
+
+    engine: ClassVar[str]
+    """The engine's name, for messages."""
+
+    producer: ClassVar[str]
+    """The name of such a checkpoint, for `reshard inspect`."""
+
+    file_pattern: ClassVar[re.Pattern[str]]
+    """Pattern of the names of ranks' files. Its groups are `pp` and `tp`, or `rank`: the number pp_rank * tp + tp_rank."""
+
+    sizes: ClassVar[tuple[str, ...]] = ("tp", "pp", "ep")
+    """The parallel sizes that its files can have."""
+
+    needs_model_files = True
+
+    @abstractmethod
+    def file_name(self, parallel: Parallel, pp_rank: int, tp_rank: int, part: int) -> str:
+        """The name of one file of a rank; `part` counts the rank's files from 0."""
+
+    @abstractmethod
+    def rules(self, model: Model, target: Target) -> EngineRules:
+        """How the engine stores the model, at the target's sizes and engine version.
+
+        Raises: RequestError for sizes, versions or models that the engine's files cannot have.
+        """
+
+    tracer: ClassVar[str | None] = None
+    """The package with the program that traces the engine's own loader (`reshard learn`); None if there is none."""
+
+    @property
+    def weight_checker(self) -> WeightChecker | None:
+        """How a live server of the engine tells what its ranks hold; None if it does not."""
+        return None
+
+    def layout_notes(self, layout: LearnedLayout) -> tuple[str, ...]:
+        """Notes about files that follow a learned layout, such as how to start the engine."""
+        return ()
+
+    # Writing: what a subclass may override.
+
+    def notes(self, model: Model, target: Target) -> tuple[str, ...]:
+        """Sentences about the result for the user, in addition to those in the rules."""
+        return ()
+
+    def engine_config(self, model: Model, parallel: Parallel, dtypes: Mapping[str, DType]) -> dict[str, Any] | None:
+        """config.json in the engine's own terms; None: the engine reads the Hugging Face config. dtypes: the weights' element types.
+
+        Raises: RequestError if the config cannot express the element types.
+        """
+        return None
+
+    def keys_for_ranks(self, config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, object]:
+        """Keys of config.json, with dots before those of inner configs, that the engine needs beside files of ranks alone. names: those of
+        the model's tensors."""
+        return {}
+
+    # Reading: what a subclass may override.
+
+    def stored_config(self, files: Files, hints: Hints) -> Mapping[str, Any] | None:
+        """The Hugging Face config of a checkpoint; None if there is none. Raises CheckpointError for an unreadable engine config."""
+        return hints.config
+
+    def stored_sizes(self, files: Files) -> Parallel | None:
+        """The parallel sizes that a file of the checkpoint states; None: the names and shapes in the files tell them."""
+        return None
+
+    def stored_rules(self, model: Model, parallel: Parallel, headers: RankHeaders) -> tuple[EngineRules, str | None]:
+        """The rules that a checkpoint's files follow, and the engine versions with these rules as a version specifier, if known."""
+        from reshard.plans.layout import Target
+
+        return self.rules(model, Target(self.name, parallel)), None
+
+    # The same for all engines.
+
+    def engine_rules(self, model: Model, target: Target) -> EngineRules:
+        """The rules for a target, after a check that the engine serves the model as its config describes it.
+
+        Raises: RequestError for sizes, versions or models that the engine does not serve.
+        """
+        from reshard.serving.legality import check_served
+
+        target.parallel.allow(*self.sizes, what=f"{self.engine}'s files, which are split by {', '.join(self.sizes)} only")
+        rules = self.rules(model, target)
+        check_served(model, rules)
+        return rules
+
+    def detect(self, files: Files) -> str | None:
+        return next((path for path in files.list() if self.file_pattern.fullmatch(path)), None)
