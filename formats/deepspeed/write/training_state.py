@@ -3,9 +3,10 @@ the run's counters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import is_plain, parameter_and_kind
 from reshard.containers.pickle_writer import Call, Instance, Name
@@ -13,7 +14,7 @@ from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.value import value
 from reshard.index.index import ParamGroup, Tensor
-from reshard.plans.layout import Target
+from reshard.plans.layout import Layout, Sidecar, Target, TargetFile
 
 F32 = from_torch("float32", where="")
 # The version that is written where the source is not DeepSpeed's. DeepSpeed's loaders ask for one, and refuse 0.3 and older.
@@ -55,6 +56,10 @@ class TrainingState:
         """The whole shape of a tensor."""
         return self.content.tensors[name].shape
 
+    def param_shapes(self, names: Iterable[str]) -> dict[str, Call]:
+        """The whole shapes of parameters, as a model file lists them."""
+        return {name: Call(Name("torch", "Size"), (self.shape(name),)) for name in names}
+
     def elementwise_states(self, name: str) -> list[str]:
         """The kinds of state that have one element per element of the parameter; step counts are left out."""
         return [kind for kind, key in self.states[name].items() if self.shape(key) == self.shape(name)]
@@ -91,16 +96,27 @@ class TrainingState:
         """A param group as a dict. numbers: the numbers of its flat groups, for "params"."""
         return {**{key: value for key, value in group.settings.items() if key != "step"}, "params": list(numbers)}
 
-    def notes(self) -> tuple[str, ...]:
-        """What a user has to know to load the files."""
-        notes = []
-        if self.content.facts.step is None:
-            notes.append("the source does not tell its step, so the run goes on at step 0")
-        if not self.content.facts.state.get("lr_scheduler"):
-            notes.append(
+    def layout(
+        self,
+        files: Iterable[TargetFile],
+        target: Target,
+        companions: ModelFiles,
+        tracker: Sidecar,
+        *,
+        note: str,
+        aliases: Mapping[str, str],
+    ) -> Layout:
+        """The layout with these files, and what a user has to know to load them. aliases: alias -> stored name."""
+        facts = self.content.facts
+        found = ["the source does not tell its step, so the run goes on at step 0"] if facts.step is None else []
+        if not facts.state.get("lr_scheduler"):
+            found.append(
                 "the source holds no state of a learning-rate schedule: if the run has one, load with load_lr_scheduler_states=False"
             )
-        return tuple(notes)
+        found += [note] if note else []
+        sidecars = (*companions.sidecars({tensor.dtype for tensor in self.content.weights.values()}), tracker)
+        stored = {alias: name for alias, name in aliases.items() if alias in self.content.tensors}
+        return Layout(target.format, tuple(files), sidecars, target.parallel, tuple(found), stored)
 
 
 def training_state(content: Content, target: Target, what: str) -> TrainingState:
@@ -153,11 +169,6 @@ def training_state(content: Content, target: Target, what: str) -> TrainingState
 def stored_dtype(tensor: Tensor) -> DType:
     """The element type of a master or state: full precision. Narrower masters, as of an optimizer on bf16 weights, are widened."""
     return F32 if tensor.dtype.floating and tensor.dtype.itemsize < 4 else tensor.dtype
-
-
-def torch_size(shape: tuple[int, ...]) -> Call:
-    """torch.Size, pickled."""
-    return Call(Name("torch", "Size"), (shape,))
 
 
 def zero_stage(number: int) -> Call:

@@ -21,7 +21,7 @@ from reshard.plans.layout import Layout, Sidecar, Target, TargetFile
 
 from ..layout.tag import FP32, LATEST_UNIVERSAL, ZERO
 from ..layout.tensor_parallel import is_listed
-from .training_state import TrainingState, stored_dtype, torch_size, training_state, zero_stage
+from .training_state import TrainingState, stored_dtype, training_state, zero_stage
 
 
 def universal_layout(content: Content, target: Target, companions: ModelFiles) -> Layout:
@@ -41,20 +41,17 @@ def universal_layout(content: Content, target: Target, companions: ModelFiles) -
         if "/" in name:
             raise RequestError("its name has a slash, and so cannot be the name of a folder", where=name, do="Rename it, or write --to hf")
         files.extend(_parameter_files(f"{tag}/{ZERO}{name}", training, name))
-    dtypes = {tensor.dtype for tensor in content.weights.values()}
-    sidecars = (*companions.sidecars(dtypes), Sidecar(LATEST_UNIVERSAL, tag.encode()))
-    aliases = {alias: name for alias, name in training.aliases.items() if alias in content.tensors}
-    return Layout("universal", tuple(files), sidecars, target.parallel, _notes(training), aliases)
+    tracker = Sidecar(LATEST_UNIVERSAL, tag.encode())
+    return training.layout(files, target, companions, tracker, note=_note(training), aliases=training.aliases)
 
 
-def _notes(training: TrainingState) -> tuple[str, ...]:
+def _note(training: TrainingState) -> str:
     # deepspeed/runtime/zero/stage3.py, 0.19.8.
     if len({repr(sorted(group.settings.items())) for group in training.groups}) == 1:
-        return training.notes()
+        return ""
     return (
-        *training.notes(),
         "the param groups' settings differ, and ZeRO-3 loads universal checkpoints with the settings of the first group for all: "
-        "for ZeRO-3, use --to deepspeed",
+        "for ZeRO-3, use --to deepspeed"
     )
 
 
@@ -66,7 +63,7 @@ def _model_file(path: str, training: TrainingState, module: Mapping[str, Tensor]
             "module": {name: file.whole(name, tensor) for name, tensor in module.items()},
             "buffer_names": list(module),
             "optimizer": None,
-            "param_shapes": [{name: torch_size(training.shape(name)) for name in group.names} for group in training.groups],
+            "param_shapes": [training.param_shapes(group.names) for group in training.groups],
             "frozen_param_shapes": None,
             "shared_params": dict(training.aliases),
             "frozen_param_fragments": None,

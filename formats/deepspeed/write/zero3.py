@@ -10,7 +10,7 @@ Read by DeepSpeed 0.19.8 (tests/training).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.adapter.model_files import ModelFiles
@@ -24,8 +24,9 @@ from reshard.geometry.sections import Section, Sections, StoredTensor
 from reshard.geometry.value import value
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile
 
-from ..layout.partitions import FlatSlice, zero3_part_size, zero3_slice, zero3_slices
-from .training_state import F32, TrainingState, stored_dtype, torch_size, training_state, zero_stage
+from ..layout.partitions import FlatSlice, zero3_part_size, zero3_slice
+from ..layout.tag import LATEST
+from .training_state import F32, TrainingState, stored_dtype, training_state, zero_stage
 
 # The default of zero_optimization.sub_group_size.
 _SUB_GROUP_SIZE = 1_000_000_000
@@ -37,18 +38,13 @@ class SubGroup:
 
     param_group: int
     """The number of their param group."""
-    names: tuple[str, ...]
-    """The parameters, in the optimizer's order."""
+    slices: tuple[FlatSlice, ...]
+    """Where each parameter lies in the ranks' rows, in the optimizer's order."""
 
-
-@value
-class DataRank:
-    """One data-parallel rank."""
-
-    number: int
-    """Its number, from 0."""
-    count: int
-    """How many data-parallel ranks there are."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters."""
+        return tuple(parameter.name for parameter in self.slices)
 
 
 def zero3_layout(content: Content, target: Target, companions: ModelFiles) -> Layout:
@@ -64,17 +60,17 @@ def zero3_layout(content: Content, target: Target, companions: ModelFiles) -> La
             why="torch's optimizers take learning rates, weight decay and the like from the checkpoint alone",
             do="Write --to universal, where the run's own settings stay",
         )
-    ranks, tag = target.parallel.dp, f"global_step{training.step}"
-    sub_groups = list(_sub_groups(training, ranks))
-    precision = "bf16_" if _is_bf16(training) else ""
+    run = _Run(training, target.parallel.dp, tuple(_sub_groups(training, target.parallel.dp)))
+    tag, is_bf16 = f"global_step{training.step}", _is_bf16(training)
     files = []
-    for rank in (DataRank(number, ranks) for number in range(ranks)):
-        name = f"zero_pp_rank_{rank.number}_mp_rank_00"
-        files.append(_model_file(f"{tag}/{name}_model_states.pt", training, sub_groups, rank))
-        files.append(_optimizer_file(f"{tag}/{precision}{name}_optim_states.pt", training, sub_groups, rank))
-    dtypes = {tensor.dtype for tensor in content.weights.values()}
-    sidecars = (*companions.sidecars(dtypes), Sidecar("latest", tag.encode()))
-    return Layout("deepspeed", tuple(files), sidecars, target.parallel, _notes(training), _aliases(training, sub_groups))
+    for rank in range(run.ranks):
+        name = f"zero_pp_rank_{rank}_mp_rank_00"
+        files.append(run.model_file(f"{tag}/{name}_model_states.pt", rank))
+        files.append(run.optimizer_file(f"{tag}/{'bf16_' if is_bf16 else ''}{name}_optim_states.pt", rank))
+    described = f"{'with bf16 enabled' if is_bf16 else 'without bf16'}: DeepSpeed chooses the names by that setting"
+    note = "" if content.facts.state.get("ds_config") else f"the optimizer's files are named for a run {described}"
+    tracker = Sidecar(LATEST, tag.encode())
+    return training.layout(files, target, companions, tracker, note=note, aliases={**training.aliases, **run.shared_counts()})
 
 
 def _sub_groups(training: TrainingState, ranks: int) -> Iterator[SubGroup]:
@@ -86,16 +82,15 @@ def _sub_groups(training: TrainingState, ranks: int) -> Iterator[SubGroup]:
     limit = zero_config.get("sub_group_size")
     limit = limit if type(limit) is int and limit > 0 else _SUB_GROUP_SIZE
     for number, group in enumerate(training.groups):
-        names: list[str] = []
-        elements = 0
+        slices, elements = list[FlatSlice](), 0
         for name in group.names:
-            names.append(name)
+            slices.append(zero3_slice(name, training.shape(name), ranks, elements))
             elements += zero3_part_size(training.shape(name), ranks)
             if elements >= limit:
-                yield SubGroup(number, tuple(names))
-                names, elements = [], 0
-        if names:
-            yield SubGroup(number, tuple(names))
+                yield SubGroup(number, tuple(slices))
+                slices, elements = [], 0
+        if slices:
+            yield SubGroup(number, tuple(slices))
 
 
 def _is_bf16(training: TrainingState) -> bool:
@@ -107,51 +102,98 @@ def _is_bf16(training: TrainingState) -> bool:
     return str(config.get("dtype", config.get("torch_dtype", "bfloat16"))) == "bfloat16"
 
 
-def _notes(training: TrainingState) -> tuple[str, ...]:
-    if training.content.facts.state.get("ds_config"):
-        return training.notes()
-    run = "with bf16 enabled" if _is_bf16(training) else "without bf16"
-    return (*training.notes(), f"the optimizer's files are named for a run {run}: DeepSpeed chooses the names by that setting")
+@value(eq=False)
+class _Run:
+    """The run that is written."""
 
+    training: TrainingState
+    """What it resumes from."""
+    ranks: int
+    """The number of data-parallel ranks."""
+    sub_groups: tuple[SubGroup, ...]
+    """The flat groups."""
 
-def _aliases(training: TrainingState, sub_groups: Sequence[SubGroup]) -> dict[str, str]:
-    """Canonical tensors that are stored once under another name: tied parameters, and the step counts of a sub-group."""
-    aliases = dict(training.aliases)
-    for sub_group in sub_groups:
-        stored: dict[str, str] = {}
-        for name in sub_group.names:
-            for kind in training.states[name].keys() - set(training.elementwise_states(name)):
-                key = training.states[name][kind]
-                if stored.setdefault(kind, key) != key:
-                    aliases[key] = stored[kind]
-    return {alias: key for alias, key in aliases.items() if alias in training.content.tensors}
+    def shared_counts(self) -> dict[str, str]:
+        """The step counts of the parameters of a sub-group that are stored once, by the key of the stored one."""
+        aliases: dict[str, str] = {}
+        for sub_group in self.sub_groups:
+            stored: dict[str, str] = {}
+            for name in sub_group.names:
+                for kind in self.training.states[name].keys() - set(self.training.elementwise_states(name)):
+                    key = self.training.states[name][kind]
+                    if stored.setdefault(kind, key) != key:
+                        aliases[key] = stored[kind]
+        return aliases
 
+    def model_file(self, path: str, rank: int) -> TargetFile:
+        """A rank's model states: empty tensors in place of the partitioned parameters, whole buffers, its part of frozen weights."""
+        file, training, frozen = TorchFile(path, {"dp": rank}), self.training, _frozen_names(self.training)
+        module, fragments = {}, {}
+        for name in dict.fromkeys((*training.content.weights, *training.aliases)):
+            is_buffer = name in training.untrained and name not in frozen
+            empty = StoredTensor("", F32, (0,))
+            module[name] = file.whole(name, training.content.tensors[name]) if is_buffer else file.tensor(empty)
+        for name in frozen:
+            parameter = zero3_slice(name, training.shape(name), self.ranks)
+            fragments[name] = file.tensor(self._row(f"frozen.{name}", {name: parameter}, rank))
+        return file.close(
+            {
+                "module": module,
+                "buffer_names": [name for name in training.untrained if name not in frozen],
+                "optimizer": None,
+                "param_shapes": [training.param_shapes(sub_group.names) for sub_group in self.sub_groups],
+                "frozen_param_shapes": training.param_shapes(frozen) or None,
+                "shared_params": dict(training.aliases) if rank == 0 else {},
+                "frozen_param_fragments": fragments or None,
+                **training.model_file_keys(self.ranks),
+            }
+        )
 
-def _model_file(path: str, training: TrainingState, sub_groups: Sequence[SubGroup], rank: DataRank) -> TargetFile:
-    """A rank's model states: empty tensors in place of the parameters, which are partitioned; whole buffers; its part of frozen weights."""
-    file, content = TorchFile(path, {"dp": rank.number}), training.content
-    frozen = _frozen_names(training)
-    empty = StoredTensor("", F32, (0,))
-    module = {
-        name: file.whole(name, content.tensors[name]) if name in training.untrained and name not in frozen else file.tensor(empty)
-        for name in dict.fromkeys((*content.weights, *training.aliases))
-    }
-    fragments = {}
-    for name in frozen:
-        parameter = zero3_slice(name, training.shape(name), rank.count)
-        fragments[name] = file.tensor(_row(f"frozen.{name}", {name: parameter}, training, rank))
-    return file.close(
-        {
-            "module": module,
-            "buffer_names": [name for name in training.untrained if name not in frozen],
-            "optimizer": None,
-            "param_shapes": [{name: torch_size(training.shape(name)) for name in sub_group.names} for sub_group in sub_groups],
-            "frozen_param_shapes": {name: torch_size(training.shape(name)) for name in frozen} or None,
-            "shared_params": dict(training.aliases) if rank.number == 0 else {},
-            "frozen_param_fragments": fragments or None,
-            **training.model_file_keys(rank.count),
+    def optimizer_file(self, path: str, rank: int) -> TargetFile:
+        """A rank's optimizer states: for each sub-group, one row of masters and one row of each kind of state."""
+        file, masters, states, training = TorchFile(path, {"dp": rank}), [], {}, self.training
+        for number, sub_group in enumerate(self.sub_groups):
+            states[number] = self._states(file, number, rank)
+            masters.append(file.tensor(self._row(f"fp32_flat_groups.{number}", {s.name: s for s in sub_group.slices}, rank)))
+        groups = [
+            training.settings(group, [i for i, sub_group in enumerate(self.sub_groups) if sub_group.param_group == number])
+            for number, group in enumerate(training.groups)
+        ]
+        optimizer = {
+            "zero_stage": zero_stage(3),
+            **training.loss_scaler_keys(),
+            "partition_count": self.ranks,
+            "optimizer_state_dict": {"state": states, "param_groups": groups},
+            "fp32_flat_groups": masters,
         }
-    )
+        keys = training.model_file_keys(self.ranks)
+        return file.close({"optimizer_state_dict": optimizer, **{key: keys[key] for key in ("ds_config", "ds_version")}})
+
+    def _states(self, file: TorchFile, number: int, rank: int) -> dict[str, Any]:
+        """The optimizer's state of a sub-group. One step count serves all parameters."""
+        training, slices = self.training, self.sub_groups[number].slices
+        first = slices[0].name
+        elementwise = training.elementwise_states(first)
+        shared = {kind: key for kind, key in training.states[first].items() if kind not in elementwise}
+        entries: dict[str, Any] = {kind: file.whole(key, training.content.tensors[key]) for kind, key in shared.items()}
+        if first in training.content.step_counts:
+            entries[STEP] = training.content.step_counts[first]
+        for kind in elementwise:
+            entries[kind] = file.tensor(self._row(f"{kind}.{number}", {training.states[s.name][kind]: s for s in slices}, rank))
+        return entries
+
+    def _row(self, name: str, parameters: Mapping[str, FlatSlice], rank: int) -> StoredTensor:
+        """A rank's row: its run of elements of each parameter; zeros pad each part. parameters: by the key of the canonical tensor."""
+        sections, end = [], 0
+        for key, parameter in parameters.items():
+            start, strides = parameter.first_offset, row_major(parameter.shape)
+            for box in flat_boxes(parameter.shape, parameter.bounds[rank], parameter.bounds[rank + 1]):
+                sections.append(Section(key, box, start, strides))
+                start += box.volume
+            if math.prod(parameter.shape) == 0 and rank == 0:
+                sections.append(Section(key, Box.whole(parameter.shape), start, strides))
+            end = parameter.first_offset + zero3_part_size(parameter.shape, self.ranks)
+        return StoredTensor(name, _row_dtype(next(iter(parameters), None), self.training), (end,), Sections.of(sections))
 
 
 def _frozen_names(training: TrainingState) -> list[str]:
@@ -162,59 +204,9 @@ def _frozen_names(training: TrainingState) -> list[str]:
     return [name for name in training.untrained if model is not None and name in model.weights]
 
 
-def _optimizer_file(path: str, training: TrainingState, sub_groups: Sequence[SubGroup], rank: DataRank) -> TargetFile:
-    """A rank's optimizer states: for each sub-group, one row of masters and one row of each kind of state."""
-    file, masters, states = TorchFile(path, {"dp": rank.number}), [], {}
-    for number, sub_group in enumerate(sub_groups):
-        slices = list(zero3_slices(tuple((name, training.shape(name)) for name in sub_group.names), rank.count))
-        states[number] = _states(file, number, slices, training, rank)
-        masters.append(file.tensor(_row(f"fp32_flat_groups.{number}", {s.name: s for s in slices}, training, rank)))
-    groups = [
-        training.settings(group, [i for i, sub_group in enumerate(sub_groups) if sub_group.param_group == number])
-        for number, group in enumerate(training.groups)
-    ]
-    optimizer = {
-        "zero_stage": zero_stage(3),
-        **training.loss_scaler_keys(),
-        "partition_count": rank.count,
-        "optimizer_state_dict": {"state": states, "param_groups": groups},
-        "fp32_flat_groups": masters,
-    }
-    model_keys = training.model_file_keys(rank.count)
-    return file.close({"optimizer_state_dict": optimizer, "ds_config": model_keys["ds_config"], "ds_version": model_keys["ds_version"]})
-
-
-def _states(file: TorchFile, number: int, slices: Sequence[FlatSlice], training: TrainingState, rank: DataRank) -> dict[str, Any]:
-    """The optimizer's state of sub-group `number`. One step count serves all parameters."""
-    states, elementwise = training.states[slices[0].name], training.elementwise_states(slices[0].name)
-    entries: dict[str, Any] = {
-        kind: file.whole(key, training.content.tensors[key]) for kind, key in states.items() if kind not in elementwise
-    }
-    if slices[0].name in training.content.step_counts:
-        entries[STEP] = training.content.step_counts[slices[0].name]
-    for kind in elementwise:
-        row = _row(f"{kind}.{number}", {training.states[s.name][kind]: s for s in slices}, training, rank)
-        entries[kind] = file.tensor(row)
-    return entries
-
-
-def _row(name: str, parameters: Mapping[str, FlatSlice], training: TrainingState, rank: DataRank) -> StoredTensor:
-    """A rank's row: its run of elements of each parameter; zeros pad each part. parameters: by the key of the canonical tensor."""
-    sections, end = [], 0
-    dtype: DType | None = None
-    for key, parameter in parameters.items():
-        dtype = dtype or _row_dtype(key, training)
-        start, strides = parameter.first_offset, row_major(parameter.shape)
-        for box in flat_boxes(parameter.shape, parameter.bounds[rank.number], parameter.bounds[rank.number + 1]):
-            sections.append(Section(key, box, start, strides))
-            start += box.volume
-        if math.prod(parameter.shape) == 0 and rank.number == 0:
-            sections.append(Section(key, Box.whole(parameter.shape), start, strides))
-        end = parameter.first_offset + zero3_part_size(parameter.shape, rank.count)
-    return StoredTensor(name, dtype or F32, (end,), Sections.of(sections))
-
-
-def _row_dtype(key: str, training: TrainingState) -> DType:
+def _row_dtype(key: str | None, training: TrainingState) -> DType:
     """The element type of a row that starts with that tensor: frozen weights keep theirs, masters and states have full precision."""
-    tensor = training.content.tensors[key]
+    tensor = training.content.tensors.get(key or "")
+    if tensor is None:
+        return F32
     return tensor.dtype if key in training.untrained and key not in training.content.states else stored_dtype(tensor)
