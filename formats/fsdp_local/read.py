@@ -12,7 +12,7 @@ from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.rank_files import RankFiles, check_missing_ranks, notes_on_missing_ranks, run_files
 from reshard.adapter.save_folders import step_of
 from reshard.adapter.state_dicts import FLAT, model_part
-from reshard.canonical.wrappers import unwrapped
+from reshard.canonical.renaming import unwrapped
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.containers.torch_zip import AnyTensor

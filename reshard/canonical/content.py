@@ -25,10 +25,10 @@ from reshard.canonical.optimizer_state import (
     state_key_of,
     uncounted,
 )
+from reshard.canonical.renaming import is_wrapper
 from reshard.canonical.tensor_classes import is_of_optimizer, root_of
 from reshard.canonical.tied_head import tie
 from reshard.canonical.trainer_names import check_trainer
-from reshard.canonical.wrappers import is_wrapper
 from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value

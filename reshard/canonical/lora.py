@@ -21,9 +21,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from reshard.canonical.renaming import renamed
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.value import value
-from reshard.index.index import Index, ParamGroup, Tensor
+from reshard.index.index import Index, Tensor
 
 PREFIX = "base_model.model."
 # Parts of the base's names that PEFT adds.
@@ -95,15 +96,11 @@ def with_adapter_names(index: Index, adapter: str | None = None) -> Index:
     adapters = {name.adapter for name in found.values()}
     if not found or (adapter is None and len(adapters) > 1):
         return index
-    renamed = {stored: name.in_file for stored, name in found.items() if adapter is None or name.adapter == adapter}
-    if all(stored == new for stored, new in renamed.items()):
+    names = {stored: name.in_file for stored, name in found.items() if adapter is None or name.adapter == adapter}
+    if all(stored == new for stored, new in names.items()):
         return index
-
-    def groups() -> tuple[ParamGroup, ...]:
-        return tuple(replace(group, names=tuple(renamed.get(name, name) for name in group.names)) for group in index.param_groups())
-
-    tensors = tuple(replace(t, name=renamed[t.name]) if t.name in renamed else t for t in index.tensors)
-    return replace(index, tensors=tensors, param_groups=groups)
+    tensors = (replace(tensor, name=names[tensor.name]) if tensor.name in names else tensor for tensor in index.tensors)
+    return renamed(index, tensors, lambda name: (names.get(name, name),))
 
 
 # Settings of adapter_config.json under which the update is not scale * B x A, or the base is not the model that it names.

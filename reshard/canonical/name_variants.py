@@ -18,13 +18,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 
 from reshard.canonical.lora import base_name, is_of_adapter
+from reshard.canonical.renaming import renamed
 from reshard.canonical.stacked_experts import located_in, stacks
 from reshard.canonical.trainer_names import places_in, with_published_names
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.value import value
-from reshard.index.index import Index, Kind, ParamGroup, Tensor
+from reshard.index.index import Index, Kind, Tensor
 from reshard.index.shards import Shards, concatenated
 from reshard.models.model import Model, Part
 
@@ -194,18 +195,6 @@ class Names:
         return joined(arrays)
 
 
-@value
-class _Share:
-    """The part of a canonical tensor that one stored tensor holds."""
-
-    tensor: Tensor
-    """The stored tensor."""
-    shape: tuple[int, ...]
-    """The shape of the canonical tensor."""
-    shards: Shards
-    """The pieces of the canonical tensor that lie in the stored one."""
-
-
 def names_besides(names: Iterable[str], index: Index, model: Model) -> list[str]:
     """Those of these names in an index that are not of the model's weights; none if the index has the names of a trainer, which are not
     published ones even where they are spelled alike."""
@@ -245,38 +234,29 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
         return arrays[name]
 
     others = _others(index, array, names, prefix)
-    shares: dict[tuple[Kind, str], list[_Share]] = {}
-    renamed: dict[str, str] = {}
+    found: dict[tuple[Kind, str], list[tuple[str, Tensor]]] = {}
+    changed: dict[str, str] = {}
     for tensor in index.tensors:
-        for name, share in _shares(tensor, array, others, model, prefix):
-            shares.setdefault((tensor.kind, name), []).append(share)
-            if name != tensor.name:
-                renamed.setdefault(tensor.name, name)
-    if not renamed:
+        for part in _canonical(tensor, array, others, model):
+            found.setdefault((part.kind, part.name), []).append((tensor.name, part))
+            if part.name != tensor.name:
+                changed.setdefault(tensor.name, part.name)
+    if not changed:
         return index
-    tensors = tuple(_combined(name, of_tensor) for (_, name), of_tensor in shares.items())
 
     def new_names(name: str) -> tuple[str, ...]:
         mosaic = array(name)
         return (others.get(name, name),) if mosaic is None else mosaic.names
 
-    def groups() -> tuple[ParamGroup, ...]:
-        return tuple(replace(group, names=_chained(map(new_names, group.names))) for group in index.param_groups())
-
-    stored, canonical = next(iter(renamed.items()))
-    note = f"{len(renamed)} tensors are stored under other names than the published ones; for example, {stored} holds {canonical}"
-    buffers = None if index.facts.buffers is None else _chained(map(new_names, index.facts.buffers))
-    tied = {new_names(alias)[0]: new_names(name)[0] for alias, name in index.facts.tied.items()}
-    facts = replace(index.facts, notes=(*index.facts.notes, note), buffers=buffers, tied=tied)
-    return replace(index, tensors=tensors, facts=facts, param_groups=groups)
+    stored, canonical = next(iter(changed.items()))
+    note = f"{len(changed)} tensors are stored under other names than the published ones; for example, {stored} holds {canonical}"
+    return renamed(index, map(_combined, found.values()), new_names, note)
 
 
 def _without_peft(index: Index) -> Index:
     """The index of an unknown model without the parts that PEFT adds to the names of base weights beside an adapter."""
-    names = {
-        tensor.name: base_name(tensor.name) for tensor in index.tensors if tensor.kind in ("weight", "buffer") or not is_of_adapter(tensor)
-    }
-    changed = {name: short for name, short in names.items() if name != short}
+    of_base = [tensor for tensor in index.tensors if tensor.kind in ("weight", "buffer") or not is_of_adapter(tensor)]
+    changed = {tensor.name: name for tensor in of_base if (name := base_name(tensor.name)) != tensor.name}
     if not changed or not any(map(is_of_adapter, index.tensors)):
         return index
     tensors = tuple(replace(t, name=changed[t.name]) if t.name in changed and not is_of_adapter(t) else t for t in index.tensors)
@@ -311,28 +291,29 @@ def _others(index: Index, array: Callable[[str], Mosaic | None], names: Names, p
     return {name: found for name, found in new.items() if found != others[name]}
 
 
-def _shares(
-    tensor: Tensor, array: Callable[[str], Mosaic | None], others: Mapping[str, str], model: Model, prefix: str
-) -> Iterator[tuple[str, _Share]]:
-    """The shares of canonical tensors that a stored tensor holds, by canonical name. A tensor whose name is canonical or means nothing is
-    one share. others: the new names of tensors that mean nothing."""
+def _canonical(tensor: Tensor, array: Callable[[str], Mosaic | None], others: Mapping[str, str], model: Model) -> Iterator[Tensor]:
+    """What a stored tensor holds: parts of canonical tensors. A tensor whose name is canonical or means nothing is one part, itself.
+
+    others: the new names of tensors that mean nothing.
+    """
     parameter, _, kind = tensor.name.rpartition(".") if tensor.kind == "state" else (tensor.name, "", "")
     suffix = f".{kind}" if tensor.kind == "state" else ""
     # The modules that an adapter saves whole (modules_to_save) have names of the base.
     mosaic = array(parameter) if parameter and tensor.kind != "adapter" else None
     if mosaic is None:
-        yield others[parameter] + suffix if parameter in others else tensor.name, _Share(tensor, tensor.shape, tensor.shards)
+        yield replace(tensor, name=others[parameter] + suffix) if parameter in others else tensor
     elif tensor.shape == mosaic.shape:
         located = dict(located_in(tensor.shards, mosaic).of(tensor.shards))
         for name in mosaic.names:
             # A tied head is not among the weights of the model. Its shape is that of the embedding, which is the shape of this tensor.
             shape = model.weights[name].shape if name in model.weights else tensor.shape
-            yield name + suffix, _Share(tensor, shape, located.get(name) or Shards.of(()))
+            shards = located.get(name) or Shards.of(())
+            yield replace(tensor, name=name + suffix, shape=shape, shards=shards, distribution=None)
     elif tensor.elements == 1:  # a step count of a fused parameter counts for each of its weights
         for name in mosaic.names:
-            yield name + suffix, _Share(tensor, tensor.shape, tensor.shards)
+            yield replace(tensor, name=name + suffix)
     elif tensor.kind == "state":
-        yield tensor.name, _Share(tensor, tensor.shape, tensor.shards)
+        yield tensor
     else:
         raise CheckpointError(
             f"its shape is {list(tensor.shape)}; by its name it holds {', '.join(mosaic.names[:3])}"
@@ -344,22 +325,17 @@ def _shares(
         )
 
 
-def _combined(name: str, shares: Sequence[_Share]) -> Tensor:
-    """A canonical tensor from its shares. Raises CheckpointError if two shares differ in dtype or shape."""
-    first = shares[0].tensor
-    if len(shares) == 1 and shares[0].shards is first.shards:
-        return first if first.name == name else replace(first, name=name)
-    for other in shares[1:]:
-        if (other.tensor.dtype, other.shape) != (first.dtype, shares[0].shape):
-            claims = [f"{share.tensor.name} says {share.tensor.dtype} {list(share.shape)}" for share in (shares[0], other)]
+def _combined(parts: Sequence[tuple[str, Tensor]]) -> Tensor:
+    """A canonical tensor from its parts, each with its stored name. Raises CheckpointError if two parts differ in dtype or shape."""
+    stored, first = parts[0]
+    for other_stored, other in parts[1:]:
+        if (other.dtype, other.shape) != (first.dtype, first.shape):
             raise CheckpointError(
-                ", ".join(claims),
-                where=name,
+                f"{stored} says {first.dtype} {list(first.shape)}, {other_stored} says {other.dtype} {list(other.shape)}",
+                where=first.name,
                 why="By their names both hold this weight, which has one element type and shape",
                 do="Save the model again with one of them",
             )
-    return Tensor(name, first.dtype, shares[0].shape, first.kind, concatenated([share.shards for share in shares]))
-
-
-def _chained(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(name for group in names for name in group)
+    if len(parts) == 1:
+        return first
+    return Tensor(first.name, first.dtype, first.shape, first.kind, concatenated([part.shards for _, part in parts]))

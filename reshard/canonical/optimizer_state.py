@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
-from reshard.geometry.value import value
 from reshard.index.index import Kind, ParamGroup, Tensor
 
 Shape = tuple[int, ...]
@@ -69,8 +68,8 @@ def names_for(
     if recorded := recorded_names(optimizer["param_groups"]):
         return recorded, []
     names = names_of_numbers(groups, shapes, parameters)
-    if isinstance(names, Unnamed):
-        return {}, [f"the optimizer numbers its parameters, and their names are not certain: {names.reason}"]
+    if isinstance(names, str):
+        return {}, [f"the optimizer numbers its parameters, and their names are not certain: {names}"]
     return names, ["the optimizer numbers its parameters; their names follow from the recorded order and the shapes"]
 
 
@@ -110,17 +109,10 @@ def is_unnamed(tensor: Tensor) -> bool:
     return tensor.kind == "state" and tensor.name.startswith(_PREFIX)
 
 
-@value
-class Unnamed:
-    """The reason why the names of numbered parameters cannot be known."""
-
-    reason: str
-
-
 def names_of_numbers(
     groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], parameters: Sequence[tuple[str, Shape]]
-) -> dict[int, str] | Unnamed:
-    """The name of every numbered parameter, if the recorded order and the shapes allow only one assignment.
+) -> dict[int, str] | str:
+    """The name of every numbered parameter, if the recorded order and the shapes allow only one assignment; otherwise the reason.
 
     Each group lists its parameters in the order of the model, and the groups together list all of them. So the next parameter of the model
     is always the next one of some group. If it could be the next one of two groups, both assignments are followed.
@@ -130,9 +122,9 @@ def names_of_numbers(
     """
     numbers = [number for group in groups for number in group]
     if len(numbers) != len(set(numbers)):
-        return Unnamed("a number is in two param groups")
+        return "a number is in two param groups"
     if len(numbers) != len(parameters):
-        return Unnamed(f"the optimizer has {len(numbers)} parameters, the model {len(parameters)}")
+        return f"the optimizer has {len(numbers)} parameters, the model {len(parameters)}"
     # The number of assigned parameters in each group -> the assignments that lead there. Two are enough: more than one is ambiguous.
     assignments: dict[tuple[int, ...], list[_Assignment]] = {(0,) * len(groups): [None]}
     for name, shape in parameters:
@@ -144,13 +136,13 @@ def names_of_numbers(
                     same_end = longer.setdefault(after, [])
                     same_end.extend((assignment, number, name) for assignment in shorter[: 2 - len(same_end)])
         if not longer:
-            return Unnamed(f"{name} has the shape {list(shape)}, but no param group continues with a parameter of this shape")
+            return f"{name} has the shape {list(shape)}, but no param group continues with a parameter of this shape"
         if len(longer) * len(groups) > _MOST_ASSIGNMENTS:
-            return Unnamed("parameters of the same shape are in several param groups, in too many possible orders")
+            return "parameters of the same shape are in several param groups, in too many possible orders"
         assignments = longer
     (complete,) = assignments.values()
     if len(complete) > 1:
-        return Unnamed(_difference(*complete))
+        return _difference(*complete)
     return dict(_steps(complete[0]))
 
 

@@ -32,10 +32,10 @@ from dataclasses import replace
 from reshard.canonical.name_variants import Names
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import is_state_key
-from reshard.canonical.wrappers import without_wrappers
+from reshard.canonical.renaming import renamed, without_wrappers
 from reshard.errors import RequestError
 from reshard.geometry.value import value
-from reshard.index.index import Index, Kind, ParamGroup, Tensor, element_count
+from reshard.index.index import Index, Kind, Tensor, element_count
 from reshard.models.lookup import is_draft_table
 from reshard.models.model import Model
 
@@ -60,19 +60,9 @@ _RUN_ROOTS = frozenset(
 )  # fmt: skip
 # Parts of names: of LoRA (PEFT, torchtune), of FP8 recipes (Transformer Engine), and last parts of buffers.
 _ADAPTERS = frozenset(
-    {
-        "lora_A",
-        "lora_B",
-        "lora_a",
-        "lora_b",
-        "lora_embedding_A",
-        "lora_embedding_B",
-        "lora_magnitude_vector",
-        "trainable_tokens_delta",
-        "lora_bias",
-        "modules_to_save",
-    }
-)
+    {"lora_A", "lora_B", "lora_a", "lora_b", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "trainable_tokens_delta",
+     "lora_bias", "modules_to_save"}
+)  # fmt: skip
 _RECIPES = frozenset({"_extra_state", "amax_history", "amax_history_fwd", "amax_history_bwd"})
 # Rotary frequencies and their tables (transformers before 4.39 and remote code), masks of GPT-2's relatives, the scalar of their masks.
 _BUFFERS = frozenset(
@@ -250,24 +240,16 @@ def _under_root(index: Index, prefix: str, model: Model | None) -> Index:
     """The index of the model whose names start with `prefix`, without that prefix."""
     weights = index.by_kind("weight")
 
-    def renamed(tensor: Tensor) -> Tensor:
+    def of_model(tensor: Tensor) -> Tensor:
         if not tensor.name.startswith(prefix):
             return _of_another_model(tensor, weights)
         return replace(tensor, name=tensor.name.removeprefix(prefix), kind="weight" if tensor.kind == "other" else tensor.kind)
 
-    def names_of(names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+    def new_names(name: str) -> tuple[str, ...]:
+        return (name.removeprefix(prefix),) if name.startswith(prefix) else ()
 
-    def groups() -> tuple[ParamGroup, ...]:
-        return tuple(replace(group, names=names_of(group.names)) for group in index.param_groups())
-
-    facts = replace(
-        index.facts,
-        roots=(),
-        buffers=None if index.facts.buffers is None else names_of(index.facts.buffers),
-        tied={alias.removeprefix(prefix): name.removeprefix(prefix) for alias, name in index.facts.tied.items() if name.startswith(prefix)},
-    )
-    return classified(without_wrappers(replace(index, tensors=tuple(map(renamed, index.tensors)), facts=facts, param_groups=groups)), model)
+    found = renamed(index, map(of_model, index.tensors), new_names)
+    return classified(without_wrappers(replace(found, facts=replace(found.facts, roots=()))), model)
 
 
 def _of_another_model(tensor: Tensor, weights: Mapping[str, Tensor]) -> Tensor:

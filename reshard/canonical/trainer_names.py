@@ -24,13 +24,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import cached_property
 
+from reshard.canonical.renaming import renamed
+from reshard.canonical.stacked_experts import located_in
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
-from reshard.geometry.mosaics import Mosaic, Tile, joined
+from reshard.geometry.mosaics import Mosaic, joined
 from reshard.geometry.sections import Section, Sections, StoredTensor
 from reshard.geometry.value import value
-from reshard.index.index import Index, ParamGroup, Tensor
+from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
 from reshard.index.subviews import SubviewsBuilder
 from reshard.models.model import Model, Part
@@ -220,20 +222,13 @@ class Places:
 
     def located(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Shards]]:
         """(canonical name, its pieces) of the weights in a stored tensor."""
-        array, heads, found = self.arrays[name], self.heads.get(name), SubviewsBuilder()
+        array, heads = self.arrays[name], self.heads.get(name)
+        if heads is None:
+            return located_in(tensor.shards, array).of(tensor.shards)
+        found, (tile,), width = SubviewsBuilder(), array.tiles, array.shape[0] // heads
         starts, sizes = tensor.shards.offsets, tensor.shards.sizes
         for row in range(len(tensor.shards)):
             box = Box(tuple(starts[row].tolist()), tuple(sizes[row].tolist()))
-            if heads is None:
-                for tile in array.tiles:
-                    part: Tile | None = tile
-                    for axis in range(len(array.shape)):
-                        part = part and part.cut(axis, box.offsets[axis], box.stops[axis])
-                    if part is not None:
-                        found.add_tile(row, part.name, part)
-                continue
-            (tile,) = array.tiles
-            width = array.shape[0] // heads
             for first in range(0, array.shape[0], width):
                 for half in (0, 1):
                     # Stored row first + half + 2 i is canonical row first + half * width / 2 + i.
@@ -345,8 +340,12 @@ def with_published_names(index: Index, model: Model) -> Index:
     tensors: list[Tensor] = []
     for tensor in index.tensors:
         array = places.arrays.get(tensor.name)
-        if array is None or (tensor.elements == 1 and tensor.shape != array.shape):
-            tensors += [replace(tensor, name=name) for name in array.names] if array else [_as_buffer(tensor)]
+        if array is None:
+            # Rotary frequencies become a buffer.
+            tensors.append(replace(tensor, kind="buffer") if tensor.kind == "weight" else tensor)
+            continue
+        if tensor.elements == 1 and tensor.shape != array.shape:
+            tensors += [replace(tensor, name=name) for name in array.names]
             continue
         if tensor.shape != array.shape:
             raise CheckpointError(
@@ -361,17 +360,8 @@ def with_published_names(index: Index, model: Model) -> Index:
             replace(tensor, name=name, shape=shapes.get(name, tensor.shape), shards=shards, distribution=None)
             for name, shards in places.located(tensor.name, tensor)
         ]
-    renamed = {name: array.names for name, array in places.arrays.items()}
-
-    def groups() -> tuple[ParamGroup, ...]:
-        return tuple(replace(g, names=tuple(new for name in g.names for new in renamed.get(name, (name,)))) for g in index.param_groups())
-
+    names = {name: array.names for name, array in places.arrays.items()}
     rows = "are stored in pairs, which are put in the published order" if places.heads else "have the published order"
     note = f"the names are those of {places.table.trainer}; rotary rows {rows}"
-    facts = replace(index.facts, notes=(*index.facts.notes, note), tied={}, buffers=None)
-    return replace(index, tensors=tuple(tensors), facts=facts, param_groups=groups)
-
-
-def _as_buffer(tensor: Tensor) -> Tensor:
-    """A tensor that no row holds: rotary frequencies become a buffer, other tensors stay what they are."""
-    return replace(tensor, kind="buffer") if tensor.kind == "weight" else tensor
+    plain = replace(index, facts=replace(index.facts, tied={}, buffers=None))
+    return renamed(plain, tensors, lambda name: names.get(name, (name,)), note)

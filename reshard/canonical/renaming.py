@@ -1,4 +1,4 @@
-"""Wrappers: the parts that wrappers of a model add to the names of its parameters, and their removal.
+"""Renaming the tensors of an index; and wrappers, which add parts to the names of a model's parameters.
 
 _fsdp_wrapped_module.        FSDP1
 _orig_mod.                   torch.compile
@@ -9,12 +9,12 @@ module.                      DistributedDataParallel, DeepSpeed; removed only if
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from reshard.errors import CheckpointError
 from reshard.geometry.quantities import plural
-from reshard.index.index import Index, ParamGroup
+from reshard.index.index import Index, ParamGroup, Tensor
 
 _INNER = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 _FRONT = "module."
@@ -30,6 +30,28 @@ def unwrapped(name: str) -> str:
     if not any(part in name for part in _INNER):
         return name
     return ".".join(part for part in name.split(".") if part not in _INNER)
+
+
+def renamed(index: Index, tensors: Iterable[Tensor], new_names: Callable[[str], tuple[str, ...]], note: str | None = None) -> Index:
+    """The index with these tensors in place of its own, and their new names in the param groups and facts.
+
+    new_names: the names of what is stored under a name: none, one or several. note: what to say about it.
+    """
+
+    def chained(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(new for name in names for new in new_names(name))
+
+    def groups() -> tuple[ParamGroup, ...]:
+        return tuple(replace(group, names=chained(group.names)) for group in index.param_groups())
+
+    pairs = ((new_names(alias), new_names(name)) for alias, name in index.facts.tied.items())
+    facts = replace(
+        index.facts,
+        notes=(*index.facts.notes, note) if note else index.facts.notes,
+        buffers=None if index.facts.buffers is None else chained(index.facts.buffers),
+        tied={aliases[0]: names[0] for aliases, names in pairs if aliases and names},
+    )
+    return replace(index, tensors=tuple(tensors), facts=facts, param_groups=groups)
 
 
 def without_wrappers(index: Index) -> Index:
@@ -57,22 +79,11 @@ def without_wrappers(index: Index) -> Index:
                 why="Nothing tells which of the two is the model's",
                 do="Leave one out when saving the model",
             )
-    tensors = tuple(replace(tensor, name=names[tensor.name]) for tensor in index.tensors)
-    notes = (*index.facts.notes, f"parts that wrappers add were removed from {plural(len(changed), 'name')}: {_parts_text(changed)}")
-
-    def groups() -> tuple[ParamGroup, ...]:
-        return tuple(replace(group, names=tuple(names.get(name, name) for name in group.names)) for group in index.param_groups())
-
-    tied = {names.get(alias, alias): names.get(name, name) for alias, name in index.facts.tied.items()}
-    buffers = None if index.facts.buffers is None else tuple(names.get(name, name) for name in index.facts.buffers)
-    facts = replace(index.facts, notes=notes, tied=tied, buffers=buffers)
-    return replace(index, tensors=tensors, facts=facts, param_groups=groups)
-
-
-def _parts_text(changed: dict[str, str]) -> str:
-    """The removed parts, each with the number of names that had it."""
     counts = Counter(part for name, short in changed.items() for part in _removed_parts(name, short))
-    return ", ".join(f"{part} ({count})" for part, count in counts.items())
+    parts = ", ".join(f"{part} ({count})" for part, count in counts.items())
+    note = f"parts that wrappers add were removed from {plural(len(changed), 'name')}: {parts}"
+    tensors = (replace(tensor, name=names[tensor.name]) for tensor in index.tensors)
+    return renamed(index, tensors, lambda name: (names.get(name, name),), note)
 
 
 def _removed_parts(name: str, short: str) -> Iterable[str]:
