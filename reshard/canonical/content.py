@@ -6,7 +6,7 @@ has keys that tell its weight. Every tensor that is left out becomes a Drop, wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from reshard.canonical.tied_head import tie
 from reshard.canonical.trainer_names import check_trainer
 from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.geometry.quantities import plural
-from reshard.geometry.value import value
+from reshard.geometry.value import mutable, value
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
 from reshard.models.model import Model, ModelWeight
 
@@ -74,6 +74,10 @@ class Selection:
         """Whether some weights may be left out by name."""
         return bool(self.include or self.exclude)
 
+    def chooses(self, name: str) -> bool:
+        """Whether the globs choose a name."""
+        return (not self.include or matches(name, self.include)) and not matches(name, self.exclude)
+
 
 def _unreadable(key: str) -> float:
     raise CheckpointError("its value cannot be read here: no reader was given", where=key)
@@ -91,6 +95,11 @@ class Drop:
     """Its size in bytes."""
     reason: str
     """Why it is left out."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, reason: str, kind: str | None = None) -> Drop:
+        """The drop of a tensor. kind: what to call it; None for its own kind."""
+        return cls(tensor.name, kind or tensor.kind, tensor.nbytes, reason)
 
 
 @value
@@ -216,54 +225,31 @@ def content_of(index: Index, model: Model | None, selection: Selection, adapter:
     Raises: RequestError if no tensor is chosen, or two tensors would get one name; CheckpointError if a tied head differs from the
     embedding in dtype or shape.
     """
-    chosen, others = _of_kind(index, selection)
-    drops: list[Drop] = []
-    chosen = _without_prefix(chosen, selection.strip_prefix)
-    names = tuple(dict.fromkeys((*chosen, *(tensor.name.removeprefix(selection.strip_prefix) for tensor, _ in others))))
-    for name in [name for name in chosen if not _is_selected(name, selection)] if selection.is_partial else ():
-        drops.append(_drop(chosen.pop(name), "left out by --include or --exclude"))
-    found = list(map(is_of_adapter, chosen.values()))
-    is_adapter = bool(found) and (all(found) if adapter is None else any(found))
-    beside: dict[str, Tensor] = {}
-    if is_adapter and adapter is not None:
-        drops.extend(_take_base(chosen, adapter))
-    elif not is_adapter and not (selection.keep_adapter or selection.keep_unknown):
-        beside = {name: chosen.pop(name) for name, of_adapter in zip([*chosen], found, strict=True) if of_adapter}
-        drops.extend(Drop(name, "adapter", tensor.nbytes, ADAPTER_LEFT_OUT) for name, tensor in beside.items())
-    tied: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
-    of_model = (name for name, tensor in chosen.items() if not is_of_adapter(tensor))
-    if model and not is_adapter and (others_than_weights := names_besides(of_model, index, model)):
-        drops.extend(_take_unneeded(chosen, others_than_weights, model))
-        if model.is_tied:
-            tied = tie(chosen, *model.architecture.tied)
-        unknown = tuple(unknown_names([name for name in others_than_weights if name in chosen], model))
-        drops.extend(_take_unknown(chosen, unknown, model, selection))
-        unknown = tuple(name for name in unknown if name in chosen and chosen[name].kind in _TRAINED)
-    if not chosen:
+    of_kind, others = _of_kind(index, selection)
+    chosen = _Chosen(_without_prefix(of_kind, selection.strip_prefix))
+    tensors = chosen.tensors
+    names = tuple(dict.fromkeys((*tensors, *(tensor.name.removeprefix(selection.strip_prefix) for tensor, _ in others))))
+    if selection.is_partial:
+        chosen.leave_out([name for name in tensors if not selection.chooses(name)], "left out by --include or --exclude")
+    is_adapter, beside = _split_adapter(chosen, selection, adapter)
+    tied, unknown = _known_to_model(chosen, index, model, selection) if model and not is_adapter else ((), ())
+    if not tensors:
         _check_globs(selection, names)
         raise RequestError(
             "no tensor is left to work on",
-            why=f"The checkpoint has {len(index.tensors)} tensors: {len(others)} are of another kind, {len(drops)} are left out by name",
+            why=f"The checkpoint has {len(index.tensors)} tensors: {len(others)} are of another kind, {len(chosen.drops)} are left out by "
+            "name",
             do="Look at the names with `reshard inspect`, and at --include, --exclude and --weights",
         )
-    duplicate_masters: tuple[str, ...] = ()
-    if selection.optimizer:
-        states = _states(index, chosen, selection)
-        if selection.masters:
-            masters, duplicate_masters = _masters(index, chosen, states, selection)
-            states |= masters
-        used = {id(tensor) for tensor in states.values()}
-        drops = [_drop(tensor, reason) for tensor, reason in others if id(tensor) not in used] + drops
-        chosen |= {key: replace(tensor, name=key) for key, tensor in states.items()}
-    else:
-        drops = [_drop(tensor, reason) for tensor, reason in others] + drops
+    states, duplicate_masters = _states(index, tensors, selection) if selection.optimizer else ({}, ())
+    used = {id(tensor) for tensor in states.values()}
+    tensors |= {key: replace(tensor, name=key) for key, tensor in states.items()}
     return Content(
-        tensors=chosen,
-        drops=tuple(drops),
+        tensors=tensors,
+        drops=(*(Drop.of(tensor, reason) for tensor, reason in others if id(tensor) not in used), *chosen.drops),
         model=model,
         tied=tied,
-        param_groups=lambda: _groups(index, chosen, selection),
+        param_groups=lambda: _groups(index, tensors, selection),
         facts=index.facts,
         duplicate_masters=duplicate_masters,
         selection=selection,
@@ -272,6 +258,61 @@ def content_of(index: Index, model: Model | None, selection: Selection, adapter:
         is_adapter=is_adapter,
         adapter=beside,
     )
+
+
+@mutable
+class _Chosen:
+    """The tensors that are chosen so far, by name, and those that were left out."""
+
+    tensors: dict[str, Tensor]
+    """The chosen ones."""
+    drops: list[Drop] = field(default_factory=list)
+    """The others, each with its reason."""
+
+    def leave_out(self, names: Iterable[str], reason: str, kind: str | None = None) -> None:
+        """Leave out the tensors of these names. kind: what to call them; None for their own kind."""
+        self.drops += [Drop.of(self.tensors.pop(name), reason, kind) for name in names]
+
+
+def _split_adapter(chosen: _Chosen, selection: Selection, adapter: Callable[[Tensor], bool] | None) -> tuple[bool, dict[str, Tensor]]:
+    """Whether a LoRA adapter is chosen in place of a model; and the adapter beside the model, which is left out."""
+    found = [name for name, tensor in chosen.tensors.items() if is_of_adapter(tensor)]
+    if found and adapter is not None:
+        base = [name for name, tensor in chosen.tensors.items() if not adapter(tensor)]
+        chosen.leave_out(base, "a base weight; --to hf writes the base")
+        return True, {}
+    if found and len(found) == len(chosen.tensors):
+        return True, {}
+    if selection.keep_adapter or selection.keep_unknown:
+        return False, {}
+    beside = {name: chosen.tensors[name] for name in found}
+    chosen.leave_out(found, ADAPTER_LEFT_OUT, "adapter")
+    return False, beside
+
+
+def _known_to_model(chosen: _Chosen, index: Index, model: Model, selection: Selection) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Leave out what the architecture has no use for, and tie the head to the embedding.
+
+    Tensors that the declared architecture lacks are left out if they are buffers, and on request if they are weights. If it lacks all
+    tensors, they stay: a prefix may hide them.
+
+    Returns the name of the head if it became a replica, and the names of the chosen weights that the architecture lacks.
+    """
+    tensors, model_type = chosen.tensors, model.architecture.model_type
+    names = names_besides((name for name, tensor in tensors.items() if not is_of_adapter(tensor)), index, model)
+    if not names:
+        return (), ()
+    for name in names:
+        if reason := model.reason_to_drop(name):
+            chosen.leave_out([name], reason)
+    tied = tie(tensors, *model.architecture.tied) if model.is_tied else ()
+    unknown = unknown_names([name for name in names if name in tensors], model)
+    for name in unknown if len(unknown) < len(tensors) else ():
+        if tensors[name].kind in _TRAINED and selection.drop_unknown:
+            chosen.leave_out([name], f"the declaration of {model_type} lacks it; --drop-unknown leaves it out", "unknown")
+        elif tensors[name].kind == "buffer" and not selection.keep_unknown:
+            chosen.leave_out([name], f"a buffer that a {model_type} model does not store; --keep-unknown carries it")
+    return tied, tuple(name for name in unknown if name in tensors and tensors[name].kind in _TRAINED)
 
 
 def check_selected(*contents: Content) -> None:
@@ -358,13 +399,18 @@ def tensors_by_key(index: Index) -> dict[str, Tensor]:
     A weight that is stored only as a master has its own name; a master beside a model copy has the key of `optimizer_state.master_key`.
     """
     stored, masters = _stored(index), index.by_kind("master")
-    weights = {**masters, **stored}
     separate = {master_key(name): tensor for name, tensor in masters.items() if name in stored}
-    return {**weights, **separate, **{key: tensor for tensor in index.tensors if (key := _state_key(tensor, weights)) is not None}}
+    return {**masters, **stored, **separate, **_states_by_key(index)}
 
 
-def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) -> dict[str, Tensor]:
-    """The optimizer state of the chosen weights by key.
+def _states_by_key(index: Index) -> dict[str, Tensor]:
+    weights = {**index.by_kind("master"), **_stored(index)}
+    return {key: tensor for tensor in index.tensors if (key := _state_key(tensor, weights)) is not None}
+
+
+def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The optimizer state, and the masters if they are asked for, of the chosen weights by key; and the keys of the masters that are the
+    chosen weight itself.
 
     Raises: RequestError if there is none, or if the files do not tell the parameter of a state.
     """
@@ -375,28 +421,20 @@ def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
             why=why,
             do="Save the optimizer with names (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), or leave out --optimizer",
         )
-    weights = {**index.by_kind("master"), **_stored(index)}
-    states: dict[str, Tensor] = {}
-    for tensor in index.tensors:
-        key = _state_key(tensor, weights)
-        if key is not None:
-            parameter, kind = parameter_and_kind(key)
-            short = parameter.removeprefix(selection.strip_prefix)
-            if short in chosen:
-                states[state_key_of(short, kind)] = tensor
+    states, masters = dict[str, Tensor](), dict[str, Tensor]()
+    stored = {name.removeprefix(selection.strip_prefix): tensor for name, tensor in index.by_kind("master").items()}
+    for key, tensor in _states_by_key(index).items():
+        parameter, kind = parameter_and_kind(key)
+        name = parameter.removeprefix(selection.strip_prefix)
+        if name in chosen:
+            states[state_key_of(name, kind)] = tensor
+            masters[name] = stored.get(name, chosen[name])
     if not states:
         raise RequestError("--optimizer: the checkpoint has no optimizer state of the chosen weights", do="Leave out --optimizer")
-    return states
-
-
-def _masters(
-    index: Index, chosen: Mapping[str, Tensor], states: Mapping[str, Tensor], selection: Selection
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The masters, by key, of the chosen weights that have optimizer state; and the keys of those that are the chosen weight itself."""
-    stored = {name.removeprefix(selection.strip_prefix): tensor for name, tensor in index.by_kind("master").items()}
-    names = dict.fromkeys(parameter_and_kind(key)[0] for key in states)
-    masters = {master_key(name): stored.get(name, chosen[name]) for name in names}
-    return masters, tuple(master_key(name) for name in names if name not in stored or chosen[name].kind == "master")
+    if not selection.masters:
+        return states, ()
+    duplicates = tuple(master_key(name) for name in masters if name not in stored or chosen[name].kind == "master")
+    return states | {master_key(name): tensor for name, tensor in masters.items()}, duplicates
 
 
 def _state_key(tensor: Tensor, weights: Mapping[str, Tensor]) -> str | None:
@@ -461,30 +499,6 @@ def _reason_to_drop(tensor: Tensor, stored: Mapping[str, Tensor]) -> str:
     return _OPTIMIZER
 
 
-def _take_unneeded(chosen: dict[str, Tensor], names: list[str], model: Model) -> Iterator[Drop]:
-    """Remove those of these tensors that the architecture leaves out on purpose, each with the reason."""
-    for name in names:
-        if reason := model.reason_to_drop(name):
-            yield _drop(chosen.pop(name), reason)
-
-
-def _take_unknown(chosen: dict[str, Tensor], unknown: Collection[str], model: Model, selection: Selection) -> Iterator[Drop]:
-    """Remove those of the tensors that the declared architecture lacks which the selection leaves out, each with the reason: buffers by
-    default, and weights on request. If it lacks all tensors, they stay: a prefix may hide them."""
-    model_type = model.architecture.model_type
-    for name in unknown if len(unknown) < len(chosen) else ():
-        if chosen[name].kind in _TRAINED and selection.drop_unknown:
-            yield Drop(name, "unknown", chosen.pop(name).nbytes, f"the declaration of {model_type} lacks it; --drop-unknown leaves it out")
-        elif chosen[name].kind == "buffer" and not selection.keep_unknown:
-            yield _drop(chosen.pop(name), f"a buffer that a {model_type} model does not store; --keep-unknown carries it")
-
-
-def _take_base(chosen: dict[str, Tensor], adapter: Callable[[Tensor], bool]) -> Iterator[Drop]:
-    """Remove the base weights beside a LoRA adapter that is asked for."""
-    for name in [name for name, tensor in chosen.items() if not adapter(tensor)]:
-        yield _drop(chosen.pop(name), "a base weight; --to hf writes the base")
-
-
 def _stored(index: Index) -> dict[str, Tensor]:
     """The model's copy of its tensors by name, in the order of the index."""
     return {tensor.name: tensor for tensor in index.tensors if tensor.kind in _STORED}
@@ -517,11 +531,6 @@ def _without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor
     return renamed
 
 
-def _is_selected(name: str, selection: Selection) -> bool:
-    """Whether the globs of a selection choose a name."""
-    return (not selection.include or matches(name, selection.include)) and not matches(name, selection.exclude)
-
-
 def _prefix_hint(unknown: list[str], model: Model) -> str | None:
     """A hint to remove the prefix that distinguishes an unknown name from a weight of the model; None if there is no such prefix."""
     for name in unknown[:8]:
@@ -529,7 +538,3 @@ def _prefix_hint(unknown: list[str], model: Model) -> str | None:
             if name.endswith("." + weight) or (name.endswith(weight) and name != weight):
                 return f"Remove the prefix with --strip-prefix {name.removesuffix(weight)}"
     return None
-
-
-def _drop(tensor: Tensor, reason: str) -> Drop:
-    return Drop(tensor.name, tensor.kind, tensor.nbytes, reason)

@@ -42,7 +42,7 @@ def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
         tensors[weight] = _encoded(weight, form, list(stored.values()))
         for component, tensor in stored.values():
             if reason := _UNUSED.get(component.use):
-                drops.append(Drop(tensor.name, tensor.kind, tensor.nbytes, reason))
+                drops.append(Drop.of(tensor, reason))
     for name in [name for name in tensors if quantization.is_cache_scale(name)]:
         scales = tensors.pop(name)
         drops.append(Drop(name, scales.kind, scales.nbytes, "a scale of the KV cache, which is no longer quantized"))

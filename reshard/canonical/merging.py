@@ -107,7 +107,7 @@ class _Merge:
         if array.shape != tensor.shape:
             raise self._misshapen(tensor, tensor.shape, array, f"its shape is {list(tensor.shape)}, the base has {list(array.shape)}")
         if f"{_BASE_LAYER}." in name and name.endswith(".weight"):
-            self.drops.append(Drop(tensor.name, "adapter", tensor.nbytes, "a copy of a base weight, which is taken from the base"))
+            self.drops.append(Drop.of(tensor, "a copy of a base weight, which is taken from the base", "adapter"))
             return
         tile = array.tiles[0]
         if len(array.tiles) > 1 or tile.axes != tuple(range(len(array.shape))) or tile.box.sizes != self.base.tensors[tile.name].shape:
@@ -118,9 +118,7 @@ class _Merge:
                 do="Merge it with PEFT (merge_and_unload), then convert the result",
             )
         old = self.base.tensors[tile.name]
-        self.drops.append(
-            Drop(old.name, old.kind, old.nbytes, "replaced by the weight of the adapter (modules_to_save, or a trained bias)")
-        )
+        self.drops.append(Drop.of(old, "replaced by the weight of the adapter (modules_to_save, or a trained bias)"))
         self.tensors[tile.name] = replace(tensor, name=tile.name, kind="weight")
 
     def add_module(self, module: str, factors: Mapping[str, Tensor]) -> None:
