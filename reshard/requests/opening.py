@@ -21,9 +21,9 @@ from reshard.adapter.model_files import (
     find_model_files_near,
 )
 from reshard.canonical.optimizer_state import uncounted
+from reshard.canonical.renaming import without_wrappers
 from reshard.canonical.tensor_classes import classified
 from reshard.canonical.tied_head import KEY, agreed_config
-from reshard.canonical.renaming import without_wrappers
 from reshard.containers.gc_pause import gc_paused
 from reshard.engine.checks.one_save import check_copied_files, check_steps
 from reshard.engine.destinations.journal import Unfinished, read_journal
