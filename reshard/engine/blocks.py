@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import merge
 from itertools import groupby
 from operator import itemgetter
-from typing import Protocol
 
 from reshard.engine.events import event
 from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.read_ahead import run_reading
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.recorded import SourceCheck
-from reshard.engine.transfer import Pieces, Worker, bytes_of, strips
+from reshard.engine.transfer import Pieces, Sink, Worker, bytes_of, strips
 from reshard.engine.values import Values
 from reshard.errors import CheckpointError, TargetError
 from reshard.geometry.boxes import Box, blocks
@@ -99,33 +98,24 @@ def _jobs_of(plan: Plan, i: int, tiles: Tiles) -> Iterator[tuple[tuple[float, bo
         yield (done / max(1, route.target.elements), is_scale), Job((i, j), route, source, target, box)
 
 
-class Sink(Protocol):
-    """Where blocks are written: staged files at offsets (Staging), or uploads that are fed from front to back (FileFronts)."""
-
-    def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Write bytes into a file."""
-
-    def write_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
-        """Write runs of equal length, which follow each other in the buffer, at these byte offsets of a file."""
-
-
 def copied_blocks(
-    plan: Plan, sink: Sink, jobs: Iterable[Job], itemsize: int, workers: int, *, ahead: int | None = None
+    plan: Plan, sink: Sink | None, jobs: Iterable[Job], itemsize: int, workers: int, *, ahead: int | None = None
 ) -> Iterator[tuple[Job, bytes]]:
-    """Copy these blocks into the files of a sink; yields each with its digest.
+    """Copy these blocks into the files of a sink, or only read them without one; yields each with its digest.
 
     itemsize: the bytes of the widest element of the plan. ahead: the most bytes that are read ahead from a store.
     """
 
     def make_worker() -> Callable[[Job], tuple[Job, bytes]]:
-        worker = Worker(plan.source_files, itemsize, sink.write, sink.write_runs)
+        worker = Worker(plan.source_files, itemsize, sink)
 
         def perform(job: Job) -> tuple[Job, bytes]:
             digest = CURRENT.new()
             for strip, (source, target) in strips(job.box, job.source, job.target):
                 values = job.source.read(worker, source, strip)
                 digest.update(bytes_of(values))
-                worker.write(values, target, strip)
+                if sink:
+                    worker.write(values, target, strip)
             return job, digest.digest()
 
         return perform
@@ -197,18 +187,8 @@ def _is_source_of(plan: Plan, digests: Mapping[BlockKey, bytes], workers: int) -
     blocks = plural(len(digests), "block")
     event("source-touched", f"source files were replaced or touched, so {blocks} are compared with them again", blocks=len(digests))
     jobs = (job for job in block_jobs(plan) if job.key in digests)
-    found = copied_blocks(plan, _Nowhere(), jobs, widest_element(plan), workers)
+    found = copied_blocks(plan, None, jobs, widest_element(plan), workers)
     return all(digests[job.key] == digest for job, digest in found)
-
-
-class _Nowhere:
-    """A sink of blocks that are only read."""
-
-    def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        pass
-
-    def write_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
-        pass
 
 
 def notes_on_source(plan: Plan, digests: dict[BlockKey, bytes]) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ from reshard.geometry.functions import values_of, weights_of
 
 Block = npt.NDArray[Any]
 
+_NUMPY = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U64": "u8", "U32": "u4", "U16": "u2",
+          "U8": "u1", "BOOL": "?", "C64": "c8", "C128": "c16"}  # fmt: skip
 # The number of elements whose intermediate results stay in a processor's cache.
 _STRIP = 1 << 16
 # The largest values of types to which torch 2.13 casts with saturation.
@@ -200,9 +202,9 @@ def _converted(words: Block, source: DType, target: DType) -> Block:
 
 @cache
 def numpy_type(dtype: DType) -> np.dtype[Any]:
-    """The numpy type of a floating-point type; ml_dtypes has those that numpy lacks."""
-    if dtype.name in ("F64", "F32", "F16"):
-        return np.dtype(f"<f{dtype.itemsize}")
+    """The numpy type of an element type; one of ml_dtypes where numpy has none."""
+    if dtype.name in _NUMPY:
+        return np.dtype("<" + _NUMPY[dtype.name])
     import ml_dtypes
 
     narrow: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.torch))

@@ -10,6 +10,7 @@ import numpy as np
 from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import is_master_key
 from reshard.engine.casts import cast
+from reshard.engine.hashing import BlockDigests, tensor_digest
 from reshard.engine.pool import workers_within
 from reshard.engine.read_ahead import run_reading
 from reshard.engine.recorded import mismatch
@@ -21,7 +22,7 @@ from reshard.geometry.functions import INVERTIBLE
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
 from reshard.index.index import Constant, Index, Tensor
-from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
+from reshard.plans.digests import CURRENT
 from reshard.plans.manifest import MANIFEST
 from reshard.storage.files import Files, read_range
 
@@ -89,57 +90,8 @@ class Comparison:
         return f"Comparison({result}, {plural(self.tensors, 'tensor')}, {plural(self.nbytes, 'byte')})"
 
 
-@value
-class _Job:
-    """One block to read."""
-
-    name: str
-    """The tensor."""
-    number: int
-    """The index of the block in the tensor."""
-    box: Box
-    """The block."""
-    sides: tuple[Pieces, ...]
-    """The tensor's pieces, of one checkpoint or of both."""
-
-
-def fingerprint_blocks(
-    side: Side, *, version: DigestVersion = CURRENT, workers: int | None = None, memory: int | None = None
-) -> Iterator[tuple[str, int, int, bytes]]:
-    """The digest of every block of every tensor: (tensor, block number, bytes, digest), in the order in which they are finished.
-
-    workers: threads. memory: the most bytes of buffers.
-
-    Raises: CheckpointError if a file cannot be read or replicas differ, RequestError if `memory` is too small.
-    """
-    tensors = side.content.tensors
-
-    def jobs() -> Iterator[_Job]:
-        for name, tensor in tensors.items():
-            pieces = Pieces(tensor)
-            yield from (_Job(name, number, box, (pieces,)) for number, box in enumerate(blocks(tensor.shape)))
-
-    itemsize = _widest(tensors.values())
-
-    def make_worker() -> Callable[[_Job], tuple[str, int, int, bytes]]:
-        worker = Worker(side.files, itemsize)
-
-        def perform(job: _Job) -> tuple[str, int, int, bytes]:
-            return job.name, job.number, job.box.volume * job.sides[0].itemsize, worker.digest(job.sides[0], job.box, version.new())
-
-        return perform
-
-    reads = (side.files, lambda job: (job.sides[0], job.box))
-    yield from run_reading(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=2), reads)
-
-
-BlockDigests = dict[str, dict[int, bytes]]
-"""Tensor -> number of the block -> digest."""
-
-
-def fingerprint_of(side: Side, digests: BlockDigests, version: DigestVersion = CURRENT) -> Fingerprint:
-    """The fingerprint of a checkpoint. digests: as `fingerprint_blocks` yields them."""
-    return version.checkpoint({name: _tensor_digest(tensor, name, digests, version) for name, tensor in side.content.tensors.items()})
+_Job = tuple[str, int, Box, tuple[Pieces, Pieces]]
+"""A block to compare: (tensor, number of the block, the block, the pieces of both sides)."""
 
 
 def check_recorded(side: Side, digests: BlockDigests) -> None:
@@ -158,12 +110,8 @@ def _not_as_recorded(side: Side, recorded: Mapping[str, str], digests: BlockDige
     return [
         tensors[name]
         for name, expected in recorded.items()
-        if name in digests and CURRENT.text(_tensor_digest(tensors[name], name, digests, CURRENT)) != expected
+        if name in digests and CURRENT.text(tensor_digest(name, tensors[name], digests[name])) != expected
     ]
-
-
-def _tensor_digest(tensor: Tensor, name: str, digests: BlockDigests, version: DigestVersion) -> bytes:
-    return version.tensor(name, tensor.dtype, tensor.shape, (digest for _, digest in sorted(digests.get(name, {}).items())))
 
 
 def compare(
@@ -178,7 +126,7 @@ def compare(
     """
     pairs = list(comparable(left, right, result, with_cast=with_cast))
     result.differences.extend(difference for side in (left, right) for difference in wrong_constants(side.files, side.index.constants))
-    itemsize = _widest([tensor for pair in pairs for tensor in pair])
+    itemsize = max((tensor.dtype.itemsize for pair in pairs for tensor in pair), default=1)
     recorded = left.content.recorded(), right.content.recorded()
     digests: tuple[BlockDigests, BlockDigests] = {}, {}
     different: dict[str, tuple[int, str]] = {}
@@ -186,16 +134,17 @@ def compare(
     def jobs() -> Iterator[_Job]:
         for a, b in pairs:
             sides = Pieces(a), Pieces(b)
-            yield from (_Job(a.name, number, box, sides) for number, box in enumerate(blocks(a.shape)))
+            yield from ((a.name, number, box, sides) for number, box in enumerate(blocks(a.shape)))
 
     def make_worker() -> Callable[[_Job], tuple[_Job, int, Box | None, tuple[bytes | None, bytes | None]]]:
         workers_pair = Worker(left.files, itemsize), Worker(right.files, itemsize)
 
         def perform(job: _Job) -> tuple[_Job, int, Box | None, tuple[bytes | None, bytes | None]]:
-            dtypes = job.sides[0].tensor.dtype, job.sides[1].tensor.dtype
-            common, *others = _common_types(*dtypes, widest=is_master_key(job.name))
-            digests_of_block, element = _PairDigests([job.name in of_side for of_side in recorded]), None
-            for strip, slab_pieces in strips(job.box, *job.sides):
+            name, _, box, sides = job
+            dtypes = sides[0].tensor.dtype, sides[1].tensor.dtype
+            common, *others = _common_types(*dtypes, widest=is_master_key(name))
+            digests_of_block, element = _PairDigests([name in of_side for of_side in recorded]), None
+            for strip, slab_pieces in strips(box, *sides):
                 stored = [worker.read(each, strip) for worker, each in zip(workers_pair, slab_pieces, strict=True)]
                 a, b = (
                     cast(values, dtype, common, worker.converted(strip.sizes, common))
@@ -207,19 +156,19 @@ def compare(
                 digests_of_block.add(*stored, is_equal=is_equal and a is stored[0] and b is stored[1])
                 if not is_equal and element is None:
                     element = _first_difference(a, b, strip.box)
-            return job, job.box.volume * dtypes[1].itemsize, element, digests_of_block.result()
+            return job, box.volume * dtypes[1].itemsize, element, digests_of_block.result()
 
         return perform
 
     threads = workers_within(memory, workers, itemsize, buffers=5 if any(a.dtype != b.dtype for a, b in pairs) else 4)
-    reads = (left.files, lambda job: (job.sides[0], job.box)), (right.files, lambda job: (job.sides[1], job.box))
-    for job, nbytes, element, hashed in run_reading(jobs(), make_worker, threads, *reads):
+    reads = (left.files, lambda job: (job[3][0], job[2])), (right.files, lambda job: (job[3][1], job[2]))
+    for (name, number, _, _), nbytes, element, hashed in run_reading(jobs(), make_worker, threads, *reads):
         result.nbytes += nbytes
-        if element is not None and (job.name not in different or job.number < different[job.name][0]):
-            different[job.name] = job.number, f"the values differ, first at element {list(element.offsets)}"
+        if element is not None and (name not in different or number < different[name][0]):
+            different[name] = number, f"the values differ, first at element {list(element.offsets)}"
         for of_side, digest in zip(digests, hashed, strict=True):
             if digest is not None:
-                of_side.setdefault(job.name, {})[job.number] = digest
+                of_side.setdefault(name, {})[number] = digest
         yield nbytes
     result.differences.extend(Difference(name, "values", detail) for name, (_, detail) in sorted(different.items()))
     for side, of_side, expected in zip((left, right), digests, recorded, strict=True):
@@ -320,7 +269,3 @@ def _first_difference(a: Block, b: Block, box: Box) -> Box:
     """The box of the first element that differs, in the coordinates of the tensor. box: the box of the elements."""
     at = np.argwhere(np.asarray(a != b).reshape(box.sizes))[0]
     return Box(tuple(int(i) + start for i, start in zip(at, box.offsets, strict=True)), (1,) * len(box.sizes))
-
-
-def _widest(tensors: Iterable[Tensor]) -> int:
-    return max((tensor.dtype.itemsize for tensor in tensors), default=1)

@@ -39,18 +39,6 @@ LONGEST_REQUEST = 16 << 20
 _LOCATED_AT_ONCE = 32
 
 
-class NoReadAhead:
-    """Jobs on local files."""
-
-    def fetching(self, jobs: Iterable[Job], reads: Callable[[Job], BoxOfTensor]) -> Iterable[Job]:
-        """The same jobs."""
-        return jobs
-
-    def releasing(self, perform: Callable[[Job], Result]) -> Callable[[Job], Result]:
-        """The same function."""
-        return perform
-
-
 @mutable(eq=False)
 class _Shared:
     """Bytes that several jobs read."""
@@ -151,7 +139,7 @@ def run_reading(
 
     reads: files, and from a job to the box that it reads of them. memory: the most bytes that are read ahead.
     """
-    reading = [(read_ahead(files, memory), reads_of) for files, reads_of in reads]
+    reading = [(ahead, reads_of) for files, reads_of in reads if (ahead := _read_ahead(files, memory))]
     for ahead, reads_of in reading:
         jobs = ahead.fetching(jobs, reads_of)
 
@@ -173,10 +161,10 @@ def _ranges(reads: Callable[[Job], BoxOfTensor], job: Job, gap: int) -> list[Fil
         return []  # the job meets the same error, and whoever performs it knows what to make of it
 
 
-def read_ahead(files: Files, memory: int | None = None) -> ReadAhead | NoReadAhead:
-    """How jobs on these files get their bytes. memory: the most bytes that are fetched ahead."""
+def _read_ahead(files: Files, memory: int | None) -> ReadAhead | None:
+    """How jobs on these files get their bytes; None if they are local. memory: the most bytes that are fetched ahead."""
     if files.store is None:
-        return NoReadAhead()
+        return None
     from reshard.storage.stores.remote_files import RemoteFiles
 
-    return ReadAhead(files, MEMORY_OF_STORES // 2 if memory is None else memory) if isinstance(files, RemoteFiles) else NoReadAhead()
+    return ReadAhead(files, MEMORY_OF_STORES // 2 if memory is None else memory) if isinstance(files, RemoteFiles) else None

@@ -11,7 +11,7 @@ digested and written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 
 Block = npt.NDArray[Any]
 """The elements of a box as unsigned words, row-major."""
-Write = Callable[[str, int, memoryview], None]
-"""Writes bytes to (path, byte offset)."""
-WriteRuns = Callable[[str, Sequence[int], memoryview], None]
-"""Writes runs of equal length, which follow each other in the buffer, to (path, byte offsets)."""
 FileRange = tuple[str, int, int]
 """Bytes of a file: (path, start, stop)."""
 # The most bytes of a strip. With 1 MiB of second-level cache, 1 MiB took the least time: a smaller strip takes more calls, and a column cut
@@ -213,15 +209,25 @@ class Pieces:
         return SlabPieces(self.tensor, tuple(slab_pieces))
 
 
+class Sink(Protocol):
+    """Where blocks are written: staged files at offsets (Staging), or uploads that are fed from front to back (FileFronts)."""
+
+    def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """Write bytes into a file."""
+
+    def write_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        """Write runs of equal length, which follow each other in the buffer, at these byte offsets of a file."""
+
+
 class Worker:
-    """The buffers of one thread. Reads from `files`; writes with `write` and `write_runs`.
+    """The buffers of one thread. Reads from `files`; writes into `sink`.
 
     Each buffer has room for a block of `itemsize` bytes per element. The system provides memory only for what strips use of it.
     """
 
-    def __init__(self, files: Files, itemsize: int, write: Write | None = None, write_runs: WriteRuns | None = None) -> None:
+    def __init__(self, files: Files, itemsize: int, sink: Sink | None = None) -> None:
         np.empty(_KEPT_BY_GLIBC, np.uint8)
-        self._files, self._write, self._write_runs = files, write, write_runs
+        self._files, self._sink = files, sink
         self._block, self._scratch, self._converted = (np.empty(BLOCK_ELEMENTS * itemsize, np.uint8) for _ in range(3))
 
     def converted(self, sizes: tuple[int, ...], dtype: DType) -> Block:
@@ -268,7 +274,7 @@ class Worker:
 
     def write(self, block: Block, slab_pieces: SlabPieces, strip: Strip) -> None:
         """Write the elements of a strip to every piece that has some of them. Raises SystemRefusal, for example if the disk is full."""
-        assert self._write is not None and self._write_runs is not None
+        assert self._sink is not None
         lines = block.reshape(strip.sizes)
         for piece in slab_pieces.of_pieces:
             first, last = max(strip.start, piece.start), min(strip.stop, piece.stop)
@@ -276,7 +282,7 @@ class Worker:
                 continue
             part = lines[first - strip.start : last - strip.start]
             if piece.is_dense:
-                self._write(piece.path, piece.at(first), bytes_of(part))
+                self._sink.write(piece.path, piece.at(first), bytes_of(part))
                 continue
             order, _, starts = piece.runs(last - first)
             part = part[:, *piece.inner].transpose(order)
@@ -284,7 +290,7 @@ class Worker:
                 staged = _array(self._scratch, part.shape, slab_pieces.tensor.dtype)
                 staged[...] = part
                 part = staged
-            self._write_runs(piece.path, (starts + piece.at(first)).tolist(), bytes_of(part))
+            self._sink.write_runs(piece.path, (starts + piece.at(first)).tolist(), bytes_of(part))
 
     def _read(self, part: Block, piece: SlabPiece, first: int, last: int) -> None:
         """Fill a view of a block with what a piece holds of some lines."""

@@ -11,8 +11,7 @@ import numpy as np
 
 from reshard.engine.casts import cast
 from reshard.engine.recipes.dequantizer import Dequantizer, StoredWords
-from reshard.engine.recipes.quantizer import Quantizer, Tiles
-from reshard.engine.recipes.table import RECIPES
+from reshard.engine.recipes.quantizer import RECIPES, Quantizer, Tiles
 from reshard.engine.transfer import Block, FileRange, Pieces, SlabPieces, Strip, Worker, strips
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import F32, DType
@@ -38,7 +37,7 @@ class Values:
         if derivation := tensor.derivation:
             weight = derivation.weight
             values = Values(weight, RECIPES[derivation.recipe].dtype or (weight.encoding.exact_dtype if weight.encoding else weight.dtype))
-            self._quantizer = Quantizer(derivation, values, tiles or Tiles())
+            self._quantizer = Quantizer(derivation, values.whole, tiles or Tiles())
         self.itemsize = max(dtype.itemsize, *(stored.itemsize for stored in tensor.dtypes))
 
     def within(self, slab: Box, axis: int) -> SlabPieces:

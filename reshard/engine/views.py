@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.canonical.globs import check_globs, matches
+from reshard.engine.casts import numpy_type
 from reshard.engine.transfer import Block, Worker, strips
 from reshard.engine.values import Values
 from reshard.errors import RequestError, UnsupportedError, choices
@@ -23,8 +24,6 @@ from reshard.geometry.sections import StoredTensor, sliced
 from reshard.index.index import Tensor
 from reshard.storage.files import Files
 
-_NUMPY = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U64": "u8", "U32": "u4", "U16": "u2",
-          "U8": "u1", "BOOL": "?", "C64": "c8", "C128": "c16"}  # fmt: skip
 # `read_into` casts between these types only. Narrower floats need scales.
 _CAST = {"F64", "F32", "F16", "BF16"}
 
@@ -40,16 +39,6 @@ class _Part(NamedTuple):
     """The distance between neighbours in the stored tensor along each axis, in elements."""
     read: Callable[..., Block]
     """Reads its elements: into the array that is given, or into a buffer that the next part overwrites."""
-
-
-def numpy_type(dtype: DType) -> np.dtype[Any]:
-    """The numpy type of an element type; one of ml_dtypes where numpy has none."""
-    if dtype.name in _NUMPY:
-        return np.dtype("<" + _NUMPY[dtype.name])
-    import ml_dtypes
-
-    narrow: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.torch))
-    return narrow
 
 
 class LazyTensor:

@@ -18,10 +18,10 @@ from reshard.engine.checks.written_files import (
     check_small_files,
     check_tensors,
     hash_blocks,
-    root_of,
 )
-from reshard.engine.compare import BlockDigests, Comparison, Difference, Side, compare
+from reshard.engine.compare import Comparison, Difference, Side, compare
 from reshard.engine.events import details, event
+from reshard.engine.hashing import BlockDigests, fingerprint_of
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.quantities import plural
 from reshard.index.coverage import check_index
@@ -210,7 +210,7 @@ def _compare_tensors(
     found: BlockDigests = {}
     yield from hash_blocks(checkpoint.files, tensors, found, result, version=VERSION_1, workers=effort.workers, memory=effort.memory)
     result.tensors = len(tensors)
-    if manifest.fingerprint not in {root_of(VERSION_1, chosen, found) for chosen in _choices(checkpoint, index)}:
+    if manifest.fingerprint not in {fingerprint_of(chosen, found, VERSION_1).root for chosen in _choices(checkpoint, index)}:
         result.differences.append(Difference("fingerprint", "values", f"the weights are not those of the fingerprint in {MANIFEST}"))
     result.notes.append(f"{MANIFEST} is of version 0.1, which recorded no digests of single tensors and of small files")
 

@@ -15,7 +15,8 @@ import reshard.engine.transfer
 import reshard.geometry.boxes
 from reshard.canonical.content import Content
 from reshard.engine.casts import cast
-from reshard.engine.compare import Comparison, Side, compare, fingerprint_blocks, fingerprint_of
+from reshard.engine.compare import Comparison, Side, compare
+from reshard.engine.hashing import block_digests, fingerprint_of
 from reshard.engine.transfer import Pieces, Worker, strips
 from reshard.errors import CheckpointError
 from reshard.geometry import dtypes as dtype_table
@@ -74,7 +75,7 @@ def test_any_sharding_becomes_any_other(small_blocks, tmp_path_factory, data, sh
     target = worlds.store(root / "b", "w", values, dtype, cuts[1], transposed=target_transposed)
     emptied(root / "b")
     recorder = Recorder(root / "a", root / "b")
-    worker = Worker(recorder, dtype.itemsize, recorder.write, recorder.write_runs)
+    worker = Worker(recorder, dtype.itemsize, recorder)
     for box in blocks(shape):
         assert np.array_equal(worker.gather(Pieces(source), box), values[box.index])
         for strip, (read, written) in strips(box, Pieces(source), Pieces(target)):
@@ -137,11 +138,10 @@ def test_the_fingerprint_does_not_know_the_layout(small_blocks, tmp_path_factory
     for workers in (1, 3):
         root = tmp_path_factory.mktemp("world")
         tensor = worlds.store(root, "w", values, dtype, data.draw(partitions(shape)), transposed=data.draw(st.booleans()))
-        side = Side(LocalFiles(root), worlds.index(root, [tensor]), Content({"w": tensor}, (), None))
         digests = {}
-        for name, number, _, digest in fingerprint_blocks(side, workers=workers):
+        for name, number, _, digest in block_digests(LocalFiles(root), {"w": tensor}, workers=workers):
             digests.setdefault(name, {})[number] = digest
-        prints.append(fingerprint_of(side, digests).root)
+        prints.append(fingerprint_of({"w": tensor}, digests).root)
     assert prints[0] == prints[1]
 
 

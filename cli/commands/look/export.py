@@ -75,7 +75,7 @@ def command(
 
 def _hint(output: str, dtype: Any) -> str | None:
     """How to read a type that numpy lacks."""
-    from reshard.engine.views import numpy_type
+    from reshard.engine.casts import numpy_type
 
     if not output.endswith(".npy") or numpy_type(dtype).kind != "V":
         return None

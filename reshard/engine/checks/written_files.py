@@ -6,13 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from reshard.adapter import registry
-from reshard.engine.compare import BlockDigests, Comparison, Difference, Side, wrong_constants
-from reshard.engine.pool import workers_within
-from reshard.engine.read_ahead import run_reading
+from reshard.engine.compare import Comparison, Difference, Side, wrong_constants
+from reshard.engine.hashing import BlockDigests, block_digests, tensor_digest
 from reshard.engine.recorded import changed_files, files_of
-from reshard.engine.transfer import Pieces, Worker
-from reshard.errors import CheckpointError
-from reshard.geometry.boxes import Box, blocks
 from reshard.index.index import Tensor
 from reshard.plans.digests import CURRENT, DigestVersion
 from reshard.plans.manifest import MANIFEST, RECORDS, Digests, FileRecord, Manifest, listed_files, parts
@@ -92,7 +88,9 @@ def check_tensors(
     named = {difference.name for difference in result.differences}
     for name, source in stored.items():
         result.tensors += 1
-        if source not in named and _tensor_digest(CURRENT, name, chosen[source], found.get(source, {})) != digests.tensors[name]:
+        if source in named:
+            continue
+        if CURRENT.text(tensor_digest(name, chosen[source], found.get(source, {}))) != digests.tensors[name]:
             result.differences.append(
                 Difference(name, "values", f"the values are not those that reshard wrote; it lies in {files_of(chosen[source])}")
             )
@@ -109,29 +107,8 @@ def hash_blocks(
     memory: int | None,
 ) -> Iterator[int]:
     """Fill `found` with the digests of all blocks, and yield the bytes of each. A tensor whose copies differ is added to `result`."""
-    itemsize = max((tensor.dtype.itemsize for tensor in tensors.values()), default=1)
-
-    def jobs() -> Iterator[tuple[str, int, Pieces, Box]]:
-        for name, tensor in tensors.items():
-            pieces = Pieces(tensor)
-            yield from ((name, number, pieces, box) for number, box in enumerate(blocks(tensor.shape)))
-
-    def make_worker() -> Callable[[tuple[str, int, Pieces, Box]], tuple[str, int, int, bytes | CheckpointError]]:
-        worker = Worker(files, itemsize)
-
-        def perform(job: tuple[str, int, Pieces, Box]) -> tuple[str, int, int, bytes | CheckpointError]:
-            name, number, pieces, box = job
-            nbytes = box.volume * pieces.tensor.dtype.itemsize
-            try:
-                return name, number, nbytes, worker.digest(pieces, box, version.new())
-            except CheckpointError as error:
-                return name, number, nbytes, error
-
-        return perform
-
     unreadable: set[str] = set()
-    threads = workers_within(memory, workers, itemsize, buffers=2)
-    for name, number, nbytes, digest in run_reading(jobs(), make_worker, threads, (files, lambda job: (job[2], job[3]))):
+    for name, number, nbytes, digest in block_digests(files, tensors, version=version, workers=workers, memory=memory):
         result.nbytes += nbytes
         if isinstance(digest, bytes):
             found.setdefault(name, {})[number] = digest
@@ -139,19 +116,6 @@ def hash_blocks(
             unreadable.add(name)
             result.differences.append(Difference(name, "values", digest.what))
         yield nbytes
-
-
-def root_of(version: DigestVersion, tensors: Mapping[str, Tensor], found: BlockDigests) -> str:
-    """The fingerprint of these tensors. found: the digests of their blocks."""
-    by_name = {
-        name: version.tensor(name, tensor.dtype, tensor.shape, (digest for _, digest in sorted(found.get(name, {}).items())))
-        for name, tensor in tensors.items()
-    }
-    return version.checkpoint(by_name).root
-
-
-def _tensor_digest(version: DigestVersion, name: str, tensor: Tensor, found: Mapping[int, bytes]) -> str:
-    return version.text(version.tensor(name, tensor.dtype, tensor.shape, (digest for _, digest in sorted(found.items()))))
 
 
 def _digest_of(files: Files, path: str, ranges: tuple[tuple[int, int], ...]) -> str:

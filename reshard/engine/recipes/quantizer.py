@@ -11,31 +11,30 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
 
 from reshard.engine.casts import Block
-from reshard.engine.recipes.recipe import NotRepresentable
-from reshard.engine.recipes.table import RECIPES
+from reshard.engine.recipes.fp8 import exact_fp8_block, fp8_block
+from reshard.engine.recipes.microscaling import mxfp4, saturates
+from reshard.engine.recipes.recipe import NotRepresentable, Recipe
 from reshard.engine.transfer import Worker
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
+from reshard.geometry.dtypes import BF16
 from reshard.geometry.quantities import plural
 from reshard.index.index import Derivation, Tensor
 
+RECIPES: Mapping[str, Recipe] = {
+    "fp8-block": Recipe(BF16, (128, 128), fp8_block),
+    "mxfp4": Recipe(BF16, (1, 32), mxfp4, saturates),
+    "exact-fp8-block": Recipe(None, (128, 128), exact_fp8_block),
+}
 # The most bytes of codes and of scales that are kept.
 _MOST_CODES, _MOST_SCALES = 8 << 20, 4 << 20
 
 TileKey = tuple[int, Box]
 """The identity of a weight's tensor, and a tile of it."""
-
-
-class Readable(Protocol):
-    """The values of a weight."""
-
-    def whole(self, worker: Worker, box: Box) -> Block:
-        """The values of a box, as a new array."""
 
 
 class Tiles:
@@ -100,9 +99,9 @@ class _Newest:
 
 
 class Quantizer:
-    """Computes a component of a quantized weight. values: those of the weight. tiles: shared with its other component."""
+    """Computes a component of a quantized weight. values: those of a box of the weight. tiles: shared with its other component."""
 
-    def __init__(self, derivation: Derivation, values: Readable, tiles: Tiles) -> None:
+    def __init__(self, derivation: Derivation, values: Callable[[Worker, Box], Block], tiles: Tiles) -> None:
         self._weight, self._component, self._name = derivation.weight, derivation.component, derivation.recipe
         self._recipe, self._in_columns = RECIPES[derivation.recipe], _is_in_columns(derivation.weight)
         self._values, self._tiles = values, tiles
@@ -123,7 +122,7 @@ class Quantizer:
 
     def _computed(self, worker: Worker, tile: Box) -> tuple[Block, Block]:
         """The codes and scales of a tile."""
-        words = self._values.whole(worker, tile).reshape(tile.sizes[-2:])
+        words = self._values(worker, tile).reshape(tile.sizes[-2:])
         try:
             codes, scales = self._recipe.quantize(words)
         except NotRepresentable as reason:

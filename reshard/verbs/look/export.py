@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from reshard.containers.safetensors import frame
-from reshard.engine.views import LazyTensor, numpy_type
+from reshard.engine.casts import numpy_type
+from reshard.engine.views import LazyTensor
 from reshard.errors import RequestError, TargetError
 from reshard.geometry.dtypes import is_in_safetensors
 from reshard.requests.request import PathLike

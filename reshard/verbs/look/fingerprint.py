@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Unpack
 
 from reshard.canonical.content import Selection, check_selected
-from reshard.engine.compare import BlockDigests, Side, check_recorded, fingerprint_blocks, fingerprint_of
-from reshard.errors import RequestError
+from reshard.engine.compare import Side, check_recorded
+from reshard.engine.hashing import BlockDigests, block_digests, fingerprint_of
+from reshard.errors import CheckpointError, RequestError
 from reshard.plans.digests import CURRENT, VERSIONS, Fingerprint
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.opening import opened
@@ -34,9 +35,12 @@ def fingerprint(
     side = Side(checkpoint.files, checkpoint.index, checkpoint.content(selection))
     check_selected(side.content)
     digests: BlockDigests = {}
-    for name, number, nbytes, digest in fingerprint_blocks(side, version=version, workers=effort.workers, memory=effort.memory):
+    tensors = side.content.tensors
+    for name, number, nbytes, digest in block_digests(side.files, tensors, version=version, workers=effort.workers, memory=effort.memory):
+        if isinstance(digest, CheckpointError):
+            raise digest
         digests.setdefault(name, {})[number] = digest
         effort.report(nbytes)
     if version is CURRENT:
         check_recorded(side, digests)
-    return fingerprint_of(side, digests, version)
+    return fingerprint_of(tensors, digests, version)
