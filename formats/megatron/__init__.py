@@ -5,8 +5,6 @@
     write/             from a model and parallel sizes to the files of both formats
     megatron_dist.py   the other format: distributed checkpoints
 
-This module is loaded for every checkpoint, to detect the format. So it imports its reader and its writer when they are needed.
-
 Measured on megatron-core 0.16.1 and 0.12.3 (fixtures/megatron, megatron_dist, megatron_versions).
 """
 
@@ -14,12 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.adapter.format import Format, Hints
-from reshard.errors import IncompleteError
+from reshard.adapter.format import Format, Hints, Option
 from reshard.storage.files import Files
 
-from .layout.save_folders import DISTRIBUTED_OPTIMIZER, LEGACY_WEIGHTS, TRACKER, find_legacy, find_save
-from .options import OPTIONS
+from .layout.save_folders import DISTRIBUTED_OPTIMIZER, LEGACY_WEIGHTS, TRACKER, find_legacy, folder_of_save
 
 if TYPE_CHECKING:
     from reshard.adapter.model_files import ModelFiles
@@ -34,8 +30,23 @@ class Megatron(Format):
     owns = (LEGACY_WEIGHTS, DISTRIBUTED_OPTIMIZER, TRACKER)
     refines = ("pt",)
     needs_vocabulary = True
-    options = OPTIONS
     keeps_masters = True
+    # Choices that change the files, besides --tp, --pp and --ep.
+    options = (
+        Option("vp", "number", "Set the chunks of layers per pipeline stage (virtual pipeline)."),
+        Option("etp", "number", "Set the tensor-parallel size of experts (default: --tp)."),
+        Option("stage_layers", "numbers", "Set the layers of every chunk (default: equal)."),
+        Option("transformer_impl", "choice", "Set the layer implementation of the run.", choices=("local", "transformer_engine")),
+        Option("experts", "choice", "Set the expert layout of the run.", choices=("sequential", "grouped", "te-grouped")),
+        Option("extra_state", "switch", "Also write the empty FP8 states of attention and norms that Transformer Engine asks for."),
+        Option("vocab_multiple", "number", "Set the run's --make-vocab-size-divisible-by."),
+        Option(
+            "distributed_optimizer",
+            "switch",
+            "Set the optimizer whose state is written (default: as in the source).",
+            opposite="plain_optimizer",
+        ),
+    )
 
     def detect(self, files: Files) -> str | None:
         return find_legacy(files)
@@ -43,13 +54,10 @@ class Megatron(Format):
     def read(self, files: Files, hints: Hints) -> Index:
         from .read.legacy import read_legacy
 
-        folder = find_save(files)
-        if folder is None:
-            raise IncompleteError("there is no rank folder here, such as mp_rank_00, and no save, such as iter_0000001", where=files.root)
-        return read_legacy(files, folder, hints)
+        return read_legacy(files, folder_of_save(files, "rank folder such as mp_rank_00"), hints)
 
     def check_values(self, files: Files, index: Index) -> Index:
-        from .read.masters import check_masters
+        from .read.completeness import check_masters
 
         return check_masters(files, index)
 

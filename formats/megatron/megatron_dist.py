@@ -1,18 +1,14 @@
-"""Megatron-Core's distributed checkpoints (--ckpt-format torch_dist, zarr or torch_dcp): boxes of whole tensors, from any rank.
-
-This module is loaded for every checkpoint, to detect the format. So it imports its reader and its writer when they are needed.
-"""
+"""Megatron-Core's distributed checkpoints (--ckpt-format torch_dist, zarr or torch_dcp): boxes of whole tensors, from any rank."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format, Hints
-from reshard.errors import IncompleteError
 from reshard.storage.files import Files
 
-from .layout.save_folders import COMMON, DCP_METADATA, METADATA_JSON, TRACKER, find_distributed, find_save
-from .options import OPTIONS
+from . import Megatron
+from .layout.save_folders import COMMON, DCP_METADATA, METADATA_JSON, TRACKER, find_distributed, folder_of_save
 
 if TYPE_CHECKING:
     from reshard.adapter.model_files import ModelFiles
@@ -27,8 +23,8 @@ class MegatronDist(Format):
     owns = (METADATA_JSON, COMMON, DCP_METADATA, "*.distcp", TRACKER)
     refines = ("dcp", "pt")
     needs_vocabulary = True
-    options = OPTIONS
     keeps_masters = True
+    options = Megatron.options
 
     def detect(self, files: Files) -> str | None:
         return find_distributed(files)
@@ -36,13 +32,10 @@ class MegatronDist(Format):
     def read(self, files: Files, hints: Hints) -> Index:
         from .read.distributed import read_distributed
 
-        folder = find_save(files)
-        if folder is None:
-            raise IncompleteError(f"there is no {METADATA_JSON} here, and no save, such as iter_0000001", where=files.root)
-        return read_distributed(files, folder, hints)
+        return read_distributed(files, folder_of_save(files, METADATA_JSON), hints)
 
     def check_values(self, files: Files, index: Index) -> Index:
-        from .read.masters import without_wrong_masters
+        from .read.completeness import without_wrong_masters
 
         return without_wrong_masters(files, index)
 

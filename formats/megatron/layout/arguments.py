@@ -18,20 +18,23 @@ from .stages import Args
 
 # The settings that describe the model and how it was cut: all ranks of a run have the same.
 MODEL_ARGS = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "padded_vocab_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("params_dtype", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
-    *(
-        "position_embedding_type",
-        "rotary_base",
-        "rotary_percent",
-        "multi_latent_attention",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "mtp_num_layers",
-    ),
-    *("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
-)
+    "num_layers", "hidden_size", "ffn_hidden_size", "padded_vocab_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "params_dtype", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights",
+    "position_embedding_type", "rotary_base", "rotary_percent", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "mtp_num_layers",
+    "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
+# Key of rope_scaling -> Megatron's setting for it in latent attention, in GPTModel (YarnRotaryEmbedding), and what both are by default.
+YARN = {
+    "factor": ("rotary_scaling_factor", "yarn_rotary_scaling_factor", 1.0),
+    "original_max_position_embeddings": ("original_max_position_embeddings", "yarn_original_max_position_embeddings", 4096),
+    "beta_fast": ("beta_fast", "yarn_beta_fast", 32.0),
+    "beta_slow": ("beta_slow", "yarn_beta_slow", 1.0),
+    "mscale": ("mscale", "yarn_mscale", 1.0),
+    "mscale_all_dim": ("mscale_all_dim", "yarn_mscale_all_dim", 0.0),
+}
+# The factors that Megatron fixes (megatron/core/models/common/embeddings/rotary_pos_embedding.py).
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # More layers than any model has: a damaged file may claim a billion, for each of which something would be made.
 _MOST_LAYERS = 4_096
 
@@ -72,14 +75,13 @@ def check_supported(args: Args, where: str) -> None:
         "heterogeneous_layers_config_path": "layers differ from each other",
         "cross_attention": "the model also has an encoder",
     }
-    for key, reason in reasons.items():
-        if args.get(key):
-            raise NotUnderstoodError(
-                f"the run was trained with {key}={args[key]!r}",
-                where=where,
-                why=f"Then {reason}, which reshard does not convert",
-                do="Convert it with Megatron-LM's own tools",
-            )
+    if given := next((key for key in reasons if args.get(key)), None):
+        raise NotUnderstoodError(
+            f"the run was trained with {given}={args[given]!r}",
+            where=where,
+            why=f"Then {reasons[given]}, which reshard does not convert",
+            do="Convert it with Megatron-LM's own tools",
+        )
 
 
 def mlp_width(args: Args) -> int:
@@ -99,33 +101,42 @@ def config_from_args(args: Args, vocabulary: int) -> dict[str, Any]:
         if args.get(setting):
             raise ValueError(f"{setting} is {args[setting]!r}, and the settings do not tell which such model it is")
     kind = model_type(args)
-    heads = args["num_attention_heads"]
+    architecture, heads = find_architecture(kind), args["num_attention_heads"]
+    assert architecture is not None and architecture.class_name is not None
+    config: dict[str, Any] = {"architectures": [architecture.class_name], "model_type": kind, "vocab_size": vocabulary}
+    ends = {"tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False), "torch_dtype": torch_dtype(args)}
+    epsilon = args.get("layernorm_epsilon") or args.get("norm_epsilon") or 1e-5
     if kind == "gpt2":
-        return _gpt2(args, vocabulary)
-    config: dict[str, Any] = {
-        "architectures": _architectures(kind),
-        "model_type": kind,
-        "vocab_size": vocabulary,
+        return config | {
+            "n_embd": args["hidden_size"],
+            "n_layer": args["num_layers"],
+            "n_head": heads,
+            "n_inner": mlp_width(args),
+            "n_positions": args["max_position_embeddings"],
+            "activation_function": _activation(args),
+            "layer_norm_epsilon": epsilon,
+            **ends,
+        }
+    rotary_base = float(args.get("rotary_base") or 10000)
+    config |= {
         "hidden_size": args["hidden_size"],
         "intermediate_size": mlp_width(args),
         "num_hidden_layers": args["num_layers"],
         "num_attention_heads": heads,
         "max_position_embeddings": args.get("max_position_embeddings") or args.get("seq_length"),
-        "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False),
-        "torch_dtype": torch_dtype(args),
-        "rope_theta": float(args.get("rotary_base") or 10000),
+        **ends,
+        "rope_theta": rotary_base,
+        "hidden_act": _activation(args),
     }
-    epsilon = args.get("layernorm_epsilon") or args.get("norm_epsilon") or 1e-5
     if kind == "gpt_neox":
         return config | {
-            "hidden_act": _activation(args),
             "layer_norm_eps": epsilon,
             "rotary_pct": args.get("rotary_percent", 1.0),
-            "rotary_emb_base": float(args.get("rotary_base") or 10000),
+            "rotary_emb_base": rotary_base,
             "use_parallel_residual": False,
             "attention_bias": bool(args.get("add_bias_linear", True)),
         }
-    config |= {"hidden_act": _activation(args), "rms_norm_eps": epsilon, **_rope(args)}
+    config |= {"rms_norm_eps": epsilon, **_rope(args)}
     if kind.startswith("deepseek"):
         return config | _latent(args, kind)
     config |= {
@@ -138,9 +149,7 @@ def config_from_args(args: Args, vocabulary: int) -> dict[str, Any]:
         config["mlp_bias"] = bool(args.get("add_bias_linear", False))
     if window := args.get("window_size"):
         config["sliding_window"] = int(window[0]) + (kind == "mistral") if isinstance(window, tuple | list) else int(window)
-    if args.get("num_experts"):
-        config |= _experts(args, kind)
-    return config
+    return config | _experts(args, kind) if args.get("num_experts") else config
 
 
 def torch_dtype(args: Args) -> str:
@@ -166,40 +175,17 @@ def _rope(args: Args) -> dict[str, Any]:
     if (share := args.get("rotary_percent", 1.0)) != 1.0:
         config["partial_rotary_factor"] = share
     if args.get("use_rope_scaling"):
-        # The other factors are constants of megatron/core/models/common/embeddings/rotary_pos_embedding.py.
-        config["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": float(args.get("rope_scaling_factor", 8.0)),
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
+        config["rope_scaling"] = {"rope_type": "llama3", "factor": float(args.get("rope_scaling_factor", 8.0)), **LLAMA3}
     elif factor := args.get("rotary_seq_len_interpolation_factor"):
         config["rope_scaling"] = {"rope_type": "linear", "factor": float(factor)}
     elif args.get("position_embedding_type") == "yarn" or (args.get("multi_latent_attention") and args.get("rope_type") == "yarn"):
-        config.update(_yarn(args))
-    return config
-
-
-def _yarn(args: Args) -> dict[str, Any]:
-    def setting(*names: str, default: Any) -> Any:
-        return next((args[name] for name in names if args.get(name) is not None), default)
-
-    if (factor := float(setting("rotary_scaling_factor", "yarn_rotary_scaling_factor", default=1.0))) == 1.0:
-        return {}
-    return {
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": setting(
-                "original_max_position_embeddings", "yarn_original_max_position_embeddings", default=4096
-            ),
-            "beta_fast": setting("beta_fast", "yarn_beta_fast", default=32.0),
-            "beta_slow": setting("beta_slow", "yarn_beta_slow", default=1.0),
-            "mscale": setting("mscale", "yarn_mscale", default=1.0),
-            "mscale_all_dim": setting("mscale_all_dim", "yarn_mscale_all_dim", default=0.0),
+        yarn = {
+            key: next((args[name] for name in (latent, usual) if args.get(name) is not None), default)
+            for key, (latent, usual, default) in YARN.items()
         }
-    }
+        if (factor := float(yarn["factor"])) != 1.0:
+            config["rope_scaling"] = {"rope_type": "yarn", **yarn, "factor": factor}
+    return config
 
 
 def sparse_layers(args: Args) -> list[bool]:
@@ -276,27 +262,3 @@ def _latent(args: Args, kind: str) -> dict[str, Any]:
         return config | {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     has_groups = bool(args.get("moe_router_num_groups"))
     return config | {"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "group_limited_greedy" if has_groups else "greedy"}
-
-
-def _architectures(kind: str) -> list[str]:
-    """The value of the config's `architectures` for a built-in model."""
-    architecture = find_architecture(kind)
-    assert architecture is not None and architecture.class_name is not None
-    return [architecture.class_name]
-
-
-def _gpt2(args: Args, vocabulary: int) -> dict[str, Any]:
-    return {
-        "architectures": _architectures("gpt2"),
-        "model_type": "gpt2",
-        "vocab_size": vocabulary,
-        "n_embd": args["hidden_size"],
-        "n_layer": args["num_layers"],
-        "n_head": args["num_attention_heads"],
-        "n_inner": mlp_width(args),
-        "n_positions": args["max_position_embeddings"],
-        "activation_function": _activation(args),
-        "layer_norm_epsilon": args.get("layernorm_epsilon") or args.get("norm_epsilon") or 1e-5,
-        "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False),
-        "torch_dtype": torch_dtype(args),
-    }

@@ -11,7 +11,7 @@ from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.value import value
 
 from .names import CORE_ATTENTION, LayerSpec
-from .stages import Chunk, ParallelSizes, StageRank
+from .stages import Chunk, ParallelSizes, Rank
 from .tensors import BUFFERS, EMBEDDING, MegatronModel, MegatronTensor, Tensors, is_decayed
 
 
@@ -63,7 +63,7 @@ Entry = tuple[str, ChunkTensor | None]
 """A key of a chunk's state dict with its tensor; None for the unused state of an FP8 recipe, which is stored as None."""
 
 
-def chunk_entries(model: MegatronModel, chunk: Chunk, sizes: ParallelSizes, rank: StageRank, spec: LayerSpec) -> Iterator[Entry]:
+def chunk_entries(model: MegatronModel, chunk: Chunk, sizes: ParallelSizes, rank: Rank, spec: LayerSpec) -> Iterator[Entry]:
     """The entries of a rank's chunk, in the order of its state dict.
 
     Raises: RequestError if a tensor does not divide by the ranks.
@@ -71,7 +71,7 @@ def chunk_entries(model: MegatronModel, chunk: Chunk, sizes: ParallelSizes, rank
     return _RankView(model, chunk, sizes, rank, spec).entries()
 
 
-def chunk_parameters(model: MegatronModel, chunk: Chunk, sizes: ParallelSizes, rank: StageRank, spec: LayerSpec) -> list[ChunkTensor]:
+def chunk_parameters(model: MegatronModel, chunk: Chunk, sizes: ParallelSizes, rank: Rank, spec: LayerSpec) -> list[ChunkTensor]:
     """The parameters of a rank's chunk, in the order of its state dict."""
     return [tensor for _, tensor in chunk_entries(model, chunk, sizes, rank, spec) if tensor and tensor.is_parameter]
 
@@ -91,7 +91,7 @@ class _RankView:
     """The chunk."""
     sizes: ParallelSizes
     """The sizes of the run."""
-    rank: StageRank
+    rank: Rank
     """The rank."""
     spec: LayerSpec
     """The classes of its layers."""

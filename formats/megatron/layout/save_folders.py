@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 
 from reshard.adapter.save_folders import step_of, the_one_save
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.value import value
 from reshard.storage.files import Files, read_whole
 
@@ -73,6 +73,14 @@ def find_save(files: Files) -> str | None:
     if not saves and any(path.endswith("/") and step_of(path.rstrip("/")) is not None for path in listing):
         return None  # the steps are named as verl does, whose tracker has the same name
     return the_one_save(files, saves, tracker=TRACKER, folder_name=_save_name)
+
+
+def folder_of_save(files: Files, expected: str) -> str:
+    """The folder of the save to read. expected: what it would hold. Raises what `find_save` raises; IncompleteError if it finds none."""
+    folder = find_save(files)
+    if folder is None:
+        raise IncompleteError(f"there is no {expected} here, and no save, such as iter_0000001", where=files.root)
+    return folder
 
 
 def _save_name(text: str) -> str:

@@ -17,6 +17,7 @@ from reshard.models.architecture import ConfigKey, LayersOf
 from reshard.models.config_values import number, rotary_settings, rotary_type
 from reshard.models.model import Model, Part
 
+from .arguments import LLAMA3, YARN
 from .stages import Chunk, ParallelSizes
 from .tensors import computation_of, is_hybrid
 
@@ -187,34 +188,25 @@ def _positions(model: Model, parts: _Parts) -> dict[str, Any]:
     }
     rope_type = rotary_type(rope)
     if rope_type == "llama3":
-        fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        if any(rope.get(key) != value for key, value in fixed.items()):
+        if any(rope.get(key) != value for key, value in LLAMA3.items()):
             raise UnsupportedError(
                 "the config scales rotary positions with other factors than Megatron, which has fixed ones",
-                why=f"Megatron has {fixed}; the config has {rope}",
+                why=f"Megatron has {LLAMA3}; the config has {rope}",
             )
         return settings | {"use_rope_scaling": True, "rope_scaling_factor": _factor(rope)}
     if rope_type == "linear":
         return settings | {"rotary_seq_len_interpolation_factor": int(_factor(rope))}
+    if rope_type == "yarn" and is_latent:
+        required = "original_max_position_embeddings"
+        latent = {setting: rope.get(key, None if key == required else default) for key, (setting, _, default) in YARN.items()}
+        return settings | {"rope_type": "yarn", **latent}
     if rope_type == "yarn":
-        return settings | (_latent_yarn(rope) if is_latent else _yarn(rope))
+        return settings | _yarn(rope)
     if rope_type != "default":
         raise UnsupportedError(
             f"Megatron has no rotary positions of the type {rope_type!r}", why="The config names this type in rope_scaling"
         )
     return settings | ({"rope_type": "rope"} if is_latent else {})
-
-
-def _latent_yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": rope.get("factor", 1.0),
-        "original_max_position_embeddings": rope.get("original_max_position_embeddings"),
-        "beta_fast": rope.get("beta_fast", 32.0),
-        "beta_slow": rope.get("beta_slow", 1.0),
-        "mscale": rope.get("mscale", 1.0),
-        "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
-    }
 
 
 def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,16 +215,11 @@ def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedError(
             "the config gives an attention_factor for its rotary positions", why="Megatron computes the factor and has no setting for it"
         )
-    return {
-        "position_embedding_type": "yarn",
-        "yarn_rotary_scaling_factor": rope.get("factor", 1.0),
-        "yarn_original_max_position_embeddings": rope.get("original_max_position_embeddings"),
-        "yarn_beta_fast": rope.get("beta_fast") or 32.0,
-        "yarn_beta_slow": rope.get("beta_slow") or 1.0,
-        "yarn_mscale": rope.get("mscale"),
-        "yarn_mscale_all_dim": rope.get("mscale_all_dim"),
-        "yarn_correction_range_round_to_int": rope.get("truncate", True),
-    }
+    settings = {setting: rope.get(key) for key, (_, setting, _) in YARN.items()}
+    for key in ("factor", "beta_fast", "beta_slow"):
+        _, setting, default = YARN[key]
+        settings[setting] = settings[setting] or default
+    return {"position_embedding_type": "yarn", **settings, "yarn_correction_range_round_to_int": rope.get("truncate", True)}
 
 
 def _factor(rope: Mapping[str, Any]) -> float:

@@ -60,21 +60,18 @@ class ParallelSizes:
         """The sizes of the axes, as users call them."""
         return {"tp": self.tp, "pp": self.pp, "vp": self.vp, "ep": self.ep}
 
-    @property
-    def ranks_per_stage(self) -> int:
-        """The smallest number of ranks that a stage can have: a multiple of tp and of etp * ep."""
-        return math.lcm(self.tp, self.etp * self.ep)
-
-    def stage_ranks(self) -> Iterator[StageRank]:
-        """The ranks of a stage that write files: one for each pair of tensor-parallel and expert-parallel rank."""
-        seen: set[tuple[str, int, int]] = set()
-        for number in range(self.ranks_per_stage):
-            tp_rank, ep_rank, etp_rank = number % self.tp, number // self.etp % self.ep, number % self.etp
-            if ("file", tp_rank, ep_rank) not in seen:
-                is_first_dense = ("dense", tp_rank, 0) not in seen
-                is_first_experts = ("experts", ep_rank, etp_rank) not in seen
-                yield StageRank(tp_rank, ep_rank, etp_rank, number, is_first_dense, is_first_experts)
-                seen |= {("file", tp_rank, ep_rank), ("dense", tp_rank, 0), ("experts", ep_rank, etp_rank)}
+    def ranks(self) -> Iterator[Rank]:
+        """The ranks that write files: in each stage one for each pair of tensor-parallel and expert-parallel rank."""
+        # A stage has at least so many ranks that they are a multiple of tp and of etp * ep.
+        ranks_per_stage = math.lcm(self.tp, self.etp * self.ep)
+        for pp_rank in range(self.pp):
+            seen: set[tuple[str, int, int]] = set()
+            for number in range(ranks_per_stage):
+                tp_rank, ep_rank, etp_rank = number % self.tp, number // self.etp % self.ep, number % self.etp
+                if ("file", tp_rank, ep_rank) not in seen:
+                    is_first = ("dense", tp_rank, 0) not in seen, ("experts", ep_rank, etp_rank) not in seen
+                    yield Rank(tp_rank, pp_rank, ep_rank, etp_rank, pp_rank * ranks_per_stage + number, *is_first)
+                    seen |= {("file", tp_rank, ep_rank), ("dense", tp_rank, 0), ("experts", ep_rank, etp_rank)}
 
     def experts_of(self, ep_rank: int, experts: int) -> range:
         """The experts of an expert-parallel rank, of a model with so many per layer."""
@@ -83,21 +80,28 @@ class ParallelSizes:
 
 
 @value
-class StageRank:
-    """A rank of one stage."""
+class Rank:
+    """A rank of a run."""
 
-    tp_rank: int
+    tp_rank: int = 0
     """Tensor-parallel rank."""
-    ep_rank: int
+    pp_rank: int = 0
+    """Pipeline-parallel rank: its stage."""
+    ep_rank: int = 0
     """Expert-parallel rank."""
-    etp_rank: int
+    etp_rank: int = 0
     """Tensor-parallel rank among the ranks that share an expert."""
     number: int = 0
-    """The rank's number in its stage, from 0."""
+    """The rank's number in the run, from 0."""
     is_first_dense: bool = True
-    """Whether it is the first rank of the stage with its shard of the dense weights."""
+    """Whether it is the first rank of its stage with its shard of the dense weights."""
     is_first_experts: bool = True
-    """Whether it is the first rank of the stage with its shard of its experts."""
+    """Whether it is the first rank of its stage with its shard of its experts."""
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Its rank along each axis, as users call them."""
+        return {"tp": self.tp_rank, "pp": self.pp_rank, "ep": self.ep_rank}
 
 
 @value

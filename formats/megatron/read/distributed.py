@@ -32,13 +32,14 @@ from ..layout.arguments import NotUnderstoodError, plain_args
 from ..layout.chunks import ChunkTensor, chunk_parameters
 from ..layout.names import LayerSpec, strip_wrappers
 from ..layout.save_folders import COMMON, METADATA_JSON
-from ..layout.stages import Args, ParallelSizes, StageRank, split_into_chunks
+from ..layout.stages import Args, ParallelSizes, Rank, split_into_chunks
 from ..layout.tensors import EMBEDDING
+from .completeness import check_complete
 from .flat_buffers import bucket_tensors
 from .keyed_tensors import array_subviews, canonical_tensors, is_run_key, keyed_tensors, with_stored_adapters
 from .nemo import nemo_args
 from .optimizer import OF_ADAPTER, OptimizerState, common_optimizer, folder_optimizer
-from .run_model import RunModel, check_complete, describe_model, layout_question
+from .run_model import RunModel, describe_model, layout_question
 from .zarr import StoredFolder, ZarrFolder
 
 # Written as torch_dcp or fsdp_dtensor: a plain folder of torch.distributed.checkpoint, without metadata.json.
@@ -94,7 +95,7 @@ def _stored_parameters(stored: StoredFolder, model: RunModel, args: Args) -> lis
     dtypes = {strip_wrappers(key): item.dtype for key, item in stored.metadata.tensors.items()}
     (chunk,) = split_into_chunks((model.megatron.layers,), 1)
     spec = LayerSpec.from_args(args, str(args.get("transformer_impl", "local")))
-    parameters = chunk_parameters(model.megatron, chunk, ParallelSizes(), StageRank(0, 0, 0), spec)
+    parameters = chunk_parameters(model.megatron, chunk, ParallelSizes(), Rank(), spec)
     return [replace(parameter, dtype=dtypes[parameter.name]) for parameter in parameters if parameter.name in dtypes]
 
 

@@ -196,15 +196,14 @@ def _groups_of_run(model: RunModel, args: Args, where: str, *, is_chained: bool)
     """(the optimizer in the chain, the number of the data-parallel group, the parameters of each chunk) of all ranks' buffers."""
     sizes, spec = ParallelSizes.from_args(args), LayerSpec.from_args(args, args.get("transformer_impl", "transformer_engine"))
     chunks = chunks_of_run(args, sizes, where)
-    for stage in range(sizes.pp):
-        for rank in sizes.stage_ranks():
-            parameters = [chunk_parameters(model.megatron, chunk, sizes, rank, spec) for chunk in chunks if chunk.stage == stage]
-            if rank.is_first_dense:
-                group = rank.tp_rank + sizes.tp * stage
-                yield 0, group, _of_optimizer(parameters, is_expert=False) if is_chained else parameters
-            if rank.is_first_experts and is_chained:
-                group = rank.etp_rank + sizes.etp * (rank.ep_rank + sizes.ep * stage)
-                yield 1, group, _of_optimizer(parameters, is_expert=True)
+    for rank in sizes.ranks():
+        parameters = [chunk_parameters(model.megatron, chunk, sizes, rank, spec) for chunk in chunks if chunk.stage == rank.pp_rank]
+        if rank.is_first_dense:
+            group = rank.tp_rank + sizes.tp * rank.pp_rank
+            yield 0, group, _of_optimizer(parameters, is_expert=False) if is_chained else parameters
+        if rank.is_first_experts and is_chained:
+            group = rank.etp_rank + sizes.etp * (rank.ep_rank + sizes.ep * rank.pp_rank)
+            yield 1, group, _of_optimizer(parameters, is_expert=True)
 
 
 def _of_optimizer(chunks: Sequence[Sequence[ChunkTensor]], *, is_expert: bool) -> list[list[ChunkTensor]]:

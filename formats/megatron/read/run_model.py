@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from reshard.adapter.format import Hints
-from reshard.canonical.lora import adapter_name
-from reshard.errors import CheckpointError, IncompleteError, UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.value import value
 from reshard.index.index import Tensor
 from reshard.models.lookup import find_model, known_model_types, model_type_of
@@ -18,7 +17,7 @@ from ..layout.adapters import AdaptedModel, factor_of
 from ..layout.arguments import NotUnderstoodError, check_supported, config_from_args
 from ..layout.settings import other_setting
 from ..layout.stages import Args
-from ..layout.tensors import BUFFER_ROLES, MegatronModel, QkvOrder
+from ..layout.tensors import MegatronModel, QkvOrder
 from .arrays import Shape
 
 _MOST_LAYERS = 100_000
@@ -146,43 +145,3 @@ def _model(config: Mapping[str, Any], args: Args, hints: Hints) -> Model:
 def layout_question(error: NotUnderstoodError) -> tuple[str, ...]:
     """What the user has to tell before a conversion of a checkpoint whose layout is not known."""
     return (f"how the model's weights lie in it: {error}",)
-
-
-def check_complete(model: RunModel, tensors: Iterable[Tensor], where: str, *, with_optimizer: bool) -> None:
-    """Raises CheckpointError if a weight of the model is in no file.
-
-    with_optimizer: also if a weight has no optimizer state although other weights have.
-    """
-    names: dict[str, set[str]] = {"weight": set(), "moment1": set()}
-    for tensor in tensors:
-        names.setdefault(tensor.kind, set()).add(tensor.name)
-    if model.adapters:
-        of_adapter = {name for name in names["weight"] if adapter_name(name)}
-        _check_factors(of_adapter, where)
-        if of_adapter == names["weight"]:
-            return
-        with_optimizer = False  # the base is frozen
-    moments = names["moment1"] if with_optimizer else set()
-    for name, weight in model.megatron.model.weights.items():
-        has_weight = name in names["weight"]
-        has_state = not moments or name in moments or weight.role in BUFFER_ROLES
-        if not weight.optional and not (has_weight and has_state):
-            raise IncompleteError(
-                f"{'its optimizer state' if has_weight else 'it'} is in no file",
-                where=name,
-                why=f"The run's model has it; files of a rank are missing in {where}, or were lost",
-                do="Copy all ranks' files from where the checkpoint was written",
-            )
-
-
-def _check_factors(names: Collection[str], where: str) -> None:
-    """Raises IncompleteError if an adapter's A or B is in no file."""
-    for name in names:
-        other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
-        if other not in names:
-            raise IncompleteError(
-                "it is in no file",
-                where=other,
-                why=f"{name} is there, and an adapter is the product of both; files of a rank are missing in {where}, or were lost",
-                do="Copy all ranks' files from where the checkpoint was written",
-            )

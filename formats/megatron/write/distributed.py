@@ -30,7 +30,7 @@ from reshard.plans.layout import Layout, Sidecar, Target, TargetFile
 from ..layout.chunks import cannot_split
 from ..layout.names import CORE_ATTENTION
 from ..layout.save_folders import COMMON, DCP_METADATA, METADATA_JSON
-from ..layout.stages import Chunk, StageRank
+from ..layout.stages import Chunk, Rank
 from ..layout.tensors import BUFFERS, HEAD, MegatronTensor, is_decayed
 from .save import F32, MegatronSave, begin_save
 
@@ -91,11 +91,10 @@ def lay_out_distributed(content: Content, target: Target, companions: ModelFiles
     folder = f"{save.name}/"
     files: list[DcpFile] = []
     rank_files: list[TargetFile] = []
-    for stage in range(save.sizes.pp):
-        for rank in save.sizes.stage_ranks():
-            file = _rank_file(save, f"__{len(files)}_0.distcp", stage, rank)
-            files.append(file)
-            rank_files.append(file.close({"tp": rank.tp_rank, "pp": stage, "ep": rank.ep_rank}, folder=folder))
+    for rank in save.sizes.ranks():
+        file = _rank_file(save, f"__{len(files)}_0.distcp", rank)
+        files.append(file)
+        rank_files.append(file.close(rank.coordinates, folder=folder))
     sidecars = (
         *companions.sidecars({save.dtype}),
         Sidecar(folder + DCP_METADATA, written_metadata(files)),
@@ -114,10 +113,10 @@ def lay_out_distributed(content: Content, target: Target, companions: ModelFiles
     )
 
 
-def _rank_file(save: MegatronSave, path: str, stage: int, rank: StageRank) -> DcpFile:
+def _rank_file(save: MegatronSave, path: str, rank: Rank) -> DcpFile:
     """The file of one rank: the entries that no earlier rank of its stage stores."""
     file, sizes = DcpFile(path), save.sizes
-    for chunk in (chunk for chunk in save.chunks if chunk.stage == stage):
+    for chunk in save.chunks_of(rank):
         tensors = list(_keyed_tensors(save, chunk, rank.ep_rank))
         for tensor in tensors:
             if rank.is_first_experts if tensor.is_expert else rank.is_first_dense:
@@ -177,7 +176,7 @@ def _layer_tensors(save: MegatronSave, prefix: str, layer: int, lead: _Lead, ep_
                 yield _KeyedTensor(f"{prefix}mlp.experts.experts.{name}", tensor, (*lead, (expert, model.experts)), is_expert=True)
 
 
-def _fp8_state_keys(save: MegatronSave, tensors: Sequence[_KeyedTensor], rank: StageRank) -> list[str]:
+def _fp8_state_keys(save: MegatronSave, tensors: Sequence[_KeyedTensor], rank: Rank) -> list[str]:
     """The keys of the unused FP8 states, which loaders require. GPTModel leaves out that of the head, MambaModel does not."""
     spec, keys = save.spec, dict[str, None]()
     for tensor in tensors:
@@ -196,13 +195,8 @@ def _fp8_state_keys(save: MegatronSave, tensors: Sequence[_KeyedTensor], rank: S
 def _common_file(save: MegatronSave, folder: str) -> TargetFile:
     """common.pt."""
     file = TorchFile(folder + COMMON)
-    root: dict[str, Any] = {
-        "args": save.args(ckpt_format="torch_dist", dist_ckpt_optim_fully_reshardable=True),
-        "checkpoint_version": 3.0,
-        "iteration": save.step,
-        "num_floating_point_operations_so_far": 0,
-        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
-    }
+    root = save.root(ckpt_format="torch_dist", dist_ckpt_optim_fully_reshardable=True)
+    root["content_metadata"] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if save.has_optimizer:
         root["opt_param_scheduler"] = save.scheduler()
         root["optimizer"] = _optimizer(save, file)

@@ -25,22 +25,18 @@ from reshard.plans.layout import Layout, Target, TargetFile
 from ..layout.chunks import ChunkTensor, Entry
 from ..layout.flat_buckets import BUFFER_KINDS, bucket_size, buffer_of, by_buffer
 from ..layout.save_folders import DISTRIBUTED_OPTIMIZER, LEGACY_WEIGHTS
-from ..layout.stages import StageRank
+from ..layout.stages import Rank
 from .save import F32, MegatronSave, begin_save
-
-_VERSION = 3.0
 
 
 @value(eq=False)
 class _SavedRank:
-    """What one rank of a stage saves."""
+    """What one rank saves."""
 
     save: MegatronSave
     """The save that it is a part of."""
-    stage: int
-    """Its stage."""
-    stage_rank: StageRank
-    """Its tensor-parallel and expert-parallel rank in the stage."""
+    rank: Rank
+    """The rank."""
     chunks: Mapping[int, Sequence[Entry]]
     """The entries of each chunk, by its number in the stage."""
 
@@ -50,23 +46,19 @@ class _SavedRank:
         return [tensor for entries in self.chunks.values() for _, tensor in entries if tensor and tensor.is_parameter]
 
     @property
-    def folder(self) -> str:
-        sizes = self.save.sizes
-        stage = f"_{self.stage:03d}" if sizes.pp > 1 else ""
-        ep_rank = f"_{self.stage_rank.ep_rank:03d}" if sizes.ep > 1 else ""
-        return f"{self.save.name}/mp_rank_{self.stage_rank.tp_rank:02d}{stage}{ep_rank}/"
-
-    @property
-    def target_ranks(self) -> dict[str, int]:
-        return {"tp": self.stage_rank.tp_rank, "pp": self.stage, "ep": self.stage_rank.ep_rank}
-
-    @property
     def parameters_by_optimizer(self) -> list[list[ChunkTensor]]:
         """The parameters of each of the chained optimizers: with expert parallelism, experts have an optimizer of their own."""
         parameters = self.parameters
         if self.save.sizes.ep == 1:
             return [parameters]
         return [[parameter for parameter in parameters if parameter.is_expert is is_expert] for is_expert in (False, True)]
+
+    def file(self, name: str) -> TorchFile:
+        """A new file in the rank's folder."""
+        rank, sizes = self.rank, self.save.sizes
+        stage = f"_{rank.pp_rank:03d}" if sizes.pp > 1 else ""
+        ep_rank = f"_{rank.ep_rank:03d}" if sizes.ep > 1 else ""
+        return TorchFile(f"{self.save.name}/mp_rank_{rank.tp_rank:02d}{stage}{ep_rank}/{name}", rank.coordinates)
 
 
 def lay_out_legacy(content: Content, target: Target, companions: ModelFiles) -> Layout:
@@ -77,15 +69,13 @@ def lay_out_legacy(content: Content, target: Target, companions: ModelFiles) -> 
     save = begin_save(content, target)
     files: list[TargetFile] = []
     aliases = dict(save.aliases)
-    for stage in range(save.sizes.pp):
-        for stage_rank in save.sizes.stage_ranks():
-            chunks = {chunk.number: save.entries(chunk, stage_rank) for chunk in save.chunks if chunk.stage == stage}
-            rank = _SavedRank(save, stage, stage_rank, chunks)
-            files.append(_weights_file(rank))
-            if save.has_optimizer and save.is_distributed_optimizer:
-                files.append(_distributed_optimizer_file(rank))
-            elif save.has_optimizer:
-                aliases |= _plain_optimizer_aliases(rank)
+    for rank in save.sizes.ranks():
+        saved = _SavedRank(save, rank, {chunk.number: save.entries(chunk, rank) for chunk in save.chunks_of(rank)})
+        files.append(_weights_file(saved))
+        if save.has_optimizer and save.is_distributed_optimizer:
+            files.append(_distributed_optimizer_file(saved))
+        elif save.has_optimizer:
+            aliases |= _plain_optimizer_aliases(saved)
     sidecars = (*companions.sidecars({save.dtype}), save.tracker)
     return Layout("megatron", tuple(files), sidecars, target.parallel, save.notes(), aliases, save.inlined_scalars)
 
@@ -93,20 +83,13 @@ def lay_out_legacy(content: Content, target: Target, companions: ModelFiles) -> 
 def _weights_file(rank: _SavedRank) -> TargetFile:
     """The file with the settings, the model's chunks and the optimizer."""
     save = rank.save
-    file = TorchFile(rank.folder + LEGACY_WEIGHTS, rank.target_ranks)
-    root: dict[str, Any] = {
-        "args": save.args(rank=rank.stage * save.sizes.ranks_per_stage + rank.stage_rank.number),
-        "checkpoint_version": _VERSION,
-        "iteration": save.step,
-        "num_floating_point_operations_so_far": 0,
-    }
+    file, root = rank.file(LEGACY_WEIGHTS), save.root(rank=rank.rank.number)
     for number, entries in rank.chunks.items():
         root["model" if save.sizes.vp == 1 else f"model{number}"] = {
             name: tensor and file.tensor(tensor.array.stored(name, tensor.dtype or F32, tensor.shape)) for name, tensor in entries
         }
     if save.has_optimizer:
-        root["optimizer"] = _optimizer(rank, file)
-        root["opt_param_scheduler"] = save.scheduler()
+        root |= {"optimizer": _optimizer(rank, file), "opt_param_scheduler": save.scheduler()}
     return file.close(root)
 
 
@@ -177,9 +160,8 @@ def _plain_optimizer_aliases(rank: _SavedRank) -> dict[str, str]:
 
 def _distributed_optimizer_file(rank: _SavedRank) -> TargetFile:
     """The buffers of the distributed optimizer. Those that several ranks would write are in the file of the first one."""
-    file = TorchFile(rank.folder + DISTRIBUTED_OPTIMIZER, rank.target_ranks)
-    by_optimizer = rank.parameters_by_optimizer
-    is_first = (rank.stage_rank.is_first_dense, rank.stage_rank.is_first_experts) if len(by_optimizer) > 1 else (True,)
+    file, by_optimizer = rank.file(DISTRIBUTED_OPTIMIZER), rank.parameters_by_optimizer
+    is_first = (rank.rank.is_first_dense, rank.rank.is_first_experts) if len(by_optimizer) > 1 else (True,)
     chain = [_buffers(rank, file, members) if is_own else None for is_own, members in zip(is_first, by_optimizer, strict=True)]
     return file.close(chain if len(chain) > 1 else chain[0])
 
@@ -188,7 +170,7 @@ def _buffers(rank: _SavedRank, file: TorchFile, parameters: Sequence[ChunkTensor
     """The arrays of each buffer: one buffer for each element type of each chunk. Without overlapping gradient reduction, and in later
     stages, a buffer has one bucket."""
     args = rank.save.source_args
-    size = bucket_size(args) if args.get("overlap_grad_reduce") and rank.stage == 0 else None
+    size = bucket_size(args) if args.get("overlap_grad_reduce") and rank.rank.pp_rank == 0 else None
     buffers: dict[Any, Any] = {"buckets_coalesced": True}
     for number, members in enumerate(by_buffer(parameters)):
         offsets, elements = buffer_of(members, size)

@@ -22,7 +22,7 @@ from ..layout.chunks import ChunkTensor, Entry, chunk_entries
 from ..layout.names import LayerSpec
 from ..layout.save_folders import TRACKER
 from ..layout.settings import model_settings, namespace, rank_settings
-from ..layout.stages import Args, Chunk, ParallelSizes, StageRank, chunks_of_target
+from ..layout.stages import Args, Chunk, ParallelSizes, Rank, chunks_of_target
 from ..layout.tensors import BUFFER_ROLES, MTP_COPIES, MegatronModel, computation_of, is_hybrid
 from .check_model import check_expert_layout, check_layers, check_sizes, megatron_compatible_model
 from .optimizer_content import OptimizerContent
@@ -159,6 +159,15 @@ class MegatronSave:
             }
         )
 
+    def root(self, **format_settings: Any) -> dict[str, Any]:
+        """What the state of a run begins with. format_settings: settings of one format."""
+        return {
+            "args": self.args(**format_settings),
+            "checkpoint_version": 3.0,
+            "iteration": self.step,
+            "num_floating_point_operations_so_far": 0,
+        }
+
     def scheduler(self) -> dict[str, Any]:
         """The state of the learning-rate schedule: the source's, or a new one after the same number of steps."""
         state = self.content.facts.state.get("opt_param_scheduler")
@@ -166,7 +175,11 @@ class MegatronSave:
 
     # ---- tensors ----
 
-    def entries(self, chunk: Chunk, rank: StageRank) -> list[Entry]:
+    def chunks_of(self, rank: Rank) -> list[Chunk]:
+        """The chunks of a rank's stage."""
+        return [chunk for chunk in self.chunks if chunk.stage == rank.pp_rank]
+
+    def entries(self, chunk: Chunk, rank: Rank) -> list[Entry]:
         """The entries of a rank's chunk, with the element types in which they are stored."""
         entries = chunk_entries(self.model, chunk, self.sizes, rank, self.spec)
         return [(name, tensor and replace(tensor, dtype=self._stored_dtype(tensor))) for name, tensor in entries]
