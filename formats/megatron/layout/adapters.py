@@ -96,18 +96,10 @@ class AdaptedModel(MegatronModel):
         for layer in range(self.layers + self.mtp_layers):
             experts = range(self.experts) if self.is_sparse(layer) else range(0)
             for tensors in (self.layer(layer), *(self.expert(layer, expert) for expert in experts)):
-                for name in tensors:
-                    if factor_of(name):
-                        shapes |= _shapes_of(tensors[name])
+                # A factor holds its canonical tensors whole, so each ends where its last tile ends.
+                for tile in (tile for name in tensors if factor_of(name) for tile in tensors[name].whole.tiles):
+                    shapes[tile.name] = tuple(map(max, tile.box.stops, shapes.get(tile.name, tile.box.stops)))
         return shapes
-
-
-def _shapes_of(factor: MegatronTensor) -> dict[str, tuple[int, ...]]:
-    """The shapes of the canonical tensors in a factor, which holds all of them whole."""
-    ends: dict[str, tuple[int, ...]] = {}
-    for tile in factor.whole.tiles:
-        ends[tile.name] = tuple(map(max, tile.box.stops, ends.get(tile.name, tile.box.stops)))
-    return ends
 
 
 def _factor_tensor(factor: Factor, weight: MegatronTensor, rank: int) -> MegatronTensor:

@@ -107,14 +107,11 @@ def find_distributed(files: Files) -> str | None:
     listing, metadata = files.list(folder), folder + DCP_METADATA
     if folder + METADATA_JSON in listing:
         return folder + METADATA_JSON
-    if metadata not in listing:
-        return None
-    return metadata if folder + COMMON in listing or _is_megatron_metadata(files, metadata) else None
-
-
-def _is_megatron_metadata(files: Files, path: str) -> bool:
-    """Whether a .metadata belongs to a Megatron save (--ckpt-format torch_dcp), and not to another torch.distributed.checkpoint folder."""
-    return (files.size(path) or 0) <= _LARGEST_METADATA and _MEGATRON_WORD in read_whole(files, path, limit=_LARGEST_METADATA)
+    if metadata not in listing or folder + COMMON in listing:
+        return metadata if metadata in listing else None
+    # Of a folder without a common.pt, .metadata tells whether it is a Megatron save (--ckpt-format torch_dcp).
+    is_small = (files.size(metadata) or 0) <= _LARGEST_METADATA
+    return metadata if is_small and _MEGATRON_WORD in read_whole(files, metadata, limit=_LARGEST_METADATA) else None
 
 
 def rank_folders(files: Files, folder: str) -> list[MegatronRankFolder]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from reshard.containers.inert_pickle import Inert, shown
@@ -122,12 +123,11 @@ class Chunk:
 
 def split_into_chunks(layers_per_chunk: Sequence[int], pp: int) -> tuple[Chunk, ...]:
     """All chunks of `pp` stages, in the order of the model, from the number of layers of each."""
-    chunks, start = [], 0
-    for i, layers in enumerate(layers_per_chunk):
-        is_last = i == len(layers_per_chunk) - 1
-        chunks.append(Chunk(i % pp, i // pp, range(start, start + layers), i == 0, is_last))
-        start += layers
-    return tuple(chunks)
+    ends, last = list(accumulate(layers_per_chunk)), len(layers_per_chunk) - 1
+    return tuple(
+        Chunk(i % pp, i // pp, range(end - layers, end), i == 0, i == last)
+        for i, (layers, end) in enumerate(zip(layers_per_chunk, ends, strict=True))
+    )
 
 
 def first_layers(layer_counts: Mapping[tuple[int, int], int], layers: int, where: str) -> dict[tuple[int, int], int]:
@@ -158,7 +158,7 @@ def chunks_of_run(args: Args, sizes: ParallelSizes, where: str) -> tuple[Chunk, 
     """
     layers, chunks = args["num_layers"], sizes.pp * sizes.vp
     if layout := args.get("pipeline_model_parallel_layout"):
-        counts = [_decoder_layers(chunk) for chunk in _chunks_of_layout(layout, where)]
+        counts = [sum(str(kind).lower() in ("t", "decoder") for kind in chunk) for chunk in _chunks_of_layout(layout, where)]
     else:
         counts = _distributed_layers(args, layers, sizes)
     if len(counts) != chunks or sum(counts) != layers:
@@ -198,10 +198,6 @@ def _chunks_of_layout(layout: Any, where: str) -> list[Any]:
     if isinstance(layout, list):
         return layout
     raise CheckpointError(f"its pipeline_model_parallel_layout is {shown(layout)}", where=where)
-
-
-def _decoder_layers(chunk: Any) -> int:
-    return sum(str(layer_type).lower() in ("t", "decoder") for layer_type in chunk)
 
 
 def chunks_of_target(layers: int, sizes: ParallelSizes, requested: Sequence[int] | None) -> tuple[Chunk, ...]:

@@ -352,7 +352,7 @@ class MegatronModel:
         if key not in self._cache:
             first = None if layer is None else self.first_alike(layer)
             if layer == first:
-                self._cache[key] = self._apply(rules, self._parts_in(layer).get(expert, ()))
+                self._cache[key] = self._made(rules, self._parts_in(layer).get(expert, ()))
             else:
                 self._cache[key] = {
                     name: tensor.renamed(lambda own: self.name_in(own, layer, None))
@@ -371,18 +371,22 @@ class MegatronModel:
             self._parts[layer] = found
         return self._parts[layer]
 
-    def _apply(self, rules: Sequence[_TensorRule], parts: Iterable[Part]) -> Tensors:
+    def _made(self, rules: Sequence[_TensorRule], parts: Iterable[Part]) -> Tensors:
         by_role: dict[str, dict[str, Mosaic]] = {}
         for part in parts:
             separate = _SEPARATE[part.role](part.array, self.model.dimensions) if part.role in _SEPARATE else {part.role: part.array}
             for role, array in separate.items():
                 by_role.setdefault(role, {})[part.parameter] = array
-        _name_single_norm(by_role)
+        # The norm of a layer that is a Mamba mixer, an MLP or experts alone has the role after what follows it (ssm/mamba_block.py).
+        if "attention.norm" in by_role and not by_role.keys() & {"mlp.norm", "attention.o", "delta.out"}:
+            by_role[_MAMBA_NORM if "ssm.out" in by_role else "mlp.norm"] = by_role.pop("attention.norm")
         tensors: dict[str, MegatronTensor] = {}
         for rule in rules:
             for parameter in dict.fromkeys(parameter for role in rule.roles for parameter in by_role.get(role, ())):
                 blocks = tuple(by_role[role][parameter] for role in rule.roles if parameter in by_role.get(role, {}))
-                axis = _axis(rule.sharding, blocks[0])
+                axis: int | None = 1 if rule.sharding == "row" else 0
+                if rule.sharding == "replicated" or (rule.sharding == "row" and len(blocks[0].shape) == 1):
+                    axis = None  # the bias of a row-parallel layer is replicated
                 if rule.sharding == "query_groups":
                     blocks = self._fused_qkv(blocks)
                 tensors[rule.name.format(parameter=parameter)] = MegatronTensor(blocks, axis, rule.segments)
@@ -396,18 +400,3 @@ class MegatronModel:
         # q, k and v of every query group in turn (attention.py, SelfAttention.get_query_key_value_tensors).
         groups = self.model.dimensions["kv_heads"]
         return (joined([array.split(0, array.shape[0] // groups) for array in projections], axis=1).merged(0),)
-
-
-def _name_single_norm(by_role: dict[str, dict[str, Mosaic]]) -> None:
-    """Give the norm of a layer that is a Mamba mixer, an MLP or experts alone the role after what follows it (ssm/mamba_block.py)."""
-    if "attention.norm" in by_role and "mlp.norm" not in by_role and not any(role in by_role for role in _OF_ATTENTION):
-        by_role[_MAMBA_NORM if "ssm.out" in by_role else "mlp.norm"] = by_role.pop("attention.norm")
-
-
-_OF_ATTENTION = ("attention.o", "delta.out")
-
-
-def _axis(sharding: _Sharding, array: Mosaic) -> int | None:
-    if sharding == "replicated" or (sharding == "row" and len(array.shape) == 1):
-        return None  # the bias of a row-parallel layer is replicated
-    return 1 if sharding == "row" else 0

@@ -54,7 +54,7 @@ def read_distributed(files: Files, folder: str, hints: Hints) -> Index:
     Raises: CheckpointError if the files are not one whole save.
     """
     backend = read_backend(files, folder)
-    stored = open_folder(files, folder, backend)
+    stored = ZarrFolder(files, folder) if backend == "zarr" else DcpFolder(files, folder)
     common = read_common(files, stored, backend)
     args = plain_args(common.get("args")) or nemo_args(files, folder)
     builder = IndexBuilder("megatron-dist", files)
@@ -141,11 +141,6 @@ def read_backend(files: Files, folder: str) -> str:
             do="Convert it to torch_dist with the Megatron-Core that wrote it",
         )
     return backend
-
-
-def open_folder(files: Files, folder: str, backend: str) -> StoredFolder:
-    """The tensors and objects of the save, not yet read."""
-    return ZarrFolder(files, folder) if backend == "zarr" else DcpFolder(files, folder)
 
 
 def read_common(files: Files, stored: StoredFolder, backend: str) -> Mapping[str, Any]:

@@ -50,7 +50,10 @@ def read_legacy(files: Files, folder: str, hints: Hints) -> Index:
 
 def legacy_model(save: LegacySave, hints: Hints) -> RunModel:
     """The model of the run. Raises NotUnderstoodError if its layout is not known."""
-    model = describe_model(save.args, hints, _stored_vocab(save), save.first.path, qkv_order=_qkv_order(save))
+    # The order of q, k and v depends on the version only for GPT models before Megatron-Core, which are recognized by their names.
+    is_old = any("query_key_value" in name for chunk in save.first.chunks for name in chunk)
+    qkv_order = _OLD_QKV_ORDERS.get(save.first.version, "by_group") if is_old else "by_group"
+    model = describe_model(save.args, hints, _stored_vocab(save), save.first.path, qkv_order=qkv_order)
     stored = ((parse_name(name), stored.shape) for rank in save.ranks for chunk in rank.chunks for name, stored in chunk.items())
     return model.with_adapters((parsed.factor_name(shape), shape) for parsed, shape in stored)
 
@@ -61,12 +64,6 @@ def _stored_vocab(save: LegacySave) -> int | None:
     embeddings = (stored for chunk in chunks for name, stored in chunk.items() if parse_name(name).name == EMBEDDING and stored.shape)
     embedding = next(embeddings, None)
     return embedding.shape[0] * save.sizes.tp if embedding else None
-
-
-def _qkv_order(save: LegacySave) -> QkvOrder:
-    """The order of q, k and v. It depends on the version only for GPT models before Megatron-Core, which are recognized by their names."""
-    is_old = any("query_key_value" in name for chunk in save.first.chunks for name in chunk)
-    return _OLD_QKV_ORDERS.get(save.first.version, "by_group") if is_old else "by_group"
 
 
 def _index(files: Files, save: LegacySave, model: RunModel, unread: Sequence[str]) -> Index:
@@ -87,11 +84,12 @@ def _index(files: Files, save: LegacySave, model: RunModel, unread: Sequence[str
         builder.add_files([optimizer.path])
         builder.add_notes(optimizer.notes)
         optimizers.append(optimizer)
-    builder.add_notes(_unread_note(unread))
+    if unread:
+        others = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+        builder.add_notes([f"the optimizer's state in {unread[0]}{others} is left out: reshard does not read its form"])
     builder.param_groups = merged_param_groups(optimizers, model.shapes)
     index = builder.build(_facts(save, config=model.config, unanswered=model.unanswered))
-    if model.megatron.functions:
-        index = replace(index, tensors=tuple(map(model.as_stored, index.tensors)))
+    index = replace(index, tensors=tuple(map(model.as_stored, index.tensors)))
     check_complete(model, index.tensors, files.root, with_optimizer=True)
     return index
 
@@ -108,11 +106,6 @@ def read_optimizer(
         return OptimizerState(rank.path, notes=(OF_ADAPTER,) if rank.optimizer else ())
     parameters = [tensor for tensor in tensors if tensor.is_parameter]
     return buffered_optimizer(files, rank, args, parameters) or rank_optimizer(rank, parameters)
-
-
-def _unread_note(paths: Sequence[str]) -> list[str]:
-    others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    return [f"the optimizer's state in {paths[0]}{others} is left out: reshard does not read its form"] if paths else []
 
 
 def _index_as_stored(files: Files, save: LegacySave, unanswered: tuple[str, ...]) -> Index:

@@ -69,7 +69,9 @@ def _parse(files: Files, path: str) -> Mapping[str, Any]:
 
 def _translate(config: Mapping[str, Any]) -> Args:
     args = {_NAMES.get(str(key), str(key)): value for key, value in config.items()}
-    activation = str(_target(args.get("activation_func")) or args.get("activation") or "")
+    function = args.get("activation_func")
+    function = function.get("_target_") if isinstance(function, Mapping) else function
+    activation = str(function or args.get("activation") or "")
     gated = bool(args.get("gated_linear_unit")) or activation.startswith(("fast-", "swiglu")) or activation.endswith("glu")
     args |= {
         "swiglu": gated and ("silu" in activation or "swiglu" in activation),
@@ -88,7 +90,3 @@ def _translate(config: Mapping[str, Any]) -> Args:
     args.setdefault("bf16", "bf16" in precision)
     args.setdefault("fp16", "fp16" in precision or precision in ("16", "16-mixed"))
     return args
-
-
-def _target(value: Any) -> Any:
-    return value.get("_target_") if isinstance(value, Mapping) else value

@@ -29,7 +29,7 @@ from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.value import value
 from reshard.index.index import ParamGroup, Tensor
 from reshard.index.shards import Shards
-from reshard.models.model import Model, Part
+from reshard.models.model import Model
 
 from ..layout.chunks import ChunkTensor
 from ..layout.tensors import BUFFER_ROLES, EMBEDDING, HEAD, is_decayed
@@ -200,15 +200,15 @@ def members_of(parameters: Sequence[ChunkTensor], groups: Sequence[Mapping[str, 
     has_experts = any(group.get("is_expert_parallel") for group in groups)
     has_decoupled = any(group.get("is_decoupled_lr") for group in groups)
 
-    def flags(parameter: ChunkTensor) -> tuple[bool, bool, bool]:
+    def belongs(parameter: ChunkTensor, group: Mapping[str, Any]) -> bool:
         is_table = parameter.name.endswith((EMBEDDING, HEAD))
-        return parameter.is_expert and has_experts, parameter.is_decayed, is_table and has_decoupled
+        return (
+            (parameter.is_expert and has_experts) is bool(group.get("is_expert_parallel"))
+            and parameter.is_decayed is _has_decay(group)
+            and (is_table and has_decoupled) is bool(group.get("is_decoupled_lr"))
+        )
 
-    return [[parameter for parameter in parameters if flags(parameter) == _group_flags(group)] for group in groups]
-
-
-def _group_flags(group: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-    return bool(group.get("is_expert_parallel")), _has_decay(group), bool(group.get("is_decoupled_lr"))
+    return [[parameter for parameter in parameters if belongs(parameter, group)] for group in groups]
 
 
 def _has_decay(group: Mapping[str, Any]) -> bool:
@@ -247,9 +247,15 @@ def common_optimizer(
     for number, link in enumerate(links):
         # Experts have an optimizer to themselves, the second one of the chain.
         parts = [part for part in model.parts() if len(links) == 1 or (part.expert is not None) is bool(number)]
-        groups.extend(_group_of_parts(group, parts) for group in link.groups)
-        trained = [part.tensor for part in parts if part.role not in BUFFER_ROLES and part.tensor in stored_weights]
-        steps.extend(_steps(link.state, trained))
+        for group in link.groups:
+            members = [part for part in parts if is_decayed(part.parameter, part.array.shape) is _has_decay(group)]
+            names = tuple(dict.fromkeys(part.tensor for part in members))
+            groups.append(ParamGroup(names, plain_settings(group, without=("params",))))
+        step = link.state.get("common_step") if isinstance(link.state, Mapping) else None
+        if isinstance(step, LocatedTensor):
+            shards = Shards.of([Piece(Box.whole(step.shape), Extent(step.path, step.byte_offset, step.strides, step.dtype))])
+            trained = dict.fromkeys(part.tensor for part in parts if part.role not in BUFFER_ROLES and part.tensor in stored_weights)
+            steps.extend(Tensor(name, step.dtype, step.shape, "step", shards) for name in trained)
     return tuple(groups), steps
 
 
@@ -261,15 +267,3 @@ def _settings_of_ranks(stored: StoredFolder) -> dict[int, Any]:
             value = stored.value(item)
             settings[link] = value[0] if isinstance(value, list) and value else value
     return settings
-
-
-def _group_of_parts(group: Mapping[str, Any], parts: Sequence[Part]) -> ParamGroup:
-    names = dict.fromkeys(part.tensor for part in parts if is_decayed(part.parameter, part.array.shape) is _has_decay(group))
-    return ParamGroup(tuple(names), plain_settings(group, without=("params",)))
-
-
-def _steps(state: Any, names: Sequence[str]) -> Iterator[Tensor]:
-    step = state.get("common_step") if isinstance(state, Mapping) else None
-    if isinstance(step, LocatedTensor):
-        shards = Shards.of([Piece(Box.whole(step.shape), Extent(step.path, step.byte_offset, step.strides, step.dtype))])
-        yield from (Tensor(name, step.dtype, step.shape, "step", shards) for name in dict.fromkeys(names))

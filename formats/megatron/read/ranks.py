@@ -102,7 +102,9 @@ def read_ranks(files: Files, folder: str) -> LegacySave:
         raise IncompleteError("there is no rank folder with weights here, such as mp_rank_00", where=f"{files.root}/{folder}")
     root = _read_file(files, folders[0])
     args = plain_args(root.get("args")) or nemo_args(files, folder)
-    sizes = _run_sizes(args, folders)
+    # Where the settings do not tell a size, the folders do.
+    stages = 1 + max((rank_folder.numbers[0] for rank_folder in folders if rank_folder.numbers), default=0)
+    sizes = ParallelSizes.from_args(args, tp=1 + max(rank_folder.tp_rank for rank_folder in folders), pp=1 if args else stages)
     _check_folders(folders, sizes, files.root)
     # The other files are read only after the folders are known to be complete.
     roots = [root, *(_read_file(files, other) for other in folders[1:])]
@@ -119,12 +121,6 @@ def _read_file(files: Files, folder: MegatronRankFolder) -> Mapping[str, Any]:
     if not isinstance(root, Mapping) or not any(str(key).startswith(_MODEL) or key == "state_dict" for key in root):
         raise CheckpointError(f"it holds {shown(root)}, not a rank's model", where=folder.weights, do="Copy the file again")
     return root
-
-
-def _run_sizes(args: Args, folders: Sequence[MegatronRankFolder]) -> ParallelSizes:
-    """The run's parallel sizes from its settings; where those do not tell a size, from the folders."""
-    stages = 1 + max((folder.numbers[0] for folder in folders if folder.numbers), default=0)
-    return ParallelSizes.from_args(args, tp=1 + max(folder.tp_rank for folder in folders), pp=1 if args else stages)
 
 
 def _folder_ranks(folder: MegatronRankFolder, sizes: ParallelSizes) -> tuple[int, int, int]:

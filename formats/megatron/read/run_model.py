@@ -1,4 +1,4 @@
-"""The model of a run, from its settings or from the config that the user gives; and whether a checkpoint holds all of that model."""
+"""The model of a run, from its settings or from the config that the user gives."""
 
 from __future__ import annotations
 
@@ -82,7 +82,11 @@ def describe_model(args: Args, hints: Hints, stored_vocab: int | None, where: st
     true_vocab = hints.vocabulary or (hints.config or {}).get("vocab_size")
     unanswered: tuple[str, ...] = ()
     if true_vocab is None and isinstance(padded_vocab, int):
-        true_vocab, unanswered = padded_vocab, (_vocabulary_question(padded_vocab),)
+        true_vocab = padded_vocab
+        unanswered = (
+            f"the vocabulary size without padding (--vocab-size N, or --model DIR with the model's config): "
+            f"the stored table has {padded_vocab} rows, and the last ones may be padding",
+        )
     config = {**hints.config, "vocab_size": true_vocab} if hints.config else _config(args, true_vocab, where)
     model = _model(config, args, hints)
     if other := other_setting(args, model, is_inferred=not hints.config):
@@ -106,13 +110,6 @@ def describe_model(args: Args, hints: Hints, stored_vocab: int | None, where: st
             do="Give the config that this model was trained with by --model DIR",
         )
     return RunModel(MegatronModel(model, padded_vocab or true_vocab or 1, qkv_order), config, unanswered)
-
-
-def _vocabulary_question(padded_vocab: int) -> str:
-    return (
-        f"the vocabulary size without padding (--vocab-size N, or --model DIR with the model's config): "
-        f"the stored table has {padded_vocab} rows, and the last ones may be padding"
-    )
 
 
 def _config(args: Args, vocabulary: Any, where: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.torch_writer import TorchFile
 from reshard.canonical.content import Content
+from reshard.canonical.optimizer_state import STEP
 from reshard.containers.pickle_writer import Name
 from reshard.geometry.boxes import row_major
 from reshard.geometry.sections import Section, Sections, StoredTensor
@@ -126,21 +127,15 @@ def _plain_optimizer(save: MegatronSave, file: TorchFile, groups: Sequence[_Para
     masters: list[list[Any]] = []
     for settings, members in groups:
         numbers = list(range(len(state), len(state) + len(members)))
-        state |= {number: _parameter_state(save, file, member) for number, member in zip(numbers, members, strict=True)}
+        for number, member in zip(numbers, members, strict=True):
+            step = {STEP: save.optimizer.step_tensor(file, member.array.names)} if save.has_step_tensors else {}
+            kinds = save.optimizer.kinds(member.array)
+            state[number] = {**step, **{kind: file.tensor(_state_tensor(save, member, kind)) for kind in kinds}}
         numbered_groups.append({**settings, "params": numbers})
         narrow = [member for member in members if not member.is_own_master] if save.has_masters else []
         masters.append([file.tensor(_state_tensor(save, member, "master_param")) for member in narrow])
     inner = {"state": state, "param_groups": numbered_groups}
     return {"optimizer": inner, "fp32_from_fp16_params": masters} if save.has_masters else inner
-
-
-def _parameter_state(save: MegatronSave, file: TorchFile, parameter: ChunkTensor) -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    if save.has_step_tensors:
-        state["step"] = save.optimizer.step_tensor(file, parameter.array.names)
-    for kind in save.optimizer.kinds(parameter.array):
-        state[kind] = file.tensor(_state_tensor(save, parameter, kind))
-    return state
 
 
 def _state_tensor(save: MegatronSave, parameter: ChunkTensor, kind: str) -> StoredTensor:

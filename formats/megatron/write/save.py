@@ -18,7 +18,7 @@ from reshard.models.model import Model
 from reshard.plans.layout import Sidecar, Target
 
 from ..layout.arguments import sparse_layers
-from ..layout.chunks import ChunkTensor, Entry, chunk_entries
+from ..layout.chunks import Entry, chunk_entries
 from ..layout.names import LayerSpec
 from ..layout.save_folders import TRACKER
 from ..layout.settings import model_settings, namespace, rank_settings
@@ -182,10 +182,10 @@ class MegatronSave:
     def entries(self, chunk: Chunk, rank: Rank) -> list[Entry]:
         """The entries of a rank's chunk, with the element types in which they are stored."""
         entries = chunk_entries(self.model, chunk, self.sizes, rank, self.spec)
-        return [(name, tensor and replace(tensor, dtype=self._stored_dtype(tensor))) for name, tensor in entries]
-
-    def _stored_dtype(self, tensor: ChunkTensor) -> DType:
-        return self.dtype_of(tensor.array) if tensor.is_parameter else F32
+        return [
+            (name, tensor and replace(tensor, dtype=self.dtype_of(tensor.array) if tensor.is_parameter else F32))
+            for name, tensor in entries
+        ]
 
     def dtype_of(self, array: Mosaic) -> DType:
         """The element type of a stored tensor. Raises RequestError if its parts have different ones."""
@@ -215,7 +215,8 @@ class MegatronSave:
         notes = []
         if padding := self.padded_vocab - self.model.model.dimensions["vocab"]:
             notes.append(f"{padding} rows of zeros pad the vocabulary to {self.padded_vocab}, as Megatron does for --tp {self.sizes.tp}")
-        if any(self.target.dtype_of(self.content.tensors[name]) != F32 for name in self._buffer_names):
+        buffers = [part.tensor for part in self.model.model.parts() if part.role in BUFFER_ROLES and part.tensor in self.content.tensors]
+        if any(self.target.dtype_of(self.content.tensors[name]) != F32 for name in buffers):
             notes.append("the score corrections of the routers are widened to fp32, as Megatron stores them")
         if functions := set(self.model.functions.values()):
             notes.append(
@@ -236,10 +237,6 @@ class MegatronSave:
             if "opt_param_scheduler" not in self.content.facts.state:
                 notes.append("the source has no state of Megatron's schedule: load it with --override-opt-param-scheduler")
         return tuple(notes)
-
-    @property
-    def _buffer_names(self) -> list[str]:
-        return [part.tensor for part in self.model.model.parts() if part.role in BUFFER_ROLES and part.tensor in self.content.tensors]
 
     def __repr__(self) -> str:
         return f"<save {self.name}: {self.model.layers} layers in {len(self.chunks)} chunks, {self.sizes}>"
