@@ -130,25 +130,22 @@ def split_into_chunks(layers_per_chunk: Sequence[int], pp: int) -> tuple[Chunk, 
     )
 
 
-def first_layers(layer_counts: Mapping[tuple[int, int], int], layers: int, where: str) -> dict[tuple[int, int], int]:
-    """(stage, chunk) -> the model's number of the chunk's first layer. layer_counts: (stage, chunk) -> number of layers in the files.
+def chunks_of_files(layer_counts: Mapping[tuple[int, int], int], sizes: ParallelSizes, layers: int, where: str) -> tuple[Chunk, ...]:
+    """The chunks whose files hold these numbers of layers, by (number of the chunk in its stage, stage).
 
     Raises: CheckpointError if they do not add up to `layers`.
     """
-    first: dict[tuple[int, int], int] = {}
-    start = 0
-    for chunk, stage in sorted((chunk, stage) for stage, chunk in layer_counts):
-        first[stage, chunk] = start
-        start += layer_counts[stage, chunk]
-    if start != layers:
-        counts = ", ".join(f"stage {stage}{f' chunk {i}' if i else ''}: {count}" for (stage, i), count in sorted(layer_counts.items()))
+    counts = [count for _, count in sorted(layer_counts.items())]
+    if sum(counts) != layers:
+        by_stage = sorted((stage, chunk, count) for (chunk, stage), count in layer_counts.items())
+        text = ", ".join(f"stage {stage}{f' chunk {chunk}' if chunk else ''}: {count}" for stage, chunk, count in by_stage)
         raise CheckpointError(
-            f"the stages hold {start} layers ({counts}), the model has {layers}",
+            f"the stages hold {sum(counts)} layers ({text}), the model has {layers}",
             where=where,
             why="The files of a stage are missing or belong to another save, or the config belongs to another model",
             do="Copy all rank folders from where the checkpoint was written",
         )
-    return first
+    return split_into_chunks(counts, sizes.pp)
 
 
 def chunks_of_run(args: Args, sizes: ParallelSizes, where: str) -> tuple[Chunk, ...]:

@@ -26,7 +26,7 @@ from .arrays import local_tensors, state_tensors, whole_tensor
 from .completeness import check_complete
 from .flat_buffers import buffered_optimizer
 from .optimizer import OF_ADAPTER, OptimizerState, merged_param_groups, rank_optimizer
-from .rank_tensors import layer_offsets, rank_tensors
+from .rank_tensors import rank_tensors, stored_chunks
 from .ranks import LegacySave, MegatronRank, read_ranks
 from .run_model import RunModel, describe_model, layout_question
 
@@ -69,10 +69,10 @@ def _stored_vocab(save: LegacySave) -> int | None:
 def _index(files: Files, save: LegacySave, model: RunModel, unread: Sequence[str]) -> Index:
     builder = IndexBuilder(_FORMAT, files)
     builder.add_files(rank.path for rank in save.ranks)
-    offsets = layer_offsets(save, model.megatron)
+    chunks = stored_chunks(save, model.megatron)
     optimizers: list[OptimizerState[AnyTensor]] = []
     for number, rank in enumerate(save.ranks):
-        tensors = rank_tensors(rank, model.megatron, save.sizes, offsets)
+        tensors = rank_tensors(rank, model.megatron, save.sizes, chunks)
         for tensor, stored in tensors:
             for name, local in local_tensors(tensor.array, stored, model.shapes):
                 builder.add("weight", name, local, rank.path, number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError, IncompleteError
@@ -12,7 +12,7 @@ from reshard.geometry.value import value
 from ..layout.adapters import factor_of
 from ..layout.chunks import ChunkTensor, shares_tables
 from ..layout.names import ParsedName, parse_name
-from ..layout.stages import ParallelSizes, first_layers
+from ..layout.stages import Chunk, ParallelSizes, chunks_of_files
 from ..layout.tensors import EMBEDDING, HEAD, MegatronModel
 from .arrays import check_shape, model_layer, model_tensor, no_such_tensor, shared_expert, stored_shard
 from .ranks import LegacySave, MegatronRank
@@ -21,8 +21,8 @@ from .ranks import LegacySave, MegatronRank
 _GROUPED_EXPERTS = {"mlp.experts.weight1": "weight1", "mlp.experts.weight2": "weight2"}
 
 
-def layer_offsets(save: LegacySave, model: MegatronModel) -> dict[tuple[int, int], int]:
-    """(stage, chunk) -> the model's number of the chunk's first layer.
+def stored_chunks(save: LegacySave, model: MegatronModel) -> tuple[Chunk, ...]:
+    """The chunks of all stages, by the layers in the ranks' files.
 
     Raises: CheckpointError if the layers of the chunks are not those of the model.
     """
@@ -37,27 +37,27 @@ def layer_offsets(save: LegacySave, model: MegatronModel) -> dict[tuple[int, int
                     why="Each chunk numbers its layers from 0",
                     do="Copy the file again",
                 )
-            if counts.setdefault((rank.pp_rank, number), len(layers)) != len(layers):
+            if counts.setdefault((number, rank.pp_rank), len(layers)) != len(layers):
                 raise CheckpointError(
-                    f"it holds {len(layers)} layers, another rank of its stage holds {counts[rank.pp_rank, number]}",
+                    f"it holds {len(layers)} layers, another rank of its stage holds {counts[number, rank.pp_rank]}",
                     where=rank.path,
                     do="Keep the folders of one save only",
                 )
-    return first_layers(counts, model.layers, save.first.path)
+    return chunks_of_files(counts, save.sizes, model.layers, save.first.path)
 
 
 def rank_tensors(
-    rank: MegatronRank, model: MegatronModel, sizes: ParallelSizes, offsets: Mapping[tuple[int, int], int]
+    rank: MegatronRank, model: MegatronModel, sizes: ParallelSizes, chunks: Sequence[Chunk]
 ) -> list[tuple[ChunkTensor, AnyTensor]]:
-    """The tensors of a rank with the arrays that they hold, each with where it is stored. offsets: the result of `layer_offsets`.
+    """The tensors of a rank with the arrays that they hold, each with where it is stored. chunks: the result of `stored_chunks`.
 
     Raises: CheckpointError if the model does not have a stored tensor, or has it with another shape.
     """
     found: list[tuple[ChunkTensor, AnyTensor]] = []
-    for number, chunk in enumerate(rank.chunks):
-        located = _RankChunk(rank, number, model, sizes, offsets[rank.pp_rank, number])
-        outside_layers = {parsed.name for parsed in map(parse_name, chunk) if parsed.layer is None}
-        found.extend((located.tensor(name, stored, outside_layers), stored) for name, stored in chunk.items())
+    for chunk in (chunk for chunk in chunks if chunk.stage == rank.pp_rank):
+        stored_by_name, located = rank.chunks[chunk.number], _RankChunk(rank, chunk, model, sizes)
+        outside_layers = {parsed.name for parsed in map(parse_name, stored_by_name) if parsed.layer is None}
+        found.extend((located.tensor(name, stored, outside_layers), stored) for name, stored in stored_by_name.items())
     return found
 
 
@@ -66,15 +66,9 @@ class _RankChunk:
     """A chunk of one rank, in which it finds arrays."""
 
     rank: MegatronRank
-    """The rank."""
-    number: int
-    """The number of the chunk in its stage."""
+    chunk: Chunk
     model: MegatronModel
-    """The model of the run."""
     sizes: ParallelSizes
-    """The sizes of the run."""
-    first_layer: int
-    """The model's number of the chunk's first layer."""
 
     def tensor(self, name: str, stored: AnyTensor, outside_layers: Collection[str]) -> ChunkTensor:
         """The tensor of that name. outside_layers: the names in the chunk that belong to no layer."""
@@ -82,17 +76,16 @@ class _RankChunk:
         self._check_stage(parsed, name)
         array = self._array(parsed, stored, f"{name} in {self.rank.path}")
         is_shared = self._is_shared(parsed, outside_layers)
-        return ChunkTensor(name, array, stored.shape, self.number, parsed.is_expert, is_shared, stored.dtype)
+        return ChunkTensor(name, array, stored.shape, self.chunk.number, parsed.is_expert, is_shared, stored.dtype)
 
     def _check_stage(self, parsed: ParsedName, name: str) -> None:
         """Raises CheckpointError if a tensor outside of layers is in a chunk that has none of its kind."""
         if parsed.layer is not None or self.model.mtp_layers:
             return
-        stage, chunk, sizes = self.rank.pp_rank, self.number, self.sizes
-        is_first, is_last = (stage, chunk) == (0, 0), (stage, chunk) == (sizes.pp - 1, sizes.vp - 1)
-        if not (is_first if parsed.name.startswith("embedding.") else is_last):
+        chunk = self.chunk
+        if not (chunk.is_first if parsed.name.startswith("embedding.") else chunk.is_last):
             raise CheckpointError(
-                f"{name} is in stage {stage}{f', chunk {chunk}' if sizes.vp > 1 else ''}",
+                f"{name} is in stage {chunk.stage}{f', chunk {chunk.number}' if self.sizes.vp > 1 else ''}",
                 where=self.rank.path,
                 why="Only the first stage has embeddings, and only the last one a final norm and a head, so folders have changed places",
                 do="Copy all rank folders again from where the checkpoint was written",
@@ -107,7 +100,7 @@ class _RankChunk:
         return parsed.name == (EMBEDDING if self.model.mtp_layers else HEAD)
 
     def _array(self, parsed: ParsedName, stored: AnyTensor, where: str) -> Mosaic:
-        rank, sizes, layer = self.rank, self.sizes, model_layer(self.model, parsed, self.first_layer)
+        rank, sizes, layer = self.rank, self.sizes, model_layer(self.model, parsed, self.chunk.layers.start)
         if layer is None or not parsed.is_expert:
             return stored_shard(model_tensor(self.model, parsed, layer, None, where), stored.shape, sizes.tp, rank.tp_rank, where)
         experts, etp_rank = sizes.experts_of(rank.ep_rank, self.model.experts), rank.tp_rank % sizes.etp

@@ -23,7 +23,6 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.extents import Extent
-from reshard.geometry.value import value
 from reshard.index.index import StoredFile
 from reshard.index.shards import PieceTable, Shards
 from reshard.storage.files import Files, read_whole
@@ -41,31 +40,29 @@ class ZarrFolder:
 
     def __init__(self, files: Files, prefix: str) -> None:
         self._files, self.prefix = files, prefix
-        self._arrays: dict[str, _Array] = {}
+        self._arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+        tensors: dict[str, TensorItem] = {}
         objects: dict[str, BytesItem] = {}
         for folder in (path for path in files.list(prefix) if path.endswith("/")):
             key, listing = folder.removeprefix(prefix).rstrip("/"), files.list(folder)
             if folder + _HEADER in listing:
-                self._arrays[key] = _read_array(files, key, folder, listing)
+                tensors[key], paths, box_shape = _read_array(files, key, folder, listing)
+                self._arrays[key] = paths, box_shape
             for path in (path for path in listing if path.endswith(".pt")):
                 name = f"{key}/{path.removeprefix(folder).removesuffix('.pt')}"
                 objects[name] = BytesItem(name, path.removeprefix(prefix), 0, files.size(path) or 0)
-        self.metadata = DcpMetadata({key: array.item for key, array in self._arrays.items()}, objects, (), None, None)
-        self.files = tuple(StoredFile(path, files.size(path) or 0) for array in self._arrays.values() for path in array.paths)
+        self.metadata = DcpMetadata(tensors, objects, (), None, None)
+        self.files = tuple(StoredFile(path, files.size(path) or 0) for paths, _ in self._arrays.values() for path in paths)
 
     def shards(self, item: TensorItem) -> Shards:
         """The stored boxes of a tensor."""
-        array = self._arrays[item.fqn]
-        paths, strides, dtype = array.paths, row_major(array.box_shape), item.dtype
-        table = PieceTable(
-            paths,
-            item.chunks.offsets,
-            item.chunks.sizes,
-            np.arange(len(paths)),
-            np.zeros(len(paths), np.int64),
-            lambda i: Extent(paths[i], 0, strides, dtype),
+        paths, box_shape = self._arrays[item.fqn]
+        chunks, strides, dtype = item.chunks, row_major(box_shape), item.dtype
+        return Shards(
+            PieceTable(
+                paths, chunks.offsets, chunks.sizes, chunks.files, chunks.entry_offsets, lambda i: Extent(paths[i], 0, strides, dtype)
+            )
         )
-        return Shards(table)
 
     def value(self, item: BytesItem) -> Any:
         """An object, as an inert unpickler reads it."""
@@ -76,19 +73,9 @@ StoredFolder = DcpFolder | ZarrFolder
 """The folder of a distributed save, whatever its backend."""
 
 
-@value
-class _Array:
-    """An array of the folder."""
-
-    item: TensorItem
-    """Its element type, shape and boxes."""
-    paths: tuple[str, ...]
-    """The file of each box."""
-    box_shape: tuple[int, ...]
-    """The shape of every file; boxes at the end of an axis fill theirs only in part."""
-
-
-def _read_array(files: Files, key: str, folder: str, listing: Sequence[str]) -> _Array:
+def _read_array(files: Files, key: str, folder: str, listing: Sequence[str]) -> tuple[TensorItem, tuple[str, ...], tuple[int, ...]]:
+    """(element type, shape and boxes; the file of each box; the shape of every file) of an array. Boxes at the end of an axis fill their
+    file only in part."""
     where = folder + _HEADER
     shape, box_shape, dtype = _parse_header(read_whole(files, where, limit=_LIMIT), where)
     name = re.compile(r"\.".join(r"(\d{1,9})" for _ in shape) if shape else "0")
@@ -108,7 +95,7 @@ def _read_array(files: Files, key: str, folder: str, listing: Sequence[str]) -> 
     sizes = np.minimum(offsets + box_sizes, np.array(shape, np.int64)) - offsets
     zeros = np.zeros(count, np.int64)
     chunks = Chunks(offsets, sizes, np.arange(count, dtype=np.int32), zeros, zeros + nbytes)
-    return _Array(TensorItem(key, dtype, shape, chunks), paths, box_shape)
+    return TensorItem(key, dtype, shape, chunks), paths, box_shape
 
 
 def _parse_header(data: bytes, where: str) -> tuple[tuple[int, ...], tuple[int, ...], DType]:

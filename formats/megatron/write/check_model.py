@@ -8,6 +8,7 @@ from reshard.models.architecture import Architecture
 from reshard.models.lookup import known_model_types
 from reshard.models.model import Model
 
+from ..layout.names import LayerSpec
 from ..layout.settings import LINEAR_ROLES, SAME_LAYER, model_settings
 from ..layout.stages import ParallelSizes
 from ..layout.tensors import FRAMEWORK, ROLES, is_hybrid
@@ -134,29 +135,26 @@ def _check_biases(model: Model) -> None:
         )
 
 
-def check_expert_layout(model: Model, experts: str) -> None:
-    """Raises RequestError if the layer classes have no place for the biases of experts."""
-    if experts == "grouped" and _has_expert_biases(model):
+def check_spec(model: Model, spec: LayerSpec) -> None:
+    """Raises RequestError if the layer classes have no place for the biases of experts, or Megatron-Core has the model's layers only of
+    Transformer Engine's classes."""
+    if spec.experts == "grouped" and _has_expert_biases(model):
         raise RequestError(
             f"--experts grouped: the experts of a {model.architecture.model_type} model have biases",
             why="Megatron's GroupedMLP has none, so they would be lost",
             do="Choose --experts sequential or --experts te-grouped",
         )
-
-
-def _has_expert_biases(model: Model) -> bool:
-    return any(part.parameter == "bias" and part.role.startswith("expert.") for part in model.parts())
-
-
-def check_layers(model: Model, transformer_impl: str) -> None:
-    """Raises RequestError if Megatron-Core has the model's layers only of Transformer Engine's classes."""
     roles = {part.role for part in model.parts()}
-    if transformer_impl == "local" and (model_settings(model)["layernorm_zero_centered_gamma"] or roles & {"ssm.out", "delta.out"}):
+    if not spec.te and (model_settings(model)["layernorm_zero_centered_gamma"] or roles & {"ssm.out", "delta.out"}):
         raise RequestError(
             f"--transformer-impl local: Megatron-Core has no local layers for a {model.architecture.model_type} model",
             why="Its norms stored minus one, Mamba layers and gated delta nets are built of Transformer Engine's classes",
             do="Leave the option out",
         )
+
+
+def _has_expert_biases(model: Model) -> bool:
+    return any(part.parameter == "bias" and part.role.startswith("expert.") for part in model.parts())
 
 
 def check_sizes(model: Model, sizes: ParallelSizes) -> None:
@@ -195,18 +193,13 @@ def check_sizes(model: Model, sizes: ParallelSizes) -> None:
         raise RequestError(
             f"--vp {sizes.vp} needs several stages (--pp)", why="Megatron interleaves chunks of different stages", id="illegal-sizes"
         )
-    for what, of in {"ssm_groups": "groups of a Mamba layer", "delta_k_heads": "heads of a gated delta net"}.items():
-        if model.dimensions.get(what, 0) % sizes.tp:
+    divided = {"ssm_groups": "groups of a Mamba layer", "delta_k_heads": "heads of a gated delta net", "heads": "attention heads"}
+    for dimension, what in divided.items():
+        if (size := model.dimensions.get(dimension, 0)) % sizes.tp:
             raise RequestError(
-                f"--tp {sizes.tp} does not divide {model.dimensions[what]} {of}",
-                do=f"Legal sizes are among {_divisors(model.dimensions[what])}",
-                id="illegal-sizes",
+                f"--tp {sizes.tp} does not divide {size} {what}", do=f"Legal sizes are among {_divisors(size)}", id="illegal-sizes"
             )
-    heads, query_groups = model.dimensions["heads"], model.dimensions["kv_heads"]
-    if heads % sizes.tp:
-        raise RequestError(
-            f"--tp {sizes.tp} does not divide {heads} attention heads", do=f"Legal sizes are among {_divisors(heads)}", id="illegal-sizes"
-        )
+    query_groups = model.dimensions["kv_heads"]
     if query_groups % sizes.tp and sizes.tp % query_groups:
         raise RequestError(
             f"--tp {sizes.tp} and {query_groups} query groups: neither divides the other",

@@ -24,7 +24,7 @@ from ..layout.save_folders import TRACKER
 from ..layout.settings import model_settings, namespace, rank_settings
 from ..layout.stages import Args, Chunk, ParallelSizes, Rank, chunks_of_target
 from ..layout.tensors import BUFFER_ROLES, MTP_COPIES, MegatronModel, computation_of, is_hybrid
-from .check_model import check_expert_layout, check_layers, check_sizes, megatron_compatible_model
+from .check_model import check_sizes, check_spec, megatron_compatible_model
 from .optimizer_content import OptimizerContent
 
 F32 = from_torch("float32", where="")
@@ -269,8 +269,7 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
     if is_hybrid(model) and not args and not options.get("experts"):
         spec = replace(spec, experts="te-grouped")  # MambaModel's spec has no other experts
     spec = replace(spec, extra_state=bool(options.get("extra_state")))
-    check_expert_layout(model, spec.experts)
-    check_layers(model, "transformer_engine" if spec.te else "local")
+    check_spec(model, spec)
     return MegatronSave(
         content,
         target,
