@@ -31,22 +31,16 @@ class Release:
 
     since: Version
     """The version."""
-
     fuses_latent: bool = True
     """Whether q_a_proj and kv_a_proj of latent attention are one tensor."""
-
     wide_correction: bool = True
     """Whether the router's correction bias is stored in float32, whatever its element type in the model."""
-
     attention_scales: bool = True
     """Whether the scales of attention are tensors of the state dict."""
-
     needs_expert_map: bool = False
     """Whether a rank with some of the experts stores a map that names them. Such files are not written."""
-
     experts: str = ""
     """Module between `experts.` and the tensors in a key, with a dot at its end: "routed_experts."; "" if there is none."""
-
     has_stages: bool = False
     """Whether the names of the files contain the pipeline stage."""
 
@@ -112,10 +106,8 @@ class VersionRules:
 
     release: Release
     """What holds for all models."""
-
     since: Version
     """The first version with these rules."""
-
     rules: EngineRules
     """How that version stores the model."""
 

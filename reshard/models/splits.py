@@ -28,7 +28,6 @@ class SplitRules:
 
     vocabulary_multiple: int = 1
     """The engine pads the vocabulary to a multiple of this."""
-
     steps: Mapping[str, int] = field(default_factory=dict)
     """Role -> the engine pads what the ranks share of such a part, so that each rank holds a multiple of this."""
 

@@ -15,7 +15,7 @@ from reshard.picture.drawing import heat_map
 from reshard.picture.page import Html, Page, element, facts, folded, joined, meter, table
 from reshard.plans import summary
 from reshard.storage.output_file import OutputFile
-from reshard.training.fitting import schedules_of
+from reshard.training.memory import schedules_of
 from reshard.verbs.look.diff import Diff
 
 if TYPE_CHECKING:

@@ -23,9 +23,8 @@ from reshard.plans.plan import Plan
 from reshard.plans.route import Route
 from reshard.requests.checkpoint import Checkpoint
 from reshard.serving.capacity import DegreeReport
-from reshard.training.fitting import bubbles
 from reshard.training.memory import Estimate
-from reshard.training.schedules import Schedule
+from reshard.training.schedules import Schedule, bubbles
 from reshard.verbs.look.diff import Diff
 
 _LEAST = 1e-6

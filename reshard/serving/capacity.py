@@ -47,13 +47,10 @@ class GpuMemory:
 
     nbytes: int
     """Bytes in all."""
-
     utilization: float = 0.9
     """The fraction that the engine uses."""
-
     reserve: int = 0
     """Bytes of that fraction for activations and everything else that is neither weights nor KV cache."""
-
     max_model_len: int | None = None
     """Tokens of the longest sequence; None if it does not matter."""
 
@@ -73,10 +70,8 @@ class CacheCapacity:
 
     nbytes: int
     """Bytes left for the KV cache; negative if the weights do not fit."""
-
     tokens: int
     """Tokens that fit."""
-
     sequences: int | None
     """Sequences of the longest length that fit; None if that length is not given."""
 
@@ -87,16 +82,12 @@ class Stage:
 
     layers: range
     """The stage's layers."""
-
     weights: int
     """Bytes of weights."""
-
     replicated: int
     """Bytes of weights that another tensor-parallel rank of the stage holds as well."""
-
     cache_per_token: int
     """Bytes of KV cache for one token."""
-
     cache_per_sequence: int | None
     """Bytes of KV cache for one sequence of the longest length; None if that length is not given."""
 
@@ -107,13 +98,10 @@ class DegreeRow:
 
     parallel: Parallel
     """The sizes."""
-
     problem: str | None
     """Why the engine refuses them; None if it does not."""
-
     stages: tuple[Stage, ...] = ()
     """Every pipeline stage; empty if the sizes are refused."""
-
     capacity: CacheCapacity | None = None
     """What fits beside the weights; None if the GPU's memory is not given."""
 
@@ -134,16 +122,12 @@ class DegreeReport(Drawn):
 
     model_type: str
     """The model's type."""
-
     cache_dtype: DType
     """Element type of the KV cache."""
-
     memory: GpuMemory | None
     """The GPU's memory, if it is given."""
-
     rows: tuple[DegreeRow, ...]
     """One row for each choice, in the order of the request."""
-
     assumptions: tuple[str, ...]
     """What the numbers assume, as sentences."""
 
@@ -212,7 +196,6 @@ class _Bytes:
 
     total: int = 0
     """All of them."""
-
     replicated: int = 0
     """Those that another rank of the stage holds as well."""
 

@@ -30,16 +30,12 @@ class RankTensor:
 
     name: str
     """Its name before the engine's own naming."""
-
     first: Part
     """The first part that it is made of, which decides its name in the engine."""
-
     shape: tuple[int, ...]
     """Its shape."""
-
     sections: Sections
     """The boxes of canonical tensors that it holds."""
-
     origins: tuple[str, ...]
     """The canonical tensors of the parts that it is made of, those included of which this rank holds nothing."""
 
@@ -54,16 +50,12 @@ class EngineRank:
 
     model: Model
     """The model."""
-
     rules: EngineRules
     """How the engine stores it."""
-
     parallel: Parallel
     """The parallel sizes of the whole run."""
-
     tp_rank: int = 0
     """The rank among the tensor-parallel ranks of its stage."""
-
     pp_rank: int = 0
     """Its pipeline stage."""
 

@@ -34,19 +34,14 @@ class Batch:
 
     seq_len: int
     """Tokens per sequence."""
-
     sequences: int = 1
     """Number of sequences."""
-
     tp: int = 1
     """Tensor-parallel size."""
-
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks also split the activations between the linear layers."""
-
     recompute: Recompute = "none"
     """Which activations are computed again in the backward pass, instead of being saved."""
-
     scores: bool = True
     """Whether the attention kernel saves the attention scores; FlashAttention does not."""
 
@@ -70,13 +65,10 @@ class SavedActivations:
 
     whole: int
     """Activations between the linear layers; only sequence parallelism splits them."""
-
     divided: int
     """Activations inside the parallel regions; tensor-parallel ranks split them."""
-
     scores: int
     """Attention scores, in bytes per pair of query and key token; tensor-parallel ranks split them."""
-
     layer_input: int
     """The layer's input, all that full recomputation saves."""
 

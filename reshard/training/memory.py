@@ -16,7 +16,7 @@ section 7 for the traffic. All byte counts in the code are integers, rounded up.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from reshard.errors import RequestError, check_word
@@ -24,7 +24,6 @@ from reshard.geometry.drawn import Drawn
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.geometry.value import value
 from reshard.models.model import Model
-from reshard.training import collectives
 from reshard.training.activations import Batch, SavedActivations, embedding_bytes, head_bytes, itemised, published
 from reshard.training.parameter_counts import (
     StageCount,
@@ -40,6 +39,8 @@ from reshard.training.schedules import NO_PIPELINE, Schedule
 
 ZERO_STAGES = (0, 1, 2, 3)
 FORMULAS = ("published", "itemised")
+# No model has more parameters than this.
+_MOST_PARAMETERS = 1 << 50
 
 
 @value
@@ -48,16 +49,12 @@ class BytesPer:
 
     weight: int = 2
     """Bytes of the weight."""
-
     gradient: int = 2
     """Bytes of the gradient."""
-
     master: int = 4
     """Bytes of the full-precision copy; 0 if there is none."""
-
     moment: int = 4
     """Bytes of one moment of the optimizer."""
-
     moments: int = 2
     """Number of moments."""
 
@@ -81,25 +78,18 @@ class TrainingRun:
 
     parallel: Parallel = ONE_RANK
     """The parallel sizes."""
-
     schedule: Schedule = NO_PIPELINE
     """The pipeline's schedule."""
-
     batch: Batch | None = None
     """One microbatch; None: activations are not counted."""
-
     formula: str = "published"
     """The formula for activations: the paper's (published), or the model's own widths (itemised)."""
-
     bytes_per: BytesPer = ADAM
     """Bytes per parameter."""
-
     stage_layers: tuple[int, ...] | None = None
     """The number of layers on each stage; None: as equal as possible."""
-
     vocabulary_multiple: int = 1
     """Vocabulary tables are padded to a multiple of this * tp rows."""
-
     link: int | None = None
     """Bytes per second that a rank sends; None: times are not computed."""
 
@@ -113,25 +103,18 @@ class RankBytes:
 
     stage: int
     """The pipeline stage."""
-
     layers: range | None
     """The stage's layers; None if only the model's number of parameters is known."""
-
     parameters: int
     """Number of parameters, before ZeRO splits them."""
-
     weights: int
     """Bytes of weights."""
-
     gradients: int
     """Bytes of gradients."""
-
     optimizer: int
     """Bytes of optimizer state: masters and moments."""
-
     activations: int | None
     """Bytes of activations of all microbatches in flight; None if they are not counted."""
-
     transient: int | None
     """Bytes that are needed on top for a part of a step: a layer that ZeRO-3 gathers, and activations of a layer that are computed again.
     None if only the model's number of parameters is known."""
@@ -153,10 +136,8 @@ class Traffic:
 
     gradients: int
     """Bytes of gradients."""
-
     weights: int
     """Bytes of weights."""
-
     seconds: float | None
     """The time that it takes; None if the link's bandwidth is not given."""
 
@@ -172,10 +153,8 @@ class Strategy:
 
     zero: int
     """The ZeRO stage."""
-
     stages: tuple[RankBytes, ...]
     """The fullest rank of each pipeline stage."""
-
     traffic: Traffic
     """The traffic of the rank with most parameters."""
 
@@ -191,19 +170,14 @@ class Estimate(Drawn):
 
     parameters: int
     """The model's number of parameters."""
-
     training: TrainingRun
     """The run."""
-
     strategies: tuple[Strategy, ...]
     """One for each ZeRO stage."""
-
     layer_activations: int | None = None
     """Bytes of one microbatch's activations in the layer that saves most; None if activations are not counted."""
-
     assumptions: tuple[str, ...] = ()
     """What the numbers assume, as sentences."""
-
     fewest_microbatches: int | None = None
     """The fewest microbatches for the largest bubble that was asked for; None if none was."""
 
@@ -247,12 +221,25 @@ def traffic(weights_of_rank: WeightCount, training: TrainingRun, zero: int) -> T
     for elements, ranks in ((weights_of_rank.dense, training.parallel.dp), (weights_of_rank.experts, expert_ranks(training.parallel))):
         gradient, weight = elements * training.bytes_per.gradient, elements * training.bytes_per.weight
         if zero == 0:
-            gradients += collectives.all_reduce_bytes(gradient, ranks)
+            gradients += all_reduce_bytes(gradient, ranks)
             continue
-        gradients += collectives.reduce_scatter_bytes(gradient, ranks) * (rounds if zero >= 2 else 1)
-        weights += collectives.all_gather_bytes(weight, ranks) * (2 * rounds if zero == 3 else 1)
-    link = training.link
-    return Traffic(gradients, weights, None if link is None else collectives.seconds(gradients + weights, link))
+        gradients += gathered_bytes(gradient, ranks) * (rounds if zero >= 2 else 1)
+        weights += gathered_bytes(weight, ranks) * (2 * rounds if zero == 3 else 1)
+    return Traffic(gradients, weights, None if training.link is None else (gradients + weights) / training.link)
+
+
+# Ring collectives over N ranks. An all-reduce of M bytes is a reduce-scatter and an all-gather. In each of them a rank sends N - 1 of N
+# equal parts (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations").
+
+
+def all_reduce_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes that a rank sends in an all-reduce: 2 M (N - 1) / N, rounded up."""
+    return -(-2 * nbytes * (ranks - 1) // ranks)
+
+
+def gathered_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes that a rank sends in an all-gather or a reduce-scatter: M (N - 1) / N, rounded up. M: the whole result or input."""
+    return -(-nbytes * (ranks - 1) // ranks)
 
 
 def _rank(stage: StageCount, activations: int | None, saved: Sequence[SavedActivations], training: TrainingRun, zero: int) -> RankBytes:
@@ -376,3 +363,49 @@ def _about_activations(training: TrainingRun) -> list[str]:
     if batch.recompute != "none":
         sentences.append("transient, recomputation: the activations of one layer during its backward pass")
     return sentences
+
+
+@value
+class Fit:
+    """What one strategy makes of a GPU's memory."""
+
+    zero: int
+    """The ZeRO stage; 3 is FSDP."""
+    gpus: int | None
+    """The smallest of the numbers of GPUs at which the fullest rank fits; None if it fits at none."""
+    parameters: int | None
+    """The largest number of parameters that fits at the largest number of GPUs; None if a model was given, not a number of parameters."""
+
+
+def fits(estimates: Sequence[Estimate], nbytes: int, of_parameters: Callable[[int, int], Estimate] | None = None) -> tuple[Fit, ...]:
+    """For each strategy, what fits into `nbytes` bytes on every GPU.
+
+    estimates: the same model on rising numbers of GPUs. of_parameters: the estimate of a number of parameters at one ZeRO stage, on the
+    largest number of GPUs.
+    """
+    found = []
+    for number, strategy in enumerate(estimates[0].strategies):
+        fitting = [each for each in estimates if each.strategies[number].fullest.total <= nbytes]
+        largest = _largest(lambda count, zero=strategy.zero: of_parameters(count, zero), nbytes) if of_parameters else None  # type: ignore[misc]
+        found.append(Fit(strategy.zero, _gpus(fitting[0]) if fitting else None, largest))
+    return tuple(found)
+
+
+def _gpus(estimate: Estimate) -> int:
+    parallel = estimate.training.parallel
+    return parallel.dp * parallel.tp * parallel.pp
+
+
+def _largest(estimate: Callable[[int], Estimate], nbytes: int) -> int:
+    """The largest number of parameters whose fullest rank fits, to three digits; 0 if none fits."""
+    low, high = 0, _MOST_PARAMETERS
+    while high - low > max(1, low // 2000):
+        middle = (low + high) // 2
+        low, high = (middle, high) if estimate(middle).strategies[0].fullest.total <= nbytes else (low, middle)
+    return low
+
+
+def schedules_of(estimates: Sequence[Estimate]) -> tuple[Schedule, ...]:
+    """The pipelines of several estimates, each number of stages once, the shortest first."""
+    by_stages = {each.training.schedule.stages: each.training.schedule for each in estimates}
+    return tuple(by_stages[stages] for stages in sorted(by_stages) if stages > 1)

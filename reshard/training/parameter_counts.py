@@ -26,7 +26,6 @@ class WeightCount:
 
     dense: int = 0
     """Parameters outside of the experts. All data-parallel ranks have the same ones."""
-
     experts: int = 0
     """Parameters of experts. Only `expert_ranks` data-parallel ranks have the same ones."""
 
@@ -45,13 +44,10 @@ class StageCount:
 
     stage: int
     """The stage's number."""
-
     weights: WeightCount
     """All parameters of a rank."""
-
     layers: range | None = None
     """The stage's layers; None if only the model's number of parameters is known."""
-
     largest: WeightCount = WeightCount()
     """Parameters of the largest layer or table on a rank."""
 

@@ -16,6 +16,8 @@ get_pp_rank_microbatches in megatron-core 0.16.1 (core/pipeline_parallel/schedul
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from fractions import Fraction
 
 from reshard.errors import RequestError, check_word
@@ -30,13 +32,10 @@ class Schedule:
 
     name: str = "1f1b"
     """gpipe, 1f1b or interleaved."""
-
     stages: int = 1
     """Number of pipeline stages."""
-
     microbatches: int = 1
     """Microbatches per step."""
-
     chunks: int = 1
     """Chunks of layers per stage; more than one with the interleaved schedule only."""
 
@@ -73,3 +72,22 @@ class Schedule:
 
 
 NO_PIPELINE = Schedule()
+
+
+def fewest_microbatches(schedule: Schedule, most: float) -> int:
+    """The fewest microbatches at which stages wait for at most the share `most` of the time.
+
+    Raises: RequestError unless 0 < most < 1.
+    """
+    if not 0 < most < 1:
+        raise RequestError(f"--max-bubble {most:g} is not between 0 and 1", do="Use for example --max-bubble 10%")
+    # (P - 1) / (v M + P - 1) <= most
+    count = max(1, math.ceil((schedule.stages - 1) * (1 - most) / (most * schedule.chunks) - 1e-9))
+    step = schedule.stages if schedule.chunks > 1 else 1
+    return -(-count // step) * step
+
+
+def bubbles(schedule: Schedule) -> tuple[tuple[int, float], ...]:
+    """(microbatches, bubble) from as many microbatches as stages on, doubled five times, and for the number that was asked for."""
+    counts = sorted({schedule.stages << power for power in range(6)} | {schedule.microbatches})
+    return tuple((count, float(replace(schedule, microbatches=count).bubble)) for count in counts)

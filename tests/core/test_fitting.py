@@ -8,8 +8,8 @@ from places import HF
 
 import reshard as library
 from reshard.errors import RequestError
-from reshard.training.fitting import bubbles, fewest_microbatches, fits
-from reshard.training.schedules import Schedule
+from reshard.training.memory import fits
+from reshard.training.schedules import Schedule, bubbles, fewest_microbatches
 from reshard.verbs.look.estimate import estimates
 
 

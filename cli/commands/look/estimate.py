@@ -14,8 +14,7 @@ from ...json_output import show_json
 from ...tables import count_text, nbytes_text, show, show_table, table
 
 if TYPE_CHECKING:
-    from reshard.training.fitting import Fit
-    from reshard.training.memory import Estimate, RankBytes, Strategy
+    from reshard.training.memory import Estimate, Fit, RankBytes, Strategy
 
 # What people call the stages.
 STRATEGIES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
@@ -70,8 +69,7 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
     """
     import reshard
     from reshard.errors import RequestError
-    from reshard.training.fitting import fits
-    from reshard.training.memory import ZERO_STAGES, BytesPer
+    from reshard.training.memory import ZERO_STAGES, BytesPer, fits
     from reshard.verbs.look.estimate import estimates
 
     page = options.page_of(given)
@@ -109,7 +107,8 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
 
 def _list_document(found: Sequence[Estimate], fitting: Sequence[Fit]) -> dict[str, Any]:
     """What several sizes, the memory of a GPU and a bubble add to the estimate of the largest sizes."""
-    from reshard.training.fitting import bubbles, schedules_of
+    from reshard.training.memory import schedules_of
+    from reshard.training.schedules import bubbles
 
     return {
         "by_gpus": [
@@ -151,7 +150,8 @@ def _show_list(found: Sequence[Estimate]) -> None:
 
 def _show_bubbles(found: Sequence[Estimate]) -> None:
     """A table of pipelines and numbers of microbatches: the share of the time that stages wait."""
-    from reshard.training.fitting import bubbles, schedules_of
+    from reshard.training.memory import schedules_of
+    from reshard.training.schedules import bubbles
 
     lines = {f"PP {schedule.stages}": dict(bubbles(schedule)) for schedule in schedules_of(found)}
     counts = sorted({count for line in lines.values() for count in line})

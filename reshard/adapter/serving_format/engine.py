@@ -34,13 +34,10 @@ class ServingEngine(Format):
 
     engine: ClassVar[str]
     """The engine's name, for messages."""
-
     producer: ClassVar[str]
     """The name of such a checkpoint, for `reshard inspect`."""
-
     file_pattern: ClassVar[re.Pattern[str]]
     """Pattern of the names of ranks' files. Its groups are `pp` and `tp`, or `rank`: the number pp_rank * tp + tp_rank."""
-
     sizes: ClassVar[tuple[str, ...]] = ("tp", "pp", "ep")
     """The parallel sizes that its files can have."""
 

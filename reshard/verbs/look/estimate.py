@@ -16,9 +16,8 @@ from reshard.requests.opening import model_at
 from reshard.requests.request import PathLike, checked_keywords
 from reshard.training import memory
 from reshard.training.activations import Batch, Recompute
-from reshard.training.fitting import fewest_microbatches
 from reshard.training.memory import BytesPer, Estimate, TrainingRun
-from reshard.training.schedules import Schedule
+from reshard.training.schedules import Schedule, fewest_microbatches
 
 
 class EstimateOptions(TypedDict, total=False):
