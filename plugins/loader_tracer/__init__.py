@@ -8,7 +8,7 @@
     sglang_ranks.py    SGLang: the same, and what it does with weights after loading
     stand_ins.py       packages that an engine's modules import, and of which loading calls nothing
     recorder.py        every operation between tensors while the model is built and loaded
-    contents.py        what a tensor holds in the end: boxes of checkpoint tensors, constants, or nothing
+    origins.py         where the elements of a tensor come from: boxes of checkpoint tensors, constants, or nothing
     strided.py         arithmetic on strided sections of arrays
 
 It imports torch and the engine, nothing of reshard, which the engine's Python need not have. It reads config.json and the headers of

@@ -185,7 +185,7 @@ def _tensors(engine: Engine, loaded: LoadedRank, recorder: Any, sources: Header)
 
 def _described(tensor: Any, recorder: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """A tensor of a rank: its element type, its shape, and where each of its elements comes from."""
-    from .contents import one_cast, pieces_of, settled, whole_section
+    from .origins import one_cast, pieces_of, settled, whole_section
     from .recorder import number_of, section
     from .strided import NotABox
 

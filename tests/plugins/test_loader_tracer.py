@@ -7,12 +7,15 @@ import sys
 import time
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 assert find_spec("reshard.plugins.loader_tracer")
-contents, recorder, strided = (import_module(f"reshard.plugins.loader_tracer.{name}") for name in ("contents", "recorder", "strided"))
+origins, recorder, strided = (import_module(f"reshard.plugins.loader_tracer.{name}") for name in ("origins", "recorder", "strided"))
 SHAPES = {"a": (8, 6), "b": (8, 6), "c": (4, 4, 6), "d": (12,)}
 UNSET, FILL = -7.0, -1.0
 
@@ -108,9 +111,9 @@ def recorded(program):
     with recording:
         target = torch.empty(16, 6, dtype=torch.float64, device="meta")
         program(target, **sources)
-    whole = contents.whole_section((16, 6), 0, (6, 1))
-    pieces = contents.pieces_of(recording.arrays, recorder.number_of(target), whole)
-    return played([*contents.settled(pieces, (16, 6), SHAPES)])
+    whole = origins.whole_section((16, 6), 0, (6, 1))
+    pieces = origins.pieces_of(recording.arrays, recorder.number_of(target), whole)
+    return played([*origins.settled(pieces, (16, 6), SHAPES)])
 
 
 def played(pieces):
@@ -137,6 +140,32 @@ def test_what_is_recorded_is_what_happens_to_elements(program):
     assert recorded(program).equal(real(program))
 
 
+@st.composite
+def strided_pieces(draw, shape=(9, 7)):
+    at, axes = [], []
+    for axis, size in enumerate(shape):
+        at.append(draw(st.integers(0, size - 1)))
+        step = draw(st.sampled_from((1, 1, 2, 3)))
+        count = draw(st.integers(1, (size - 1 - at[axis]) // step + 1))
+        axes += [strided.Axis(count, axis, step, axis, step)] if count > 1 else []
+    placed = strided.Placed(tuple(at), tuple(at), tuple(draw(st.permutations(axes))))
+    return origins.PlacedPiece(origins.HeldPiece("fill", strided.StridedCopy(0, 0, ())), placed)
+
+
+def elements(piece):
+    rows = [{at} for at in piece.placed.at]
+    for axis in piece.placed.axes:
+        rows[axis.target_axis] = {piece.placed.at[axis.target_axis] + turn * axis.target_step for turn in range(axis.size)}
+    return set(product(*rows))
+
+
+@given(strided_pieces(), st.lists(strided_pieces(), max_size=3))
+def test_what_lies_outside_of_others_is_exactly_that(piece, others):
+    outside = [elements(part) for part in origins._outside(piece, others)]
+    expected = elements(piece) - set().union(*map(elements, others))
+    assert set().union(*outside) == expected and sum(map(len, outside)) == len(expected), "every element once"
+
+
 def kinds(program):
     recording = recorder.Recorder()
     source = torch.empty(8, 6, dtype=torch.bfloat16, device="meta")
@@ -144,8 +173,8 @@ def kinds(program):
     with recording:
         target = torch.empty(8, 6, dtype=torch.float32, device="meta")
         program(target, source)
-    pieces = contents.pieces_of(recording.arrays, recorder.number_of(target), contents.whole_section((8, 6), 0, (6, 1)))
-    return [each.piece for each in contents.settled(pieces, (8, 6), {"a": (8, 6)})]
+    pieces = origins.pieces_of(recording.arrays, recorder.number_of(target), origins.whole_section((8, 6), 0, (6, 1)))
+    return [each.piece for each in origins.settled(pieces, (8, 6), {"a": (8, 6)})]
 
 
 def test_a_function_of_each_element_is_named():
@@ -165,9 +194,9 @@ def test_an_operation_in_place_is_named():
 
 def test_two_casts_are_only_one_if_the_first_loses_nothing():
     (piece,) = kinds(lambda target, a: target.copy_(a.float()))
-    assert contents.one_cast((*piece.dtypes, "float32"), "float32")
+    assert origins.one_cast((*piece.dtypes, "float32"), "float32")
     (piece,) = kinds(lambda target, a: target.copy_(a.to(torch.float16)))
-    assert not contents.one_cast((*piece.dtypes, "float32"), "float32")
+    assert not origins.one_cast((*piece.dtypes, "float32"), "float32")
 
 
 def test_elements_that_nobody_set_are_unset():

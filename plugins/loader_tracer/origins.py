@@ -1,4 +1,8 @@
-"""What a tensor holds in the end: boxes of checkpoint tensors, constants, values of its own, or nothing that anybody set."""
+"""Where the elements of a tensor come from: boxes of checkpoint tensors, constants, values of its own, or nothing that anybody set.
+
+`pieces_of` follows a tensor back through the writes, the last one first. Its pieces may overlap; `settled` leaves of each what lies outside
+of those before it.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +50,58 @@ class PlacedPiece:
         for axis in self.placed.axes:
             behind[axis.target_axis] += (axis.size - 1) * axis.target_step
         return first, behind
+
+    def steps(self) -> list[int]:
+        """The step of the piece along each axis of the tensor. Raises NotABox if it runs twice along one axis."""
+        return [loop.target_step if (loop := self._loop_along(axis)) else 1 for axis in range(len(self.placed.at))]
+
+    def is_apart_from(self, other: PlacedPiece) -> bool:
+        """Whether the two are plainly apart: their bounds do not meet, or they take different rows in turn along some axis."""
+        (first, behind), (other_first, other_behind) = self.bounds(), other.bounds()
+        if any(a >= d or c >= b for a, b, c, d in zip(first, behind, other_first, other_behind, strict=True)):
+            return True
+        for axis in range(len(first)):
+            steps = (each.target_step for placed in (self.placed, other.placed) for each in placed.axes if each.target_axis == axis)
+            # Of gcd(3, 6) = 3 rows one is met; without a loop in either, the gcd is 0.
+            if (together := math.gcd(*steps)) and (first[axis] - other_first[axis]) % together:
+                return True
+        return False
+
+    def every(self, axis: int, step: int) -> list[PlacedPiece]:
+        """The piece as pieces whose rows along an axis are multiples of `step` apart.
+
+        step 2:    rows 4 5 6 7 8    ->    rows 4 6 8  and  rows 5 7
+                   rows 4 7 10 13    ->    rows 4 10   and  rows 7 13
+        """
+        for loop in self.placed.axes:
+            turns = step // math.gcd(step, loop.target_step)
+            if loop.target_axis == axis and turns > 1:
+                return [self._with_turns(loop, first, -(-(loop.size - first) // turns), turns) for first in range(min(turns, loop.size))]
+        return [self]
+
+    def between(self, axis: int, low: int, high: int) -> PlacedPiece:
+        """The part of the piece between two positions of an axis of the tensor."""
+        loop, at = self._loop_along(axis), self.placed.at[axis]
+        if loop is None:
+            return self
+        skipped = max(0, -((at - low) // loop.target_step))
+        stop = min(loop.size, -((at - high) // loop.target_step))
+        return self._with_turns(loop, skipped, stop - skipped, 1)
+
+    def _loop_along(self, axis: int) -> Axis | None:
+        loops = [each for each in self.placed.axes if each.target_axis == axis]
+        if len(loops) > 1:
+            raise NotABox("two writes that overlap where rows are permuted")
+        return loops[0] if loops else None
+
+    def _with_turns(self, loop: Axis, first: int, size: int, every: int) -> PlacedPiece:
+        """The part of the piece with `size` turns of one of its loops, from turn `first` on."""
+        at, start = list(self.placed.at), list(self.placed.start)
+        at[loop.target_axis] += first * loop.target_step
+        start[loop.source_axis] += first * loop.source_step
+        turns = loop._replace(size=size, target_step=loop.target_step * every, source_step=loop.source_step * every)
+        axes = (turns if each is loop else each for each in self.placed.axes)
+        return PlacedPiece(self.piece, Placed(tuple(at), tuple(start), tuple(each for each in axes if each.size != 1)))
 
 
 def pieces_of(arrays: dict[int, Array], number: int, copy: StridedCopy, before: float = math.inf) -> Iterator[HeldPiece]:
@@ -127,7 +183,7 @@ def _overlaps(found: list[PlacedPiece]) -> Iterator[list[int]]:
 
 
 def _outside(piece: PlacedPiece, others: list[PlacedPiece]) -> list[PlacedPiece]:
-    """The parts of a piece that lie outside of the others."""
+    """The parts of a piece that lie outside of the others. Raises NotABox as `_minus` does."""
     parts = [piece]
     for other in others:
         parts = [part for each in parts for part in _minus(each, other)]
@@ -135,78 +191,46 @@ def _outside(piece: PlacedPiece, others: list[PlacedPiece]) -> list[PlacedPiece]
 
 
 def _minus(piece: PlacedPiece, other: PlacedPiece) -> Iterator[PlacedPiece]:
-    """The parts of a piece outside of another piece.
+    """The parts of a piece outside of another one, which may take every k-th row: both are brought to the same rows, where the other one is
+    a box.
 
     Raises: NotABox if the other one is no box, and the two are not plainly apart.
     """
-    first, behind = other.bounds()
-    own_first, own_behind = piece.bounds()
-    if any(a >= d or c >= b for a, b, c, d in zip(own_first, own_behind, first, behind, strict=True)) or _interleaved(piece, other):
-        yield piece
-        return
-    is_box = math.prod(b - a for a, b in zip(first, behind, strict=True)) == other.placed.volume
-    steps = [1] * len(first) if is_box else _steps(other)
-    for number, loop in enumerate(piece.placed.axes):
-        if steps[loop.target_axis] > 1 and loop.target_step == 1:
-            for row in range(min(steps[loop.target_axis], loop.size)):
-                yield from _minus(_every(piece, number, row, steps[loop.target_axis]), other)
-            return
-    if math.prod((b - a - 1) // step + 1 for a, b, step in zip(first, behind, steps, strict=True)) != other.placed.volume:
-        raise NotABox("two writes that overlap in a pattern of steps")
+    (first, behind), rows = other.bounds(), [piece]
+    spans = [stop - start for start, stop in zip(first, behind, strict=True)]
+    if not piece.is_apart_from(other) and math.prod(spans) != other.placed.volume:
+        steps = other.steps()
+        for axis, step in enumerate(steps):
+            rows = [part for each in rows for part in ([each] if each.is_apart_from(other) else each.every(axis, step))]
+        spans = [(span - 1) // step + 1 for span, step in zip(spans, steps, strict=True)]
+    for each in rows:
+        if each.is_apart_from(other):
+            yield each
+        elif math.prod(spans) != other.placed.volume:
+            raise NotABox("two writes that overlap in a pattern of steps")
+        else:
+            yield from _around(each, first, behind)
+
+
+def _around(piece: PlacedPiece, first: list[int], behind: list[int]) -> Iterator[PlacedPiece]:
+    """The parts of a piece around a box: before and behind it along the first axis, then, of the rows between, along the next one.
+
+    +-------------------+
+    |         A         |      axis 0: A before the box, B behind it
+    +-----+-------+-----+
+    |  C  |  box  |  D  |      axis 1: C before the box, D behind it
+    +-----+-------+-----+
+    |         B         |
+    +-------------------+
+    """
+    rest = piece
     for axis, (low, high) in enumerate(zip(first, behind, strict=True)):
-        own_first, own_behind = piece.bounds()
-        if own_first[axis] < low:
-            yield _clipped(piece, axis, own_first[axis], low)
-        if own_behind[axis] > high:
-            yield _clipped(piece, axis, high, own_behind[axis])
-        if own_first[axis] < low or own_behind[axis] > high:
-            piece = _clipped(piece, axis, max(own_first[axis], low), min(own_behind[axis], high))
-
-
-def _steps(piece: PlacedPiece) -> list[int]:
-    """The step of a piece along each axis of the tensor. Raises NotABox if it runs twice along one axis."""
-    steps = [1] * len(piece.placed.at)
-    axes = [each.target_axis for each in piece.placed.axes]
-    if len(axes) > len(set(axes)):
-        raise NotABox("two writes that overlap where rows are permuted")
-    for each in piece.placed.axes:
-        steps[each.target_axis] = each.target_step
-    return steps
-
-
-def _every(piece: PlacedPiece, number: int, first: int, step: int) -> PlacedPiece:
-    """The part of a piece that takes every `step`-th turn of one of its loops, from turn `first` on."""
-    size, axis, target_step, source_axis, source_step = piece.placed.axes[number]
-    at, start = list(piece.placed.at), list(piece.placed.start)
-    at[axis] += first * target_step
-    start[source_axis] += first * source_step
-    loop = Axis((size - first + step - 1) // step, axis, target_step * step, source_axis, source_step * step)
-    loops = (*piece.placed.axes[:number], loop, *piece.placed.axes[number + 1 :])
-    return PlacedPiece(piece.piece, Placed(tuple(at), tuple(start), tuple(each for each in loops if each.size != 1)))
-
-
-def _interleaved(piece: PlacedPiece, other: PlacedPiece) -> bool:
-    """Whether two pieces take different rows in turn along some axis."""
-    for axis in range(len(piece.placed.at)):
-        steps = [each.target_step for placed in (piece.placed, other.placed) for each in placed.axes if each.target_axis == axis]
-        if len(steps) >= 2 and (piece.placed.at[axis] - other.placed.at[axis]) % math.gcd(*steps):
-            return True
-    return False
-
-
-def _clipped(piece: PlacedPiece, axis: int, low: int, high: int) -> PlacedPiece:
-    """The part of a piece between two positions of an axis of the tensor."""
-    at, start, axes = list(piece.placed.at), list(piece.placed.start), list(piece.placed.axes)
-    loops = [number for number, each in enumerate(axes) if each.target_axis == axis]
-    if len(loops) > 1:
-        raise NotABox("two writes that overlap where rows are permuted")
-    if loops:
-        size, _, step, source_axis, source_step = axes[loops[0]]
-        skipped = -((at[axis] - low) // step) if low > at[axis] else 0
-        at[axis] += skipped * step
-        start[source_axis] += skipped * source_step
-        axes[loops[0]] = Axis(min(size - skipped, -((at[axis] - high) // step)), axis, step, source_axis, source_step)
-    return PlacedPiece(piece.piece, Placed(tuple(at), tuple(start), tuple(each for each in axes if each.size != 1)))
+        start, stop = (corner[axis] for corner in rest.bounds())
+        if start < low:
+            yield rest.between(axis, start, low)
+        if stop > high:
+            yield rest.between(axis, high, stop)
+        rest = rest.between(axis, max(start, low), min(stop, high))
 
 
 def one_cast(dtypes: tuple[str, ...], dtype: str) -> bool:
