@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
+from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
 
 from .json_output import show_json
@@ -43,16 +44,7 @@ def show_run(run: str, steps: list[Step], *, as_json: bool) -> None:
 
 def run_step(step: Step) -> dict[str, Any]:
     """A checkpoint of a run with stable keys."""
-    return {
-        "step": step.number,
-        "part": step.part,
-        "path": step.path,
-        "format": step.format,
-        "bytes": step.nbytes,
-        "age_seconds": None if step.age is None else round(step.age, 1),
-        "complete": step.complete,
-        "reason": step.completeness.reason,
-    }
+    return document(step, age_seconds=None if step.age is None else round(step.age, 1))
 
 
 def age_text(seconds: float) -> str:

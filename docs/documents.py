@@ -20,6 +20,9 @@ from reshard.measures.changes import Change
 from reshard.plans.plan import Totals
 from reshard.plans.summary import DropSummary, KindSummary
 from reshard.requests.outlook import Outlook
+from reshard.runs.steps import Step
+from reshard.serving.capacity import DegreeReport, DegreeRow
+from reshard.training.memory import Strategy
 from reshard.verbs.look.diff import Diff
 from reshard.verbs.look.explain import Explanation
 from reshard.verbs.look.stats import TensorStatistics
@@ -38,17 +41,7 @@ class Extended:
 
 
 _SIZES = {"tp": int, "pp": int, "ep": int}
-_STAGE = {"layers": [int], "weights": int, "replicated": int, "kv_bytes_per_token": int, "kv_bytes_per_sequence": NUMBER}
-_DEGREE = {
-    **_SIZES, "gpus": int, "legal": bool, "problem": TEXT, "weights": NUMBER, "replicated": NUMBER, "kv_bytes_per_token": NUMBER,
-    "room": ({"fits": bool, "kv_bytes": int, "tokens": int, "sequences": NUMBER}, None), "stages": [_STAGE],
-}  # fmt: skip
-_GPU_MEMORY = {"gpu_memory": int, "gpu_memory_utilization": float, "reserve": int, "usable": int, "max_model_len": NUMBER}
-_RANK = {
-    "stage": int, "layers": ([int], None), "parameters": int, "weights": int, "gradients": int, "optimizer": int, "states": int,
-    "activations": NUMBER, "transient": NUMBER, "total": int,
-}  # fmt: skip
-_TRAFFIC = {"gradients": int, "weights": int, "total": int, "seconds": (float, None)}
+_DEGREE = Extended(DegreeRow, {"gpus": int, "legal": bool, "kv_bytes_per_token": NUMBER})
 _PIPELINE = {
     "schedule": str, "stages": int, "microbatches": int, "chunks_per_stage": int, "bubble": float, "microbatches_in_flight": [float],
 }  # fmt: skip
@@ -152,7 +145,7 @@ _ESTIMATE = {
     "parallel": {"dp": int, **_SIZES},
     "pipeline": _PIPELINE,
     "batch": (_BATCH, None),
-    "strategies": [{"strategy": str, "zero": int, "fullest": _RANK, "stages": [_RANK], "data_parallel_traffic": _TRAFFIC}],
+    "strategies": [Extended(Strategy, {"strategy": str})],
     "assumptions": [str],
     "by_gpus": [{"gpus": int, "pp": int, "fewest_microbatches": NUMBER, "totals": {str: int}}],
     "fits": [{"strategy": str, "gpus": NUMBER, "parameters": NUMBER}],
@@ -207,7 +200,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     ),
     "degrees": (
         "reshard degrees --json",
-        {"model_type": str, "kv_dtype": str, "memory": (_GPU_MEMORY, None), "degrees": [_DEGREE], "assumptions": [str]},
+        Extended(DegreeReport, {"degrees": [_DEGREE]}),
     ),
     "diff": ("reshard diff --json", Extended(Diff, {"beyond_threshold": ([str], None), "changes?": [Change]})),
     "digests": (
@@ -235,18 +228,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "fingerprint": ("reshard fingerprint --json", {"fingerprint": str, "notes": [str], "tensors?": {str: str}}),
     "formats": ("reshard formats --json", {"formats": [{"name": str, "reads": bool, "writes": bool, "summary": str}]}),
     "inspect": ("reshard inspect --json", _INSPECT),
-    "inspect-RUN": (
-        "reshard inspect RUN --json",
-        {
-            "path": str,
-            "steps": [
-                {
-                    "step": int, "part": str, "path": str, "format": TEXT, "bytes": int, "age_seconds": (float, None), "complete": bool,
-                    "reason": str,
-                }
-            ],
-        },
-    ),
+    "inspect-RUN": ("reshard inspect RUN --json", {"path": str, "steps": [Extended(Step, {"age_seconds": (float, None)})]}),
     "layout": ("a layout file of reshard learn", _LAYOUT),
     "learn": (
         "reshard learn --json",

@@ -377,6 +377,8 @@ def _schema_of(shape: Any) -> dict[str, Any]:
         return _any_of([_schema_of(each) for each in arguments or shape])
     if isinstance(shape, dict):
         return {"type": "object", "additionalProperties": _schema_of(shape[str])} if str in shape else _object(shape)
+    if shape is range:
+        return {"type": "array", "items": {"type": "integer"}}
     if isinstance(shape, list):
         return {"type": "array", "items": _schema_of(shape[0])}
     if isinstance(shape, str):
@@ -409,15 +411,17 @@ def _shape_of(cls: type) -> dict[str, Any]:
     attribute of the class is left out: documents.py knows it."""
     found: dict[str, Any] = {}
     for key, path in keys_of(cls).items():
-        known: Any = cls
+        known, or_none = cls, False
         for name in path.split("."):
-            known = _type_of(known, name) if known else None
+            known = _type_of(known, name)
+            if "." in path and type(None) in typing.get_args(known):
+                known, or_none = next(each for each in typing.get_args(known) if each is not type(None)), True
         if known is not None:
-            found[key] = (float, None) if known is float else known  # JSON has no infinity
+            found[key] = (known, None) if or_none or known is float else known  # JSON has no infinity
     return found
 
 
-def _type_of(cls: type, name: str) -> Any:
+def _type_of(cls: Any, name: str) -> Any:
     """The type of a field, or what a property or method returns; None if the class has no such attribute."""
     for base in cls.__mro__:
         member = vars(base).get(name)

@@ -40,6 +40,8 @@ QUIET_SECONDS = 60.0
 class Step:
     """One checkpoint of a run."""
 
+    JSON = "step=number part path format bytes=nbytes age_seconds complete reason=completeness.reason"
+
     path: str
     """Its folder."""
     name: str

@@ -45,6 +45,8 @@ RulesFor = Callable[[Parallel], EngineRules]
 class GpuMemory:
     """The memory of one GPU."""
 
+    JSON = "gpu_memory=nbytes gpu_memory_utilization=utilization reserve usable max_model_len"
+
     nbytes: int
     """Bytes in all."""
     utilization: float = 0.9
@@ -68,6 +70,8 @@ class GpuMemory:
 class CacheCapacity:
     """What fits beside the weights, on the stage where the fewest tokens fit."""
 
+    JSON = "fits kv_bytes=nbytes tokens sequences"
+
     nbytes: int
     """Bytes left for the KV cache; negative if the weights do not fit."""
     tokens: int
@@ -75,10 +79,17 @@ class CacheCapacity:
     sequences: int | None
     """Sequences of the longest length that fit; None if that length is not given."""
 
+    @property
+    def fits(self) -> bool:
+        """Whether there is any room for a KV cache."""
+        return self.nbytes > 0
+
 
 @value
 class Stage:
     """What the fullest rank of one pipeline stage holds."""
+
+    JSON = "layers weights replicated kv_bytes_per_token=cache_per_token kv_bytes_per_sequence=cache_per_sequence"
 
     layers: range
     """The stage's layers."""
@@ -95,6 +106,11 @@ class Stage:
 @value
 class DegreeRow:
     """One choice of parallel sizes: what its stages hold, or why the engine refuses it."""
+
+    JSON = (
+        "tp=parallel.tp pp=parallel.pp ep=parallel.ep gpus legal problem weights=fullest.weights replicated=fullest.replicated "
+        "kv_bytes_per_token room=capacity stages"
+    )
 
     parallel: Parallel
     """The sizes."""
@@ -120,6 +136,8 @@ class DegreeRow:
 class DegreeReport(Drawn):
     """Several choices of parallel sizes for one model and engine."""
 
+    JSON = "model_type kv_dtype=cache_dtype.torch memory degrees=rows assumptions"
+
     model_type: str
     """The model's type."""
     cache_dtype: DType
@@ -134,7 +152,7 @@ class DegreeReport(Drawn):
     @property
     def smallest_that_fits(self) -> DegreeRow | None:
         """The sizes with the fewest GPUs at which room for a KV cache is left; None if there are none, or no GPU's memory is given."""
-        fitting = [row for row in self.rows if row.capacity is not None and row.capacity.nbytes > 0]
+        fitting = [row for row in self.rows if row.capacity is not None and row.capacity.fits]
         return min(fitting, key=lambda row: (row.parallel.tp * row.parallel.pp, row.parallel.pp), default=None)
 
 

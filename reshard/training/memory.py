@@ -101,6 +101,8 @@ class TrainingRun:
 class RankBytes:
     """What the fullest rank of one pipeline stage holds, in bytes."""
 
+    JSON = "stage layers parameters weights gradients optimizer states activations transient total"
+
     stage: int
     """The pipeline stage."""
     layers: range | None
@@ -134,6 +136,8 @@ class RankBytes:
 class Traffic:
     """What one rank sends to the other data-parallel ranks in one optimizer step, by ring collectives."""
 
+    JSON = "gradients weights total seconds"
+
     gradients: int
     """Bytes of gradients."""
     weights: int
@@ -150,6 +154,8 @@ class Traffic:
 @value
 class Strategy:
     """Memory and traffic under one ZeRO stage."""
+
+    JSON = "zero fullest stages data_parallel_traffic=traffic"
 
     zero: int
     """The ZeRO stage."""

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.geometry.documents import document
+
 from ... import options
 from ...json_output import show_json
 from ...tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
-    from reshard.serving.capacity import CacheCapacity, DegreeReport, DegreeRow, Stage
+    from reshard.serving.capacity import DegreeReport, DegreeRow
 
 
 @click.command(
@@ -57,59 +59,12 @@ def command(source: str, as_json: bool, **given: Any) -> None:
         from reshard.pages.pages import degrees_page
 
         page.write(degrees_page(report))
-    show_json(document(report)) if as_json else show_degrees(report)
+    show_json(document(report, degrees=list(map(_row, report.rows)))) if as_json else show_degrees(report)
 
 
-def document(report: DegreeReport) -> dict[str, Any]:
-    """The report for --json, with stable keys."""
-    memory = report.memory
-    return {
-        "model_type": report.model_type,
-        "kv_dtype": report.cache_dtype.torch,
-        "memory": memory
-        and {
-            "gpu_memory": memory.nbytes,
-            "gpu_memory_utilization": memory.utilization,
-            "reserve": memory.reserve,
-            "usable": memory.usable,
-            "max_model_len": memory.max_model_len,
-        },
-        "degrees": [_degree(row) for row in report.rows],
-        "assumptions": list(report.assumptions),
-    }
-
-
-def _degree(row: DegreeRow) -> dict[str, Any]:
-    fullest, sizes = row.fullest, row.parallel
-    return {
-        "tp": sizes.tp,
-        "pp": sizes.pp,
-        "ep": sizes.ep,
-        "gpus": sizes.tp * sizes.pp,
-        "legal": row.problem is None,
-        "problem": row.problem,
-        "weights": fullest and fullest.weights,
-        "replicated": fullest and fullest.replicated,
-        "kv_bytes_per_token": fullest and row.cache_per_token,
-        "room": _capacity(row.capacity),
-        "stages": [_stage(stage) for stage in row.stages],
-    }
-
-
-def _capacity(capacity: CacheCapacity | None) -> dict[str, Any] | None:
-    if capacity is None:
-        return None
-    return {"fits": capacity.nbytes > 0, "kv_bytes": capacity.nbytes, "tokens": capacity.tokens, "sequences": capacity.sequences}
-
-
-def _stage(stage: Stage) -> dict[str, Any]:
-    return {
-        "layers": [stage.layers.start, stage.layers.stop],
-        "weights": stage.weights,
-        "replicated": stage.replicated,
-        "kv_bytes_per_token": stage.cache_per_token,
-        "kv_bytes_per_sequence": stage.cache_per_sequence,
-    }
+def _row(row: DegreeRow) -> dict[str, Any]:
+    gpus, cache = row.parallel.tp * row.parallel.pp, row.cache_per_token if row.fullest else None
+    return document(row, gpus=gpus, legal=row.problem is None, kv_bytes_per_token=cache)
 
 
 def show_degrees(report: DegreeReport) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
 
 from ... import options
@@ -96,7 +97,7 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
 
         page.write(estimate_page(found))
     if as_json:
-        show_json({**document(found[-1]), **_list_document(found, fitting)})
+        show_json({**estimate_document(found[-1]), **_list_document(found, fitting)})
     elif len(found) == 1:
         show_estimate(found[0])
         _show_fits(found, fitting, nbytes)
@@ -116,11 +117,11 @@ def _list_document(found: Sequence[Estimate], fitting: Sequence[Fit]) -> dict[st
                 "gpus": each.training.parallel.dp * each.training.parallel.tp * each.training.parallel.pp,
                 "pp": each.training.parallel.pp,
                 "fewest_microbatches": each.fewest_microbatches,
-                "totals": {_NAMES[strategy.zero].partition(",")[0]: strategy.fullest.total for strategy in each.strategies},
+                "totals": {_short_name(strategy.zero): strategy.fullest.total for strategy in each.strategies},
             }
             for each in found
         ],
-        "fits": [{"strategy": _NAMES[fit.zero].partition(",")[0], "gpus": fit.gpus, "parameters": fit.parameters} for fit in fitting],
+        "fits": [{"strategy": _short_name(fit.zero), "gpus": fit.gpus, "parameters": fit.parameters} for fit in fitting],
         "bubbles": [
             {"stages": schedule.stages, "microbatches": count, "bubble": bubble}
             for schedule in schedules_of(found)
@@ -172,7 +173,11 @@ def _show_fits(found: Sequence[Estimate], fitting: Sequence[Fit], nbytes: int | 
         show(f"  bubble     needs at least {plural(count, 'microbatch', 'microbatches')}{of}")
 
 
-def document(found: Estimate) -> dict[str, Any]:
+def _short_name(zero: int) -> str:
+    return _NAMES[zero].partition(",")[0]
+
+
+def estimate_document(found: Estimate) -> dict[str, Any]:
     """The estimate with stable keys."""
     training = found.training
     parallel, schedule, batch = training.parallel, training.schedule, training.batch
@@ -197,38 +202,8 @@ def document(found: Estimate) -> dict[str, Any]:
             "flash_attention": not batch.scores,
             "layer_activations": found.layer_activations,
         },
-        "strategies": [_strategy(each) for each in found.strategies],
+        "strategies": [{"strategy": _short_name(each.zero), **document(each)} for each in found.strategies],
         "assumptions": list(found.assumptions),
-    }
-
-
-def _strategy(found: Strategy) -> dict[str, Any]:
-    return {
-        "strategy": _NAMES[found.zero].partition(",")[0],
-        "zero": found.zero,
-        "fullest": _rank(found.fullest),
-        "stages": [_rank(rank) for rank in found.stages],
-        "data_parallel_traffic": {
-            "gradients": found.traffic.gradients,
-            "weights": found.traffic.weights,
-            "total": found.traffic.total,
-            "seconds": found.traffic.seconds,
-        },
-    }
-
-
-def _rank(rank: RankBytes) -> dict[str, Any]:
-    return {
-        "stage": rank.stage,
-        "layers": None if rank.layers is None else [rank.layers.start, rank.layers.stop],
-        "parameters": rank.parameters,
-        "weights": rank.weights,
-        "gradients": rank.gradients,
-        "optimizer": rank.optimizer,
-        "states": rank.states,
-        "activations": rank.activations,
-        "transient": rank.transient,
-        "total": rank.total,
     }
 
 
