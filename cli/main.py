@@ -19,9 +19,9 @@ from reshard.errors import ReshardError
 from reshard.storage.system_calls import check_platform
 
 from .invocation import Invocation
+from .log_options import EPILOG, LOG_OPTIONS
 from .logs import log_options, log_to_file, logging_to_stderr
 from .metrics import Metrics
-from .options import EPILOG, LOG_OPTIONS
 from .tables import discard_output, standard_output
 
 # name -> (module, what `--help` says). Static, so that help and start-up load nothing else.

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import click
 
 from reshard.geometry.value import value
+from reshard.requests.keywords import EffortOptions, ModelOptions, OpenOptions, SelectionOptions, TargetOptions
 
 from .completion_words import architecture_names, format_names
+from .log_options import EPILOG, LOG, LOG_OPTIONS, OutputFileParam, SectionedOption
 from .metrics import METERED
+from .spelling import with_flags
 
 if TYPE_CHECKING:
     from reshard.picture.page import Page
@@ -25,56 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
 
 # The sections of --help, in order; formats' own sections come between the target and the selection.
-TARGET, SELECTION, SOURCE, EFFORT, PARTS, OUTPUT, LOG = "Target", "Selection", "Source", "Effort", "Many machines", "Output", "Log"
-
-
-class OutputFileParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic in newer versions of click
-    """An output file (storage/output_file.py), which is checked before the command begins. is_of_log: the log opens it itself."""
-
-    name = "file"
-
-    def __init__(self, *, is_of_log: bool = False) -> None:
-        self._is_of_log = is_of_log
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from reshard.storage.output_file import OutputFile
-
-        if self._is_of_log or isinstance(value, OutputFile) or (ctx and ctx.resilient_parsing):
-            return value
-        return OutputFile(value, option=param.opts[0] if param else "")
-
-
-EPILOG = (
-    "Exit codes: 0 success; 1 difference or finding; 2 usage; 3 source broken or incomplete; 4 target exists or in use; "
-    "5 no space or permission; 6 unsupported; 70 defect of reshard; 130 interrupted, 143 by SIGTERM."
-)
-
-
-class SectionedOption(click.Option):
-    """An option that stands in a section of --help."""
-
-    def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.section = section
-
-
-def _log_option(*names: str, **settings: Any) -> SectionedOption:
-    """An option of the log. It is read before the command runs (logs.py), so that commands do not get its value."""
-    return SectionedOption(names, section=LOG, expose_value=False, **settings)
-
-
-LOG_OPTIONS = (
-    _log_option("-q", "--quiet", is_flag=True, help="Print only errors and a one-line result."),
-    _log_option("-v", "--verbose", is_flag=True, help="Log what is read, what is decided, and how long each phase takes."),
-    _log_option("--log-format", type=click.Choice(["text", "json"]), help="json: each line of the log is a JSON object, errors included."),
-    _log_option("--log-file", metavar="FILE", type=OutputFileParam(is_of_log=True), help="Append a copy of the log to this file."),
-    _log_option(
-        "--metrics-file",
-        metavar="FILE",
-        type=OutputFileParam(is_of_log=True),
-        help="At the end, write metrics for Prometheus (node_exporter's textfile collector).",
-    ),
-)
+TARGET, SELECTION, SOURCE, EFFORT, PARTS, OUTPUT = "Target", "Selection", "Source", "Effort", "Many machines", "Output"
 
 
 class Command(click.Command):
@@ -191,6 +145,43 @@ def option(*names: str, section: str, **settings: Any) -> Decorator[Any]:
     return click.option(*names, cls=SectionedOption, section=section, **settings)
 
 
+def keywords(declared: Any, *names: str, section: str = "Options", verb: str = "Take", type: Any = None) -> Decorator[Any]:
+    """The keywords of a TypedDict as options, in the order of `names`; without names, all of them.
+
+    verb: what the command does with tensors. type: used instead of what the metavars say.
+    """
+    annotations = declared.__annotations__
+    return together(*(_of_keyword(name, annotations[name], section, verb, type) for name in names or annotations))
+
+
+def _of_keyword(name: str, annotation: Any, section: str, verb: str, type: Any) -> Decorator[Any]:
+    """The option of one keyword: a switch, a choice, or a value that its metavar describes."""
+    python, (keyword,) = annotation.__origin__, annotation.__metadata__
+    settings: dict[str, Any] = {"help": with_flags(keyword.help.format(take=verb.lower(), Take=verb)), "default": keyword.default}
+    words = [word for each in (python, *get_args(python)) if get_origin(each) is Literal for word in get_args(each)]
+    if python is bool:
+        settings |= {"is_flag": True, "default": False}
+    elif words:
+        settings["type"] = click.Choice(words)
+    else:
+        settings |= {"metavar": keyword.metavar, "type": type or _TYPES.get(keyword.metavar), "shell_complete": _COMPLETED.get(name)}
+        settings["multiple"] = keyword.metavar == "GLOB"
+    return option("--" + name.replace("_", "-"), section=section, **settings)
+
+
+# How the words become a value, by the metavar; texts for the others.
+_TYPES: Mapping[str, Any] = {
+    "N": click.IntRange(1),
+    "M": click.IntRange(1),
+    "N,N,..": NumbersParam(),
+    "SIZE": SizeParam(),
+    "COUNT": CountParam(),
+    "SHARE": ShareParam(),
+    "FRACTION": click.FloatRange(0, 1, min_open=True),
+}
+_COMPLETED = {"format": format_names, "architecture": architecture_names}
+
+
 def take(given: dict[str, Any], keywords: type) -> dict[str, Any]:
     """The keywords of a TypedDict, taken out of what a command was given."""
     return {name: given.pop(name) for name in keywords.__annotations__ if name in given}
@@ -246,16 +237,8 @@ def page_of(given: dict[str, Any]) -> PageOptions:
     return found
 
 
-format_name = option(
-    "--format", section=SOURCE, metavar="FORMAT", shell_complete=format_names, help="Format of the checkpoint, instead of detecting it."
-)
-architecture = option(
-    "--architecture",
-    section=SOURCE,
-    metavar="NAME|FILE",
-    shell_complete=architecture_names,
-    help="Architecture name or file, if config.json does not identify a supported model.",
-)
+format_name = keywords(OpenOptions, "format", section=SOURCE)
+architecture = keywords(ModelOptions, "architecture", section=SOURCE)
 
 
 def _set_storage_options(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> None:
@@ -276,53 +259,15 @@ storage_option = option(
     help="Setting of the stores of URLs (s3://, gs://, hf:// ...), such as endpoint=http://minio:9000.",
 )
 model = together(
-    option("--model", section=SOURCE, metavar="DIR", help="Directory or URL with config.json (and tokenizer), if the checkpoint has none."),
-    option("--model-wins", section=SOURCE, is_flag=True, help="Use --model even if it contradicts the checkpoint's own config."),
+    keywords(ModelOptions, "model", "model_wins", section=SOURCE),
     storage_option,
-    option("--vocab-size", section=SOURCE, type=click.IntRange(1), metavar="N", help="Vocabulary size without padding (Megatron)."),
-    architecture,
+    keywords(ModelOptions, "vocab_size", "architecture", section=SOURCE),
 )
 
 
 def selection(verb: str) -> Decorator[Any]:
     """Which tensors a command works on. verb: what it does with them, such as "Convert"."""
-    return together(
-        option(
-            "--weights",
-            section=SELECTION,
-            type=click.Choice(["model", "master"]),
-            help="Which copy of the weights: the model's, or the optimizer's in full precision.",
-        ),
-        option("--include", section=SELECTION, multiple=True, metavar="GLOB", help=f"{verb} only tensors whose names match."),
-        option("--exclude", section=SELECTION, multiple=True, metavar="GLOB", help="Leave out tensors whose names match."),
-        option("--strip-prefix", section=SELECTION, default="", metavar="P", help="Remove this prefix from tensor names first."),
-        option("--optimizer", section=SELECTION, is_flag=True, help=f"Also {verb.lower()} the optimizer state."),
-        option(
-            "--root", section=SELECTION, metavar="NAME", help="Which model, if the checkpoint holds several; `reshard inspect` lists them."
-        ),
-        option(
-            "--keep-unknown",
-            section=SELECTION,
-            is_flag=True,
-            help=f"Also {verb.lower()} run state, other models, and buffers that the architecture lacks.",
-        ),
-        option("--drop-unknown", section=SELECTION, is_flag=True, help="Leave out weights that the architecture lacks."),
-    )
-
-
-sizes = together(
-    option("--tp", section=TARGET, default=1, type=ParallelSize(), metavar="N", help="Tensor-parallel size."),
-    option("--pp", section=TARGET, default=1, type=ParallelSize(), metavar="N", help="Pipeline-parallel size."),
-    option("--ep", section=TARGET, default=1, type=ParallelSize(), metavar="N", help="Expert-parallel size."),
-    option(
-        "--dp",
-        section=TARGET,
-        default=1,
-        type=ParallelSize(),
-        metavar="N",
-        help="Data-parallel ranks that shard every tensor.",
-    ),
-)
+    return keywords(SelectionOptions, section=SELECTION, verb=verb)
 
 
 def target(*, required: bool = True) -> Decorator[Any]:
@@ -336,14 +281,8 @@ def target(*, required: bool = True) -> Decorator[Any]:
             shell_complete=format_names,
             help="Target format; `reshard formats` lists them.",
         ),
-        sizes,
-        option("--dtype", section=TARGET, metavar="DTYPE", help="Cast floating-point weights: bf16, fp16, fp32, fp8 ..."),
-        option("--keep-dtype", section=TARGET, multiple=True, metavar="GLOB", help="Do not cast tensors whose names match."),
-        option("--dequantize", section=TARGET, is_flag=True, help="Dequantize weights to --dtype (default: bf16)."),
-        option("--merge-adapter", section=TARGET, metavar="DIR", help="Merge the LoRA adapter of this PEFT directory; self: of SOURCE."),
-        option("--drop-adapter", section=TARGET, is_flag=True, help="Leave out the LoRA adapter that the checkpoint holds."),
-        option("--quantize", section=TARGET, metavar="FORM", help="Quantize linear layers from bf16: fp8-block, mxfp4."),
-        option("--requantize", section=TARGET, metavar="FORM", help="Store quantized weights with the same values as fp8-block."),
+        keywords(TargetOptions, "tp", "pp", "ep", "dp", section=TARGET, type=ParallelSize()),
+        keywords(TargetOptions, *(name for name in TargetOptions.__annotations__ if len(name) > 2), section=TARGET),
         *_options_of_formats(),
     )
 
@@ -381,10 +320,7 @@ parts = together(
 )
 
 effort = together(
-    option("--workers", section=EFFORT, type=click.IntRange(1), metavar="N", help="Threads (default: one per processor, at most 8)."),
-    option(
-        "--memory", section=EFFORT, type=SizeParam(), metavar="SIZE", help="Maximum size of all buffers (default: 256MiB; 1GiB for stores)."
-    ),
+    keywords(EffortOptions, "workers", "memory", section=EFFORT),
     option(
         "--progress/--no-progress",
         "show_progress",

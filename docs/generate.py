@@ -178,7 +178,12 @@ def _fields(cls: type) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             following = tree.body[i + 1] if i + 1 < len(tree.body) else None
             text = following.value.value if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) else ""
-            yield f"`{node.target.id}: {ast.unparse(node.annotation)}`", _unwrapped(str(text))
+            annotation = node.annotation
+            if cls.__annotations__ and hasattr(declared := cls.__annotations__[node.target.id], "__metadata__"):  # a keyword
+                text = declared.__metadata__[0].help.format(take="take", Take="Take").replace("=`", "`")
+                assert isinstance(annotation, ast.Subscript) and isinstance(annotation.slice, ast.Tuple)
+                annotation = annotation.slice.elts[0]
+            yield f"`{node.target.id}: {ast.unparse(annotation).strip(chr(39))}`", _unwrapped(str(text))
 
 
 def _signature(name: str, signature: inspect.Signature) -> str:

@@ -68,7 +68,8 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
     TARGET is written atomically: its files appear under their names only when all are complete.
     """
     from reshard.engine.record import Provenance
-    from reshard.requests.request import Effort, EffortOptions
+    from reshard.requests.keywords import EffortOptions
+    from reshard.requests.request import Effort
     from reshard.verbs.convert import existing_target, part_result, result_of, target_place, unchanged_result
 
     metrics, arguments = current().metrics, current().arguments
@@ -152,7 +153,7 @@ def _sharing(given: dict[str, Any]) -> _Sharing:
 def _planned(source: str, to: str | None, given: dict[str, Any]) -> Plan:
     """The plan that the options ask for, or the one in a plan file."""
     import reshard
-    from reshard.requests.request import OpenOptions
+    from reshard.requests.keywords import OpenOptions
 
     context, path = click.get_current_context(), given.pop("plan_path")
     if path is None:

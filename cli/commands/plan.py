@@ -8,6 +8,7 @@ import click
 
 from .. import options
 from ..json_output import show_json
+from ..log_options import OutputFileParam
 from ..plans import plan_document, show_plan
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     "--plan-out",
     section=options.OUTPUT,
     metavar="FILE",
-    type=options.OutputFileParam(),
+    type=OutputFileParam(),
     help="Also write the plan to FILE, which `reshard convert` runs with --plan.",
 )
 @options.page
@@ -42,7 +43,7 @@ def command(source: str, to: str | None, plan_out: OutputFile | None, as_json: b
     from reshard.containers.gc_pause import gc_paused
     from reshard.engine.events import event
     from reshard.errors import RequestError
-    from reshard.requests.request import OpenOptions
+    from reshard.requests.keywords import OpenOptions
 
     page = options.page_of(given)
     if to is None:

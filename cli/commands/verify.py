@@ -62,8 +62,9 @@ def command(
     import reshard
     from reshard.errors import RequestError
     from reshard.plans.manifest import usable_manifest
+    from reshard.requests.keywords import EffortOptions, ModelOptions
     from reshard.requests.opening import open_both
-    from reshard.requests.request import Effort, EffortOptions, ModelOptions, selection_of
+    from reshard.requests.request import Effort, selection_of
     from reshard.storage.server import is_server
     from reshard.storage.tar import open_tree
     from reshard.verbs.verify import verify_written

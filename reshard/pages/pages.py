@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from reshard.index.index import Tensor
     from reshard.plans.plan import Plan
     from reshard.requests.checkpoint import Checkpoint
+    from reshard.requests.keywords import PathLike
     from reshard.requests.outlook import Outlook
-    from reshard.requests.request import PathLike
     from reshard.serving.capacity import DegreeReport
     from reshard.training.memory import Estimate
 

@@ -25,7 +25,7 @@ from reshard.models.architecture import Architecture
 from reshard.models.lookup import find_model
 from reshard.models.model import Model
 from reshard.plans.manifest import DIGESTS, read_digests, usable_manifest
-from reshard.requests.request import PlanOptions, checked_keywords
+from reshard.requests.keywords import PlanOptions, checked_keywords
 from reshard.storage.files import Files
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from reshard.models.model import Model
 from reshard.models.quantization import unknown_quantization
 from reshard.plans.manifest import MANIFEST, Manifest, listed_files, usable_manifest
 from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.request import ModelOptions, OpenOptions, PathLike, checked_keywords
+from reshard.requests.keywords import ModelOptions, OpenOptions, PathLike, checked_keywords
 from reshard.storage.files import Files
 from reshard.storage.local_path import is_url
 from reshard.storage.own_files import WORK_FOLDER

@@ -38,10 +38,11 @@ from reshard.plans.digests import content_digest
 from reshard.plans.plan import Order, Plan
 from reshard.plans.summary import drops
 from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.keywords import OpenOptions
 from reshard.requests.opening import open as open_checkpoint
 from reshard.requests.opening import opened
 from reshard.requests.planning import plan_conversion
-from reshard.requests.request import ConversionRequest, OpenOptions
+from reshard.requests.request import ConversionRequest
 from reshard.storage.files import Files, VirtualFiles, inside, read_range
 from reshard.storage.system_calls import system_errors
 from reshard.storage.tar import open_tree

@@ -1,163 +1,26 @@
-"""What a caller asks for, as values. The keywords that several verbs take are declared here once.
-
-The TypedDicts type the keywords of the public functions, so that editors complete them and type checkers check them. A verb turns its
-keywords into frozen values first, and passes these on.
-"""
+"""What a caller asks for, as values: a verb turns its keywords into these first, and passes them on."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from functools import wraps
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from reshard.adapter import registry
 from reshard.adapter.format import ADAPTER, Format, Option
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs
 from reshard.canonical.quantizing import QUANTIZE, REQUANTIZE
-from reshard.errors import RequestError, choices, nearest
+from reshard.errors import RequestError, choices
 from reshard.geometry import dtypes
 from reshard.geometry.dtypes import DType
 from reshard.geometry.parallel import Parallel
 from reshard.geometry.value import value
-from reshard.models.architecture import Architecture
+from reshard.requests.keywords import PathLike, PlanOptions, Progress, SelectionOptions, unknown_keyword
 
-PathLike = str | os.PathLike[str]
-Progress = Callable[[int], None]
-"""Called with the number of bytes done since the last call."""
-Weights = Literal["model", "master"]
-Opened = TypeVar("Opened")
-Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
 OWN_ADAPTER = "self"
 """The value of --merge-adapter for the adapter that the checkpoint itself holds."""
-
-
-class ModelOptions(TypedDict, total=False):
-    """What the user says about the model of a checkpoint."""
-
-    model: PathLike | None
-    """A directory with the Hugging Face config, if the checkpoint has none."""
-    model_wins: bool
-    """Use the config of `model` even if it contradicts the checkpoint's own."""
-    vocab_size: int | None
-    """Vocabulary size without padding, if neither the checkpoint nor the config says it."""
-    architecture: Architecture | PathLike | None
-    """A declared model type, or a file that declares one, instead of the one that the config names."""
-    stored_layout: PathLike | None
-    """The learned layout that a serving engine's files follow, if none lies beside them."""
-
-
-class OpenOptions(ModelOptions, total=False):
-    """Keywords of `open`."""
-
-    format: str | None
-    """The format's name, instead of detecting it."""
-
-
-class SelectionOptions(TypedDict, total=False):
-    """Which tensors are meant. Globs match names after `strip_prefix` has been removed."""
-
-    weights: Weights | None
-    """The model's copy, or the optimizer's full-precision one (default: the model's where there is one)."""
-    include: str | tuple[str, ...]
-    """Only tensors whose names match one of these globs."""
-    exclude: str | tuple[str, ...]
-    """No tensors whose names match one of these globs."""
-    strip_prefix: str
-    """A prefix to remove from names first."""
-    optimizer: bool
-    """Also the optimizer state of the chosen weights."""
-    root: str | None
-    """Which of several models in the checkpoint, such as "ema" (default: the main one)."""
-    keep_unknown: bool
-    """Also run state, other models, and buffers that the model's architecture lacks."""
-    drop_unknown: bool
-    """No weights that the model's architecture lacks."""
-
-
-class TargetOptions(TypedDict, total=False):
-    """How the target is laid out. Options of one format, such as Megatron's `vp`, are accepted as further keywords."""
-
-    tp: int
-    """Tensor-parallel size."""
-    pp: int
-    """Pipeline-parallel size."""
-    ep: int
-    """Expert-parallel size."""
-    dp: int
-    """Data-parallel ranks that share every tensor (FSDP, ZeRO-3)."""
-    dtype: str | None
-    """Cast floating-point weights to this type: bf16, fp16, fp32, fp8 ..."""
-    keep_dtype: str | tuple[str, ...]
-    """Globs of tensors that `dtype` does not cast."""
-    dequantize: bool
-    """Turn quantized weights into values, in `dtype` or bf16."""
-    merge_adapter: PathLike | None
-    """The directory of a LoRA adapter in PEFT's form, to be merged into the weights; "self": the adapter that the checkpoint holds."""
-    drop_adapter: bool
-    """Leave out the LoRA adapter that the checkpoint holds beside the weights."""
-    quantize: str | None
-    """Quantize linear layers from bf16: "fp8-block" or "mxfp4"."""
-    requantize: str | None
-    """Store quantized weights in another form that holds the same values: "fp8-block"."""
-    max_shard_size: int | str | None
-    """Start a new file when one would grow beyond this many bytes."""
-    engine_version: str | None
-    """The serving engine's version (default: the newest known)."""
-
-
-class PlanOptions(ModelOptions, SelectionOptions, TargetOptions, total=False):
-    """Keywords of `plan`."""
-
-    only: Mapping[str, int] | None
-    """Lay out one rank only, such as {"tp": 3}, to look at it. Such a plan cannot be run."""
-
-
-class EffortOptions(TypedDict, total=False):
-    """How much of the machine a verb may use."""
-
-    workers: int | None
-    """Threads (default: one per processor, at most 8)."""
-    memory: int | None
-    """Most bytes of buffers (default: 256 MiB)."""
-    progress: Progress | None
-    """Called with the number of bytes done since the last call."""
-
-
-def checked_keywords(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The verb, which refuses a keyword that it does not have.
-
-    Its keywords are those of its signature and of the TypedDict that types its `**options`. A verb that lays out a target takes the options
-    of all formats too, and refuses those of another format by itself.
-
-    Raises: RequestError, with the nearest keyword.
-    """
-
-    @wraps(verb)
-    def checked(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:
-        known = _keywords_of(verb)
-        unknown = keywords.keys() - known
-        if unknown and TargetOptions.__annotations__.keys() <= set(known):
-            known += [option.name for option in registry.options()]
-        for name in sorted(unknown.difference(known)):
-            raise _unknown_keyword(name, known, where=f"{verb.__qualname__}()")
-        return verb(*arguments, **keywords)
-
-    return checked
-
-
-def _keywords_of(verb: Callable[..., object]) -> list[str]:
-    """The parameters of a function whose last one is `**options: Unpack[SomeTypedDict]`, with the keys of that TypedDict."""
-    code, typed = verb.__code__, verb.__annotations__["options"].removeprefix("Unpack[").removesuffix("]")
-    return [*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *verb.__globals__[typed].__annotations__]
-
-
-def _unknown_keyword(name: str, known: list[str], where: str | None = None) -> RequestError:
-    near = nearest(name, known)
-    return RequestError(f"there is no option {name!r}", where=where, do=f"Did you mean {near}?" if near else "Leave it out")
+Opened = TypeVar("Opened")
 
 
 @value
@@ -260,16 +123,7 @@ def _form(name: str | None, option: str, known: tuple[str, ...]) -> str:
 
 def selection_of(given: dict[str, Any]) -> Selection:
     """The Selection from the keywords of SelectionOptions, which are removed from `given`."""
-    return Selection(
-        weights=given.pop("weights", None),
-        include=given.pop("include", ()),
-        exclude=given.pop("exclude", ()),
-        strip_prefix=given.pop("strip_prefix", ""),
-        optimizer=given.pop("optimizer", False),
-        root=given.pop("root", None),
-        keep_unknown=given.pop("keep_unknown", False),
-        drop_unknown=given.pop("drop_unknown", False),
-    )
+    return Selection(**{name: given.pop(name) for name in SelectionOptions.__annotations__ if name in given})
 
 
 def kept_globs(given: str | Iterable[str], dtype: DType | None) -> tuple[str, ...]:
@@ -314,4 +168,4 @@ def _unknown_option(target: Format, name: str) -> RequestError:
         return RequestError(
             f"{flag} does not apply to {target.name}", why=f"It is an option of {', '.join(options[name])}", do="Leave it out"
         )
-    return _unknown_keyword(name, [*PlanOptions.__annotations__, *options])
+    return unknown_keyword(name, [*PlanOptions.__annotations__, *options])

@@ -25,7 +25,8 @@ from reshard.plans.manifest import MANIFEST, RECORDS, usable_manifest
 from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
 from reshard.plans.tasks import PartNumber, imbalance, tasks_of_part
-from reshard.requests.request import Effort, EffortOptions, PathLike, checked_keywords
+from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
+from reshard.requests.request import Effort
 from reshard.requests.unchanged import files_of_target, own_files, reason_to_convert
 from reshard.storage.local_path import is_url, local_path
 from reshard.storage.own_files import WORK_FOLDER

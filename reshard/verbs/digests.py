@@ -13,7 +13,7 @@ from reshard.engine.views import LazyTensor
 from reshard.errors import RequestError, UnsupportedError
 from reshard.plans.plan import Plan
 from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.request import PathLike, PlanOptions, Progress, checked_keywords
+from reshard.requests.keywords import PathLike, PlanOptions, Progress, checked_keywords
 from reshard.verbs.plan import plan
 from reshard.verbs.server_comparison import ExpectedParameters
 

@@ -9,9 +9,10 @@ from reshard.containers.gc_pause import gc_paused
 from reshard.errors import RequestError
 from reshard.plans.plan import Plan
 from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.keywords import ModelOptions, PathLike, PlanOptions, checked_keywords
 from reshard.requests.opening import opened
 from reshard.requests.order import PlanFile, planned
-from reshard.requests.request import ConversionRequest, ModelOptions, PathLike, PlanOptions, checked_keywords
+from reshard.requests.request import ConversionRequest
 from reshard.storage.files import LocalFiles, read_whole
 from reshard.storage.output_file import OutputFile
 

@@ -17,8 +17,9 @@ from reshard.models.lookup import find_model
 from reshard.plans.plan import Plan
 from reshard.plans.proof import RoundTrip, compose, widens
 from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
 from reshard.requests.opening import open
-from reshard.requests.request import Effort, EffortOptions, PathLike, checked_keywords
+from reshard.requests.request import Effort
 from reshard.storage.files import VirtualFiles
 from reshard.verbs.convert import convert
 from reshard.verbs.plan import plan as plan_of

@@ -29,8 +29,9 @@ from reshard.index.index import Index, Tensor
 from reshard.plans.digests import VERSION_1
 from reshard.plans.manifest import MANIFEST, Digests, Manifest, read_digests, read_manifest
 from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords
 from reshard.requests.opening import classified_checkpoint, open_both, opened, unchecked
-from reshard.requests.request import Effort, EffortOptions, OpenOptions, PathLike, checked_keywords
+from reshard.requests.request import Effort
 from reshard.storage.files import Files
 from reshard.storage.server import is_server
 from reshard.storage.tar import open_tree

@@ -15,9 +15,10 @@ from reshard.geometry.parallel import Parallel
 from reshard.plans.summary import casts
 from reshard.plans.summary import kinds as kinds_of
 from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.keywords import PathLike, Progress
 from reshard.requests.opening import opened
 from reshard.requests.planning import plan_conversion
-from reshard.requests.request import ConversionRequest, PathLike, Progress
+from reshard.requests.request import ConversionRequest
 from reshard.storage.server import Server
 from reshard.verbs.digests import expected_parameters, weight_checkers
 from reshard.verbs.server_comparison import ExpectedParameters, ServerComparison, compare_with_server

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from reshard.engine.views import View
 from reshard.errors import RequestError
 from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.keywords import PlanOptions
 from reshard.requests.opening import opened
 from reshard.requests.planning import plan_conversion
-from reshard.requests.request import ConversionRequest, PlanOptions
+from reshard.requests.request import ConversionRequest
 
 
 def view(source: Checkpoint, to: str, only: Mapping[str, int], options: PlanOptions) -> View:

@@ -13,7 +13,8 @@ from reshard.errors import DifferenceFound, RequestError, ReshardError, Unsuppor
 from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
-from reshard.requests.request import Effort, PathLike, PlanOptions, checked_keywords
+from reshard.requests.keywords import PathLike, PlanOptions, checked_keywords
+from reshard.requests.request import Effort
 from reshard.runs.local_outputs import LocalOutputs
 from reshard.runs.outputs import LATEST, Outputs
 from reshard.runs.record import WatchRecord

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.geometry.documents import document
+from reshard.verbs.look.keywords import DegreeOptions
 
 from ... import options
 from ...json_output import show_json
@@ -26,22 +27,8 @@ if TYPE_CHECKING:
 @click.option("--tp", type=options.NumbersParam(), default="1,2,4,8", metavar="N,N,..", help="Tensor-parallel sizes (default: 1,2,4,8).")
 @click.option("--pp", type=options.NumbersParam(), default="1,2", metavar="N,N,..", help="Pipeline-parallel sizes (default: 1,2).")
 @click.option("--ep", is_flag=True, help="Distribute whole experts over the tensor-parallel ranks.")
-@click.option("--gpu-memory", type=options.SizeParam(), metavar="SIZE", help="Memory of one GPU, e.g. 80GiB; reports how many tokens fit.")
-@click.option("--max-model-len", type=click.IntRange(1), metavar="N", help="Tokens of the longest sequence; reports how many fit.")
-@click.option(
-    "--gpu-memory-utilization",
-    type=click.FloatRange(0, 1, min_open=True),
-    metavar="FRACTION",
-    help="Fraction of GPU memory the engine may use (default: 0.9).",
-)
-@click.option("--reserve", type=options.SizeParam(), default=0, metavar="SIZE", help="Memory for activations and CUDA graphs (default: 0).")
-@click.option("--dtype", metavar="DTYPE", help="Cast floating-point weights: bf16, fp16 ... Needed if a bare config does not name one.")
-@click.option("--keep-dtype", multiple=True, metavar="GLOB", help="Do not cast tensors whose names match.")
-@click.option("--dequantize", is_flag=True, help="Dequantize weights to --dtype (default: bf16).")
-@click.option("--kv-dtype", metavar="DTYPE", help="Element type of the KV cache: fp8 ... (default: the model's).")
-@click.option("--engine-version", metavar="V", help="Version of the serving engine (default: the newest known).")
-@click.option("--layout", metavar="FILE", help="A layout file that `reshard learn` has written, for a model that is not declared.")
-@click.option("--weights", type=click.Choice(["model", "master"]), help="Which copy of the weights: the model's, or the optimizer's.")
+@options.keywords(DegreeOptions, "gpu_memory", "max_model_len", "gpu_memory_utilization", "reserve", "dtype", "keep_dtype", "dequantize")
+@options.keywords(DegreeOptions, "kv_dtype", "engine_version", "layout", "weights")
 @options.model
 @options.page
 @options.as_json

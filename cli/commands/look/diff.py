@@ -55,8 +55,9 @@ def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], l
     """
     import reshard
     from reshard.errors import RequestError
+    from reshard.requests.keywords import EffortOptions, ModelOptions
     from reshard.requests.opening import open_both
-    from reshard.requests.request import EffortOptions, ModelOptions, selection_of
+    from reshard.requests.request import selection_of
     from reshard.verbs.look.diff import parse_thresholds
 
     if headers and thresholds:

@@ -9,6 +9,7 @@ import click
 
 from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
+from reshard.verbs.look.keywords import EstimateOptions
 
 from ... import options
 from ...json_output import show_json
@@ -26,33 +27,16 @@ _NAMES = ("ddp", "zero1", "zero2", "zero3, fsdp")
     "estimate", cls=options.Command, examples=["reshard estimate llama-3-8b --gpus 8", "reshard estimate --parameters 7B --gpus 8"]
 )
 @click.argument("source", required=False)
-@click.option("--parameters", type=options.CountParam(), metavar="N", help="Number of parameters, e.g. 7B, instead of SOURCE.")
+@options.keywords(EstimateOptions, "parameters")
 @click.option("--gpus", type=options.NumbersParam(), metavar="N,N,..", help="Ranks in all (default: as many as the sizes need).")
 @click.option("--gpu-memory", type=options.SizeParam(), metavar="SIZE", help="Memory of one GPU, e.g. 80GiB: say what fits.")
-@click.option("--max-bubble", type=options.ShareParam(), metavar="SHARE", help="Name the fewest microbatches for this bubble, e.g. 10%.")
-@click.option("--dp", type=click.IntRange(1), metavar="N", help="Data-parallel ranks.")
-@click.option("--tp", type=click.IntRange(1), default=1, metavar="N", help="Tensor-parallel size.")
+@options.keywords(EstimateOptions, "max_bubble", "dp", "tp")
 @click.option("--pp", type=options.NumbersParam(), default="1", metavar="N,N,..", help="Pipeline-parallel sizes.")
-@click.option("--ep", type=click.IntRange(1), default=1, metavar="N", help="Expert-parallel size.")
+@options.keywords(EstimateOptions, "ep")
 @click.option("--zero", type=click.IntRange(0, 3), metavar="STAGE", help="ZeRO stage; 3 is FSDP (default: a table of all).")
 @click.option("--strategy", type=click.Choice(list(STRATEGIES)), help="The same as --zero, by name.")
-@click.option("--seq-len", type=click.IntRange(1), metavar="N", help="Tokens per sequence; without it activations are not counted.")
-@click.option("--micro-batch", type=click.IntRange(1), default=1, metavar="N", help="Sequences per microbatch.")
-@click.option("--microbatches", type=click.IntRange(1), default=1, metavar="M", help="Microbatches per step and data-parallel rank.")
-@click.option("--schedule", type=click.Choice(["gpipe", "1f1b", "interleaved"]), default="1f1b", help="The pipeline's schedule.")
-@click.option("--vp", type=click.IntRange(1), default=1, metavar="N", help="Chunks of layers per stage (interleaved schedule).")
-@click.option("--stage-layers", type=options.NumbersParam(), metavar="N,N,..", help="Layers of every stage (default: equal).")
-@click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="none", help="Activation recomputation.")
-@click.option("--sequence-parallel", is_flag=True, help="Sequence parallelism: split activations between linear layers over TP ranks.")
-@click.option("--flash-attention", is_flag=True, help="Use FlashAttention (no attention scores are stored).")
-@click.option(
-    "--activations",
-    type=click.Choice(["published", "itemised"]),
-    default="published",
-    help="Formula for activations: the paper's, or the model's own widths.",
-)
-@click.option("--vocab-multiple", type=click.IntRange(1), default=1, metavar="N", help="Pad the vocabulary to a multiple of N x TP.")
-@click.option("--link", type=options.SizeParam(), metavar="SIZE", help="Bytes per second that a rank can send, e.g. 50GB.")
+@options.keywords(EstimateOptions, "seq_len", "micro_batch", "microbatches", "schedule", "vp", "stage_layers", "recompute")
+@options.keywords(EstimateOptions, "sequence_parallel", "flash_attention", "activations", "vocab_multiple", "link")
 @click.option("--weight-bytes", type=click.IntRange(0), default=2, metavar="N", help="Bytes per parameter of weights (default: 2).")
 @click.option("--gradient-bytes", type=click.IntRange(0), default=2, metavar="N", help="Bytes per parameter of gradients (default: 2).")
 @click.option("--master-bytes", type=click.IntRange(0), default=4, metavar="N", help="Bytes per parameter of the master copy (default: 4).")

@@ -39,8 +39,9 @@ def command(bad: str, good: str, as_json: bool, show_progress: bool | None, **gi
     checkpoints differ.
     """
     import reshard
+    from reshard.requests.keywords import EffortOptions, ModelOptions
     from reshard.requests.opening import open_both
-    from reshard.requests.request import EffortOptions, ModelOptions, selection_of
+    from reshard.requests.request import selection_of
     from reshard.verbs.look.explain import summary_of
 
     about_model, effort = options.take(given, ModelOptions), options.take(given, EffortOptions)

@@ -10,6 +10,7 @@ from reshard.geometry.quantities import plural
 
 from ... import options
 from ...json_output import show_json
+from ...log_options import OutputFileParam
 from ...progress import bar
 from ...tables import nbytes_text, shape_text, show
 from .cat import named, sliced
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     "-o",
     required=True,
     metavar="FILE",
-    type=options.OutputFileParam(),
+    type=OutputFileParam(),
     help="The file to write: .safetensors, or .npy for one tensor.",
 )
 @click.option("--slice", "index", metavar="A:B,C:D", help="Only these indices of each axis, as in Python: 0:4,:8")

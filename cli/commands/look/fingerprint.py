@@ -33,7 +33,8 @@ def command(checkpoint: str, digest_version: int | None, as_json: bool, full: bo
     If reshard wrote CHECKPOINT, its weights are compared with reshard.json. The exit code is 1 if they differ.
     """
     import reshard
-    from reshard.requests.request import EffortOptions, OpenOptions, selection_of
+    from reshard.requests.keywords import EffortOptions, OpenOptions
+    from reshard.requests.request import selection_of
 
     opened = reshard.open(checkpoint, **options.take(given, OpenOptions))
     effort = options.take(given, EffortOptions)

@@ -11,6 +11,7 @@ from reshard.geometry.quantities import plural
 
 from ... import options
 from ...json_output import show_json
+from ...log_options import OutputFileParam
 from ...tables import show
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     metavar="N,N,..",
     help="Expert-parallel sizes to trace: 1, or sizes of --tp (default: 1).",
 )
-@click.option("--output", "-o", required=True, metavar="FILE", type=options.OutputFileParam(), help="Write the layout to this file.")
+@click.option("--output", "-o", required=True, metavar="FILE", type=OutputFileParam(), help="Write the layout to this file.")
 @click.option("--engine-python", metavar="PATH", help="The Python that has the engine, if it is not this one.")
 @click.option("--trust-remote-code", is_flag=True, help="Let the engine run Python code that lies beside the model.")
 @options.as_json

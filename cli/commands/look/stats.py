@@ -58,7 +58,7 @@ def command(
     their scales.
     """
     import reshard
-    from reshard.requests.request import EffortOptions
+    from reshard.requests.keywords import EffortOptions
     from reshard.verbs.look.stats import wanted
 
     effort = options.take(given, EffortOptions)

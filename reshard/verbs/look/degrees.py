@@ -21,39 +21,14 @@ from reshard.models.model import Model, ModelWeight
 from reshard.models.quantization import check_has_settings, without_quantization
 from reshard.plans.layout import Target
 from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.keywords import ModelOptions, PathLike, Weights, checked_keywords
 from reshard.requests.opening import model_at, model_of, opened
 from reshard.requests.planning import check_nothing_unanswered
-from reshard.requests.request import ModelOptions, PathLike, Weights, checked_keywords, dtype_named, kept_globs
+from reshard.requests.request import dtype_named, kept_globs
 from reshard.serving.capacity import DegreeReport, GpuMemory, degree_report
 from reshard.serving.learned.fit import check_config, check_engine, learned_degree_report
 from reshard.storage.tar import open_tree
-
-
-class DegreeOptions(ModelOptions, total=False):
-    """Keywords of `degrees`."""
-
-    gpu_memory: int | None
-    """Bytes of one GPU; then the tokens that fit beside the weights are counted."""
-    gpu_memory_utilization: float | None
-    """The fraction of a GPU's memory that the engine uses (default: 0.9)."""
-    reserve: int
-    """Bytes of that for activations and CUDA graphs (default: 0)."""
-    max_model_len: int | None
-    """Tokens of the longest sequence; then the sequences that fit at once are counted."""
-    dtype: str | None
-    """Cast floating-point weights to this type; the weights' type where a bare config does not say it."""
-    keep_dtype: str | tuple[str, ...]
-    """Globs of tensors that `dtype` does not cast."""
-    kv_dtype: str | None
-    """Element type of the KV cache (default: the model's)."""
-    weights: Weights | None
-    """The model's copy, or the optimizer's full-precision one."""
-    dequantize: bool
-    """Turn quantized weights into values."""
-    engine_version: str | None
-    """The serving engine's version (default: the newest known)."""
-    layout: PathLike | None
-    """A layout file that `learn` has written, for a model that is not declared."""
+from reshard.verbs.look.keywords import DegreeOptions
 
 
 @checked_keywords

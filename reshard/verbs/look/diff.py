@@ -16,7 +16,8 @@ from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.changes import Change, ChangeMeter, sum_of
 from reshard.measures.walk import Read, walk
 from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.request import Effort, EffortOptions, PathLike, checked_keywords
+from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
+from reshard.requests.request import Effort
 from reshard.verbs.resumed import compare_counts
 from reshard.verbs.verify import log_compared, not_compared, sides_of
 

@@ -26,8 +26,9 @@ from reshard.health.model_files import missing_beside_weights
 from reshard.index.index import Index, RunFacts, Tensor
 from reshard.plans.manifest import usable_manifest
 from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords
 from reshard.requests.opening import classified_checkpoint, open, unchecked
-from reshard.requests.request import Effort, EffortOptions, OpenOptions, PathLike, checked_keywords
+from reshard.requests.request import Effort
 from reshard.storage.files import Files
 from reshard.storage.tar import open_tree
 from reshard.verbs.verify import verify_written

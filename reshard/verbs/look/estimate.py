@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from reshard.errors import RequestError
 from reshard.geometry.parallel import Parallel
@@ -12,59 +12,13 @@ from reshard.geometry.quantities import parse_count
 from reshard.models.architecture import Architecture
 from reshard.models.model import Model
 from reshard.models.quantization import without_quantization
+from reshard.requests.keywords import PathLike, checked_keywords
 from reshard.requests.opening import model_at
-from reshard.requests.request import PathLike, checked_keywords
 from reshard.training import memory
-from reshard.training.activations import Batch, Recompute
-from reshard.training.memory import BytesPer, Estimate, TrainingRun
+from reshard.training.activations import Batch
+from reshard.training.memory import Estimate, TrainingRun
 from reshard.training.schedules import Schedule, fewest_microbatches
-
-
-class EstimateOptions(TypedDict, total=False):
-    """Keywords of `estimate`."""
-
-    gpus: int | None
-    """Ranks in all (default: as many as the sizes need)."""
-    dp: int | None
-    """Data-parallel ranks."""
-    tp: int
-    """Tensor-parallel size."""
-    pp: int
-    """Pipeline-parallel size."""
-    ep: int
-    """Expert-parallel size."""
-    vp: int
-    """Chunks of layers per pipeline stage (interleaved schedule)."""
-    schedule: str
-    """The pipeline's schedule: gpipe, 1f1b or interleaved."""
-    microbatches: int
-    """Microbatches per step and data-parallel rank."""
-    seq_len: int | None
-    """Tokens per sequence; without it activations are not counted."""
-    micro_batch: int
-    """Sequences per microbatch."""
-    recompute: Recompute
-    """Activation recomputation: none, selective or full."""
-    sequence_parallel: bool
-    """Whether tensor-parallel ranks also split the activations between linear layers."""
-    flash_attention: bool
-    """Whether the attention kernel stores no scores."""
-    activations: str
-    """The formula for activations: published, or itemised with the model's own widths."""
-    stage_layers: tuple[int, ...] | None
-    """Layers of every stage (default: as equal as possible)."""
-    vocab_multiple: int
-    """Pad vocabulary tables to a multiple of this x tp rows."""
-    bytes_per: BytesPer
-    """Bytes per parameter of weights, gradients and optimizer state."""
-    link: int | None
-    """Bytes per second that a rank sends."""
-    parameters: int | str | None
-    """A number of parameters such as "7B", instead of a model."""
-    max_bubble: float | None
-    """The largest share of the time that pipeline stages may wait: `fewest_microbatches` of the result is for it."""
-    architecture: Architecture | PathLike | None
-    """A declared model type, or a file that declares one."""
+from reshard.verbs.look.keywords import EstimateOptions
 
 
 @checked_keywords

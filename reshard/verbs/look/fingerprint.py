@@ -10,8 +10,9 @@ from reshard.engine.hashing import BlockDigests, block_digests, fingerprint_of
 from reshard.errors import CheckpointError, RequestError
 from reshard.plans.digests import CURRENT, VERSIONS, Fingerprint
 from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
 from reshard.requests.opening import opened
-from reshard.requests.request import Effort, EffortOptions, PathLike, checked_keywords
+from reshard.requests.request import Effort
 
 
 @checked_keywords

@@ -13,8 +13,9 @@ from reshard.index.index import Tensor
 from reshard.measures.distribution import ValueDistribution, measure_distribution
 from reshard.measures.walk import Read, walk
 from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords
 from reshard.requests.opening import open
-from reshard.requests.request import Effort, EffortOptions, OpenOptions, PathLike, checked_keywords
+from reshard.requests.request import Effort
 
 BINS = 16
 """The intervals of a histogram."""

@@ -1,0 +1,134 @@
+"""The keywords of the public functions, each declared once: its type for type checkers and editors, and what --help says about it.
+
+The command line makes its options of these declarations (cli/options.py), and a verb refuses a keyword that is not among its own. This file
+is light, so that --help loads nothing else. Options of one format are declared in the format (adapter/option.py).
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Literal, ParamSpec, TypedDict, TypeVar
+
+from reshard.errors import RequestError, nearest
+from reshard.geometry.value import value
+
+if TYPE_CHECKING:
+    from reshard.models.architecture import Architecture
+
+PathLike = str | os.PathLike[str]
+Progress = Callable[[int], None]
+"""Called with the number of bytes done since the last call."""
+Weights = Literal["model", "master"]
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+
+@value
+class Keyword:
+    """What the command line says about a keyword whose type stands beside it."""
+
+    help: str
+    """One imperative sentence. {take} is what the command does with tensors, such as "convert"; other keywords are written as `dtype=`."""
+    metavar: str = ""
+    """What stands for the value in --help; it says how words become a value (cli/options.py). Empty for a switch and a choice."""
+    default: object = None
+    """The value of an option that is not given; the verb's own default where that is None."""
+
+
+class ModelOptions(TypedDict, total=False):
+    """What the user says about the model of a checkpoint."""
+
+    model: Annotated[PathLike | None, Keyword("Directory or URL with config.json (and tokenizer), if the checkpoint has none.", "DIR")]
+    model_wins: Annotated[bool, Keyword("Use `model=` even if it contradicts the checkpoint's own config.")]
+    vocab_size: Annotated[int | None, Keyword("Vocabulary size without padding (Megatron).", "N")]
+    architecture: Annotated[
+        "Architecture | PathLike | None",
+        Keyword("Architecture name or file, if config.json does not identify a supported model.", "NAME|FILE"),
+    ]
+    stored_layout: Annotated[PathLike | None, Keyword("The learned layout that a serving engine's files follow, if none lies beside them.")]
+
+
+class OpenOptions(ModelOptions, total=False):
+    """Keywords of `open`."""
+
+    format: Annotated[str | None, Keyword("Format of the checkpoint, instead of detecting it.", "FORMAT")]
+
+
+class SelectionOptions(TypedDict, total=False):
+    """Which tensors are meant. Globs match names after `strip_prefix` has been removed."""
+
+    weights: Annotated[Weights | None, Keyword("Which copy of the weights: the model's, or the optimizer's in full precision.")]
+    include: Annotated[str | tuple[str, ...], Keyword("{Take} only tensors whose names match.", "GLOB")]
+    exclude: Annotated[str | tuple[str, ...], Keyword("Leave out tensors whose names match.", "GLOB")]
+    strip_prefix: Annotated[str, Keyword("Remove this prefix from tensor names first.", "P", "")]
+    optimizer: Annotated[bool, Keyword("Also {take} the optimizer state.")]
+    root: Annotated[str | None, Keyword("Which model, if the checkpoint holds several; `reshard inspect` lists them.", "NAME")]
+    keep_unknown: Annotated[bool, Keyword("Also {take} run state, other models, and buffers that the architecture lacks.")]
+    drop_unknown: Annotated[bool, Keyword("Leave out weights that the architecture lacks.")]
+
+
+class TargetOptions(TypedDict, total=False):
+    """How the target is laid out. Options of one format, such as Megatron's `vp`, are accepted as further keywords."""
+
+    tp: Annotated[int, Keyword("Tensor-parallel size.", "N", 1)]
+    pp: Annotated[int, Keyword("Pipeline-parallel size.", "N", 1)]
+    ep: Annotated[int, Keyword("Expert-parallel size.", "N", 1)]
+    dp: Annotated[int, Keyword("Data-parallel ranks that shard every tensor.", "N", 1)]
+    dtype: Annotated[str | None, Keyword("Cast floating-point weights: bf16, fp16, fp32, fp8 ...", "DTYPE")]
+    keep_dtype: Annotated[str | tuple[str, ...], Keyword("Do not cast tensors whose names match.", "GLOB")]
+    dequantize: Annotated[bool, Keyword("Dequantize weights to `dtype=` (default: bf16).")]
+    merge_adapter: Annotated[PathLike | None, Keyword("Merge the LoRA adapter of this PEFT directory; self: of SOURCE.", "DIR")]
+    drop_adapter: Annotated[bool, Keyword("Leave out the LoRA adapter that the checkpoint holds.")]
+    quantize: Annotated[str | None, Keyword("Quantize linear layers from bf16: fp8-block, mxfp4.", "FORM")]
+    requantize: Annotated[str | None, Keyword("Store quantized weights with the same values as fp8-block.", "FORM")]
+
+
+class PlanOptions(ModelOptions, SelectionOptions, TargetOptions, total=False):
+    """Keywords of `plan`."""
+
+    max_shard_size: Annotated[int | str | None, Keyword("Start a new file when one would grow beyond this many bytes.")]
+    engine_version: Annotated[str | None, Keyword("The serving engine's version (default: the newest known).")]
+    only: Annotated[Mapping[str, int] | None, Keyword('Lay out one rank only, such as {{"tp": 3}}, to look at it. It cannot be run.')]
+
+
+class EffortOptions(TypedDict, total=False):
+    """How much of the machine a verb may use."""
+
+    workers: Annotated[int | None, Keyword("Threads (default: one per processor, at most 8).", "N")]
+    memory: Annotated[int | None, Keyword("Maximum size of all buffers (default: 256MiB; 1GiB for stores).", "SIZE")]
+    progress: Annotated[Progress | None, Keyword("Called with the number of bytes done since the last call.")]
+
+
+def checked_keywords(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The verb, which refuses a keyword that it does not have.
+
+    Its keywords are those of its signature and of the TypedDict that types its `**options`. A verb that lays out a target takes the options
+    of all formats too, and refuses those of another format by itself.
+
+    Raises: RequestError, with the nearest keyword.
+    """
+
+    @wraps(verb)
+    def checked(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:
+        known = _keywords_of(verb)
+        unknown = keywords.keys() - known
+        if unknown and TargetOptions.__annotations__.keys() <= set(known):
+            from reshard.adapter import registry
+
+            known += [option.name for option in registry.options()]
+        for name in sorted(unknown.difference(known)):
+            raise unknown_keyword(name, known, where=f"{verb.__qualname__}()")
+        return verb(*arguments, **keywords)
+
+    return checked
+
+
+def _keywords_of(verb: Callable[..., object]) -> list[str]:
+    """The parameters of a function whose last one is `**options: Unpack[SomeTypedDict]`, with the keys of that TypedDict."""
+    code, typed = verb.__code__, verb.__annotations__["options"].removeprefix("Unpack[").removesuffix("]")
+    return [*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *verb.__globals__[typed].__annotations__]
+
+
+def unknown_keyword(name: str, known: list[str], where: str | None = None) -> RequestError:
+    near = nearest(name, known)
+    return RequestError(f"there is no option {name!r}", where=where, do=f"Did you mean {near}?" if near else "Leave it out")
