@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from reshard.adapter.format import Hints
@@ -16,7 +15,6 @@ from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import state_kind
 from reshard.containers import recognised_files, torch_zip
 from reshard.containers.distributed_tensors import LocalTensor
-from reshard.containers.recognised_files import AlikeRanks, NotAlike, Parsed
 from reshard.errors import CheckpointError
 from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, RunFacts
@@ -117,15 +115,16 @@ def add_ranks(builder: IndexBuilder, ranks: Sequence[tuple[int, str]], parse: Pa
             add(part, rank, path, parse(part, rank, path))
         return part
 
-    for found in recognised_files.read_ranks(builder.files, ranks, partial(parse, builder)):
-        match found:
-            case AlikeRanks():
-                builder.add_alike(found, kind_and_name)
-            case Parsed(rank, path, entries):
-                add(builder, rank, path, entries)
-            case NotAlike(left):
-                for part in in_processes(left, in_full):
-                    builder.join(part)
+    def parsed(rank: int, path: str) -> Sequence[tuple[Any, LocalTensor]]:
+        entries = parse(builder, rank, path)
+        add(builder, rank, path, entries)
+        return entries
+
+    recognised, left = recognised_files.read_ranks(builder.files, ranks, parsed)
+    for alike in recognised:
+        builder.add_alike(alike, kind_and_name)
+    for part in in_processes(left, in_full) if left else ():
+        builder.join(part)
 
 
 def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, first: SavedOptimizer, first_model: ModelFile | None) -> None:

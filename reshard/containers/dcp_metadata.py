@@ -15,7 +15,7 @@ transform_descriptors may be missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, NoReturn, TypeGuard
@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
+from reshard.containers.gc_pause import gc_paused
 from reshard.containers.inert_pickle import Inert, load, shown
 from reshard.containers.pickle_objects import NotColumnsError, ObjectTable, Run, load_objects
 from reshard.errors import CheckpointError
@@ -33,8 +34,11 @@ from reshard.geometry.value import value
 from reshard.storage.files import inside
 
 Numbers = npt.NDArray[np.int64]
+_Integers = npt.NDArray[Any]
 
 _CHUNK, _INDEX, _INFO = "ChunkStorageMetadata", "MetadataIndex", "_StorageInfo"
+_TENSOR, _BYTES = ".TensorStorageMetadata", ".BytesStorageMetadata"
+_MOST_AXES = 64
 
 
 @value
@@ -124,38 +128,31 @@ def read(content: Callable[[], bytes], *, where: str) -> DcpMetadata:
 
     Raises: CheckpointError, naming the tensor and the offsets.
     """
-    with suppress(NotColumnsError):
-        root, objects = load_objects(content, _CHUNK, (_INDEX, _INFO), where=where)
-        return _of_objects(root, objects, where)
-    return _of_values(load(content(), where=where), where)
+    with gc_paused():
+        with suppress(NotColumnsError, CheckpointError):
+            return _metadata(*load_objects(content, _CHUNK, (_INDEX, _INFO), where=where), where)
+        # What the columns cannot tell, and what is wrong: a value can be named in a message.
+        return _metadata(load(content(), where=where), ObjectTable.empty(), where)
 
 
-def _of_values(root: Any, where: str) -> DcpMetadata:
-    """The content of a .metadata file whose objects are values."""
-    items = _attribute(root, "state_dict_metadata", where)
-    entries, paths = _entries(_attribute(root, "storage_data", where), where)
-    tensors: dict[str, TensorItem] = {}
-    objects: dict[str, BytesItem] = {}
+def _metadata(root: Any, table: ObjectTable, where: str) -> DcpMetadata:
+    """The content of a .metadata file. table: the objects that are runs in the pickle (`load_objects`).
+
+    Raises: CheckpointError; NotColumnsError if objects in the table have to be looked at one by one.
+    """
+    items, storage = _attribute(root, "state_dict_metadata", where), _attribute(root, "storage_data", where)
     for fqn, item in items.items():
         if type(fqn) is not str or not isinstance(item, Inert):
             _refuse(f"the metadata lists {shown(fqn)} as {shown(item)}", where)
-        if item.class_name.endswith(".TensorStorageMetadata"):
-            tensors[fqn] = _tensor(fqn, item, entries, f"{where}: {fqn}")
-        elif item.class_name.endswith(".BytesStorageMetadata"):
-            objects[fqn] = _object(fqn, entries, paths, f"{where}: {fqn}")
-        else:
+        if not item.class_name.endswith((_TENSOR, _BYTES)):
             _refuse(f"it is stored as {item.class_name}, expected a tensor or bytes", f"{where}: {fqn}")
-    for fqn, left in entries.items():
-        for offsets in left:
-            at = f" at offsets {offsets}" if offsets is not None else ""
-            _refuse(
-                f"the metadata names the file of {fqn}{at}, but lists no such {'chunk' if offsets is not None else 'object'}",
-                where,
-                why="So this metadata was not written together with these files",
-            )
-    version = root.get("version")
-    planner = _planner(root.get("planner_data"), where)
-    return DcpMetadata(tensors, objects, tuple(paths), planner, version if isinstance(version, str) else None)
+    reader = _Reader({fqn: item for fqn, item in items.items() if item.class_name.endswith(_TENSOR)}, table, where)
+    tensors = reader.tensors(storage)
+    objects = {fqn: reader.object(fqn) for fqn in items if fqn not in tensors}
+    if left := reader.objects.keys() - objects:
+        reader.refuse_entry(min(left), None)
+    version, planner = root.get("version"), _planner(root.get("planner_data"), where)
+    return DcpMetadata(tensors, objects, tuple(reader.paths), planner, version if isinstance(version, str) else None)
 
 
 def merge(parts: Sequence[DcpMetadata]) -> DcpMetadata:
@@ -184,303 +181,272 @@ def merge(parts: Sequence[DcpMetadata]) -> DcpMetadata:
     return DcpMetadata(merged, objects, tuple(paths), planner if has_planner else None, version)
 
 
-# ---- objects as columns ----
+# ---- chunks and entries as columns ----
+
+_Row = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""A chunk or an entry that is a value: its tensor, its offsets, and its values as in `_Boxes`."""
 
 
 @value(eq=False)
 class _Boxes:
-    """Chunks, or entries, of several tensors."""
+    """Chunks, or entries, of all tensors."""
 
-    tensors: Numbers
+    tensors: _Integers
     """[n]: the number of the tensor."""
-    axes: Numbers
-    """[n]: the number of axes of the offsets."""
     offsets: Numbers
-    """[n, axes]: where each box starts."""
+    """[n, axes]: where each box starts; 0 along axes that the tensor does not have."""
     values: Numbers
     """[n, any]: of a chunk, its sizes; of an entry, its file, its byte offset and its length."""
 
+    def taken(self, rows: _Integers) -> _Boxes:
+        """These rows."""
+        return _Boxes(self.tensors[rows], self.offsets[rows], self.values[rows])
 
-def _of_objects(root: Any, objects: ObjectTable, where: str) -> DcpMetadata:
-    """The content of a .metadata file whose chunks and entries are columns.
+    def sorted(self) -> _Boxes:
+        """The boxes by tensor, then by offsets."""
+        return self.taken(np.lexsort((*self.offsets.T[::-1], self.tensors)))
 
-    Raises: NotColumnsError if anything needs a closer look: then `_of_values` says what is wrong, or takes it as it is.
-    """
-    items, storage = _attribute(root, "state_dict_metadata", where), _attribute(root, "storage_data", where)
-    if not all(type(fqn) is str and isinstance(item, Inert) for fqn, item in items.items()):
-        raise NotColumnsError
-    heads = {fqn: item for fqn, item in items.items() if item.class_name.endswith(".TensorStorageMetadata")}
-    numbers = {fqn: number for number, fqn in enumerate(heads)}
-    shapes = [item.get("size") for item in heads.values()]
-    if not all(_are_counts(shape) for shape in shapes):
-        raise NotColumnsError
-    chunks = _chunk_boxes([item.get("chunks") for item in heads.values()], objects)
-    paths: dict[str, int] = {}
-    entries, of_values = _entry_boxes(storage, numbers, paths, objects)
-    objects.clear()
-    tensors = _paired(chunks, entries, shapes)
-    del chunks, entries
-    found: dict[str, TensorItem] = {}
-    for (fqn, item), shape, of_tensor in zip(heads.items(), shapes, tensors, strict=True):
-        found[fqn] = TensorItem(fqn, _dtype(item, f"{where}: {fqn}"), shape, of_tensor)
-    entries_of_objects, listed = _entries(of_values, where)
-    for path in listed:
-        _file_number(paths, path)
-    found_objects = {}
-    for fqn, item in items.items():
-        if fqn in heads:
-            continue
-        entry = entries_of_objects.get(fqn, {}).get(None)
-        if not item.class_name.endswith(".BytesStorageMetadata") or entry is None:
-            raise NotColumnsError
-        found_objects[fqn] = BytesItem(fqn, listed[entry[0]], entry[1], entry[2], entry[3])
-    if len(entries_of_objects) > len(found_objects) or any(len(of_fqn) > 1 for of_fqn in entries_of_objects.values()):
-        raise NotColumnsError
-    version, planner = root.get("version"), _planner(root.get("planner_data"), where)
-    return DcpMetadata(found, found_objects, tuple(paths), planner, version if isinstance(version, str) else None)
+    def repeats(self) -> npt.NDArray[np.bool_]:
+        """[n - 1]: whether each box but the first starts where the one before it does."""
+        is_same: npt.NDArray[np.bool_] = (self.offsets[1:] == self.offsets[:-1]).all(axis=1)
+        is_same &= self.tensors[1:] == self.tensors[:-1]
+        return is_same
 
 
-def _chunk_boxes(listed: list[Any], objects: ObjectTable) -> _Boxes:
-    """The chunks of all tensors. listed: the list of each tensor's chunks: Inerts and runs."""
-    runs, of_runs, rows = [], [], []
-    for number, chunks in enumerate(listed):
-        if not isinstance(chunks, list):
-            raise NotColumnsError
-        for chunk in chunks:
-            if isinstance(chunk, Run):
-                runs.append(np.arange(chunk.first, chunk.first + chunk.count, dtype=np.int32))
-                of_runs.append(np.full(chunk.count, number, np.int32))
-            elif isinstance(chunk, Inert) and _are_counts(offsets := chunk.get("offsets")) and _are_counts(sizes := chunk.get("sizes")):
+class _Reader:
+    """The tensors and the entries of one .metadata file, whose chunks and entries are values or lie in a table."""
+
+    def __init__(self, items: dict[str, Inert], table: ObjectTable, path: str) -> None:
+        self._table, self._path = table, path
+        self._items, self._names = items, list(items)
+        self._shapes = [self._shape(item, number) for number, item in enumerate(items.values())]
+        self._numbers = {fqn: number for number, fqn in enumerate(items)}
+        self._ndims = np.array([len(shape) for shape in self._shapes], np.int32)
+        self._axes = int(self._ndims.max(initial=0))
+        self.paths: dict[str, int] = {}
+        """The number of each file."""
+        self.objects: dict[str, BytesItem] = {}
+        """The entries of objects by name."""
+        # By tensor, as far as they are values; by content, so that equal ones are one object.
+        self._transforms: list[set[tuple[str, ...]]] = [set() for _ in items]
+        self._same: dict[tuple[str, ...], tuple[str, ...]] = {(): ()}
+
+    def tensors(self, storage: dict[Any, Any]) -> dict[str, TensorItem]:
+        """The tensors by name. Empties `storage`, and releases the table."""
+        chunks, entries = self._chunks(), self._entries(storage)
+        self._table.clear()
+        found = self._paired(chunks, entries)
+        del chunks, entries
+        return {
+            fqn: TensorItem(fqn, _dtype(item, self._where(number)), self._shapes[number], found[number], self._transforms_of(number))
+            for number, (fqn, item) in enumerate(self._items.items())
+        }
+
+    def object(self, fqn: str) -> BytesItem:
+        """The entry of an object."""
+        if fqn not in self.objects:
+            _refuse("the object is in no file: the metadata lists it without one", f"{self._path}: {fqn}")
+        return self.objects[fqn]
+
+    def refuse_entry(self, fqn: str, offsets: tuple[int, ...] | None) -> NoReturn:
+        """Raises CheckpointError for an entry whose chunk, or object, is not listed."""
+        at, kind = ("", "object") if offsets is None else (f" at offsets {offsets}", "chunk")
+        _refuse(
+            f"the metadata names the file of {fqn}{at}, but lists no such {kind}",
+            self._path,
+            why="So this metadata was not written together with these files",
+        )
+
+    def _where(self, number: int) -> str:
+        return f"{self._path}: {self._names[number]}"
+
+    def _shape(self, item: Inert, number: int) -> tuple[int, ...]:
+        shape = item.get("size")
+        if not _are_counts(shape) or len(shape) > _MOST_AXES:
+            _refuse(f"its size is {shown(shape)}", self._where(number))
+        return shape
+
+    def _transforms_of(self, number: int) -> tuple[str, ...]:
+        transforms = self._transforms[number]
+        if len(transforms) > 1:
+            _refuse(f"its entries have different transforms: {sorted(transforms)}", self._where(number))
+        return next(iter(transforms), ())
+
+    def _chunks(self) -> _Boxes:
+        """The chunks of all tensors, in any order."""
+        runs: list[Run] = []
+        of_runs: list[int] = []
+        rows: list[_Row] = []
+        for number, item in enumerate(self._items.values()):
+            ndim, listed = len(self._shapes[number]), item.get("chunks")
+            if not isinstance(listed, list):
+                _refuse(f"its chunks are {shown(listed)}, not a list", self._where(number))
+            for chunk in listed:
+                if isinstance(chunk, Run):
+                    runs.append(chunk)
+                    of_runs.append(number)
+                    continue
+                offsets, sizes = (chunk.get("offsets"), chunk.get("sizes")) if isinstance(chunk, Inert) else (None, None)
+                if not _are_counts(offsets) or not _are_counts(sizes):
+                    _refuse(f"a chunk is {shown(chunk)} with offsets {shown(offsets)}, sizes {shown(sizes)}", self._where(number))
+                if not len(offsets) == len(sizes) == ndim:
+                    _refuse(f"a chunk has the offsets {offsets}, the sizes {sizes}, the tensor has {ndim} axes", self._where(number))
                 rows.append((number, offsets, sizes))
-            else:
-                raise NotColumnsError
-    numbers, of_rows = _joined(runs), _joined(of_runs)
-    axes, offsets_of_runs = objects.sizes(numbers, "offsets")
-    axes_of_sizes, sizes_of_runs = objects.sizes(numbers, "sizes")
-    if not np.array_equal(axes, axes_of_sizes) or any(len(offsets) != len(sizes) for _, offsets, sizes in rows):
-        raise NotColumnsError
-    inert = _boxes_of_rows(rows, offsets_of_runs.shape[1], offsets_of_runs.shape[1])
-    return _Boxes(
-        np.concatenate([of_rows, inert.tensors]),
-        np.concatenate([axes, inert.axes]),
-        np.concatenate([offsets_of_runs, inert.offsets]),
-        np.concatenate([sizes_of_runs, inert.values]),
-    )
+        objects, tensors = _objects(runs, 1), np.repeat(np.array(of_runs, np.int32), [run.count for run in runs])
+        return self._boxes(tensors, self._sizes(objects, "offsets", tensors), self._sizes(objects, "sizes", tensors), rows, self._axes)
 
-
-def _entry_boxes(
-    storage: dict[Any, Any], numbers: dict[str, int], paths: dict[str, int], objects: ObjectTable
-) -> tuple[_Boxes, dict[Any, Any]]:
-    """The entries of tensors, and the items of `storage` that are entries of other objects. Numbers the files in `paths`."""
-    runs, rows, others = [], [], {}
-    for index, info in storage.items():
-        if isinstance(index, Run):
-            runs.append(np.arange(index.first, index.first + index.count, 2, dtype=np.int32))
-            continue
-        if not isinstance(index, Inert) or not isinstance(info, Inert):
+    def _entries(self, storage: dict[Any, Any]) -> _Boxes:
+        """The entries of all chunks, in any order. Those of objects are noted in `objects`."""
+        runs: list[Run] = []
+        rows: list[_Row] = []
+        while storage:  # the Inerts are released one by one: a large checkpoint has a million of them
+            index, info = storage.popitem()
+            if isinstance(index, Run):
+                runs.append(index)
+            elif (row := self._entry(index, info)) is not None:
+                rows.append(row)
+        table, keys = self._table, _objects(runs, 2)
+        values = keys + 1
+        if len(keys) and (len(self._same) > 1 or table.has(values, "transform_descriptors")):
             raise NotColumnsError
-        fqn, offsets = index.get("fqn"), index.get("offset")
-        if offsets is None:
-            others[index] = info
-            continue
-        path, start, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
-        is_plain = type(path) is str and _are_counts(offsets) and _are_counts((start, nbytes)) and not info.get("transform_descriptors")
-        if not is_plain or type(fqn) is not str or fqn not in numbers:
+        number_of_text = np.array([self._numbers.get(text, -1) for text in table.texts], np.int32)
+        tensors = number_of_text[table.text_numbers(keys, "fqn")]
+        if (tensors < 0).any():
             raise NotColumnsError
-        rows.append((numbers[fqn], offsets, (_file_number(paths, path), start, nbytes)))
-    keys = _joined(runs)
-    values = keys + 1
-    if objects.has(values, "transform_descriptors"):
-        raise NotColumnsError
-    tensors = np.full(len(objects.texts), -1, np.int32)
-    known = [(i, numbers[text]) for i, text in enumerate(objects.texts) if text in numbers]
-    if known:
-        tensors[[i for i, _ in known]] = [number for _, number in known]
-    of_runs = tensors[objects.text_numbers(keys, "fqn")]
-    texts = objects.text_numbers(values, "relative_path")
-    files = np.full(len(objects.texts), -1, np.int32)
-    for text in distinct(texts).tolist():
-        files[text] = _file_number(paths, objects.texts[text])
-    if (of_runs < 0).any():
-        raise NotColumnsError
-    axes, offsets_of_runs = objects.sizes(keys, "offset")
-    columns: list[Any] = [files[texts], objects.numbers(values, "offset"), objects.numbers(values, "length")]
-    inert = _boxes_of_rows(rows, offsets_of_runs.shape[1], 3)
-    return _Boxes(
-        np.concatenate([of_runs, inert.tensors]),
-        np.concatenate([axes, inert.axes]),
-        np.concatenate([offsets_of_runs, inert.offsets]),
-        np.concatenate([np.stack(columns, axis=1), inert.values]),
-    ), others
+        texts, file_of_text = table.text_numbers(values, "relative_path"), np.full(len(table.texts), -1, np.int32)
+        for text in distinct(texts).tolist():
+            file_of_text[text] = self._file(table.texts[text], "storage_data")
+        columns: list[Any] = [file_of_text[texts], table.numbers(values, "offset"), table.numbers(values, "length")]
+        return self._boxes(tensors, self._sizes(keys, "offset", tensors), np.stack(columns, axis=1), rows, 3)
 
-
-def _file_number(paths: dict[str, int], path: str) -> int:
-    number = paths.get(path)
-    if number is not None:
-        return number
-    try:
-        return paths.setdefault(inside(path, where=path), len(paths))
-    except CheckpointError:
-        raise NotColumnsError from None
-
-
-def _boxes_of_rows(rows: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]], axes: int, width: int) -> _Boxes:
-    """(tensor, offsets, values) as columns: the offsets of `axes` axes, `width` values."""
-    if any(len(offsets) > axes for _, offsets, _ in rows):
-        raise NotColumnsError
-    table = [(number, len(offsets), *_filled(offsets, axes), *_filled(values, width)) for number, offsets, values in rows]
-    columns = np.array(table, np.int64).reshape(len(rows), 2 + axes + width)
-    return _Boxes(columns[:, 0].astype(np.int32), columns[:, 1].astype(np.int32), columns[:, 2 : 2 + axes], columns[:, 2 + axes :])
-
-
-def _filled(values: tuple[int, ...], length: int) -> tuple[int, ...]:
-    return values + (0,) * (length - len(values))
-
-
-def _joined(columns: list[Any]) -> Numbers:
-    return np.concatenate(columns) if columns else np.zeros(0, np.int32)
-
-
-def _paired(chunks: _Boxes, entries: _Boxes, shapes: list[tuple[int, ...]]) -> list[Chunks]:
-    """The chunks of each tensor with their entries. Raises NotColumnsError unless they belong together one by one."""
-    if len(chunks.tensors) != len(entries.tensors):
-        raise NotColumnsError
-    chunk_order, entry_order = (np.lexsort((*boxes.offsets.T[::-1], boxes.tensors)) for boxes in (chunks, entries))
-    tensors = chunks.tensors[chunk_order]
-    offsets, sizes = chunks.offsets[chunk_order], chunks.values[chunk_order]
-    is_same = (
-        np.array_equal(tensors, entries.tensors[entry_order])
-        and np.array_equal(offsets, entries.offsets[entry_order])
-        and np.array_equal(chunks.axes[chunk_order], entries.axes[entry_order])
-    )
-    if not is_same:
-        raise NotColumnsError
-    repeats = (tensors[1:] == tensors[:-1]) & (offsets[1:] == offsets[:-1]).all(axis=1)
-    axes = offsets.shape[1]
-    whole = np.array([_filled(shape, axes) if len(shape) <= axes else (-1,) * axes for shape in shapes], np.int64).reshape(
-        len(shapes), axes
-    )
-    dimensions = np.array([len(shape) for shape in shapes], np.int64)
-    if repeats.any() or (chunks.axes[chunk_order] != dimensions[tensors]).any() or (offsets > whole[tensors] - sizes).any():
-        raise NotColumnsError
-    of_entries = entries.values[entry_order]
-    files = of_entries[:, 0].astype(np.int32)
-    bounds = np.searchsorted(tensors, np.arange(len(shapes) + 1))
-    found = []
-    for shape, start, stop in zip(shapes, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        rows, ndim = slice(start, stop), len(shape)
-        found.append(Chunks(offsets[rows, :ndim], sizes[rows, :ndim], files[rows], of_entries[rows, 1], of_entries[rows, 2]))
-    return found
-
-
-# ---- objects as values ----
-
-# The content of storage_data: fqn -> offsets (None: an object) -> (file number, byte offset, length, transforms).
-_Entry = tuple[int, int, int, tuple[str, ...]]
-_Entries = dict[str, dict[tuple[int, ...] | None, _Entry]]
-
-
-def _entries(storage_data: dict[Any, Any], where: str) -> tuple[_Entries, list[str]]:
-    """The entries by fqn and offsets, and the files by number. Empties `storage_data`."""
-    entries: _Entries = {}
-    paths: dict[str, int] = {}
-    transforms: dict[tuple[str, ...], tuple[str, ...]] = {(): ()}
-    while storage_data:  # the Inerts are released one by one: a large checkpoint has a million of them
-        index, info = storage_data.popitem()
+    def _entry(self, index: Any, info: Any) -> _Row | None:
+        """The entry of a chunk; None if it is that of an object."""
         if not isinstance(index, Inert) or not isinstance(info, Inert):
-            _refuse(f"the metadata's storage_data maps {shown(index)} to {shown(info)}", where)
+            _refuse(f"the metadata's storage_data maps {shown(index)} to {shown(info)}", self._path)
         fqn, offsets = index.get("fqn"), index.get("offset")
         path, start, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
         if type(fqn) is not str or not (offsets is None or _are_counts(offsets)):
-            _refuse(f"the metadata names the file of {shown(fqn)} at offsets {shown(offsets)}", where)
+            _refuse(f"the metadata names the file of {shown(fqn)} at offsets {shown(offsets)}", self._path)
         if type(path) is not str or not _are_counts((start, nbytes)):
             _refuse(
                 f"the entry at offsets {offsets} should be a byte range of a file, "
                 f"it is {shown(start)} + {shown(nbytes)} bytes of {shown(path)}",
-                f"{where}: {fqn}",
+                f"{self._path}: {fqn}",
             )
-        number = paths.get(path)
-        if number is None:
-            number = paths[inside(path, where=f"{where}: {fqn}")] = len(paths)
         names = info.get("transform_descriptors") or ()
         if names and not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
-            _refuse(f"the entry at offsets {offsets} has the transforms {shown(names)}, which are not names", f"{where}: {fqn}")
-        descriptors = tuple(names)
-        by_offsets = entries.setdefault(fqn, {})
-        if offsets in by_offsets:
-            _refuse(f"two entries hold the offsets {offsets}", f"{where}: {fqn}")
-        by_offsets[offsets] = (number, start, nbytes, transforms.setdefault(descriptors, descriptors))
-    return entries, list(paths)
+            _refuse(f"the entry at offsets {offsets} has the transforms {shown(names)}, which are not names", f"{self._path}: {fqn}")
+        file, transforms = self._file(path, fqn), self._same.setdefault(tuple(names), tuple(names)) if names else ()
+        if offsets is None:
+            if fqn in self.objects:
+                _refuse("two entries hold the object", f"{self._path}: {fqn}")
+            self.objects[fqn] = BytesItem(fqn, path, start, nbytes, transforms)
+            return None
+        number = self._numbers.get(fqn, -1)
+        if number < 0 or len(offsets) != len(self._shapes[number]):
+            self.refuse_entry(fqn, offsets)
+        self._transforms[number].add(transforms)
+        return number, offsets, (file, start, nbytes)
 
+    def _file(self, path: str, fqn: str) -> int:
+        number = self.paths.get(path)
+        return self.paths.setdefault(inside(path, where=f"{self._path}: {fqn}"), len(self.paths)) if number is None else number
 
-def _tensor(fqn: str, item: Inert, entries: _Entries, where: str) -> TensorItem:
-    """One tensor with its chunks. The entries of the chunks are removed from `entries`."""
-    shape = item.get("size")
-    if not _are_counts(shape):
-        _refuse(f"its size is {shown(shape)}", where)
-    listed = item.get("chunks")
-    if not isinstance(listed, list):
-        _refuse(f"its chunks are {shown(listed)}, not a list", where)
-    boxes = _boxes(listed, where)
-    by_offsets = entries.get(fqn, {})
-    rows = []
-    for offsets in boxes:
-        if (entry := by_offsets.pop(offsets, None)) is None:
+    def _sizes(self, objects: _Integers, attribute: str, tensors: _Integers) -> Numbers:
+        """[n, any]: an attribute that is a size of as many axes as the tensor has. tensors: [n], the tensor of each object."""
+        axes, sizes = self._table.sizes(objects, attribute)
+        if (axes != self._ndims[tensors]).any():
+            raise NotColumnsError
+        return sizes
+
+    def _boxes(self, tensors: _Integers, offsets: _Integers, values: _Integers, rows: list[_Row], width: int) -> _Boxes:
+        """The boxes of the table, given as columns, and those that are values. width: the number of their values."""
+        return _Boxes(
+            np.concatenate([tensors, np.array([row[0] for row in rows], np.int32)]),
+            _filled(offsets, [row[1] for row in rows], self._axes),
+            _filled(values, [row[2] for row in rows], width),
+        )
+
+    def _paired(self, chunks: _Boxes, entries: _Boxes) -> list[Chunks]:
+        """The chunks of each tensor with their entries, sorted by offsets. Raises CheckpointError unless each chunk has one entry."""
+        chunks, entries = self._without_empty(chunks.sorted()), entries.sorted()
+        whole = _filled(np.zeros((0, 0), np.int64), self._shapes, self._axes)
+        if (outside := (chunks.offsets > whole[chunks.tensors] - chunks.values).any(axis=1)).any():
+            number, offsets, sizes = self._box(chunks, int(outside.argmax()))
+            shape = self._shapes[number]
             _refuse(
-                f"the chunk at offsets {offsets}, sizes {boxes[offsets]}, is in no file",
-                where,
+                f"the chunk at offsets {offsets}, sizes {sizes}, is not inside the tensor, which has the shape {shape}", self._where(number)
+            )
+        if (repeats := entries.repeats()).any():
+            number, offsets, _ = self._box(entries, int(repeats.argmax()))
+            _refuse(f"two entries hold the offsets {offsets}", self._where(number))
+        self._check_same_places(chunks, entries)
+        files = entries.values[:, 0].astype(np.int32)
+        bounds = np.searchsorted(chunks.tensors, np.arange(len(self._shapes) + 1))
+        found = []
+        for shape, start, stop in zip(self._shapes, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            rows, ndim = slice(start, stop), len(shape)
+            box = chunks.offsets[rows, :ndim], chunks.values[rows, :ndim]
+            found.append(Chunks(*box, files[rows], entries.values[rows, 1], entries.values[rows, 2]))
+        return found
+
+    def _without_empty(self, chunks: _Boxes) -> _Boxes:
+        """One chunk for each place of these, which are sorted.
+
+        Ranks that hold no element write empty chunks, all at the same offsets and with one entry for all of them (FSDP2, torch 2.13). If
+        one of the chunks at these offsets is not empty, the entry belongs to it.
+        """
+        if not chunks.repeats().any():
+            return chunks
+        is_empty = ((chunks.values == 0) & (np.arange(self._axes) < self._ndims[chunks.tensors][:, None])).any(axis=1)
+        order = np.lexsort((*chunks.values.T[::-1], is_empty, *chunks.offsets.T[::-1], chunks.tensors))
+        chunks, is_empty = chunks.taken(order), is_empty[order]
+        repeats = chunks.repeats()
+        clash = repeats & ~is_empty[1:] & (chunks.values[1:] != chunks.values[:-1]).any(axis=1)
+        if clash.any():
+            (number, offsets, sizes), (_, _, others) = (self._box(chunks, int(clash.argmax()) + i) for i in (0, 1))
+            _refuse(f"two chunks start at offsets {offsets}, with the sizes {sizes} and {others}", self._where(number))
+        return chunks.taken(np.flatnonzero(np.append(True, ~repeats)))
+
+    def _check_same_places(self, chunks: _Boxes, entries: _Boxes) -> None:
+        """Raises CheckpointError unless sorted chunks and sorted entries start at the same places."""
+        both = min(len(chunks.tensors), len(entries.tensors))
+        differ = (chunks.tensors[:both] != entries.tensors[:both]) | (chunks.offsets[:both] != entries.offsets[:both]).any(axis=1)
+        row = int(differ.argmax()) if differ.any() else both
+        chunk, entry = (self._box(boxes, row) if row < len(boxes.tensors) else None for boxes in (chunks, entries))
+        # The smaller one of the first two that differ has no partner.
+        if chunk is not None and (entry is None or chunk[:2] < entry[:2]):
+            number, offsets, sizes = chunk
+            _refuse(
+                f"the chunk at offsets {offsets}, sizes {sizes}, is in no file",
+                self._where(number),
                 why="The metadata lists it without a file, so a part of the tensor would be left unset",
                 do="Get the .metadata again from where the checkpoint was written",
             )
-        rows.append(entry)
-    transforms = {entry[3] for entry in rows}
-    if len(transforms) > 1:
-        _refuse(f"its entries have different transforms: {sorted(transforms)}", where)
-    chunks = _columns(boxes, rows, shape, where)
-    return TensorItem(fqn, _dtype(item, where), shape, chunks, transforms.pop() if transforms else ())
+        if entry is not None:
+            self.refuse_entry(self._names[entry[0]], entry[1])
+
+    def _box(self, boxes: _Boxes, row: int) -> _Row:
+        """The tensor of a box, its offsets, and as many of its values."""
+        number = int(boxes.tensors[row])
+        ndim = len(self._shapes[number])
+        return number, tuple(boxes.offsets[row, :ndim].tolist()), tuple(boxes.values[row, :ndim].tolist())
 
 
-def _boxes(listed: list[Any], where: str) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """The sizes of every chunk by its offsets.
-
-    Ranks that hold no element write empty chunks, all at the same offsets and with one entry for all of them (FSDP2, torch 2.13). If one of
-    the chunks at these offsets is not empty, the entry belongs to it.
-    """
-    boxes: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for chunk in listed:
-        offsets, sizes = (chunk.get("offsets"), chunk.get("sizes")) if isinstance(chunk, Inert) else (None, None)
-        if not _are_counts(offsets) or not _are_counts(sizes):
-            _refuse(f"a chunk is {shown(chunk)} with offsets {shown(offsets)}, sizes {shown(sizes)}", where)
-        earlier = boxes.setdefault(offsets, sizes)
-        if earlier != sizes and 0 not in sizes:
-            if 0 not in earlier:
-                _refuse(f"two chunks start at offsets {offsets}, with the sizes {earlier} and {sizes}", where)
-            boxes[offsets] = sizes
-    return boxes
+def _objects(runs: list[Run], step: int) -> _Integers:
+    """The numbers of every `step`-th object of some runs."""
+    numbers = [np.arange(run.first, run.first + run.count, step, dtype=np.int32) for run in runs]
+    return np.concatenate(numbers) if numbers else np.zeros(0, np.int32)
 
 
-def _columns(boxes: dict[tuple[int, ...], tuple[int, ...]], rows: list[_Entry], shape: tuple[int, ...], where: str) -> Chunks:
-    """The chunks of one tensor. rows: the entry of each box, in the order of `boxes`."""
-    offsets, sizes = _table(boxes, len(shape), "offsets", where), _table(boxes.values(), len(shape), "sizes", where)
-    outside = (offsets > np.array(shape, np.int64) - sizes).any(axis=1)
-    if outside.any():
-        row = int(outside.argmax())
-        _refuse(
-            f"the chunk at offsets {tuple(offsets[row].tolist())}, sizes {tuple(sizes[row].tolist())}, "
-            f"is not inside the tensor, which has the shape {shape}",
-            where,
-        )
-    files, starts, lengths, _ = zip(*rows, strict=True) if rows else ((), (), (), ())
-    return _sorted(Chunks(offsets, sizes, np.array(files, np.int32), np.array(starts, np.int64), np.array(lengths, np.int64)))
-
-
-def _table(rows: Iterable[tuple[int, ...]], ndim: int, what: str, where: str) -> Numbers:
-    """Rows of `ndim` numbers each as an array [n, ndim]."""
-    rows = list(rows)
-    for row in rows:
-        if len(row) != ndim:
-            _refuse(f"a chunk has the {what} {row}, the tensor has {ndim} axes", where)
-    return np.array(rows, np.int64).reshape(len(rows), ndim)
+def _filled(columns: _Integers, rows: list[tuple[int, ...]], width: int) -> Numbers:
+    """[n, width]: the columns, and below them the rows; each with zeros at its end."""
+    result = np.zeros((len(columns) + len(rows), width), np.int64)
+    used = min(width, columns.shape[1])
+    result[: len(columns), :used] = columns[:, :used]
+    if rows and width:
+        result[len(columns) :] = [row + (0,) * (width - len(row)) for row in rows]
+    return result
 
 
 def _sorted(chunks: Chunks) -> Chunks:
@@ -489,14 +455,6 @@ def _sorted(chunks: Chunks) -> Chunks:
     keys = [chunks.offsets[:, axis] for axis in axes] + [chunks.sizes[:, axis] for axis in axes] + [chunks.files]
     order = np.lexsort(keys[::-1])
     return Chunks(chunks.offsets[order], chunks.sizes[order], chunks.files[order], chunks.entry_offsets[order], chunks.entry_nbytes[order])
-
-
-def _object(fqn: str, entries: _Entries, paths: list[str], where: str) -> BytesItem:
-    entry = entries.get(fqn, {}).pop(None, None)
-    if entry is None:
-        _refuse("the object is in no file: the metadata lists it without one", where)
-    number, start, nbytes, transforms = entry
-    return BytesItem(fqn, paths[number], start, nbytes, transforms)
 
 
 def _dtype(item: Inert, where: str) -> DType:

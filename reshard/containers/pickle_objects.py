@@ -124,9 +124,10 @@ class ObjectTable:
         self._forms, self._names, self.texts = forms, names, texts
         self._form_of, self._row_of = form_of, row_of
 
-    def class_name(self, number: int) -> str:
-        """The class of an object, without its module."""
-        return self._names[int(self._form_of[number])][0]
+    @classmethod
+    def empty(cls) -> ObjectTable:
+        """The table of a pickle that was loaded as a whole."""
+        return cls([], [], [], np.zeros(0, np.int16), np.zeros(0, np.int32))
 
     def numbers(self, objects: Integers, attribute: str) -> Integers:
         """[n]: the values of an attribute that is a number in all of these objects, or None in all of them, for which they are -1."""

@@ -15,7 +15,7 @@ The files of ZeRO's ranks do not even hold the rank: their pickles are equal (`E
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -62,26 +62,6 @@ class AlikeRanks:
     """For each rank: [number of entries], the byte offset of the local header of the zip member that holds each tensor; -1: none."""
 
 
-@value
-class Parsed:
-    """A file that was parsed in full."""
-
-    rank: int
-    """Its rank."""
-    path: str
-    """The file."""
-    entries: Sequence[Entry]
-    """Its tensors."""
-
-
-@value
-class NotAlike:
-    """The ranks that are left when the files turn out not to be alike."""
-
-    ranks: Sequence[tuple[int, str]]
-    """(rank, path) of each."""
-
-
 def boxes_of_ranks(local: LocalTensor, ranks: Sequence[int]) -> Sequence[Box]:
     """The box of a tensor that each rank holds."""
     if local.distribution is None:
@@ -99,28 +79,29 @@ def coordinates(local: LocalTensor, rank: int) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def read_ranks(files: Files, ranks: Sequence[tuple[int, str]], parse: Parse) -> Iterator[Parsed | AlikeRanks | NotAlike]:
-    """The content of the files of some ranks, given as (rank, path): those that are parsed, those that are recognised, and, if the files
-    turn out not to be alike, the ranks that are left for the caller to parse."""
+def read_ranks(files: Files, ranks: Sequence[tuple[int, str]], parse: Parse) -> tuple[list[AlikeRanks], Sequence[tuple[int, str]]]:
+    """The ranks whose files are recognised, and, if the files turn out not to be alike, those that are left for the caller to parse.
+
+    ranks: (rank, path) of each. parse: parses a file that is not recognised, for the caller too.
+    """
     forms: list[_Form] = []
     failures = 0
+    left = ranks[len(ranks) :]
     for number, (rank, path) in enumerate(ranks):
         raw = _raw(files, path)
         if raw is not None and any(form.recognise(raw, rank, path) for form in forms):
             failures = 0
             continue
         if failures == _PATIENCE:
-            yield from (form.alike for form in forms if form.alike.ranks)
-            yield NotAlike(ranks[number:])
-            return
+            left = ranks[number:]
+            break
         failures += 1
         entries = parse(rank, path)
-        yield Parsed(rank, path, entries)
         if raw is None or any(form.learn(raw, rank, entries) for form in forms):
             continue
         if (form := _Form.of(raw, rank, entries)) and len(forms) < _MOST_FORMS:
             forms.append(form)
-    yield from (form.alike for form in forms if form.alike.ranks)
+    return [form.alike for form in forms if form.alike.ranks], left
 
 
 Move = Callable[[AnyTensor], AnyTensor]

@@ -191,7 +191,7 @@ def _refuse_no_end(source: Range) -> NoReturn:
             why="It was cut short, or is still being written",
             do="Copy the file again",
         )
-    source.refuse(f"this is not a torch.save file; it looks like {magic_bytes.describe(head)}", do="Get the file again")
+    source.refuse(f"this is not a zip, and so not a torch.save file; it looks like {magic_bytes.describe(head)}", do="Get the file again")
 
 
 def _end_record(source: Range, tail: bytes, tail_offset: int, end: int) -> tuple[int, int, int, int]:
@@ -226,11 +226,11 @@ def members_of(source: Range, directory: bytes, count: int) -> Iterator[Member]:
             source.refuse(f"the zip's directory ends within member number {number:,}")
         name = directory[name_stop - name_length : name_stop].decode("utf-8", "replace")
         if flags & 1:
-            source.refuse(f"the zip's member {name!r} is encrypted", do="Save it with torch.save, or decrypt it first")
+            source.refuse(f"the zip's member {name!r} is encrypted", do="Save it again without encryption")
         if method:
             source.refuse(
-                f"the zip's member {name!r} is compressed ({_METHODS.get(method, method)}); torch.save does not compress",
-                do="Load it with torch and save it again",
+                f"the zip's member {name!r} is compressed ({_METHODS.get(method, method)}), so its bytes cannot be read in place",
+                do="Save it again without compression: torch.save and numpy.savez do not compress",
             )
         length, nbytes, header_offset = _wide(source, name, extra, (length, nbytes, header_offset))
         if length != nbytes:

@@ -7,7 +7,6 @@ import pytest
 
 import reshard
 from reshard.containers import recognised_files, torch_zip
-from reshard.containers.recognised_files import AlikeRanks, NotAlike
 
 torch = pytest.importorskip("torch", reason="torch writes the files")
 
@@ -48,7 +47,7 @@ def pieces(folder):
 
 def parsed_in_full(monkeypatch):
     """From now on no file is recognised."""
-    monkeypatch.setattr(recognised_files, "read_ranks", lambda files, ranks, parse: iter([NotAlike(ranks)]))
+    monkeypatch.setattr(recognised_files, "read_ranks", lambda files, ranks, parse: ([], ranks))
 
 
 def recognised(monkeypatch, folder):
@@ -57,9 +56,9 @@ def recognised(monkeypatch, folder):
     found = recognised_files.read_ranks
 
     def spying(*arguments):
-        for each in found(*arguments):
-            ranks.extend(each.ranks if isinstance(each, AlikeRanks) else [])
-            yield each
+        recognised, left = found(*arguments)
+        ranks.extend(rank for alike in recognised for rank in alike.ranks)
+        return recognised, left
 
     with monkeypatch.context() as patch:
         patch.setattr(recognised_files, "read_ranks", spying)
