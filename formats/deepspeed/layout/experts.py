@@ -26,6 +26,7 @@ from reshard.geometry.value import value
 from reshard.index.shards import Shards, concatenated
 
 from .states import ModelStates, OptimizerStates, Parameters, Shape
+from .tag import mixed_saves
 
 _EXPERT = re.compile(r"(?P<module>.*\bdeepspeed_experts)\.(?P<number>\d+)\.(?P<rest>.*)")
 # AutoEP's fused tensors of a layer.
@@ -91,11 +92,7 @@ def group_ranks(model: ModelStates, optimizers: Mapping[int, OptimizerStates], n
     size = optimizers[ranks[0]].groups[number].sharing or len(ranks)
     ep, rest = divmod(len(ranks), size)
     if rest:
-        raise CheckpointError(
-            f"group {number} is shared by {size} ranks, and {len(ranks)} ranks are not a multiple of {size}",
-            where=path,
-            do="Keep the files of one save only",
-        )
+        raise mixed_saves(f"group {number} is shared by {size} ranks, and {len(ranks)} ranks are not a multiple of {size}", path)
     is_data_first = bool(model.config.get("use_data_before_expert_parallelism"))
     return [tuple(dp for dp in ranks if (dp // size if is_data_first else dp % ep) == ep_rank) for ep_rank in range(ep)]
 

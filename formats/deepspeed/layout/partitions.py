@@ -20,10 +20,10 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from reshard.errors import CheckpointError
 from reshard.geometry.value import value
 
 from .states import Parameters, Shape
+from .tag import mixed_saves
 
 
 @value
@@ -55,11 +55,10 @@ def zero2_slices(parameters: Parameters, alignments: Sequence[int], partition: i
         elements = math.prod(shape)
         stop = start + elements
         if stop > partition * ranks:
-            raise CheckpointError(
+            raise mixed_saves(
                 f"it ends at element {stop:,} of its group's row, and {ranks} ranks with {partition:,} elements each share that row",
-                where=f"{name} in {where}",
-                why="param_shapes and the optimizer's flat buffers are from different saves",
-                do="Keep the files of one save only",
+                f"{name} in {where}",
+                "param_shapes and the optimizer's flat buffers are from different saves",
             )
         first_rank = start // partition if elements else 0
         edges = range((first_rank + 1) * partition, stop, partition) if elements else ()

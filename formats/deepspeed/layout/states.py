@@ -66,6 +66,11 @@ class ModelStates:
     """Keys that the trainer added."""
 
     @property
+    def tensors(self) -> dict[str, AnyTensor]:
+        """The module's tensors by name."""
+        return {name: value for name, value in (self.module or {}).items() if is_plain_tensor(value)}
+
+    @property
     def trained_names(self) -> set[str]:
         """The names of the trained parameters; empty if the file does not list them."""
         return {name for group in self.groups or () for name, _ in group}
@@ -182,6 +187,11 @@ class OptimizerStates:
     def shared_by(self) -> tuple[int, ...]:
         """How many data-parallel ranks share each group; 0 where the file lacks it."""
         return tuple(group.sharing for group in self.groups)
+
+    @property
+    def described_groups(self) -> str:
+        """The number of groups, and how many ranks share them."""
+        return f"{len(self.groups)} groups shared by {', '.join(map(str, dict.fromkeys(self.shared_by))) or 'no'} ranks"
 
     def moved(self, path: str, move: Move) -> OptimizerStates:
         """The states of another file with an equal pickle. move: where its tensors are."""

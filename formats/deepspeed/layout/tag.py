@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 
 from reshard.adapter.save_folders import the_one_save
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, MixedSaves
 from reshard.geometry.value import value
 from reshard.storage.files import Files
 
@@ -118,6 +118,11 @@ class RunDegrees:
     def sizes(self) -> dict[str, int]:
         """The sizes by their short names; the expert-parallel one if there is expert parallelism."""
         return {"dp": self.dp, "tp": self.tp, "pp": self.pp} | ({"ep": self.ep} if self.ep > 1 else {})
+
+
+def mixed_saves(what: str, where: str, why: str = "The files are from different saves") -> MixedSaves:
+    """The error for files that are not of one save."""
+    return MixedSaves(what, where=where, why=why, do="Keep the files of one save only")
 
 
 def is_file_of_a_tag(path: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from reshard.storage.files import Files, read_range
 
 from ..layout.experts import group_ranks
 from ..layout.states import TIED_PREFIX, ModelStates, OptimizerStates
-from ..layout.tag import RunDegrees
+from ..layout.tag import RunDegrees, mixed_saves
 from .parts import Contents
 from .run_states import RunStates
 
@@ -38,10 +38,10 @@ def degrees_of_run(states: RunStates) -> RunDegrees:
             do="Copy *_optim_states.pt from where the checkpoint was written",
         )
     if first is None:
-        return replace(degrees, dp=model.sizes.get("dp", 1), ep=_ep_of_optimizer_files(states))
+        return replace(degrees, dp=model.sizes.get("dp", 1), ep=_expert_parallel(states))
     dp = _dp_of_optimizer(states, first)
     _check_optimizer_files(states, first, replace(degrees, dp=dp))
-    return replace(degrees, dp=dp, ep=_ep_of_groups(states, degrees))
+    return replace(degrees, dp=dp, ep=_expert_parallel(states))
 
 
 def model_parallel_degrees(states: RunStates) -> RunDegrees:
@@ -61,13 +61,17 @@ def model_parallel_degrees(states: RunStates) -> RunDegrees:
     return RunDegrees(pp, tp)
 
 
-def _ep_of_optimizer_files(states: RunStates) -> int:
-    """The expert-parallel size without ZeRO: each expert-parallel rank has a file of its own."""
+def _expert_parallel(states: RunStates) -> int:
+    """The expert-parallel size: how many process groups share a flat group; without ZeRO, how many ranks have a file of their experts."""
     sizes = [1]
-    for mp_rank in {mp for _, mp in states.expert_optimizers}:
-        paths = {ep: path for (ep, mp), path in states.tag.expert_optimizers.items() if mp == mp_rank}
-        check_ranks(paths, 1 + max(paths), "expert-parallel", why=f"{paths[max(paths)]} is the file of the last rank")
-        sizes.append(len(paths))
+    for mp_rank in {mp for _, mp in (*states.optimizers, *states.expert_optimizers)}:
+        models, optimizers = states.models_of(mp_rank), states.optimizers_of(mp_rank)
+        if optimizers:
+            sizes += [len(group_ranks(models[min(models)], optimizers, number)) for number in range(len(optimizers[0].groups))]
+        else:
+            paths = {ep: path for (ep, mp), path in states.tag.expert_optimizers.items() if mp == mp_rank}
+            check_ranks(paths, 1 + max(paths), "expert-parallel", why=f"{paths[max(paths)]} is the file of the last rank")
+            sizes.append(len(paths))
     return max(sizes)
 
 
@@ -89,11 +93,10 @@ def _dp_of_optimizer(states: RunStates, first: OptimizerStates) -> int:
     if any(0 < count < recorded for count in first.shared_by):
         return recorded  # groups of experts are shared by fewer ranks
     if dp != recorded:
-        raise CheckpointError(
+        raise mixed_saves(
             f"its groups are shared by {dp} data-parallel ranks, {model.path} says dp_world_size {recorded}",
-            where=first.path,
-            why="The files are from saves of different sizes under the same tag",
-            do="Keep the files of one save only",
+            first.path,
+            "The files are from saves of different sizes under the same tag",
         )
     return dp
 
@@ -114,7 +117,14 @@ def _check_optimizer_files(states: RunStates, first: OptimizerStates, degrees: R
         if states.is_zero3:
             models = {dp: model.path for dp, model in states.models_of(rank.number).items()}
             check_ranks(models, degrees.dp, "data-parallel", why=why)
-        _check_groups(states.optimizers_of(rank.number)[0], states.optimizers_of(rank.number).values(), first)
+        expected, *others = states.optimizers_of(rank.number).values()
+        for optimizer in (expected, *others):
+            if optimizer.shared_by != expected.shared_by or optimizer.zero_stage != first.zero_stage:
+                raise mixed_saves(
+                    f"it has {optimizer.described_groups}, {expected.path} has {expected.described_groups}",
+                    optimizer.path,
+                    "The files are from saves of different sizes under the same tag",
+                )
     for (_, mp), path in states.tag.optimizers.items():
         if mp >= degrees.model_ranks:
             raise CheckpointError(
@@ -123,33 +133,6 @@ def _check_optimizer_files(states: RunStates, first: OptimizerStates, degrees: R
                 why="The file is left over from another save",
                 do="Move it away",
             )
-
-
-def _check_groups(expected: OptimizerStates, optimizers: Iterable[OptimizerStates], first: OptimizerStates) -> None:
-    """Raises CheckpointError if the data-parallel ranks of one model-parallel rank list different groups."""
-    for optimizer in optimizers:
-        if optimizer.shared_by != expected.shared_by or optimizer.zero_stage != first.zero_stage:
-            raise CheckpointError(
-                f"it has {_described_groups(optimizer)}, {expected.path} has {_described_groups(expected)}",
-                where=optimizer.path,
-                why="The files are from saves of different sizes under the same tag",
-                do="Keep the files of one save only",
-            )
-
-
-def _described_groups(optimizer: OptimizerStates) -> str:
-    counts = ", ".join(map(str, dict.fromkeys(optimizer.shared_by))) or "no"
-    return f"{len(optimizer.groups)} groups shared by {counts} ranks"
-
-
-def _ep_of_groups(states: RunStates, degrees: RunDegrees) -> int:
-    """The expert-parallel size with ZeRO: the ranks that share a group of dense parameters, divided by those that share one of experts."""
-    sizes = [1]
-    for rank in degrees.each_model_rank():
-        models, optimizers = states.models_of(rank.number), states.optimizers_of(rank.number)
-        for group in range(len(optimizers[0].groups)):
-            sizes.append(len(group_ranks(models[min(models)], optimizers, group)))
-    return max(sizes)
 
 
 def check_ranks(paths: Mapping[int, str], ranks: int, what: str, *, why: str) -> None:
@@ -176,19 +159,15 @@ def check_one_step(states: RunStates) -> None:
     firsts: dict[int, ModelStates] = {}
     for (_, mp), model in states.models.items():
         if model.facts.step != first.facts.step:
-            raise MixedSaves(
+            raise mixed_saves(
                 f"it is of step {model.facts.step}, {first.path} of step {first.facts.step}",
-                where=model.path,
-                why="Files of different steps of the run lie under the same tag, so the weights are not of one moment",
-                do="Keep the files of one save only",
+                model.path,
+                "Files of different steps of the run lie under the same tag, so the weights are not of one moment",
             )
         expected = firsts.setdefault(mp, model)
         if (model.groups, model.frozen_shapes) != (expected.groups, expected.frozen_shapes):
-            raise CheckpointError(
-                f"its parameters (param_shapes) differ from those of {expected.path}",
-                where=model.path,
-                why="The files are from different runs",
-                do="Keep the files of one save only",
+            raise mixed_saves(
+                f"its parameters (param_shapes) differ from those of {expected.path}", model.path, "The files are from different runs"
             )
 
 

@@ -97,10 +97,10 @@ def _names_of_numbers(
 def parameters_in_order(model: ModelStates) -> Parameters:
     """The module's parameters in its order, tied ones once. Buffers are left out by name; without recorded names, by element type."""
     parameters, memories, buffers = [], set(), set(model.facts.buffers or ())
-    for name, value in (model.module or {}).items():
-        if not is_plain_tensor(value) or name in buffers or not value.dtype.floating:
+    for name, tensor in model.tensors.items():
+        if name in buffers or not tensor.dtype.floating:
             continue
-        if (memory := memory_of(value)) not in memories or 0 in value.shape:
+        if (memory := memory_of(tensor)) not in memories or 0 in tensor.shape:
             memories.add(memory)
-            parameters.append((name, value.shape))
+            parameters.append((name, tensor.shape))
     return tuple(parameters)

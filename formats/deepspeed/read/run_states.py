@@ -108,7 +108,11 @@ def read_run_states(files: Files, tag: Tag) -> RunStates:
         optimizers=_read_optimizers(files, tag),
         experts={numbers: _read_tensors(files, path) for numbers, path in tag.experts.items()},
         # DeepSpeed before 0.19 writes these files also beside ZeRO's, where they are empty.
-        expert_optimizers={} if tag.optimizers else _read_expert_optimizers(files, tag),
+        expert_optimizers={
+            numbers: optimizer
+            for numbers, path in ({} if tag.optimizers else tag.expert_optimizers).items()
+            if isinstance(optimizer := _read_dict(files, path).get("optimizer"), Mapping)
+        },
     )
 
 
@@ -220,15 +224,10 @@ def _with_swap_files(files: Files, states: OptimizerStates, attributes: Mapping[
 
 
 def _read_tensors(files: Files, path: str) -> Tensors:
-    """The tensors of a file that holds a flat state dict; {} if it holds something else."""
+    return {str(name): value for name, value in _read_dict(files, path).items() if is_plain_tensor(value)}
+
+
+def _read_dict(files: Files, path: str) -> Mapping[Any, Any]:
+    """The dict at the root of a file; {} if it holds something else."""
     root = torch_zip.read(files, path, locate=False)
-    return {str(name): value for name, value in root.items() if is_plain_tensor(value)} if isinstance(root, Mapping) else {}
-
-
-def _read_expert_optimizers(files: Files, tag: Tag) -> dict[tuple[int, ...], Mapping[str, Any]]:
-    optimizers = {}
-    for numbers, path in tag.expert_optimizers.items():
-        root = torch_zip.read(files, path, locate=False)
-        if isinstance(root, Mapping) and isinstance(optimizer := root.get("optimizer"), Mapping):
-            optimizers[numbers] = optimizer
-    return optimizers
+    return root if isinstance(root, Mapping) else {}

@@ -30,7 +30,7 @@ def weights_of_rank(states: RunStates, rank: ModelRank, locations: Locations) ->
     """
     models = states.models_of(rank.number)
     model = models[min(models)]
-    tensors, without_values = _module_tensors(model), []
+    tensors, without_values = model.tensors, []
     if states.is_zero3:
         partitioned = {name for name, _ in model.frozen_shapes} | model.trained_names | states.first_model.facts.tied.keys()
         tensors = {name: tensor for name, tensor in tensors.items() if name not in partitioned}
@@ -49,10 +49,6 @@ def weights_of_rank(states: RunStates, rank: ModelRank, locations: Locations) ->
     return Contents(tuple(parts), notes=(note,) if without_values else ())
 
 
-def _module_tensors(model: ModelStates) -> dict[str, AnyTensor]:
-    return {name: value for name, value in (model.module or {}).items() if is_plain_tensor(value)}
-
-
 def objects_of(model: ModelStates) -> Iterator[str]:
     """The names of what a file of model states holds that is not a tensor: client states, and objects in the module."""
     yield from model.client_keys
@@ -64,7 +60,7 @@ def tied_names(states: RunStates) -> dict[str, str]:
     names in a module that share memory with a trained parameter."""
     tied = dict(states.first_model.facts.tied)
     for model in states.models.values() if not states.is_zero3 else ():
-        tensors, trained = _module_tensors(model), model.trained_names
+        tensors, trained = model.tensors, model.trained_names
         by_memory = {_memory(tensor): name for name, tensor in tensors.items() if name in trained}
         for name, tensor in tensors.items():
             if name not in trained and 0 not in tensor.shape and (stored := by_memory.get(_memory(tensor))):

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from reshard.canonical.optimizer_state import STEP
 from reshard.containers.torch_zip import AnyTensor, Locations, is_plain_tensor
-from reshard.errors import CheckpointError, IncompleteError, MixedSaves
+from reshard.errors import CheckpointError, IncompleteError
 from reshard.index.index import ParamGroup, Tensor
 
 from ..layout.experts import ProcessGroup, group_ranks, process_groups
 from ..layout.partitions import FlatSlice, zero2_slices, zero3_part_size, zero3_slices
 from ..layout.states import FlatGroup, ModelStates, OptimizerStates, Parameters, Shape
-from ..layout.tag import ModelRank
+from ..layout.tag import ModelRank, mixed_saves
 from .flat_buffers import FlatBuffer, pieces_of_copies
 from .parts import MASTER, Contents, ParameterPart, kind_and_name
 from .run_states import RunStates
@@ -31,7 +31,7 @@ def zero_optimizer(states: RunStates, rank: ModelRank, shapes: Mapping[str, Shap
     model = models[min(models)]
     groups, shapeless, notes = model.groups, list[str](), list[str]()
     if groups is None:
-        known = {**shapes, **_module_shapes(model), **states.expert_shapes()}
+        known = {**shapes, **{name: tensor.shape for name, tensor in model.tensors.items()}, **states.expert_shapes()}
         groups = groups_without_shapes(model, optimizers, known)
         if shapeless := [name for group in groups for name, _ in group if name not in known]:
             count, named = len(shapeless), ", ".join(shapeless[:3])
@@ -74,19 +74,10 @@ def groups_without_shapes(
     return tuple(groups)
 
 
-def _module_shapes(model: ModelStates) -> dict[str, Shape]:
-    return {name: value.shape for name, value in (model.module or {}).items() if is_plain_tensor(value)}
-
-
 def _check_groups(states: RunStates, model: ModelStates, first: OptimizerStates, groups: Sequence[Parameters]) -> None:
     """Raises CheckpointError if the optimizer has other groups than the model lists, or all its groups are empty."""
     if len(groups) != len(first.groups):
-        raise CheckpointError(
-            f"it has {len(first.groups)} flat groups, param_shapes in {model.path} lists {len(groups)}",
-            where=first.path,
-            why="The files are from different saves",
-            do="Keep the files of one save only",
-        )
+        raise mixed_saves(f"it has {len(first.groups)} flat groups, param_shapes in {model.path} lists {len(groups)}", first.path)
     elements = sum(math.prod(shape) for group in groups for _, shape in group)
     if elements and all(0 in group.master.shape for group in first.groups):
         raise IncompleteError(
@@ -105,11 +96,8 @@ def _group_parts(
     """The masters and states of one flat group, from the ranks that share it."""
     paths, sharing = [optimizers[dp].path for dp in group.ranks], {dp: optimizers[dp].groups[number] for dp in group.ranks}
     if optimizers[group.ranks[0]].zero_stage == 3:
-        slices, row = (
-            list(zero3_slices(group.parameters, len(sharing))),
-            sum(zero3_part_size(shape, len(sharing)) for _, shape in group.parameters),
-        )
-        needed = [row] * len(sharing)
+        slices = list(zero3_slices(group.parameters, len(sharing)))
+        needed = [sum(zero3_part_size(shape, len(sharing)) for _, shape in group.parameters)] * len(sharing)
     else:
         slices, needed = _zero2_slices(number, group.parameters, [*sharing.values()], paths)
     counts: dict[str, dict[int, AnyTensor]] = {}
@@ -142,32 +130,25 @@ def _zero2_slices(
     number: int, parameters: Parameters, sharing: Sequence[FlatGroup], paths: Sequence[str]
 ) -> tuple[list[FlatSlice], list[int]]:
     """Where the parameters of a group lie; and how many elements of each rank's row they take (ZeRO-1, 2). paths: the ranks' files."""
-    ranks, partition = len(sharing), _partition_size(number, sharing, paths)
+    ranks, sizes = len(sharing), [group.master.shape[0] + group.padding for group in sharing]
+    partition = max(sizes)
+    if others := [(path, size) for path, size in zip(paths, sizes, strict=True) if size != partition]:
+        path, size = others[0]
+        raise CheckpointError(
+            f"with its padding its partition of group {number} has {size:,} elements, others have {partition:,}",
+            where=path,
+            why="All partitions have the same size, so this file is from another save",
+            do="Copy that file from where the checkpoint was written",
+        )
     slices = list(zero2_slices(parameters, sharing[0].alignments, partition, ranks, where=paths[0]))
     end = max((s.first_rank * partition + s.first_offset + math.prod(s.shape) for s in slices), default=0)
     if partition * ranks - end > _MOST_PADDING_PER_RANK * ranks:
-        raise CheckpointError(
+        raise mixed_saves(
             f"the parameters of param_shapes end at element {end:,} of a row of {partition * ranks:,}",
-            where=paths[0],
-            why="The rest is more than padding: the files are from different saves, or this version aligns parameters in an unknown way",
-            do="Keep the files of one save only",
+            paths[0],
+            "The rest is more than padding: the files are from different saves, or this version aligns parameters in an unknown way",
         )
     return slices, [max(0, min(partition, end - i * partition)) for i in range(ranks)]
-
-
-def _partition_size(number: int, sharing: Sequence[FlatGroup], paths: Sequence[str]) -> int:
-    """How many elements each rank has of a group's row, padding included (ZeRO-1, 2)."""
-    sizes = [group.master.shape[0] + group.padding for group in sharing]
-    partition = max(sizes)
-    for path, size in zip(paths, sizes, strict=True):
-        if size != partition:
-            raise CheckpointError(
-                f"with its padding its partition of group {number} has {size:,} elements, others have {partition:,}",
-                where=path,
-                why="All partitions have the same size, so this file is from another save",
-                do="Copy that file from where the checkpoint was written",
-            )
-    return partition
 
 
 def _param_groups(optimizers: Mapping[int, OptimizerStates], names: Sequence[Sequence[str]]) -> Iterator[ParamGroup]:
@@ -178,13 +159,13 @@ def _param_groups(optimizers: Mapping[int, OptimizerStates], names: Sequence[Seq
         listed = settings.get("params") if first.zero_stage == 3 else [number]
         listed = listed if isinstance(listed, list) else [number]
         numbers = [group for group in listed if type(group) is int and 0 <= group < len(names)]
-        steps = {states.groups[group].step for states in optimizers.values() for group in numbers} - {None}
+        counts = (states.groups[group].step for states in optimizers.values() for group in numbers)
+        steps = sorted({count for count in counts if count is not None})
         if len(steps) > 1:
-            raise MixedSaves(
-                f"the ranks' optimizers have counted {' and '.join(map(str, sorted(filter(None, steps))))} steps",
-                where=first.path,
-                why="Files of different steps of the run lie under the same tag, so the weights are not of one moment",
-                do="Keep the files of one save only",
+            raise mixed_saves(
+                f"the ranks' optimizers have counted {' and '.join(map(str, steps))} steps",
+                first.path,
+                "Files of different steps of the run lie under the same tag, so the weights are not of one moment",
             )
         plain = {key: value for key, value in settings.items() if key != "params"}
-        yield ParamGroup(tuple(name for group in numbers for name in names[group]), plain | ({STEP: steps.pop()} if steps else {}))
+        yield ParamGroup(tuple(name for group in numbers for name in names[group]), plain | ({STEP: steps[0]} if steps else {}))
