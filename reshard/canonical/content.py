@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 from reshard.canonical.globs import any_layer, as_globs, check_globs, matches
-from reshard.canonical.lora import is_of_adapter
 from reshard.canonical.name_variants import names_besides, unknown_names
 from reshard.canonical.optimizer_state import (
     STEP,
@@ -25,10 +24,9 @@ from reshard.canonical.optimizer_state import (
     state_key_of,
     uncounted,
 )
-from reshard.canonical.renaming import is_wrapper
+from reshard.canonical.renaming import is_of_adapter, is_wrapper
 from reshard.canonical.tensor_classes import is_of_optimizer, root_of
 from reshard.canonical.tied_head import tie
-from reshard.canonical.trainer_names import check_trainer
 from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
@@ -359,6 +357,8 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
     missing = [name for name in content.missing if name not in optional and not model.weights[name].optional]
     unknown = [name for name in content.besides_model if not model.reason_not_served(name)]
     if missing and not partial:
+        from reshard.canonical.trainer_names import check_trainer
+
         check_trainer(content.weights, model)
         needs = f"a {model.architecture.model_type} model needs it"
         raise IncompleteError(

@@ -1,16 +1,6 @@
-"""LoRA adapters: the names of their tensors, and the settings that turn their factors into an update of the base weights.
+"""The settings of a LoRA adapter: whether it can be merged, and the scale that turns its factors into an update of the base weights.
 
-    base_model.model.<module>.lora_A.weight             [r, in]      in the file of PEFT; <module> is a module of the base model
-    base_model.model.<module>.lora_A.default.weight                  in state dicts of trainers: with the adapter's name
-    base_model.model.<module>.lora_B.weight             [out, r]     lora_B.bias [out]: lora_bias
-    base_model.model.<module>.lora_embedding_A          [r, vocab]   lora_embedding_B [hidden, r]; (B x A) transposed is added
-    base_model.model.<module>.lora_magnitude_vector     [out]        DoRA; in trainers .lora_magnitude_vector.default.weight
-    base_model.model.<module>.token_adapter.trainable_tokens_delta   [tokens, hidden], the rows of trainable_token_indices
-    base_model.model.<module>.weight                                 modules_to_save; in trainers .modules_to_save.default.weight
-    base_model.model.<module>.base_layer.weight                      the base beside it; for modules_to_save .original_module.weight
-
-The canonical name of an adapter's tensor is its name in PEFT's file. Measured on peft 0.21.2 (fixtures/peft); source: lora/config.py,
-lora/layer.py, utils/save_and_load.py.
+Measured on peft 0.21.2 (fixtures/peft); source: lora/config.py, lora/layer.py.
 """
 
 from __future__ import annotations
@@ -18,90 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
-from reshard.canonical.renaming import renamed
+from reshard.canonical.renaming import PREFIX
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.value import value
-from reshard.index.index import Index, Tensor
-
-PREFIX = "base_model.model."
-# Parts of the base's names that PEFT adds.
-_BASE_PARTS = frozenset({"base_layer", "original_module", "token_adapter"})
-_WITH_PARAMETER = frozenset({"lora_A", "lora_B"})
-TRAINED_TOKENS = "trainable_tokens_delta"
-_WITHOUT_PARAMETER = frozenset({"lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", TRAINED_TOKENS})
-_SAVED = "modules_to_save"
-_MARKS = ("lora_", _SAVED, TRAINED_TOKENS)
-
-
-@value
-class AdapterName:
-    """What the stored name of an adapter's tensor says."""
-
-    module: str
-    """The module of the base model, without the parts that PEFT adds in front. Nested `target_parameters` end in `.base_layer`."""
-    parameter: str
-    """Its name after the module in the file of PEFT, such as "lora_A.weight"; for modules_to_save the module's own, such as "weight"."""
-    adapter: str | None
-    """The name of the adapter, which state dicts of trainers hold; None in the file of PEFT."""
-
-    @property
-    def in_file(self) -> str:
-        """The name in the file of PEFT."""
-        return f"{PREFIX}{self.module}.{self.parameter}"
-
-
-def adapter_name(name: str) -> AdapterName | None:
-    """What a name of an adapter's tensor says; None for other names. Those of modules_to_save in the file of PEFT look like others."""
-    if not any(mark in name for mark in _MARKS):
-        return None
-    parts = name.removeprefix(PREFIX).split(".")
-    for i, part in enumerate(parts):
-        module, rest = ".".join(parts[:i]), parts[i + 1 :]
-        if part in _WITH_PARAMETER and len(rest) in (1, 2) and rest[-1] in ("weight", "bias"):
-            return AdapterName(module, f"{part}.{rest[-1]}", rest[0] if len(rest) == 2 else None)
-        if part in _WITHOUT_PARAMETER and (len(rest) < 2 or (len(rest) == 2 and rest[1] == "weight")):
-            return AdapterName(module, part, rest[0] if rest and rest != ["weight"] else None)
-        if part == _SAVED and len(rest) > 1:
-            return AdapterName(module, ".".join(rest[1:]), rest[0])
-    return None
-
-
-def base_name(name: str) -> str:
-    """The name of a base weight without the parts that PEFT adds."""
-    if not name.startswith(PREFIX) and not any(f".{part}." in name for part in _BASE_PARTS):
-        return name
-    return ".".join(part for part in name.removeprefix(PREFIX).split(".") if part not in _BASE_PARTS)
-
-
-def is_of_adapter(tensor: Tensor) -> bool:
-    """Whether a tensor is a weight of an adapter, or the only stored copy of one, which is a master."""
-    return tensor.kind == "adapter" or (tensor.kind == "master" and adapter_name(tensor.name) is not None)
-
-
-def adapters_of(tensors: Iterable[Tensor]) -> tuple[str, ...]:
-    """The names of the adapters that the names of tensors tell, in their order; the file of PEFT does not tell one."""
-    found = (adapter_name(tensor.name) for tensor in tensors)
-    return tuple(dict.fromkeys(name.adapter for name in found if name is not None and name.adapter is not None))
-
-
-def with_adapter_names(index: Index, adapter: str | None = None) -> Index:
-    """The index in which the tensors of an adapter have their names in the file of PEFT. `index` itself if they have them already.
-
-    adapter: the adapter; None for the only one. With several and none chosen, all keep their stored names.
-    """
-    found = {tensor.name: name for tensor in index.tensors if (name := adapter_name(tensor.name)) is not None}
-    adapters = {name.adapter for name in found.values()}
-    if not found or (adapter is None and len(adapters) > 1):
-        return index
-    names = {stored: name.in_file for stored, name in found.items() if adapter is None or name.adapter == adapter}
-    if all(stored == new for stored, new in names.items()):
-        return index
-    tensors = (replace(tensor, name=names[tensor.name]) if tensor.name in names else tensor for tensor in index.tensors)
-    return renamed(index, tensors, lambda name: (names.get(name, name),))
-
 
 # Settings of adapter_config.json under which the update is not scale * B x A, or the base is not the model that it names.
 _OTHER_METHODS = {

@@ -18,8 +18,9 @@ from collections.abc import Mapping
 from dataclasses import field, replace
 
 from reshard.canonical.content import Content, Drop, MergedAdapter
-from reshard.canonical.lora import PREFIX, LoraSettings, adapter_name
+from reshard.canonical.lora import LoraSettings
 from reshard.canonical.name_variants import Names
+from reshard.canonical.renaming import PREFIX, adapter_name
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, Tile

@@ -17,10 +17,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from reshard.canonical.lora import base_name, is_of_adapter
-from reshard.canonical.renaming import renamed
+from reshard.canonical.renaming import base_name, is_of_adapter, renamed
 from reshard.canonical.stacked_experts import located_in, stacks
-from reshard.canonical.trainer_names import places_in, with_published_names
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined, stacked
@@ -199,7 +197,11 @@ def names_besides(names: Iterable[str], index: Index, model: Model) -> list[str]
     """Those of these names in an index that are not of the model's weights; none if the index has the names of a trainer, which are not
     published ones even where they are spelled alike."""
     others = [name for name in names if name not in model.weights]
-    return others if others and places_in(index, model) is None else []
+    if others:
+        from reshard.canonical.trainer_names import places_in
+
+        return others if places_in(index, model) is None else []
+    return []
 
 
 def unknown_names(names: Collection[str], model: Model) -> list[str]:
@@ -221,6 +223,8 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
         return _without_peft(index)
     if all(map(_declared(model).fullmatch, _model_names(index, prefix))):
         return index
+    from reshard.canonical.trainer_names import with_published_names
+
     if (published := with_published_names(index, model)) is not index:
         return published
     names = Names(model)

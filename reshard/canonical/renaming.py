@@ -1,9 +1,20 @@
-"""Renaming the tensors of an index; and wrappers, which add parts to the names of a model's parameters.
+"""Renaming the tensors of an index: parts that wrappers and PEFT add to the names of a model's parameters.
 
 _fsdp_wrapped_module.        FSDP1
 _orig_mod.                   torch.compile
 _checkpoint_wrapped_module.  activation checkpointing
 module.                      DistributedDataParallel, DeepSpeed; removed only if all weights start with it: a model may have such a part
+
+    base_model.model.<module>.lora_A.weight             [r, in]      in the file of PEFT; <module> is a module of the base model
+    base_model.model.<module>.lora_A.default.weight                  in state dicts of trainers: with the adapter's name
+    base_model.model.<module>.lora_B.weight             [out, r]     lora_B.bias [out]: lora_bias
+    base_model.model.<module>.lora_embedding_A          [r, vocab]   lora_embedding_B [hidden, r]; (B x A) transposed is added
+    base_model.model.<module>.lora_magnitude_vector     [out]        DoRA; in trainers .lora_magnitude_vector.default.weight
+    base_model.model.<module>.token_adapter.trainable_tokens_delta   [tokens, hidden], the rows of trainable_token_indices
+    base_model.model.<module>.weight                                 modules_to_save; in trainers .modules_to_save.default.weight
+    base_model.model.<module>.base_layer.weight                      the base beside it; for modules_to_save .original_module.weight
+
+The canonical name of an adapter's tensor is its name in PEFT's file. Source of PEFT's names: peft 0.21.2, utils/save_and_load.py.
 """
 
 from __future__ import annotations
@@ -14,22 +25,19 @@ from dataclasses import replace
 
 from reshard.errors import CheckpointError
 from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
 from reshard.index.index import Index, ParamGroup, Tensor
 
 _INNER = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 _FRONT = "module."
-
-
-def is_wrapper(prefix: str) -> bool:
-    """Whether a prefix consists of parts that wrappers add."""
-    return all(part in (*_INNER, _FRONT.rstrip(".")) for part in prefix.rstrip(".").split("."))
-
-
-def unwrapped(name: str) -> str:
-    """The name without the parts that only wrappers add. A leading "module." stays, because a model may have such a part."""
-    if not any(part in name for part in _INNER):
-        return name
-    return ".".join(part for part in name.split(".") if part not in _INNER)
+PREFIX = "base_model.model."
+# Parts of the base's names that PEFT adds.
+_BASE_PARTS = frozenset({"base_layer", "original_module", "token_adapter"})
+_WITH_PARAMETER = frozenset({"lora_A", "lora_B"})
+TRAINED_TOKENS = "trainable_tokens_delta"
+_WITHOUT_PARAMETER = frozenset({"lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", TRAINED_TOKENS})
+_SAVED = "modules_to_save"
+_MARKS = ("lora_", _SAVED, TRAINED_TOKENS)
 
 
 def renamed(index: Index, tensors: Iterable[Tensor], new_names: Callable[[str], tuple[str, ...]], note: str | None = None) -> Index:
@@ -52,6 +60,18 @@ def renamed(index: Index, tensors: Iterable[Tensor], new_names: Callable[[str], 
         tied={aliases[0]: names[0] for aliases, names in pairs if aliases and names},
     )
     return replace(index, tensors=tuple(tensors), facts=facts, param_groups=groups)
+
+
+def is_wrapper(prefix: str) -> bool:
+    """Whether a prefix consists of parts that wrappers add."""
+    return all(part in (*_INNER, _FRONT.rstrip(".")) for part in prefix.rstrip(".").split("."))
+
+
+def unwrapped(name: str) -> str:
+    """The name without the parts that only wrappers add. A leading "module." stays, because a model may have such a part."""
+    if not any(part in name for part in _INNER):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _INNER)
 
 
 def without_wrappers(index: Index) -> Index:
@@ -92,3 +112,70 @@ def _removed_parts(name: str, short: str) -> Iterable[str]:
     inner = [part for part in dict.fromkeys(parts) if part in _INNER]
     front = len(parts) - sum(part in _INNER for part in parts) - len(short.split("."))
     return [f"{part}." for part in inner] + [_FRONT] * (front > 0)
+
+
+@value
+class AdapterName:
+    """What the stored name of an adapter's tensor says."""
+
+    module: str
+    """The module of the base model, without the parts that PEFT adds in front. Nested `target_parameters` end in `.base_layer`."""
+    parameter: str
+    """Its name after the module in the file of PEFT, such as "lora_A.weight"; for modules_to_save the module's own, such as "weight"."""
+    adapter: str | None
+    """The name of the adapter, which state dicts of trainers hold; None in the file of PEFT."""
+
+    @property
+    def in_file(self) -> str:
+        """The name in the file of PEFT."""
+        return f"{PREFIX}{self.module}.{self.parameter}"
+
+
+def adapter_name(name: str) -> AdapterName | None:
+    """What a name of an adapter's tensor says; None for other names. Those of modules_to_save in the file of PEFT look like others."""
+    if not any(mark in name for mark in _MARKS):
+        return None
+    parts = name.removeprefix(PREFIX).split(".")
+    for i, part in enumerate(parts):
+        module, rest = ".".join(parts[:i]), parts[i + 1 :]
+        if part in _WITH_PARAMETER and len(rest) in (1, 2) and rest[-1] in ("weight", "bias"):
+            return AdapterName(module, f"{part}.{rest[-1]}", rest[0] if len(rest) == 2 else None)
+        if part in _WITHOUT_PARAMETER and (len(rest) < 2 or (len(rest) == 2 and rest[1] == "weight")):
+            return AdapterName(module, part, rest[0] if rest and rest != ["weight"] else None)
+        if part == _SAVED and len(rest) > 1:
+            return AdapterName(module, ".".join(rest[1:]), rest[0])
+    return None
+
+
+def base_name(name: str) -> str:
+    """The name of a base weight without the parts that PEFT adds."""
+    if not name.startswith(PREFIX) and not any(f".{part}." in name for part in _BASE_PARTS):
+        return name
+    return ".".join(part for part in name.removeprefix(PREFIX).split(".") if part not in _BASE_PARTS)
+
+
+def is_of_adapter(tensor: Tensor) -> bool:
+    """Whether a tensor is a weight of an adapter, or the only stored copy of one, which is a master."""
+    return tensor.kind == "adapter" or (tensor.kind == "master" and adapter_name(tensor.name) is not None)
+
+
+def adapters_of(tensors: Iterable[Tensor]) -> tuple[str, ...]:
+    """The names of the adapters that the names of tensors tell, in their order; the file of PEFT does not tell one."""
+    found = (adapter_name(tensor.name) for tensor in tensors)
+    return tuple(dict.fromkeys(name.adapter for name in found if name is not None and name.adapter is not None))
+
+
+def with_adapter_names(index: Index, adapter: str | None = None) -> Index:
+    """The index in which the tensors of an adapter have their names in the file of PEFT. `index` itself if they have them already.
+
+    adapter: the adapter; None for the only one. With several and none chosen, all keep their stored names.
+    """
+    found = {tensor.name: name for tensor in index.tensors if (name := adapter_name(tensor.name)) is not None}
+    adapters = {name.adapter for name in found.values()}
+    if not found or (adapter is None and len(adapters) > 1):
+        return index
+    names = {stored: name.in_file for stored, name in found.items() if adapter is None or name.adapter == adapter}
+    if all(stored == new for stored, new in names.items()):
+        return index
+    tensors = (replace(tensor, name=names[tensor.name]) if tensor.name in names else tensor for tensor in index.tensors)
+    return renamed(index, tensors, lambda name: (names.get(name, name),))

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from reshard.canonical.dequantization import quantized_families, quantized_names
-from reshard.canonical.lora import is_of_adapter
+from reshard.canonical.renaming import is_of_adapter
 from reshard.geometry.documents import document
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor, element_count

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 from reshard.adapter import registry
 from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content, Selection, check_selected, content_of
-from reshard.canonical.lora import with_adapter_names
 from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.optimizer_state import is_state_key, master_key
+from reshard.canonical.renaming import with_adapter_names
 from reshard.canonical.tensor_classes import StoredModel, one_model, stored_models
 from reshard.errors import RequestError
 from reshard.geometry.drawn import Drawn

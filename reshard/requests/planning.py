@@ -9,19 +9,18 @@ to a request and from a path to a checkpoint, stands in request.py and opening.p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles, adapter_config_at, blaming_the_parent
 from reshard.canonical.content import ADAPTER_LEFT_OUT, Content, Selection, check_against_model, check_counted, check_selected
 from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs
-from reshard.canonical.lora import LoraSettings, adapter_name, adapters_of, is_of_adapter, with_adapter_names
-from reshard.canonical.merging import Adapter, with_adapter_merged
 from reshard.canonical.quantizing import quantized, requantized
+from reshard.canonical.renaming import adapter_name, adapters_of, is_of_adapter, with_adapter_names
 from reshard.canonical.stacked_experts import by_expert
-from reshard.canonical.trainer_names import trainer_of
 from reshard.containers.gc_pause import gc_paused
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.quantities import plural
@@ -36,6 +35,9 @@ from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.request import ConversionRequest
 from reshard.storage.files import Files
 from reshard.storage.joined import JoinedFiles
+
+if TYPE_CHECKING:
+    from reshard.canonical.lora import LoraSettings
 
 _NAMES_ARE_KEPT = (
     "names stay as the source has them, so that its run can go on, and the fingerprint is of these names; "
@@ -264,8 +266,11 @@ def _about_unknown(draft: Draft) -> Iterator[str]:
 
 def _about_trainer(draft: Draft) -> Iterator[str]:
     """A note if the names of a trainer stay because the model is not known."""
-    content = draft.content
-    if content.model is None and not draft.request.to.keeps_names and (trainer := trainer_of(content.weights)):
+    if draft.content.model is not None or draft.request.to.keeps_names:
+        return
+    from reshard.canonical.trainer_names import trainer_of
+
+    if trainer := trainer_of(draft.content.weights):
         yield (
             f"the names are those of {trainer}, which transformers and serving engines do not load; they stay, as the model is not "
             "known. --model DIR names it"
@@ -300,6 +305,8 @@ def _chosen_adapter(draft: Draft) -> str | None:
 
 def _is_of_adapter(draft: Draft) -> Callable[[Tensor], bool]:
     """A function that tells the tensors of the chosen adapter: those with its names, and the biases that were trained with it."""
+    from reshard.canonical.lora import LoraSettings
+
     biases = LoraSettings(draft.companions.adapter_config or {}).trains_bias
     return lambda tensor: (is_of_adapter(tensor) and not adapters_of([tensor])) or biases(tensor.name)
 
@@ -337,6 +344,8 @@ def _check_adapter(draft: Draft) -> None:
 
 def _with_adapter(draft: Draft, adapter: Checkpoint) -> Draft:
     """The draft with the adapter of a directory merged, and its tensors and files beside the base's."""
+    from reshard.canonical.lora import LoraSettings
+
     config = adapter.model_files.adapter_config
     if config is None or not all(tensor.kind == "adapter" and len(tensor.shards) == 1 for tensor in adapter.index.tensors):
         raise RequestError(
@@ -346,7 +355,7 @@ def _with_adapter(draft: Draft, adapter: Checkpoint) -> Draft:
             do="Write the adapter of a training checkpoint with --to peft first, and name its directory",
         )
     tensors = {tensor.name: _moved(tensor, adapter.files) for tensor in adapter.index.tensors}
-    draft = _merged(draft, Adapter(os.path.abspath(adapter.path), LoraSettings(config), tensors), adapter.path)
+    draft = _merged(draft, LoraSettings(config), tensors, adapter.path)
     files = (replace(file, path=JoinedFiles.path_in(adapter.files, file.path)) for file in adapter.index.files)
     both = replace(draft.index, tensors=(*draft.index.tensors, *tensors.values()), files=(*draft.index.files, *files))
     return replace(draft, index=both, files=JoinedFiles(draft.files, [adapter.files]))
@@ -354,20 +363,24 @@ def _with_adapter(draft: Draft, adapter: Checkpoint) -> Draft:
 
 def _with_own_adapter(draft: Draft) -> Draft:
     """The draft with the adapter merged that the checkpoint itself holds."""
+    from reshard.canonical.lora import LoraSettings
+
     content = draft.content
     own = {name: tensor for name, tensor in content.adapter.items() if not adapters_of([tensor])}
     settings = LoraSettings(draft.companions.adapter_config or {}).with_alpha(draft.request.options.get("lora_alpha"))
     settings.check_parameters(found.module for name in own if (found := adapter_name(name)) is not None)
     drops = tuple(drop for drop in content.drops if drop.name not in own or drop.reason != ADAPTER_LEFT_OUT)
     draft = replace(draft, content=replace(content, drops=drops))
-    return _merged(draft, Adapter(os.path.abspath(draft.source.path), settings, own), "of the checkpoint").noting(*settings.notes)
+    return _merged(draft, settings, own).noting(*settings.notes)
 
 
-def _merged(draft: Draft, adapter: Adapter, path: str) -> Draft:
-    """The draft with an adapter merged, and notes on it. path: what the notes call the adapter.
+def _merged(draft: Draft, settings: LoraSettings, tensors: Mapping[str, Tensor], path: str | None = None) -> Draft:
+    """The draft with an adapter merged, and notes on it. path: its directory; None for the checkpoint's own.
 
     Raises: RequestError if the content is not the weights of a base model alone.
     """
+    from reshard.canonical.merging import Adapter, with_adapter_merged
+
     content = draft.content
     if content.states or content.is_adapter:
         raise RequestError(
@@ -375,11 +388,11 @@ def _merged(draft: Draft, adapter: Adapter, path: str) -> Draft:
             where=draft.source.path,
             do="Leave out --optimizer" if content.states else "Give the base model as the source, and this directory with --merge-adapter",
         )
-    merged = with_adapter_merged(content, adapter)
+    merged = with_adapter_merged(content, Adapter(os.path.abspath(path or draft.source.path), settings, tensors))
     # Digests of the base say nothing about the weights that replace some of it.
     replaced = {name for name, tensor in merged.tensors.items() if tensor is not content.tensors.get(name) and not tensor.updates}
     merged = replace(merged, recorded=lambda: {name: text for name, text in content.recorded().items() if name not in replaced})
-    return replace(draft, content=merged).noting(*_notes_on_merge(merged, content, path))
+    return replace(draft, content=merged).noting(*_notes_on_merge(merged, content, path or "of the checkpoint"))
 
 
 def _moved(tensor: Tensor, files: Files) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 from places import FIXTURES, described, open_case, truth
 
 import reshard
-from reshard.canonical.lora import PREFIX
+from reshard.canonical.renaming import PREFIX
 from reshard.errors import IncompleteError, UnsupportedError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined, stacked

@@ -6,7 +6,7 @@
 write.py    the layout of a new folder
 config.py   the settings of an adapter whose checkpoint tells them only in part
 
-The names are those of canonical/lora.py. Measured on peft 0.21.2; source: utils/save_and_load.py, tuners/lora/config.py.
+The names are those of canonical/renaming.py. Measured on peft 0.21.2; source: utils/save_and_load.py, tuners/lora/config.py.
 """
 
 from __future__ import annotations

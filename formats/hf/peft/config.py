@@ -8,7 +8,8 @@ from typing import Any
 
 from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles
 from reshard.canonical.content import Content
-from reshard.canonical.lora import TRAINED_TOKENS, AdapterName, LoraSettings, adapter_name, base_name
+from reshard.canonical.lora import LoraSettings
+from reshard.canonical.renaming import TRAINED_TOKENS, AdapterName, adapter_name, base_name
 from reshard.errors import CheckpointError, RequestError
 
 # transformers' classes end in these; peft's TaskType has these names.

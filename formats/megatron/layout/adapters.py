@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 
-from reshard.canonical.lora import PREFIX, adapter_name
+from reshard.canonical.renaming import PREFIX, adapter_name
 from reshard.errors import UnsupportedError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, Tile, joined

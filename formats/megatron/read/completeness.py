@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.canonical.lora import adapter_name
+from reshard.canonical.renaming import adapter_name
 from reshard.errors import IncompleteError, MixedSaves
 from reshard.index.index import Index, Tensor
 from reshard.storage.files import Files
