@@ -420,7 +420,7 @@ def test_two_shards_with_different_copies_are_named(tmp_path):
 
 def test_masters_are_sampled_in_every_file(tmp_path):
     """A check that reads little must still look into each file."""
-    from reshard.engine import masters
+    from reshard.engine.checks import masters
 
     case = open_case(FIXTURES / "deepspeed_parallel" / "moe-ep2-dp4-z2")
     weights, found = case.index.by_kind("weight"), case.index.by_kind("master")
