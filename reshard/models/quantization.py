@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.errors import CheckpointError, RequestError
-from reshard.geometry.packed import fp4, integers
+from reshard.geometry.dtypes import fp4, integers
 from reshard.models.stored_forms import BlockShape, Component, Quantization, StoredForm
 
 SETTING = "quantization_config"

@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal
 
-from reshard.geometry.packed import Packing
+from reshard.geometry.dtypes import Packing
 from reshard.geometry.value import value
 
 # Weight elements per value along each axis of a weight [out, in]. None: one value for the whole axis.
