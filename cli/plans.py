@@ -37,7 +37,7 @@ def plan_document(plan: Plan, *, full: bool, target: str | None = None) -> dict[
 
 def store_forecasts(plan: Plan, target: str | None) -> list[StoreForecast]:
     """What the conversion will ask of stores; empty if source and target are local."""
-    from reshard.storage.local_path import is_url
+    from reshard.storage.system_calls import is_url
 
     url = target if target is not None and is_url(target) else None
     if url is None and plan.source_files.store is None:

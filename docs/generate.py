@@ -27,7 +27,7 @@ from typing import Any
 import click
 
 from reshard.geometry.documents import keys_of
-from reshard.geometry.drawn import Drawn
+from reshard.geometry.value import Drawn
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))

@@ -79,7 +79,7 @@ def _bind_from_above(*, is_checkpoint: bool) -> None:
     """What draws a value or plans a view stands above the value. It is loaded when the first drawing or view is asked for."""
     from importlib import import_module
 
-    from reshard.geometry.drawn import draw_with
+    from reshard.geometry.value import draw_with
 
     draw_with(lambda value, for_notebook: str(import_module("reshard.pages.pictures").draw(value, for_notebook)))
     if is_checkpoint:

@@ -9,7 +9,7 @@ from places import FIXTURES, rules_of
 
 from reshard.engine.casts import cast
 from reshard.geometry.dtypes import BF16
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.serving.legality import check_degrees
 from reshard.serving.ranks import rank_tensors
 from reshard.serving.weights import stored_dtypes

@@ -37,7 +37,7 @@ def command(directory: str, yes: bool, as_json: bool) -> None:
     running, or that was stopped while it replaced the files of its target; what reshard did not make; what a link leads to.
     """
     from reshard.errors import ReshardError
-    from reshard.storage.local_path import is_url
+    from reshard.storage.system_calls import is_url
     from reshard.verbs.leftovers import leftovers, remove
 
     found = list(leftovers(directory, _warn))

@@ -40,10 +40,10 @@ def command(source: str, to: str | None, plan_out: OutputFile | None, as_json: b
     No weight is read and nothing is written. `reshard degrees` compares several parallel sizes.
     """
     import reshard
-    from reshard.containers.gc_pause import gc_paused
     from reshard.engine.events import event
     from reshard.errors import RequestError
     from reshard.requests.keywords import OpenOptions
+    from reshard.storage.system_calls import gc_paused
 
     page = options.page_of(given)
     if to is None:

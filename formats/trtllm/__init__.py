@@ -27,7 +27,7 @@ from reshard.adapter.serving_format import ServingFormat
 if TYPE_CHECKING:
     from reshard.adapter.format import Hints
     from reshard.geometry.dtypes import DType
-    from reshard.geometry.parallel import Parallel
+    from reshard.geometry.meshes import Parallel
     from reshard.models.engine_rules import EngineRules
     from reshard.models.model import Model
     from reshard.plans.layout import Target

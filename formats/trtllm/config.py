@@ -12,7 +12,7 @@ from typing import Any
 from reshard.adapter.model_files import CONFIG, read_json
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.dtypes import DType
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.geometry.value import value
 from reshard.models.config_values import rotary_base, rotary_settings, rotary_type
 from reshard.models.model import Model

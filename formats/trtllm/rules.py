@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import F32
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.models.engine_rules import EngineRules, Fusion
 from reshard.models.model import Model
 from reshard.models.roles import Vocabulary

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reshard.adapter.format import Hints
     from reshard.adapter.serving_format.engine import RankHeaders
     from reshard.adapter.serving_format.weight_checker import WeightChecker
-    from reshard.geometry.parallel import Parallel
+    from reshard.geometry.meshes import Parallel
     from reshard.index.index import Index
     from reshard.models.engine_rules import EngineRules
     from reshard.models.model import Model

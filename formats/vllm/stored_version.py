@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from reshard.adapter.serving_format.engine import RankHeaders
 from reshard.errors import CheckpointError
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.models.engine_rules import EngineRules
 from reshard.models.model import Model
 from reshard.serving.ranks import placeholder_dtypes, rank_tensors

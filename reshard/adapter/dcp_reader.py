@@ -24,8 +24,7 @@ from reshard.geometry.extents import Extent
 from reshard.index.index import StoredFile
 from reshard.index.shards import PieceTable, Shards
 from reshard.storage.decoded_ranges import check_known
-from reshard.storage.files import Files, inside, read_whole
-from reshard.storage.side_by_side import side_by_side
+from reshard.storage.files import Files, inside, read_whole, side_by_side
 
 _METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__\d+\.metadata")

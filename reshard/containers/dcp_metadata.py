@@ -23,7 +23,6 @@ from typing import Any, NoReturn, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from reshard.containers.gc_pause import gc_paused
 from reshard.containers.inert_pickle import Inert, load, shown
 from reshard.containers.pickle_objects import NotColumnsError, ObjectTable, Run, load_objects
 from reshard.errors import CheckpointError
@@ -32,6 +31,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.sections import distinct
 from reshard.geometry.value import value
 from reshard.storage.files import inside
+from reshard.storage.system_calls import gc_paused
 
 Numbers = npt.NDArray[np.int64]
 _Integers = npt.NDArray[Any]

@@ -33,9 +33,9 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
-from reshard.containers.gc_pause import gc_paused
 from reshard.errors import CheckpointError, ReshardError
 from reshard.geometry.dtypes import from_torch
+from reshard.storage.system_calls import gc_paused
 
 T = TypeVar("T", bound=type[Any])
 

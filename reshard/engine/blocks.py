@@ -21,7 +21,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.plans.digests import CURRENT, Fingerprint
 from reshard.plans.plan import Plan
-from reshard.plans.route import BlockKey, Route
+from reshard.plans.tasks import BlockKey, Route
 from reshard.storage.files import Change, Files
 
 # What a recipe holds beside the buffers of a worker: the values of a tile, and its intermediate results.

@@ -21,7 +21,7 @@ from reshard.engine.blocks import (
     notes_on_source,
 )
 from reshard.engine.destinations.destination import Destination, FinishedBlocks, Replaces
-from reshard.engine.destinations.header import RunHeader
+from reshard.engine.destinations.journal import RunHeader
 from reshard.engine.events import event
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Provenance, Read, records
@@ -31,10 +31,9 @@ from reshard.plans.digests import Fingerprint
 from reshard.plans.layout import Sidecar
 from reshard.plans.manifest import CHECKSUMS
 from reshard.plans.plan import Plan
-from reshard.plans.route import BlockKey
-from reshard.plans.tasks import Task
-from reshard.storage.local_path import is_url
+from reshard.plans.tasks import BlockKey, Task
 from reshard.storage.stores.store import LostObject
+from reshard.storage.system_calls import is_url
 
 Executor = Callable[[Sequence[Task]], Iterator[Task]]
 """Copies tasks in other processes, and yields each that is done. Without one, the threads of this process copy them."""

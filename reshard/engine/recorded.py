@@ -18,7 +18,7 @@ from reshard.index.index import Tensor
 from reshard.plans.digests import CURRENT
 from reshard.plans.manifest import MANIFEST, FileRecord, read_digests, read_manifest
 from reshard.plans.plan import Plan
-from reshard.plans.route import Route
+from reshard.plans.tasks import Route
 from reshard.storage.files import Files, read_range
 
 Error = TypeVar("Error", bound=ReshardError)

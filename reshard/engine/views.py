@@ -17,10 +17,10 @@ from reshard.engine.transfer import Block, Worker, strips
 from reshard.engine.values import Values
 from reshard.errors import RequestError, UnsupportedError, choices
 from reshard.geometry.boxes import Box, blocks
-from reshard.geometry.drawn import Drawn
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import StoredTensor, sliced
+from reshard.geometry.value import Drawn
 from reshard.index.index import Tensor
 from reshard.storage.files import Files
 

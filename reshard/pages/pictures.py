@@ -20,7 +20,7 @@ from reshard.pages.shard_maps import shard_map, tree_list
 from reshard.picture.drawing import curves, heat_map, in_notebook, stacked
 from reshard.picture.page import Html, element, joined, table
 from reshard.plans.plan import Plan
-from reshard.plans.route import Route
+from reshard.plans.tasks import Route
 from reshard.requests.checkpoint import Checkpoint
 from reshard.serving.capacity import DegreeReport
 from reshard.training.memory import Estimate

@@ -20,8 +20,7 @@ from reshard.canonical.globs import matches
 from reshard.containers import safetensors
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
-from reshard.geometry.meshes import chunk
-from reshard.geometry.parallel import ONE_RANK, Parallel
+from reshard.geometry.meshes import ONE_RANK, Parallel, chunk
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, Pattern, Sections, StoredTensor
 from reshard.geometry.value import value

@@ -16,17 +16,15 @@ import numpy as np
 from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box
-from reshard.geometry.drawn import Drawn
 from reshard.geometry.dtypes import can_cast
 from reshard.geometry.quantities import plural
-from reshard.geometry.value import value
+from reshard.geometry.value import Drawn, value
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import PieceTable, meetings, primary_rows
 from reshard.plans.digests import CURRENT
 from reshard.plans.layout import Layout, PlacedTensor, Target
 from reshard.plans.layout_index import index_of_layout
-from reshard.plans.route import Route
-from reshard.plans.tasks import Task, by_routes
+from reshard.plans.tasks import Route, Task, by_routes
 from reshard.storage.files import Files
 
 

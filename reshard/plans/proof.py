@@ -23,7 +23,7 @@ from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
 from reshard.plans.layout import PlacedTensor, TargetFile
 from reshard.plans.plan import Plan
-from reshard.plans.route import Route
+from reshard.plans.tasks import Route
 
 
 class ProofFailed(ReshardError):

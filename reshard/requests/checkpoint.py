@@ -15,9 +15,8 @@ from reshard.canonical.optimizer_state import is_state_key, master_key
 from reshard.canonical.renaming import with_adapter_names
 from reshard.canonical.tensor_classes import StoredModel, one_model, stored_models
 from reshard.errors import RequestError
-from reshard.geometry.drawn import Drawn
 from reshard.geometry.sections import whole
-from reshard.geometry.value import value
+from reshard.geometry.value import Drawn, value
 from reshard.index.coverage import check_index
 from reshard.index.fold import Fold, fold
 from reshard.index.index import Index, Tensor

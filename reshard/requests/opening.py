@@ -24,7 +24,6 @@ from reshard.canonical.optimizer_state import uncounted
 from reshard.canonical.renaming import without_wrappers
 from reshard.canonical.tensor_classes import classified
 from reshard.canonical.tied_head import KEY, agreed_config
-from reshard.containers.gc_pause import gc_paused
 from reshard.engine.checks.one_save import check_copied_files, check_steps
 from reshard.engine.destinations.journal import Unfinished, read_journal
 from reshard.engine.events import details, event
@@ -40,8 +39,8 @@ from reshard.plans.manifest import MANIFEST, Manifest, listed_files, usable_mani
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import ModelOptions, OpenOptions, PathLike, checked_keywords
 from reshard.storage.files import Files
-from reshard.storage.local_path import is_url
 from reshard.storage.own_files import WORK_FOLDER
+from reshard.storage.system_calls import gc_paused, is_url
 from reshard.storage.tar import open_files, open_tree
 
 

@@ -9,7 +9,7 @@ from reshard.adapter.model_files import has_tokenizer
 from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.content import Content, check_against_model
 from reshard.errors import ReshardError
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.models.lookup import draft_class

@@ -21,7 +21,6 @@ from reshard.canonical.globs import check_globs
 from reshard.canonical.quantizing import quantized, requantized
 from reshard.canonical.renaming import adapter_name, adapters_of, is_of_adapter, with_adapter_names
 from reshard.canonical.stacked_experts import by_expert
-from reshard.containers.gc_pause import gc_paused
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
@@ -35,6 +34,7 @@ from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.request import ConversionRequest
 from reshard.storage.files import Files
 from reshard.storage.joined import JoinedFiles
+from reshard.storage.system_calls import gc_paused
 
 if TYPE_CHECKING:
     from reshard.canonical.lora import LoraSettings

@@ -14,7 +14,7 @@ from reshard.canonical.quantizing import QUANTIZE, REQUANTIZE
 from reshard.errors import RequestError, choices
 from reshard.geometry import dtypes
 from reshard.geometry.dtypes import DType
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.geometry.value import value
 from reshard.requests.keywords import PathLike, PlanOptions, Progress, SelectionOptions, unknown_keyword
 

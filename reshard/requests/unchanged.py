@@ -20,8 +20,8 @@ from reshard.plans.digests import CURRENT
 from reshard.plans.manifest import CHECKSUMS, MANIFEST, RECORDS, Manifest, listed_files, read_digests, read_manifest, usable_manifest
 from reshard.plans.plan import Plan
 from reshard.storage.files import Files, LocalFiles
-from reshard.storage.local_path import is_url, local_path
 from reshard.storage.own_files import WORK_FOLDER
+from reshard.storage.system_calls import is_url, local_path
 
 
 def files_of_target(target: str | os.PathLike[str]) -> Files | None:

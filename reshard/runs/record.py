@@ -14,8 +14,8 @@ from typing import Any
 from reshard.geometry.value import value
 from reshard.runs.outputs import Outputs
 from reshard.runs.steps import Step
-from reshard.storage.local_path import absolute_place
 from reshard.storage.own_files import json_object
+from reshard.storage.system_calls import absolute_place
 
 # Two paths, and four numbers.
 _LONGEST_LINE = 1 << 16

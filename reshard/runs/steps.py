@@ -23,8 +23,8 @@ from reshard.geometry.value import value
 from reshard.runs.completeness import Completeness, completeness
 from reshard.storage.files import Files
 from reshard.storage.folder_files import FolderFiles
-from reshard.storage.local_path import is_url
 from reshard.storage.own_files import WORK_FOLDER
+from reshard.storage.system_calls import is_url
 from reshard.storage.tar import in_archive, open_files
 
 # Folders of models that are trained together: a step that has them is not one checkpoint, even where a format would choose one of them.

@@ -26,12 +26,11 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.errors import RequestError
-from reshard.geometry.drawn import Drawn
 from reshard.geometry.dtypes import DType
-from reshard.geometry.parallel import Parallel, stage_layers
+from reshard.geometry.meshes import Parallel, stage_layers
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, StoredTensor
-from reshard.geometry.value import value
+from reshard.geometry.value import Drawn, value
 from reshard.models.engine_rules import EngineRules
 from reshard.models.model import Model
 from reshard.serving.legality import check_degrees, check_stages, degree_problem

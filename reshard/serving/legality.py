@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 from reshard.errors import RequestError, UnsupportedError
-from reshard.geometry.parallel import Parallel, stage_layers
+from reshard.geometry.meshes import Parallel, stage_layers
 from reshard.geometry.quantities import plural
 from reshard.models.engine_rules import EngineRules, version_numbers
 from reshard.models.lookup import draft_class, unknown_architecture

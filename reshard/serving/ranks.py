@@ -13,8 +13,8 @@ from sys import intern
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32, DType
+from reshard.geometry.meshes import Parallel, stage_layers
 from reshard.geometry.mosaics import Mosaic, joined, stacked
-from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.sections import Sections, StoredTensor, constant
 from reshard.geometry.value import value
 from reshard.models.engine_rules import EngineRules, Fusion

@@ -11,17 +11,17 @@ import os
 import stat
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
 
 from reshard.errors import CheckpointError, MissingFile, ReshardError, SystemRefusal, TruncatedFile
 from reshard.storage.decoded_ranges import DecodedRanges
-from reshard.storage.local_path import existing_path
-from reshard.storage.system_calls import open_files_at_once, read_at, read_runs_at, system_errors, system_refusal
+from reshard.storage.system_calls import existing_path, open_files_at_once, read_at, read_runs_at, system_errors, system_refusal
 
 if TYPE_CHECKING:
     from reshard.storage.stores.store import Store
+
 
 # How many bytes are written to a file before the disk begins with them. From 1 to 8 MiB, conversions took the same time.
 _FOR_THE_DISK = 4 << 20
@@ -433,3 +433,24 @@ class VirtualFiles:
                 any_known = True
         if not any_known and buffer:
             raise CheckpointError(f"bytes {byte_offset:,}..{end:,} are planned, but not written yet", where=path)
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def side_by_side(files: Files, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """What `work` returns for each item, in order. `work` reads from `files`; in a store, where each read takes tens of milliseconds, it
+    runs in as many threads as there may be requests."""
+    if files.store is None:
+        yield from map(work, items)
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    from reshard.storage.stores.store import REQUESTS_AT_ONCE
+
+    threads = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="reshard-read")
+    try:
+        yield from threads.map(work, items)
+    finally:
+        threads.shutdown(cancel_futures=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointError
 from reshard.storage.files import Change, Files, LocalFiles, read_each_run
-from reshard.storage.local_path import is_url
+from reshard.storage.system_calls import is_url
 
 if TYPE_CHECKING:
     from reshard.storage.stores.store import Store

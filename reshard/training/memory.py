@@ -20,9 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from reshard.errors import RequestError, check_word
-from reshard.geometry.drawn import Drawn
-from reshard.geometry.parallel import ONE_RANK, Parallel
-from reshard.geometry.value import value
+from reshard.geometry.meshes import ONE_RANK, Parallel
+from reshard.geometry.value import Drawn, value
 from reshard.models.model import Model
 from reshard.training.activations import Batch, SavedActivations, embedding_bytes, head_bytes, itemised, published
 from reshard.training.parameter_counts import (

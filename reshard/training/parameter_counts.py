@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from reshard.errors import RequestError
-from reshard.geometry.parallel import Parallel, stage_layers
+from reshard.geometry.meshes import Parallel, stage_layers
 from reshard.geometry.value import value
 from reshard.models.model import Model, Part
 from reshard.models.roles import Heads, Split, Vocabulary

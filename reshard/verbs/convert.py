@@ -28,9 +28,8 @@ from reshard.plans.tasks import PartNumber, imbalance, tasks_of_part
 from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
 from reshard.requests.request import Effort
 from reshard.requests.unchanged import files_of_target, own_files, reason_to_convert
-from reshard.storage.local_path import is_url, local_path
 from reshard.storage.own_files import WORK_FOLDER
-from reshard.storage.system_calls import system_errors
+from reshard.storage.system_calls import is_url, local_path, system_errors
 from reshard.verbs.plan import check_whole
 
 Existing = Literal["refuse", "resume", "overwrite", "update"]

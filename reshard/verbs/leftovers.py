@@ -18,17 +18,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.engine.destinations.header import RunHeader
-from reshard.engine.destinations.journal import Unfinished, read_journal
+from reshard.engine.destinations.journal import RunHeader, Unfinished, read_journal
 from reshard.engine.events import event
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.value import value
 from reshard.plans.manifest import MANIFEST
-from reshard.storage.local_path import existing_path, is_url
 from reshard.storage.lock import Lock, is_locked
 from reshard.storage.own_files import JOURNAL, WORK_FOLDER, is_digest, owner
 from reshard.storage.staging import Staging
-from reshard.storage.system_calls import system_refusal
+from reshard.storage.system_calls import existing_path, is_url, system_refusal
 
 if TYPE_CHECKING:
     from reshard.storage.stores.pending_uploads import PendingUpload

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Unpack
 
-from reshard.containers.gc_pause import gc_paused
 from reshard.errors import RequestError
 from reshard.plans.plan import Plan
 from reshard.requests.checkpoint import Checkpoint
@@ -15,6 +14,7 @@ from reshard.requests.order import PlanFile, planned
 from reshard.requests.request import ConversionRequest
 from reshard.storage.files import LocalFiles, read_whole
 from reshard.storage.output_file import OutputFile
+from reshard.storage.system_calls import gc_paused
 
 _OF_THE_SOURCE = ModelOptions.__annotations__.keys()
 _MOST_BYTES = 1 << 30

@@ -11,7 +11,7 @@ from reshard.adapter.serving_format.weight_checker import ServerFacts, ServingRa
 from reshard.canonical.content import Selection
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.dtypes import from_user
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.plans.summary import casts
 from reshard.plans.summary import kinds as kinds_of
 from reshard.requests.checkpoint import Checkpoint

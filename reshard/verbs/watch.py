@@ -19,7 +19,7 @@ from reshard.runs.local_outputs import LocalOutputs
 from reshard.runs.outputs import LATEST, Outputs
 from reshard.runs.record import WatchRecord
 from reshard.runs.steps import QUIET_SECONDS, Seen, Step, find_steps
-from reshard.storage.local_path import is_url, local_path
+from reshard.storage.system_calls import is_url, local_path
 from reshard.verbs.convert import convert, target_place
 from reshard.verbs.plan import plan
 from reshard.verbs.verify import verify_written

@@ -12,7 +12,7 @@ from published import DEEPSEEK_V3, DEEPSEEK_V3_OF_4_LAYERS, GPT2, LLAMA_8B, LLAM
 import reshard
 from reshard.containers import torch_zip
 from reshard.errors import RequestError
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.models.lookup import find_model
 from reshard.storage.files import LocalFiles
 from reshard.training.activations import RECOMPUTE, Batch, embedding_bytes, has_dropout, head_bytes, itemised, published

@@ -10,7 +10,7 @@ from places import FIXTURES
 
 from reshard.errors import RequestError, ReshardError, UnsupportedError
 from reshard.geometry.dtypes import F32
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.serving.learned.document import layout_of, text_of
 from reshard.serving.learned.fit import check_known, size_problem
 from reshard.serving.learned.fold import folded_stage, unfolded

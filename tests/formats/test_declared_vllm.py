@@ -16,7 +16,7 @@ import reshard
 from reshard.canonical.name_variants import Names
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import BF16, F32
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.models.lookup import find_model
 from reshard.models.model import Model
 from reshard.serving.legality import check_degrees, check_served

@@ -13,7 +13,7 @@ import torch
 from command import reshard as run
 
 import reshard
-from reshard.engine.recipes import dequantizer, fp8, microscaling
+from reshard.engine.recipes import dequantizer, recipe
 from reshard.engine.recipes.quantizer import Quantizer
 from reshard.engine.recipes.recipe import NotRepresentable
 from reshard.errors import CheckpointError, IncompleteError, RequestError, UnsupportedError
@@ -140,11 +140,11 @@ def test_a_value_that_fp8_does_not_hold_is_found(strange):
     """The largest value of the block is 448 x 2; so its scale is 2, and FP8 holds 2 x 2^-9 and multiples of it."""
     values = np.full((130, 140), -3.5, np.float32)
     values[0, :3] = 896, 2.0**-8, -0.0
-    codes, _ = fp8.exact_fp8_block(values.view(np.uint32))
+    codes, _ = recipe.exact_fp8_block(values.view(np.uint32))
     assert codes.shape == values.shape and codes[0, :4].tolist() == [0x7E, 0x01, 0x80, 0xBE]
     values[5, 7] = strange
     with pytest.raises(NotRepresentable):
-        fp8.exact_fp8_block(values.view(np.uint32))
+        recipe.exact_fp8_block(values.view(np.uint32))
 
 
 @pytest.mark.parametrize("span", [0, 4, 7, 9, 20])
@@ -160,7 +160,7 @@ def test_values_in_bfloat16_get_the_codes_that_they_get_in_float32(top, span):
     results = []
     for each in (words, (words >> 16).astype(np.uint16)):
         try:
-            results.append([array.tolist() for array in fp8.exact_fp8_block(each)])
+            results.append([array.tolist() for array in recipe.exact_fp8_block(each)])
         except NotRepresentable as reason:
             results.append(str(reason))
     assert results[0] == results[1]
@@ -348,20 +348,18 @@ def test_codes_by_words_are_those_by_values():
         words[:8] = draw.integers(0, 0x90, (8, 96))
         words[8:12, :32] = 0
         words |= draw.integers(0, 2, words.shape).astype(np.uint16) << np.uint16(15)
-        exponents = microscaling._exponents(microscaling._largest(words & 0x7FFF))
-        exponents = np.maximum(exponents, microscaling._PLAIN[0])
-        assert exponents.max() <= microscaling._PLAIN[1]
-        assert np.array_equal(
-            microscaling._codes_by_words(words, words & 0x7FFF, exponents), microscaling._codes_by_values(words, exponents)
-        )
+        exponents = recipe._exponents(recipe._largest(words & 0x7FFF))
+        exponents = np.maximum(exponents, recipe._PLAIN[0])
+        assert exponents.max() <= recipe._PLAIN[1]
+        assert np.array_equal(recipe._codes_by_words(words, words & 0x7FFF, exponents), recipe._codes_by_values(words, exponents))
 
 
 def test_extreme_values_get_the_codes_of_their_quotients():
     words = np.random.default_rng(4).integers(0, 1 << 16, (64, 70)).astype(np.uint16)
-    largest = microscaling._largest(words & 0x7FFF)
-    codes = microscaling._codes_by_values(words, microscaling._exponents(largest))
+    largest = recipe._largest(words & 0x7FFF)
+    codes = recipe._codes_by_values(words, recipe._exponents(largest))
     padded = np.pad(codes, ((0, 0), (0, 0)))
-    assert np.array_equal(microscaling.mxfp4(words)[0], padded[:, 1::2] << 4 | padded[:, ::2])
+    assert np.array_equal(recipe.mxfp4(words)[0], padded[:, 1::2] << 4 | padded[:, ::2])
 
 
 @pytest.mark.parametrize("store", [False, True], ids=["folder", "store"])

@@ -8,7 +8,7 @@ from places import FIXTURES, HF, MODELS, config_of, patch_stored, ranks, rules_o
 import reshard
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.dtypes import BF16, F32, from_torch
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.models.lookup import find_model
 from reshard.serving.legality import check_degrees
 from reshard.serving.ranks import placeholder_dtypes, rank_tensors

@@ -28,7 +28,7 @@ import reshard
 from reshard.adapter import registry
 from reshard.canonical.content import Selection
 from reshard.errors import CheckpointError, RequestError
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.models.lookup import find_model
 from reshard.serving.legality import check_degrees, legal_tensor_parallel_sizes
 from reshard.serving.ranks import placeholder_dtypes, rank_tensors

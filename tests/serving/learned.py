@@ -34,7 +34,7 @@ from rank_contents import described, laid_out, our_value, sizes_of  # noqa: E402
 from recipes import READ_AS  # noqa: E402
 from tiny_models import TYPES  # noqa: E402
 
-from reshard.geometry.parallel import Parallel  # noqa: E402
+from reshard.geometry.meshes import Parallel  # noqa: E402
 from reshard.models.lookup import built_in_model_types, find_architecture, find_model  # noqa: E402
 from reshard.models.model import Model  # noqa: E402
 from reshard.serving.learned.learn import LearnedLayout, learned_layout, traced_rank  # noqa: E402
@@ -191,7 +191,7 @@ def read_by_the_plugin(reshard: Path, python: Path, work: Path, ask: Ask) -> Ite
 
 def closed(python: Path, layouts: dict[Path, LearnedLayout]) -> Iterator[tuple[str, bool, str]]:
     """The rules of TP 1, 2 and 4 at TP 8, against a trace at TP 8."""
-    from reshard.geometry.parallel import Parallel
+    from reshard.geometry.meshes import Parallel
     from reshard.serving.learned.fit import size_problem
 
     legal = [folder for folder, layout in layouts.items() if size_problem(layout, Parallel(8)) is None]

@@ -66,8 +66,8 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, 
     """
     import reshard
     from reshard.canonical.globs import check_globs, matches
-    from reshard.containers.gc_pause import gc_paused
     from reshard.runs.steps import run_at
+    from reshard.storage.system_calls import gc_paused
 
     page = options.page_of(given)
     view = TreeView(**{name: given.pop(name) for name in ("by", "depth", "sort", "limit")})

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from reshard.adapter.serving_format.weight_checker import WeightChecker
     from reshard.containers.safetensors import TensorEntry
     from reshard.geometry.dtypes import DType
-    from reshard.geometry.parallel import Parallel
+    from reshard.geometry.meshes import Parallel
     from reshard.models.engine_rules import EngineRules
     from reshard.models.model import Model
     from reshard.plans.layout import Target, TargetFile

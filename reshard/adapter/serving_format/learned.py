@@ -11,7 +11,7 @@ from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.dtypes import DType
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.plans.layout import Layout, Sidecar, Target
 from reshard.serving.learned.document import LAYOUT_FILE, layout_of, text_of
 from reshard.serving.learned.fit import (

@@ -13,7 +13,7 @@ from reshard.adapter.serving_format.engine import Headers, RankHeaders, ServingE
 from reshard.containers import safetensors
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.dtypes import DType
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.geometry.sections import Sections, StoredTensor
 from reshard.index.index import Index, RunFacts
 from reshard.models.lookup import find_model

@@ -20,8 +20,7 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
-from reshard.storage.files import Files
-from reshard.storage.side_by_side import side_by_side
+from reshard.storage.files import Files, side_by_side
 
 # The elements of a sample, at most.
 _ELEMENTS = 2048

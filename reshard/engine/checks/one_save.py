@@ -11,8 +11,7 @@ import numpy as np
 from reshard.errors import MixedSaves
 from reshard.geometry.sections import Columns
 from reshard.index.index import Index, Tensor
-from reshard.storage.files import Files, read_range
-from reshard.storage.side_by_side import side_by_side
+from reshard.storage.files import Files, read_range, side_by_side
 
 # A file of another step is recognized by this many counts that agree among themselves. More than `_MOST_COUNTS` of a file are not read.
 _FEWEST_COUNTS, _MOST_COUNTS = 3, 16

@@ -14,7 +14,7 @@ from dataclasses import field
 from typing import Protocol
 
 from reshard.engine.blocks import Job
-from reshard.engine.destinations.header import RunHeader
+from reshard.engine.destinations.journal import RunHeader
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Read
 from reshard.errors import TargetError
@@ -23,8 +23,7 @@ from reshard.geometry.value import value
 from reshard.plans.layout import Sidecar
 from reshard.plans.manifest import Manifest, listed_files, usable_manifest
 from reshard.plans.plan import Plan
-from reshard.plans.route import BlockKey
-from reshard.plans.tasks import Task
+from reshard.plans.tasks import BlockKey, Task
 from reshard.storage.files import Files
 
 Replaces = Callable[[], Iterable[str]]

@@ -16,8 +16,7 @@ from pathlib import Path
 from reshard.engine.blocks import Job, block_jobs, copied_blocks, read_back, source_trace, widest_element, workers_of
 from reshard.engine.compare import wrong_constants
 from reshard.engine.destinations.destination import Begun, FinishedBlocks, Replaces, check_empty, check_same, complete_result
-from reshard.engine.destinations.header import RunHeader
-from reshard.engine.destinations.journal import Journal, Unfinished, journal_of_part, progress, read_header, read_journal
+from reshard.engine.destinations.journal import Journal, RunHeader, Unfinished, journal_of_part, progress, read_header, read_journal
 from reshard.engine.events import event
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Read
@@ -27,8 +26,7 @@ from reshard.geometry.quantities import plural
 from reshard.plans.layout import Sidecar
 from reshard.plans.manifest import MANIFEST, Manifest
 from reshard.plans.plan import Plan
-from reshard.plans.route import BlockKey
-from reshard.plans.tasks import Task
+from reshard.plans.tasks import BlockKey, Task
 from reshard.storage.files import Files, LocalFiles, read_range
 from reshard.storage.lock import is_locked
 from reshard.storage.own_files import WORK_FOLDER

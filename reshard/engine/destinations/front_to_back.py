@@ -22,7 +22,7 @@ from reshard.index.index import Constant
 from reshard.plans.layout import TargetFile
 from reshard.plans.manifest import constants_by_path, fixed_ranges, parts, planned_bytes
 from reshard.plans.plan import Plan
-from reshard.plans.route import BlockKey
+from reshard.plans.tasks import BlockKey
 from reshard.storage.stores.file_fronts import FileFronts, FrontFile, part_bytes
 from reshard.storage.stores.store import Entry, Store
 

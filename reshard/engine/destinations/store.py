@@ -24,7 +24,7 @@ from typing import Any
 from reshard.engine.blocks import Job, source_trace, workers_of
 from reshard.engine.destinations.destination import Begun, FinishedBlocks, Replaces, check_empty, check_same, complete_result
 from reshard.engine.destinations.front_to_back import Budget, filled
-from reshard.engine.destinations.header import RunHeader, blocks_of
+from reshard.engine.destinations.journal import RunHeader, blocks_of
 from reshard.engine.destinations.visit_order import passes
 from reshard.engine.events import event
 from reshard.engine.recipes.quantizer import Tiles
@@ -37,8 +37,7 @@ from reshard.geometry.value import value
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.manifest import CHECKSUMS, DIGESTS, MANIFEST, Manifest, listed_files, sample_ranges, usable_manifest
 from reshard.plans.plan import Plan
-from reshard.plans.route import BlockKey
-from reshard.plans.tasks import Task, by_files
+from reshard.plans.tasks import BlockKey, Task, by_files
 from reshard.storage.files import Files, read_whole
 from reshard.storage.own_files import WORK_FOLDER, is_digest, json_object
 from reshard.storage.stores.remote_files import RemoteFiles

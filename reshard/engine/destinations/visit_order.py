@@ -24,8 +24,7 @@ from reshard.geometry.sections import Columns
 from reshard.geometry.value import value
 from reshard.plans.layout import TargetFile
 from reshard.plans.plan import Plan
-from reshard.plans.route import Route
-from reshard.plans.tasks import files_sharing_tensors
+from reshard.plans.tasks import Route, files_sharing_tensors
 
 # Pieces of one tensor that are closer than this are written by the same job. What comes first waits for what is before it.
 _NEAR = 64 << 20

@@ -15,9 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from reshard.engine.casts import Block
-from reshard.engine.recipes.fp8 import exact_fp8_block, fp8_block
-from reshard.engine.recipes.microscaling import mxfp4, saturates
-from reshard.engine.recipes.recipe import NotRepresentable, Recipe
+from reshard.engine.recipes.recipe import NotRepresentable, Recipe, exact_fp8_block, fp8_block, mxfp4, saturates
 from reshard.engine.transfer import Worker
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box

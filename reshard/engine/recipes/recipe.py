@@ -1,15 +1,16 @@
-"""Recipe: how the codes and scales of a weight follow from its values, tile by tile."""
+"""Recipe: how the codes and scales of a weight follow from its values, tile by tile; and how those of MXFP4 and FP8 do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import product
 
 import numpy as np
 
-from reshard.engine.casts import Block, numpy_type
+from reshard.engine.casts import Block, cast, numpy_type
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import BF16, DType
+from reshard.geometry.dtypes import BF16, F8, F32, DType
 from reshard.geometry.value import value
 
 # The most columns of a tile, because short runs take many calls, and about how many elements it has. Fewer would stay in a processor's
@@ -81,3 +82,231 @@ def bfloat16_of(values: Block) -> Block:
 def float32_of(words: Block) -> Block:
     """bfloat16 words as float32 values."""
     return words.view(numpy_type(BF16)).astype(np.float32)
+
+
+# ---- MXFP4 in groups of 32 ----
+
+_GROUP = 32
+_MAGNITUDE = np.uint16(0x7FFF)
+# (bound, whether the bound itself counts): a code is the number of bounds below a magnitude. Half-way values go to the code whose last bit
+# is zero.
+_BOUNDS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+# The largest words of bfloat16 that are below each bound.
+_BELOW = tuple(np.int16((int(np.float32(bound).view(np.uint32)) >> 16) - is_closed) for bound, is_closed in _BOUNDS)
+# The exponents for which `_codes_by_words` holds.
+_PLAIN = (3, 127)
+# The exponent of the scale 2^125, which holds up to 6 x 2^125. That of 2^126 holds no larger finite value, since 4 x 2^126 is infinite; for
+# magnitudes from _BEYOND to below _INFINITY llm-compressor 0.14 takes it, and writes zeros.
+_LAST = 252
+_BEYOND, _INFINITY = np.uint16(0x7F60), np.uint16(0x7F80)
+
+
+def mxfp4(words: Block) -> tuple[Block, Block]:
+    """The codes, two in each byte, and scales of bfloat16 words.
+
+    A scale is a power of two: that of the largest magnitude of a group, rounded up from 1.75 on, over four. A code is the quotient, rounded
+    to the nearest code.
+    """
+    magnitudes = words & _MAGNITUDE
+    largest = _largest(magnitudes)
+    exponents = _exponents(largest)
+    scales = exponents.astype(np.uint8)
+    exponents[largest == 0] = _PLAIN[0]  # every scale gives the same codes
+    is_plain = int(exponents.min()) >= _PLAIN[0] and int(exponents.max()) <= _PLAIN[1]
+    codes = _codes_by_words(words, magnitudes, exponents) if is_plain else _codes_by_values(words, exponents)
+    pairs = codes.view(np.uint16)
+    pairs |= pairs >> np.uint16(4)  # the second code of a pair is in the high byte
+    return pairs.astype(np.uint8), scales
+
+
+def _largest(magnitudes: Block) -> Block:
+    """The largest magnitude of each group, as a bfloat16 word. The words of magnitudes are in the order of the magnitudes."""
+    if magnitudes.shape[1] % _GROUP:
+        return largest_of_blocks(magnitudes, (1, _GROUP))
+    # Two words at a time, the second one in the high bits; then two columns at a time: numpy works on long rows.
+    pairs = magnitudes.view(np.int32)
+    largest = pairs << np.int32(16)
+    np.maximum(largest, pairs, out=largest)
+    width = _GROUP // 2
+    while width > 1:
+        width //= 2
+        largest = np.maximum(largest[:, ::2], largest[:, 1::2])
+    return (largest >> np.int32(16)).astype(np.uint16)
+
+
+def _exponents(largest: Block) -> Block:
+    """The exponents of the scales. A NaN counts as infinity."""
+    exponents: Block = np.minimum(largest, np.uint16(0x7FC0)).astype(np.int16)
+    exponents = ((exponents + np.int16(32)) >> np.int16(7)) - np.int16(2)
+    np.maximum(exponents, np.int16(0), out=exponents)
+    exponents[_is_beyond(largest)] = _LAST
+    return exponents
+
+
+def saturates(words: Block, scales: Block) -> bool:
+    """Whether `mxfp4` has written a smaller magnitude than the nearest code would be, which is infinite."""
+    return bool(scales.size) and int(scales.max()) >= _LAST and bool(_is_beyond(words & _MAGNITUDE).any())
+
+
+def _is_beyond(magnitudes: Block) -> Block:
+    return (magnitudes >= _BEYOND) & (magnitudes < _INFINITY)
+
+
+def _codes_by_words(words: Block, magnitudes: Block, exponents: Block) -> Block:
+    """The codes for scales from 2^-124 to 1: the word of a quotient is that of the value, with the exponent moved. Values without an
+    exponent of their own are far below the first bound. magnitudes: of the words; they are overwritten."""
+    quotients = magnitudes.view(np.int16)
+    quotients -= np.repeat((exponents - np.int16(127)) << np.int16(7), _GROUP, axis=1)[:, : words.shape[1]]
+    codes = (words > np.uint16(0x8000)).view(np.uint8)
+    codes <<= np.uint8(3)
+    is_above = np.empty(words.shape, np.bool_)
+    above = is_above.view(np.uint8)
+    for word in _BELOW:
+        np.greater(quotients, word, out=is_above)
+        codes += above
+    return codes
+
+
+def _codes_by_values(words: Block, exponents: Block) -> Block:
+    values = float32_of(words)
+    scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
+    with np.errstate(all="ignore"):
+        quotients = np.clip(float32_of(bfloat16_of(values / spread(scales, values.shape, (1, _GROUP)))), -6, 6)
+    magnitudes, codes = np.abs(quotients), np.zeros(values.shape, np.uint8)
+    for bound, is_closed in _BOUNDS:
+        codes += (magnitudes >= bound) if is_closed else (magnitudes > bound)
+    return codes | (quotients < 0).astype(np.uint8) << 3
+
+
+# ---- FP8 in blocks of 128 x 128 ----
+# Codes are computed as 16-bit integers, because numpy handles 32 of them at once. The few values for which this does not work, such as
+# those below the smallest normal number of FP8, are looked up in a table.
+
+_BLOCK = (128, 128)
+_LARGEST_FP8 = np.float32(448)
+# torch.finfo(torch.bfloat16).eps, 2^-7, which stands in for a scale of zero.
+_EPSILON = np.uint16(0x3C00)
+_NAN = np.uint8(0x7F)
+# Words of bfloat16: the smallest normal number of FP8, 2^-6, and the largest number that is not above 448 when it is rounded.
+_NORMAL, _FITS = np.uint16(0x3C80), np.uint16(0x43E7)
+# (the bias of bfloat16's exponents, less that of FP8) in the place of bfloat16's exponents.
+_BIAS = 120 << 7
+
+
+def fp8_block(words: Block) -> tuple[Block, Block]:
+    """The codes and scales of bfloat16 words.
+
+    A scale is the largest magnitude of a block over 448, rounded to bfloat16. A code is the quotient, rounded to bfloat16 and then to FP8.
+    Both are computed as torch computes them.
+    """
+    quotients = np.empty(words.shape, np.uint16)
+    with np.errstate(all="ignore"):
+        scales = bfloat16_of(float32_of(largest_of_blocks(words & _MAGNITUDE, _BLOCK)) / _LARGEST_FP8)
+        scales[scales == 0] = _EPSILON
+        values, divisors = float32_of(words), float32_of(np.repeat(scales, _BLOCK[1], axis=1)[:, : words.shape[1]])
+        for row, by_column in enumerate(divisors):
+            of_block = values[row * _BLOCK[0] : (row + 1) * _BLOCK[0]]
+            of_block /= by_column
+        np.copyto(quotients.view(numpy_type(BF16)), values, casting="unsafe")
+    del values
+    return _rounded(quotients), scales
+
+
+def _rounded(words: Block) -> Block:
+    """bfloat16 words rounded to FP8, ties to even."""
+    magnitudes = words & _MAGNITUDE
+    if magnitudes.max(initial=0) > _FITS:
+        return np.take(_fp8_of_bfloat16(), words)
+    small = np.flatnonzero(magnitudes < _NORMAL)
+    if len(small) > words.size // 8:
+        return np.take(_fp8_of_bfloat16(), words)
+    odd = magnitudes >> np.uint16(4)
+    odd &= np.uint16(1)
+    magnitudes += odd
+    magnitudes -= np.uint16(_BIAS - 7)
+    magnitudes >>= np.uint16(4)
+    codes = _with_signs(magnitudes, words)
+    codes.reshape(-1)[small] = np.take(_fp8_of_bfloat16(), words.reshape(-1)[small])
+    return codes
+
+
+def _with_signs(magnitudes: Block, words: Block) -> Block:
+    """FP8 words of these magnitudes, which are overwritten, with the signs of bfloat16 words."""
+    signs = words >> np.uint16(8)
+    signs &= np.uint16(0x80)
+    magnitudes |= signs
+    return magnitudes.astype(np.uint8)
+
+
+@cache
+def _fp8_of_bfloat16() -> Block:
+    """The FP8 word of every bfloat16 word, clipped to the largest values."""
+    values = cast(np.arange(1 << 16, dtype=np.uint32).astype(np.uint16), BF16, F32).view(np.float32)
+    return cast(np.clip(values, -_LARGEST_FP8, _LARGEST_FP8).view(F32.word), F32, F8)
+
+
+def exact_fp8_block(words: Block) -> tuple[Block, Block]:
+    """Codes and scales that give the same values as the words, which are bfloat16 or float32. Raises NotRepresentable.
+
+    A scale is the smallest power of two at which the largest magnitude of a block fits.
+    """
+    if words.itemsize == F32.itemsize:
+        values = words.view(np.float32)
+        return _exact(values, _exact_scales(largest_of_blocks(np.abs(values), _BLOCK)))
+    magnitudes = words & _MAGNITUDE
+    scales = _exact_scales(float32_of(largest_of_blocks(magnitudes, _BLOCK)))
+    codes = _moved(words, magnitudes, np.frexp(scales)[1] - 1)
+    return _exact(float32_of(words), scales) if codes is None else (codes, bfloat16_of(scales))
+
+
+def _moved(words: Block, magnitudes: Block, exponents: Block) -> Block | None:
+    """The codes of bfloat16 words over 2^exponents, if all that are not zero are normal numbers, also in FP8, whose bits hold them.
+
+    The word of a quotient is then that of the value, with the exponent moved. Only from 2^-120 on, the test for small codes also finds the
+    values that are not normal numbers of bfloat16.
+    """
+    if np.bitwise_or.reduce(words, axis=None) & 0xF or exponents.min() < -120:
+        return None
+    is_nonzero = magnitudes != 0
+    moves = ((exponents << 7) + _BIAS).astype(np.int16)  # exponents are from -126 to 119
+    codes = magnitudes.view(np.int16)
+    for row, by_column in enumerate(np.repeat(moves, _BLOCK[1], axis=1)[:, : words.shape[1]]):
+        of_block = codes[row * _BLOCK[0] : (row + 1) * _BLOCK[0]]
+        of_block -= by_column
+    is_small = codes < (1 << 7)
+    is_small &= is_nonzero
+    if is_small.any():
+        return None
+    codes >>= np.int16(4)
+    codes *= is_nonzero
+    return _with_signs(codes.view(np.uint16), words)
+
+
+def _exact(values: Block, scales: Block) -> tuple[Block, Block]:
+    with np.errstate(all="ignore"):
+        quotients = values * spread(1 / scales, values.shape, _BLOCK)  # powers of two: exact, unless a quotient becomes 0
+    halves = quotients.view(np.uint16)
+    codes: Block = np.take(_exact_fp8_of_bfloat16(), halves[:, 1::2])
+    if halves[:, ::2].any() or (codes == _NAN).any() or np.count_nonzero(quotients) != np.count_nonzero(values):
+        raise NotRepresentable("have more bits, or span more powers of two, than FP8 holds with a power of two as the scale of a block")
+    return codes, bfloat16_of(scales)
+
+
+@cache
+def _exact_fp8_of_bfloat16() -> Block:
+    """The FP8 word of every bfloat16 word with the same value, and _NAN for others."""
+    words = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+    codes = _fp8_of_bfloat16()
+    return np.where(cast(cast(codes, F8, F32), F32, BF16) == words, codes, _NAN)
+
+
+def _exact_scales(largest: Block) -> Block:
+    """The scales of blocks with these largest magnitudes, in float32."""
+    if not np.isfinite(largest).all():
+        raise NotRepresentable("are not all finite")
+    exact = largest.astype(np.float64)
+    _, exponents = np.frexp(exact / 448)
+    exponents -= exact == np.ldexp(448.0, exponents - 1)  # 448 itself fits
+    exponents[exact == 0] = 0
+    scales: Block = np.ldexp(np.float32(1), np.maximum(exponents, -126)).astype(np.float32)
+    return scales

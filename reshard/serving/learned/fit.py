@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import RequestError, UnsupportedError
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.serving.capacity import DegreeReport, DegreeRow, Stage
 from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, NamedTemplate, TensorTemplate, filled
 from reshard.serving.learned.learn import config_digests

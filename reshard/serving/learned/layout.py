@@ -13,8 +13,8 @@ from typing import NamedTuple
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
+from reshard.geometry.meshes import Parallel
 from reshard.geometry.mosaics import Mosaic, Tile
-from reshard.geometry.parallel import Parallel
 from reshard.geometry.sections import StoredTensor, constant
 from reshard.geometry.value import value
 from reshard.serving.learned.numbers import Number, TpRank, values

@@ -16,7 +16,7 @@ from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs, matches
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import BF16, DType, from_safetensors, from_user
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.models.model import Model, ModelWeight
 from reshard.models.quantization import check_has_settings, without_quantization
 from reshard.plans.layout import Target

@@ -9,9 +9,8 @@ from typing import Unpack
 from reshard.canonical.content import Selection
 from reshard.engine.compare import Comparison, Difference, Side, comparable
 from reshard.errors import RequestError, choices
-from reshard.geometry.drawn import Drawn
 from reshard.geometry.quantities import plural
-from reshard.geometry.value import mutable, value
+from reshard.geometry.value import Drawn, mutable, value
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.changes import Change, ChangeMeter, sum_of
 from reshard.measures.walk import Read, walk

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Unpack
 
 from reshard.errors import RequestError
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.geometry.quantities import parse_count
 from reshard.models.architecture import Architecture
 from reshard.models.model import Model

@@ -16,7 +16,7 @@ from reshard.adapter import registry
 from reshard.adapter.model_files import CONFIG, find_model_files
 from reshard.adapter.serving_format import ServingFormat
 from reshard.errors import RequestError, UnsupportedError
-from reshard.geometry.parallel import Parallel
+from reshard.geometry.meshes import Parallel
 from reshard.requests.keywords import PathLike
 from reshard.serving.learned.document import text_of
 from reshard.serving.learned.layout import LearnedLayout
