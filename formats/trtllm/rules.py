@@ -11,7 +11,7 @@ from reshard.geometry.dtypes import F32
 from reshard.geometry.meshes import Parallel
 from reshard.models.engine_rules import EngineRules, Fusion
 from reshard.models.model import Model
-from reshard.models.roles import Vocabulary
+from reshard.models.roles import VOCABULARY
 
 from .config import MODEL_TYPES
 
@@ -68,7 +68,7 @@ def rules_for_sizes(model: Model, parallel: Parallel) -> EngineRules:
         fusions=_FUSIONS,
         layers_per_stage=remainder_to_first_stages,
         module_names=_NAMES,
-        splits={"position_embedding": Vocabulary()},
+        splits={"position_embedding": VOCABULARY},
         dtypes={"router": F32},
         equal_experts=True,
         refuses_quantized="TensorRT-LLM scales them in a way of its own",

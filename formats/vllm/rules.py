@@ -17,7 +17,7 @@ from reshard.geometry.value import value
 from reshard.models.engine_rules import EngineRules, ExtraTensor, Fusion, Rename, Version, version_numbers
 from reshard.models.model import Model, ModelWeight
 from reshard.models.quantization import quantization_settings, settings_key
-from reshard.models.roles import Heads
+from reshard.models.roles import heads
 from reshard.models.stored_forms import Quantization, StoredForm
 from reshard.plans.layout import Target
 from reshard.serving.legality import about_version
@@ -80,7 +80,7 @@ _FUSIONS = (
     Fusion(("shared_expert.gate", "shared_expert.up"), "gate_up_proj"),
 )
 # A layer of state-space heads takes more ranks than groups only if it has one group (layers/mamba/mamba_mixer2.py).
-_GROUPS = dict.fromkeys(("ssm.b", "ssm.c", "ssm.conv_b", "ssm.conv_c"), Heads("ssm_groups", copies=True, only_one=True))
+_GROUPS = dict.fromkeys(("ssm.b", "ssm.c", "ssm.conv_b", "ssm.conv_c"), heads("ssm_groups", copies=True, only_one=True))
 _SCALES = tuple(ExtraTensor("attention.o", f"attn.{name}", 1.0, F32) for name in ("_k_scale", "_q_scale", "_v_scale", "_prob_scale"))
 # In the attention of a quantized model, -1 or a scale of 1 means "not given" (layers/quantization/kv_cache.py).
 _NOT_GIVEN = tuple(ExtraTensor("attention.o", f"attn.{name}_scale", -1.0, None) for name in ("q", "k", "v", "prob"))

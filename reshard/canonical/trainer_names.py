@@ -36,7 +36,7 @@ from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
 from reshard.index.subviews import SubviewsBuilder
 from reshard.models.model import Model, Part
-from reshard.models.roles import ROLES, Replicate, Row
+from reshard.models.roles import ROLES
 
 _ROTARY = {"attention.q": "heads", "attention.k": "kv_heads"}
 
@@ -157,8 +157,7 @@ def axis_of(name: str) -> int | None:
         return None
     layer, expert = (r"(?<=layers\.)\d+", "{layer}"), (r"(?<=experts\.)\d+", "{expert}")
     (role,) = _META[re.sub(*expert, re.sub(*layer, name))]
-    split = ROLES[role].split
-    return None if isinstance(split, Replicate) else int(isinstance(split, Row))
+    return ROLES[role].split.axis
 
 
 @value(slots=False, eq=False)

@@ -8,7 +8,6 @@ from dataclasses import field
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.value import value
 from reshard.models.model import Part
-from reshard.models.roles import Column, FirstRank, Heads, Replicate, Row, Vocabulary
 
 # Heads as a message names them, by the dimension that counts them.
 _HEADS = {
@@ -48,40 +47,33 @@ class Cut:
     """The number of neighbouring ranks that hold the same run."""
 
 
-def cut_of(part: Part, tp: int, rules: SplitRules) -> Cut | None:
+def cut_of(part: Part, tp: int) -> Cut | None:
     """How `tp` ranks share a part; None if each rank holds the whole part.
 
     With fewer KV heads than ranks, `tp_rank` holds head tp_rank // (tp / heads), as in vLLM 0.32 (QKVParallelLinear) and TensorRT-LLM. A
     part is not cut along an axis that it does not have (the bias of a row-parallel layer), nor along an axis with one scale for all of it.
     """
-    match part.split:
-        case Replicate() | FirstRank():
-            return None
-        case Row():
-            cut = Cut(1, tp)
-        case Heads(count, copies):
-            heads = part.dimensions[count]
-            cut = Cut(0, heads, tp // heads) if copies and tp > heads else Cut(0, tp)
-        case Column() | Vocabulary():
-            cut = Cut(0, tp)
-    return cut if cut.axis < len(part.block_shape) and part.block_shape[cut.axis] is not None else None
+    axis = part.split.axis
+    if axis is None or axis >= len(part.block_shape) or part.block_shape[axis] is None:
+        return None
+    heads = part.dimensions[part.split.heads] if part.split.copies else tp
+    return Cut(axis, heads, tp // heads) if tp > heads else Cut(axis, tp)
 
 
 def problem(part: Part, tp: int, rules: SplitRules) -> str | None:
     """Why a part cannot be split over `tp` ranks, with the numbers that do not divide; None if it can."""
-    if isinstance(part.split, Heads):
-        heads = part.dimensions[part.split.count]
-        if heads % tp and not (part.split.copies and tp % heads == 0 and (heads == 1 or not part.split.only_one)):
-            return f"{tp} ranks do not divide its {heads} {_HEADS.get(part.split.count, part.split.count)}"
-    cut = cut_of(part, tp, rules)
+    split = part.split
+    if split.heads:
+        heads = part.dimensions[split.heads]
+        if heads % tp and not (split.copies and tp % heads == 0 and (heads == 1 or not split.only_one)):
+            return f"{tp} ranks do not divide its {heads} {_HEADS.get(split.heads, split.heads)}"
+    cut = cut_of(part, tp)
     if cut is None or part.is_scale:
         return None
-    size, features = (
-        _padded(part, tp, rules).shape[cut.axis] * (part.block_shape[cut.axis] or 1),
-        "input features" if cut.axis else "output features",
-    )
+    size = _padded(part, tp, rules).shape[cut.axis] * (part.block_shape[cut.axis] or 1)
+    features = "input features" if cut.axis else "output features"
     if size % cut.runs:
-        return f"{tp} ranks do not divide its {size} {'rows, padding included' if isinstance(part.split, Vocabulary) else features}"
+        return f"{tp} ranks do not divide its {size} {'rows, padding included' if split.is_padded else features}"
     block = part.blocks[cut.axis] if part.blocks else 1
     if part.form and tp > 1 and size // cut.runs % block:
         return f"{size} {features} over {tp} ranks give {size // cut.runs} each, which is not a multiple of the {part.form.unit} of {block}"
@@ -90,15 +82,15 @@ def problem(part: Part, tp: int, rules: SplitRules) -> str | None:
 
 def shard(part: Part, tp: int, tp_rank: int, rules: SplitRules) -> Mosaic:
     """What `tp_rank` of `tp` ranks holds of a part, padding included. `problem` must be None for the part."""
-    cut, array = cut_of(part, tp, rules), _padded(part, tp, rules)
-    if isinstance(part.split, FirstRank) and tp_rank:
+    cut, array = cut_of(part, tp), _padded(part, tp, rules)
+    if part.split.on_first_rank and tp_rank:
         return Mosaic(array.shape, ())
     return array if cut is None else array.part(cut.axis, cut.runs, tp_rank // cut.copies)
 
 
 def _padded(part: Part, tp: int, rules: SplitRules) -> Mosaic:
-    array, cut = part.array, cut_of(part, tp, rules)
-    if isinstance(part.split, Vocabulary):
+    array, cut = part.array, cut_of(part, tp)
+    if part.split.is_padded:
         return array.padded(0, rules.padded_vocabulary(array.shape[0]))
     if cut and (step := rules.steps.get(part.role)):
         runs = step * cut.runs // (part.block_shape[cut.axis] or 1)

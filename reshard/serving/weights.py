@@ -9,7 +9,6 @@ from functools import lru_cache
 from reshard.geometry.dtypes import DType
 from reshard.models.engine_rules import EngineRules
 from reshard.models.model import LayerKind, Model, ModelWeight, Part
-from reshard.models.roles import Heads
 from reshard.models.splits import SplitRules
 
 
@@ -49,7 +48,7 @@ def _distinct_parts(model: Model, keep_fused: frozenset[str], unsupported: froze
     for parts in _parts_by_kind(model, keep_fused, unsupported).values():
         for part in parts:
             first.setdefault((part.role, part.parameter, part.array.shape, id(part.dimensions)), part)
-    return tuple(sorted(first.values(), key=lambda part: not isinstance(part.split, Heads)))
+    return tuple(sorted(first.values(), key=lambda part: not part.split.heads))
 
 
 def split_rules(model: Model, rules: EngineRules, tp: int) -> SplitRules:

@@ -16,7 +16,6 @@ from reshard.errors import RequestError
 from reshard.geometry.meshes import Parallel, stage_layers
 from reshard.geometry.value import value
 from reshard.models.model import Model, Part
-from reshard.models.roles import Heads, Split, Vocabulary
 from reshard.models.splits import SplitRules, cut_of, problem
 
 
@@ -130,10 +129,10 @@ def _trained(model: Model) -> Iterator[Part]:
 
 def _elements(part: Part, tp: int, rules: SplitRules) -> int:
     """The number of a part's elements on one tensor-parallel rank."""
-    if cut_of(part, tp, rules) is None:
+    if cut_of(part, tp) is None:
         return math.prod(part.array.shape)
     rows = part.array.shape[0]
-    padded = rules.padded_vocabulary(rows) if isinstance(part.split, Vocabulary) else rows
+    padded = rules.padded_vocabulary(rows) if part.split.is_padded else rows
     return -(-padded * math.prod(part.array.shape[1:]) // tp)
 
 
@@ -143,14 +142,10 @@ def _share(elements: int, number: int, part: Part, parallel: Parallel) -> Weight
 
 
 def _check_tensors(parts: Iterable[Part], tp: int, rules: SplitRules) -> None:
-    for part in sorted(parts, key=lambda part: _order_of_messages(part.split)):
+    # Query heads first, then KV heads: people understand a size that does not divide the heads best.
+    for part in sorted(parts, key=lambda part: (not part.split.heads, part.split.copies)):
         if reason := problem(part, tp, rules):
             raise RequestError(f"--tp {tp} does not fit this model: {reason}", where=part.tensor, id="illegal-sizes")
-
-
-def _order_of_messages(split: Split) -> int:
-    """Query heads first, then KV heads: people understand a size that does not divide the heads best."""
-    return (1 if split.copies else 0) if isinstance(split, Heads) else 2
 
 
 def _check_experts(model: Model, parallel: Parallel) -> None:

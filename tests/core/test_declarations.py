@@ -24,7 +24,7 @@ from reshard.models.lookup import (
     unknown_architecture,
 )
 from reshard.models.model import Model
-from reshard.models.roles import DECLARED_ROLES, ROLES, Column, Heads, Replicate, Row, Vocabulary
+from reshard.models.roles import COLUMN, DECLARED_ROLES, REPLICATE, ROLES, ROW, VOCABULARY, heads
 from reshard.models.splits import SplitRules, problem
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -282,10 +282,10 @@ WITHOUT_HEADS_IN_THE_SHAPE = ("delta.ba", "vision.q", "vision.k", "vision.v")
 def test_a_role_is_consistent(role):
     """The law of the role table: a split needs its axis, quantized weights are matrices, and no two roles have the same usual name."""
     assert (len(role.shape) <= 2 or "conv" in role.name) and ROLES[role.name] is role
-    if isinstance(role.split, Row):
+    if role.split == ROW:
         assert len(role.shape) == 2
-    if isinstance(role.split, Heads) and role.shape and role.name not in WITHOUT_HEADS_IN_THE_SHAPE:
-        assert role.split.count in role.shape[0]
+    if role.split.heads and role.shape and role.name not in WITHOUT_HEADS_IN_THE_SHAPE:
+        assert role.split.heads in role.shape[0]
     if role.quantized:
         assert len(role.shape) == 2 or role.fuses
     assert all(inner in DECLARED_ROLES for inner in role.fuses)
@@ -315,8 +315,8 @@ def test_a_bias_has_only_the_output_features():
 @pytest.mark.parametrize(
     "written, split",
     [
-        ("column", Column()), ("row", Row()), ("vocabulary", Vocabulary()), ("replicate", Replicate()), ("{heads: heads}", Heads("heads")),
-        ("{heads: kv_heads, copies: true}", Heads("kv_heads", copies=True)),
+        ("column", COLUMN), ("row", ROW), ("vocabulary", VOCABULARY), ("replicate", REPLICATE), ("{heads: heads}", heads("heads")),
+        ("{heads: kv_heads, copies: true}", heads("kv_heads", copies=True)),
     ],
 )  # fmt: skip
 def test_a_new_role_has_a_split(written, split):

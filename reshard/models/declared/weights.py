@@ -8,17 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from reshard.geometry.value import value
 from reshard.models.architecture import Dimension, Weight
 from reshard.models.declared.node import Node, expression
-from reshard.models.roles import DECLARED_ROLES, ROLES, Column, FirstRank, Heads, Replicate, Row, Split, Vocabulary
+from reshard.models.roles import COLUMN, DECLARED_ROLES, FIRST_RANK, REPLICATE, ROLES, ROW, VOCABULARY, Split, heads
 
 WEIGHT_KEYS = ("role", "shape", "split", "fuses", "interleaved_by", "transposed", "stacked", "when", "layers")
 _FUSED_ROLES = {role.fuses: role.name for role in ROLES.values() if role.fuses}
-_SPLITS: dict[str, Split] = {
-    "column": Column(),
-    "row": Row(),
-    "vocabulary": Vocabulary(),
-    "replicate": Replicate(),
-    "first_rank": FirstRank(),
-}
+_SPLITS = {"column": COLUMN, "row": ROW, "vocabulary": VOCABULARY, "replicate": REPLICATE, "first_rank": FIRST_RANK}
 # A number in a name, or its placeholder.
 NUMBER = r"\{\w+\}|\d+"
 _ROLE = r"[\w.-]+"
@@ -94,11 +88,11 @@ class WeightReader:
     def _split(self, node: Node, keys: Mapping[str, Node], roles: Sequence[str]) -> Split | None:
         """The split of a weight with new roles; None if its roles are known. Raises RequestError if `split` is missing, or not allowed."""
         for role in roles:
-            split = ROLES[role].split if role in ROLES else None
-            if isinstance(split, Heads) and split.count not in self.dimensions:
+            count = ROLES[role].split.heads if role in ROLES else ""
+            if count and count not in self.dimensions:
                 raise node.error(
-                    f"ranks share a weight of the role {role} by {split.count}, and no dimension is called that",
-                    do=f"Add `{split.count}:` under `dimensions`",
+                    f"ranks share a weight of the role {role} by {count}, and no dimension is called that",
+                    do=f"Add `{count}:` under `dimensions`",
                 )
         if "role" in keys and "fuses" in keys:
             raise keys["role"].error("a fused weight has the roles in `fuses`", do="Leave out `role:`")
@@ -115,7 +109,7 @@ class WeightReader:
             with_split = next(role for role in roles if role in ROLES)
             raise keys["split"].error(f"the role {with_split} has a split already", do="Leave out `split:`, or give the weight a new role")
         split = split_of(keys["split"])
-        if isinstance(split, Heads):
+        if split.heads:
             expression(keys["split"].mapping()["heads"], self.dimensions)
         return split
 
@@ -154,7 +148,7 @@ def split_of(node: Node) -> Split:
     if "heads" not in keys:
         raise node.error("it does not name the dimension", do="Write {heads: DIMENSION}, with `copies: true` if ranks may share a head")
     count = keys["heads"].word(r"[a-z_][a-z0-9_]*", "a dimension")
-    return Heads(count, keys["copies"].flag() if "copies" in keys else False)
+    return heads(count, copies=keys["copies"].flag() if "copies" in keys else False)
 
 
 def layer_set(node: Node) -> str:
