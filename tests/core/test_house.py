@@ -11,6 +11,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from walks import walk_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -365,6 +366,12 @@ def test_detecting_loads_a_reader_only_to_look_into_a_file():
     folder = str(ROOT / "fixtures" / "hf" / "llama")
     detect = f"from reshard.adapter import registry\nfrom reshard.storage.files import LocalFiles\nregistry.detect(LocalFiles({folder!r}))"
     assert heavy(loaded_after(detect)) == []
+
+
+def test_the_walk_of_a_source_does_not_grow():
+    """Where plan(source) hands its source and what is made of it. `python tests/walks.py reshard/verbs/plan.py plan source` draws it."""
+    walk = walk_of("reshard/verbs/plan.py", "plan", "source")
+    assert len(walk.visits) > 100 and len(walk.files) <= 40 and len(walk.climbs) <= 42
 
 
 def test_a_plugin_loads_nothing_heavy_before_it_is_asked():
