@@ -13,7 +13,6 @@ from reshard.containers.zip_directory import Directory, Member, Range, payload, 
 from reshard.engine.pool import run_jobs
 from reshard.errors import CheckpointError
 from reshard.geometry.quantities import plural
-from reshard.geometry.value import value
 from reshard.health.findings import Finding, found, of_error
 from reshard.storage.files import Files
 
@@ -58,14 +57,8 @@ def unused_files(format: Format, used: Collection[str], files: Files, paths: Seq
             yield found("unused-file", f"it is called like a weight file of the format {format.name}, but no tensor lies in it", file=path)
 
 
-@value
-class _Zip:
-    """One zip: a file of torch.save, or an entry of a DCP file."""
-
-    source: Range
-    """Its bytes."""
-    directory: Directory
-    """Its directory."""
+# The bytes of one zip, a file of torch.save or an entry of a DCP file, and its directory.
+_Zip = tuple[Range, Directory]
 
 
 def wrong_checksums(files: Files, paths: Sequence[str], workers: int, advance: Callable[[int], None]) -> Iterator[Finding]:
@@ -73,12 +66,16 @@ def wrong_checksums(files: Files, paths: Sequence[str], workers: int, advance: C
     unchecked: list[str] = []
 
     def jobs() -> Iterator[tuple[_Zip, Member]]:
-        for zip_ in _zips(files, paths):
-            members = zip_.directory.members.values()
+        for source in _zips(files, paths):
+            try:
+                directory = read_directory(source)
+            except CheckpointError:
+                continue  # found by `damaged_files`, or when the checkpoint is opened
+            members = directory.members.values()
             if not any(member.crc32 for member in members):
-                unchecked.append(zip_.source.path)
+                unchecked.append(source.path)
             # A CRC-32 of 0 means that none was computed.
-            yield from ((zip_, member) for member in members if member.crc32)
+            yield from (((source, directory), member) for member in members if member.crc32)
 
     def make_worker() -> Callable[[tuple[_Zip, Member]], tuple[int, Finding | None]]:
         buffer = bytearray(_STEP)
@@ -91,7 +88,7 @@ def wrong_checksums(files: Files, paths: Sequence[str], workers: int, advance: C
             except CheckpointError as error:
                 return 0, of_error(error, "damaged-file")
             detail = f"the {plural(member.nbytes, 'byte')} of its member {member.name} do not have the CRC-32 that was saved with them"
-            return member.nbytes, found("wrong-checksum", detail, file=zip_.source.path)
+            return member.nbytes, found("wrong-checksum", detail, file=zip_[0].path)
 
         return perform
 
@@ -105,24 +102,17 @@ def wrong_checksums(files: Files, paths: Sequence[str], workers: int, advance: C
 
 
 def _crc32(files: Files, zip_: _Zip, member: Member, buffer: memoryview) -> int:
-    start, crc = zip_.source.start + payload(zip_.source, zip_.directory, member), 0
+    source, directory = zip_
+    start, crc = source.start + payload(source, directory, member), 0
     for done in range(0, member.nbytes, _STEP):
         part = buffer[: min(_STEP, member.nbytes - done)]
-        files.read_into(zip_.source.path, start + done, part)
+        files.read_into(source.path, start + done, part)
         crc = zlib.crc32(part, crc)
     return crc
 
 
-def _zips(files: Files, paths: Sequence[str]) -> Iterator[_Zip]:
-    """Every zip that can be read. Damaged ones are found by `damaged_files`, or when the checkpoint is opened."""
-    for source in _ranges(files, paths):
-        try:
-            yield _Zip(source, read_directory(source))
-        except CheckpointError:
-            continue
-
-
-def _ranges(files: Files, paths: Sequence[str]) -> Iterator[Range]:
+def _zips(files: Files, paths: Sequence[str]) -> Iterator[Range]:
+    """Every zip: files of torch.save, and the entries of DCP files."""
     for path in paths:
         if _is_one_zip(files, path):
             yield Range(files, path)

@@ -10,7 +10,7 @@ from reshard.engine.read_ahead import run_reading
 from reshard.engine.transfer import Block, Pieces, Worker, bytes_of
 from reshard.errors import CheckpointError, ReplicasDiffer
 from reshard.geometry.boxes import Box, blocks
-from reshard.geometry.value import mutable, value
+from reshard.geometry.value import mutable
 from reshard.health.findings import Finding, found, of_error
 from reshard.index.index import Tensor
 from reshard.index.name_parts import is_scale
@@ -42,18 +42,8 @@ class Measured:
         return self.tensor.name
 
 
-@value
-class _Job:
-    """One block to measure."""
-
-    number: int
-    """The index of the tensor."""
-    block: int
-    """The number of the block in the tensor."""
-    box: Box
-    """The block."""
-    pieces: Pieces
-    """The pieces of the tensor, replicas included."""
+# The index of a tensor, the number of a block in it, the block, and the tensor's pieces, replicas included.
+_Job = tuple[int, int, Box, Pieces]
 
 
 def measure(
@@ -75,44 +65,46 @@ def measure(
     def jobs() -> Iterator[_Job]:
         for number, tensor in enumerate(tensors):
             pieces = Pieces(tensor)
-            yield from (_Job(number, block, box, pieces) for block, box in enumerate(blocks(tensor.shape)))
+            yield from ((number, block, box, pieces) for block, box in enumerate(blocks(tensor.shape)))
 
     def make_worker() -> Callable[[_Job], tuple[_Job, Statistics | None, bytes | None, Finding | None]]:
         worker, meter = Worker(files, itemsize), Meter()
 
         def perform(job: _Job) -> tuple[_Job, Statistics | None, bytes | None, Finding | None]:
-            tensor = tensors[job.number]
-            block, fault = _gathered(worker, job)
+            number, _, box, pieces = job
+            tensor = tensors[number]
+            block, fault = _gathered(worker, pieces, box)
             if block is None:
                 return job, None, None, fault
             is_weight, signs = tensor.kind in ("weight", "master"), tensor.kind == "moment2" or is_scale(tensor.name)
-            statistics = meter.measure(block, tensor.dtype, job.box, tensor.shape, values=is_weight, signs=signs)
+            statistics = meter.measure(block, tensor.dtype, box, tensor.shape, values=is_weight, signs=signs)
             return job, statistics, CURRENT.block(bytes_of(block)) if with_digests else None, fault
 
         return perform
 
     threads = workers_within(effort.memory, effort.workers, itemsize, buffers=3)
-    for job, statistics, digest, fault in run_reading(jobs(), make_worker, threads, (files, lambda job: (job.pieces, job.box))):
-        entry = measured[job.number]
+    finished = run_reading(jobs(), make_worker, threads, (files, lambda job: (job[3], job[2])))
+    for (number, block, box, _), statistics, digest, fault in finished:
+        entry = measured[number]
         entry.fault = entry.fault or fault
         if statistics is None:
             entry.is_complete = False
         else:
             entry.statistics.add(statistics)
-            effort.report(job.box.volume * entry.tensor.dtype.itemsize)
+            effort.report(box.volume * entry.tensor.dtype.itemsize)
         if digest is not None:
-            entry.digests[job.block] = digest
+            entry.digests[block] = digest
     return measured
 
 
-def _gathered(worker: Worker, job: _Job) -> tuple[Block | None, Finding | None]:
+def _gathered(worker: Worker, pieces: Pieces, box: Box) -> tuple[Block | None, Finding | None]:
     """A block, and a finding if its replicas differ; None and a finding if it cannot be read."""
     try:
-        return worker.gather(job.pieces, job.box), None
+        return worker.gather(pieces, box), None
     except ReplicasDiffer as error:
-        return worker.gather(Pieces(job.pieces.tensor.without_replicas()), job.box), of_error(error)
+        return worker.gather(Pieces(pieces.tensor.without_replicas()), box), of_error(error)
     except CheckpointError as error:
-        return None, replace(of_error(error), tensor=job.pieces.tensor.name)
+        return None, replace(of_error(error), tensor=pieces.tensor.name)
 
 
 def place_of(tensor: Tensor, element: tuple[int, ...]) -> tuple[str | None, int | None]:

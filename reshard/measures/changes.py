@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from reshard.engine.transfer import Block
 from reshard.geometry.dtypes import BF16, F32, DType
 from reshard.geometry.value import mutable
 from reshard.measures.statistics import LAYOUTS
+from reshard.measures.walk import Gathered
 
 _STRIP = 1 << 17
 _UPPER_HALF = np.uint32(0xFFFF0000)
@@ -34,19 +36,28 @@ _EDGES = (0, *(1 << power for power in range(16)))
 _INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "<u1"}
 
 
+def _kept(ours: Any, theirs: Any) -> Any:
+    return ours
+
+
+def _added(ours: list[int], theirs: list[int]) -> list[int]:
+    """Counts entry by entry; one list may be longer."""
+    return [a + b for a, b in zip_longest(ours, theirs, fillvalue=0)]
+
+
 @mutable
-class Change:
+class Change(Gathered):
     """How a tensor, or a group of tensors, changed."""
 
     JSON = "name layer role tensors elements changed nonfinite nan infinite relative largest mean cosine ulps"
 
-    name: str = ""
+    name: str = field(default="", metadata={"combine": _kept})
     """The tensor, or the group."""
-    layer: int | None = None
+    layer: int | None = field(default=None, metadata={"combine": _kept})
     """The layer; None if the tensor belongs to none."""
-    role: str = ""
+    role: str = field(default="", metadata={"combine": _kept})
     """What the tensor does in the model, such as attention.q; the last words of its name if the model is not known."""
-    tensors: int = 1
+    tensors: int = field(default=1, metadata={"combine": _kept})
     """The number of tensors."""
     elements: int = 0
     """The number of elements that were compared."""
@@ -54,11 +65,11 @@ class Change:
     """The number of elements that differ."""
     nonfinite: int = 0
     """The number of elements that are NaN or infinite on one side at least. They are left out of the sums."""
-    nan: list[int] = field(default_factory=lambda: [0, 0])
+    nan: list[int] = field(default_factory=lambda: [0, 0], metadata={"combine": _added})
     """The number of NaN on the left and on the right."""
-    infinite: list[int] = field(default_factory=lambda: [0, 0])
+    infinite: list[int] = field(default_factory=lambda: [0, 0], metadata={"combine": _added})
     """The number of infinite elements on the left and on the right."""
-    largest: float = 0.0
+    largest: float = field(default=0.0, metadata={"combine": max})
     """The largest absolute difference."""
     total: float = 0.0
     """The sum of the absolute differences."""
@@ -68,7 +79,7 @@ class Change:
     """The sum of the squares of the left elements."""
     right_squares: float = 0.0
     """The sum of the squares of the right elements."""
-    ulps: list[int] = field(default_factory=list)
+    ulps: list[int] = field(default_factory=list, metadata={"combine": _added})
     """The number of elements by their distance in ULPs: 0, 1, 2, 3 to 4, 5 to 8, 9 to 16, ...; empty for integers."""
 
     @property
@@ -95,25 +106,6 @@ class Change:
         if not left or not right:
             return None
         return min(1.0, 1.0 - (self.squares - (left - right) ** 2) / (2 * left * right))
-
-    def add(self, part: Change) -> None:
-        """Take in the change of another part."""
-        self.elements += part.elements
-        self.changed += part.changed
-        self.nonfinite += part.nonfinite
-        self.nan = [a + b for a, b in zip(self.nan, part.nan, strict=True)]
-        self.infinite = [a + b for a, b in zip(self.infinite, part.infinite, strict=True)]
-        self.largest = max(self.largest, part.largest)
-        self.total += part.total
-        self.squares += part.squares
-        self.left_squares += part.left_squares
-        self.right_squares += part.right_squares
-        self.add_ulps(part.ulps)
-
-    def add_ulps(self, counts: list[int]) -> None:
-        """Take in the histogram of another part."""
-        longer, shorter = sorted((self.ulps, counts), key=len, reverse=True)
-        self.ulps = [a + (shorter[i] if i < len(shorter) else 0) for i, a in enumerate(longer)]
 
 
 def sum_of(name: str, parts: Sequence[Change], *, layer: int | None = None, role: str = "") -> Change:
@@ -173,7 +165,7 @@ class ChangeMeter:
         if not changed and math.isfinite(left_squares):  # equal bytes need the sum of the squares alone
             change.left_squares += left_squares
             change.right_squares += left_squares
-            change.add_ulps([len(a)] if left.floating else [])
+            change.ulps = _added(change.ulps, [len(a)] if left.floating else [])
             return
         y = self._halves(1, b) if left == right == BF16 else _numbers(b, right)
         change.changed += changed if left == right else self._differing(x, y)
@@ -193,7 +185,7 @@ class ChangeMeter:
         change.total += float(np.dot(difference, self._ones[: len(difference)]) if difference.dtype == np.float32 else difference.sum())
         if left.floating and right.floating:
             narrow = left if left.itemsize < right.itemsize else right
-            change.add_ulps(self._ulp_counts(cast(a, left, narrow), cast(b, right, narrow), narrow))
+            change.ulps = _added(change.ulps, self._ulp_counts(cast(a, left, narrow), cast(b, right, narrow), narrow))
 
     def _differing(self, a: Block, b: Block) -> int:
         """The number of elements that differ."""

@@ -20,6 +20,7 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.value import mutable
 from reshard.measures.statistics import constant_rows
+from reshard.measures.walk import Gathered
 
 # Below this size the words that occur are sorted; from it on, all 65,536 words are counted.
 _FEW = 1 << 13
@@ -27,9 +28,23 @@ _INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U64": "<u8"
 _F64 = from_torch("float64", where="distribution")
 
 
+def _added(a: Any, b: Any) -> dict[int, int] | npt.NDArray[np.int64]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return {word: a.get(word, 0) + b.get(word, 0) for word in a.keys() | b.keys()} if a else b
+    if isinstance(a, dict):
+        a, b = b, a
+    table: npt.NDArray[np.int64] = a
+    if not isinstance(b, dict):
+        table += b
+        return table
+    for word, count in b.items():
+        table[word] += count
+    return table
+
+
 @mutable
-class ValueDistribution:
-    """What is known of the elements of a tensor, or of a part of it. `add` combines parts."""
+class ValueDistribution(Gathered):
+    """What is known of the elements of a tensor, or of a part of it."""
 
     elements: int = 0
     """The number of elements."""
@@ -43,15 +58,15 @@ class ValueDistribution:
     """The number of rows, along the last axis, that were judged."""
     constant_rows: int = 0
     """The number of these that have one value."""
-    smallest: float = math.inf
+    smallest: float = field(default=math.inf, metadata={"combine": min})
     """The smallest finite element."""
-    largest: float = -math.inf
+    largest: float = field(default=-math.inf, metadata={"combine": max})
     """The largest finite element."""
     total: float = 0.0
     """The sum of the finite elements."""
     squares: float = 0.0
     """The sum of their squares."""
-    words: dict[int, int] | npt.NDArray[np.int64] = field(default_factory=dict)
+    words: dict[int, int] | npt.NDArray[np.int64] = field(default_factory=dict, metadata={"combine": _added})
     """How often each upper 16 bits of a word occur: a table of all, or a dict of those of a small part; empty for integers."""
 
     @property
@@ -68,20 +83,6 @@ class ValueDistribution:
     def deviation(self) -> float | None:
         """The standard deviation of the finite elements; None if there are none."""
         return math.sqrt(max(self.squares / self.finite - (self.total / self.finite) ** 2, 0.0)) if self.finite else None
-
-    def add(self, part: ValueDistribution) -> None:
-        """Take in the distribution of another part."""
-        self.elements += part.elements
-        self.nan += part.nan
-        self.inf += part.inf
-        self.zeros += part.zeros
-        self.rows += part.rows
-        self.constant_rows += part.constant_rows
-        self.smallest = min(self.smallest, part.smallest)
-        self.largest = max(self.largest, part.largest)
-        self.total += part.total
-        self.squares += part.squares
-        self.words = _added(self.words, part.words)
 
     def histogram(self, dtype: DType, bins: int) -> list[int]:
         """The number of finite elements in each of `bins` intervals of equal width between the smallest and the largest; empty if the
@@ -125,20 +126,6 @@ def _counted(flat: Block, dtype: DType) -> dict[int, int] | npt.NDArray[np.int64
         words, counts = np.unique(flat >> flat.dtype.type(shift), return_counts=True)
         return dict(zip(words.tolist(), counts.tolist(), strict=True))
     return np.bincount(flat.view(np.uint16)[shift // 16 :: dtype.itemsize // 2] if shift else flat, minlength=1 << 16)
-
-
-def _added(a: Any, b: Any) -> dict[int, int] | npt.NDArray[np.int64]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return {word: a.get(word, 0) + b.get(word, 0) for word in a.keys() | b.keys()} if a else b
-    if isinstance(a, dict):
-        a, b = b, a
-    table: npt.NDArray[np.int64] = a
-    if not isinstance(b, dict):
-        table += b
-        return table
-    for word, count in b.items():
-        table[word] += count
-    return table
 
 
 def _every_value(words: Any, dtype: DType) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:

@@ -23,6 +23,7 @@ from reshard.engine.transfer import Block
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.value import mutable, value
+from reshard.measures.walk import Gathered
 
 _STRIP = 1 << 16
 # Elements of each block from which the shape of the distribution is taken.
@@ -62,9 +63,21 @@ LAYOUTS: dict[str, FloatLayout] = {
 }
 
 
+def _first(a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def _two_of(a: set[int], b: set[int]) -> set[int]:
+    return set(sorted(a | b)[:2])
+
+
+def _zero_in_both(a: dict[int, bool], b: dict[int, bool]) -> dict[int, bool]:
+    return a | {index: a.get(index, True) and is_zero for index, is_zero in b.items()}
+
+
 @mutable
-class Statistics:
-    """What is known of a tensor, or of a part of it. `add` combines parts."""
+class Statistics(Gathered):
+    """What is known of a tensor, or of a part of it."""
 
     elements: int = 0
     """The number of elements."""
@@ -72,9 +85,9 @@ class Statistics:
     """The number of NaN."""
     inf: int = 0
     """The number of infinite elements."""
-    first_nan: tuple[int, ...] | None = None
+    first_nan: tuple[int, ...] | None = field(default=None, metadata={"combine": _first})
     """Where the first NaN is, in the tensor's coordinates."""
-    first_inf: tuple[int, ...] | None = None
+    first_inf: tuple[int, ...] | None = field(default=None, metadata={"combine": _first})
     """Where the first infinite element is."""
     negatives: int = 0
     """The number of elements below zero; counted only if asked for."""
@@ -84,21 +97,21 @@ class Statistics:
     """The number of rows, along the last axis, that are all zero."""
     constant_rows: int = 0
     """The number of rows that have one value other than zero."""
-    first_odd_row: tuple[int, ...] | None = None
+    first_odd_row: tuple[int, ...] | None = field(default=None, metadata={"combine": _first})
     """Where the first zero or constant row starts."""
     rows: int = 0
     """The number of rows that were judged."""
-    largest: float = 0.0
+    largest: float = field(default=0.0, metadata={"combine": max})
     """The largest finite absolute value."""
     squares: float = 0.0
     """The sum of the squares of the finite elements; 0 for types of one byte."""
-    values: set[int] = field(default_factory=set)
+    values: set[int] = field(default_factory=set, metadata={"combine": _two_of})
     """The words that occur: one for a constant tensor; two stand for more than one."""
-    slices: dict[int, bool] = field(default_factory=dict)
+    slices: dict[int, bool] = field(default_factory=dict, metadata={"combine": _zero_in_both})
     """By index of the first axis, whether all is zero there."""
     sample: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(4))
     """Of the first elements of each block: their number, and the sums of their values, squares and fourth powers."""
-    sample_largest: float = 0.0
+    sample_largest: float = field(default=0.0, metadata={"combine": max})
     """The largest absolute value of these."""
 
     @property
@@ -115,31 +128,6 @@ class Statistics:
     def root_mean_square(self) -> float:
         """The root of the mean of the squares."""
         return math.sqrt(self.squares / self.elements) if self.elements else 0.0
-
-    def add(self, part: Statistics) -> None:
-        """Take in the statistics of another part."""
-        self.elements += part.elements
-        self.nan += part.nan
-        self.inf += part.inf
-        self.first_nan = _first(self.first_nan, part.first_nan)
-        self.first_inf = _first(self.first_inf, part.first_inf)
-        self.negatives += part.negatives
-        self.zeros += part.zeros
-        self.zero_rows += part.zero_rows
-        self.constant_rows += part.constant_rows
-        self.first_odd_row = _first(self.first_odd_row, part.first_odd_row)
-        self.rows += part.rows
-        self.largest = max(self.largest, part.largest)
-        self.squares += part.squares
-        self.values = set(sorted(self.values | part.values)[:2])
-        for index, is_zero in part.slices.items():
-            self.slices[index] = self.slices.get(index, True) and is_zero
-        self.sample = self.sample + part.sample
-        self.sample_largest = max(self.sample_largest, part.sample_largest)
-
-
-def _first(a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    return b if a is None else a if b is None else min(a, b)
 
 
 class Meter:

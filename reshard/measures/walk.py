@@ -3,8 +3,10 @@ block gets it strip by strip, while the strip is still in the processor's cache.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from dataclasses import fields
+from typing import Any, Self, TypeVar
 
 from reshard.engine.pool import workers_within
 from reshard.engine.read_ahead import BoxOfTensor, run_reading
@@ -20,6 +22,19 @@ Read = Iterator[tuple[Box, tuple[Block, ...]]]
 be read or replicas differ."""
 Measure = Callable[[int, Read], Result]
 """What is made of a block: called with the number of the group and the strips of the block."""
+
+
+class Gathered:
+    """What is known of a part of a tensor. A field is added to that of another part, or combined as its metadata says."""
+
+    __slots__ = ()
+
+    def add(self, part: Self) -> None:
+        """Take in another part."""
+        whole: Any = self
+        for each in fields(whole):
+            combine = each.metadata.get("combine", operator.add)
+            setattr(self, each.name, combine(getattr(self, each.name), getattr(part, each.name)))
 
 
 def walk(

@@ -104,15 +104,7 @@ def plan_page(plan: Plan) -> Page:
     page.add("Who reads from whom", _readers(plan))
     ranks = summary.ranks(plan)
     most = max((rank.nbytes for rank in ranks), default=1) or 1
-    rows = [
-        (
-            " ".join(f"{name} {number}" for name, number in rank.ranks.items()) or "-",
-            rank.tensors,
-            nbytes_text(rank.nbytes),
-            meter(rank.nbytes / most),
-        )
-        for rank in ranks[:_MOST_ROWS]
-    ]
+    rows = [(_ranks(rank.ranks), rank.tensors, nbytes_text(rank.nbytes), meter(rank.nbytes / most)) for rank in ranks[:_MOST_ROWS]]
     page.add("Bytes by rank", table(("rank", "tensors", "bytes", ""), rows))
     return page
 
@@ -123,7 +115,7 @@ def _ranks(numbers: Mapping[str, int]) -> str:
 
 def _readers(plan: Plan) -> Html:
     """How many bytes of each target file come from each source file."""
-    cells = plan_transfers(plan.routes)
+    cells = plan_transfers(plan)
     sources, targets = (sorted({pair[side] for pair in cells}, key=_by_numbers) for side in (0, 1))
     if len(sources) * len(targets) < 2 or len(targets) > _MOST_CELLS or len(sources) > _MOST_CELLS:
         text = f"{plural(len(sources), 'source file')} and {plural(len(targets), 'target file')} are too many, or too few, to draw."
@@ -166,18 +158,11 @@ def report_page(report: Report) -> Page:
     counts = f"{plural(report.tensors, 'tensor')}, {plural(report.files, 'file')}"
     read = f", {nbytes_text(report.nbytes)} read" if report.nbytes else ""
     page.add("Summary", facts([("format", report.format or "not known"), ("checked", counts + read), ("findings", report.counts_text())]))
-    rows = [
-        (
-            _error(each.severity) if each.severity == "error" else each.severity,
-            each.id,
-            each.tensor or "",
-            each.file or "",
-            "" if each.rank is None else str(each.rank),
-            each.detail,
-            each.do or "",
-        )
-        for each in report.findings[:_MOST_DIFFERENCES]
-    ]
+    rows = []
+    for each in report.findings[:_MOST_DIFFERENCES]:
+        severity = _error(each.severity) if each.severity == "error" else each.severity
+        where = (each.tensor or "", each.file or "", "" if each.rank is None else str(each.rank))
+        rows.append((severity, each.id, *where, each.detail, each.do))
     page.add("Findings", table(("severity", "id", "tensor", "file", "rank", "what", "what to do"), rows) if rows else "")
     return page
 

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from functools import singledispatch
 from itertools import islice
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from reshard.engine.views import View
 from reshard.geometry.quantities import nbytes_text, plural
 from reshard.index.fold import fold
-from reshard.index.shards import primary_rows
 from reshard.measures.changes import Change, sum_of
 from reshard.pages.shard_maps import shard_map, tree_list
 from reshard.picture.drawing import curves, heat_map, in_notebook, stacked
 from reshard.picture.page import Html, element, joined, table
 from reshard.plans.plan import Plan
-from reshard.plans.tasks import Route
 from reshard.requests.checkpoint import Checkpoint
 from reshard.serving.capacity import DegreeReport
 from reshard.training.memory import Estimate
@@ -133,28 +128,13 @@ def plan_maps(plan: Plan) -> tuple[Html, Html]:
     return shard_map(source), shard_map(target)
 
 
-def plan_transfers(routes: Iterable[Route]) -> dict[tuple[str, str], int]:
+def plan_transfers(plan: Plan) -> Counter[tuple[str, str]]:
     """(source file, target file) -> bytes of the target that come from there. Replicas of a source are not read."""
-    found: dict[tuple[str, str], int] = {}
-    for route in routes:
-        sources, targets = route.source.shards, route.target.shards
-        rows = np.flatnonzero(primary_rows(sources))
-        shared = _shared(sources.offsets[rows], sources.sizes[rows], targets.offsets, targets.sizes)
-        for i, j in np.argwhere(shared > 0).tolist():
-            key = sources.path(int(rows[i])), targets.path(j)
-            found[key] = found.get(key, 0) + int(shared[i, j]) * route.target.dtype.itemsize
+    found, itemsizes = Counter[tuple[str, str]](), {route.name: route.target.dtype.itemsize for route in plan.routes}
+    for copy in plan.copies():
+        if not copy.replica:
+            found[copy.source, copy.target] += copy.box.volume * itemsizes[copy.name]
     return found
-
-
-_Columns = npt.NDArray[Any]
-
-
-def _shared(offsets: _Columns, sizes: _Columns, other: _Columns, other_sizes: _Columns) -> _Columns:
-    """[n, m]: the elements that box i of one side and box j of the other share."""
-    low = np.maximum(offsets[:, None], other[None])
-    high = np.minimum((offsets + sizes)[:, None], (other + other_sizes)[None])
-    volumes: _Columns = np.clip(high - low, 0, None).prod(axis=2, dtype=np.int64)
-    return volumes
 
 
 def bubble_picture(schedules: Sequence[Schedule]) -> Html:

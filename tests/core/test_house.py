@@ -54,19 +54,9 @@ def module_name(path):
 MODULES = {module_name(path): path for path in CORE}
 
 
-# Rooms whose last circle or upward import for type checking alone is being mended; there, such imports are not seen.
-_MENDED_SOON = ("plans", "verbs")
-
-
 def imported(path):
     """The modules of reshard that a file imports: at its top level, inside functions, and for type checking alone."""
-    unseen = set()
-    if path.relative_to(ROOT).parts[1] in _MENDED_SOON:
-        conditions = [node for node in nodes(path) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
-        unseen = {id(inner) for node in conditions for inner in ast.walk(node)}
     for node in nodes(path):
-        if id(node) in unseen:
-            continue
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "reshard":
             base = node.module.removeprefix("reshard").removeprefix(".")
             for alias in node.names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Unpack
@@ -23,9 +24,7 @@ from reshard.verbs.verify import log_compared, not_compared, sides_of
 
 @value
 class NotFinite:
-    """The tensors that hold NaN, or infinite elements, on one side of a comparison."""
-
-    JSON = "what side elements tensors=count first"
+    """NaN, or infinite elements, on one side of a comparison."""
 
     what: str
     """"nan" or "infinite"."""
@@ -33,23 +32,15 @@ class NotFinite:
     """"left" or "right"."""
     elements: int
     """How many there are on this side."""
-    tensors: list[str]
-    """The tensors that hold them, in the order of the model."""
-
-    @property
-    def count(self) -> int:
-        """The number of tensors."""
-        return len(self.tensors)
-
-    @property
-    def first(self) -> str:
-        """The first of them."""
-        return self.tensors[0]
+    tensors: int
+    """The number of tensors that hold them."""
+    first: str
+    """The first of these in the order of the model."""
 
     def __str__(self) -> str:
-        verb, what = "has" if len(self.tensors) == 1 else "have", {"nan": "NaN", "infinite": "infinity"}[self.what]
-        where = f"{plural(self.elements, 'element')}, such as in {self.tensors[0]}"
-        return f"{plural(len(self.tensors), 'tensor')} {verb} {what} on the {self.side}: {where}"
+        verb, what = "has" if self.tensors == 1 else "have", {"nan": "NaN", "infinite": "infinity"}[self.what]
+        where = f"{plural(self.elements, 'element')}, such as in {self.first}"
+        return f"{plural(self.tensors, 'tensor')} {verb} {what} on the {self.side}: {where}"
 
 
 @mutable
@@ -84,7 +75,7 @@ class Diff(Comparison, Drawn):
             for i, side in enumerate(("left", "right")):
                 counts = {each.name: getattr(each, what)[i] for each in self.changes if getattr(each, what)[i]}
                 if counts:
-                    found.append(NotFinite(what, side, sum(counts.values()), list(counts)))
+                    found.append(NotFinite(what, side, sum(counts.values()), len(counts), next(iter(counts))))
         return found
 
     def beyond(self, thresholds: Mapping[str, float]) -> list[Change]:
@@ -97,10 +88,12 @@ def _farthest(change: Change) -> float:
     return 2.0 ** (len(change.ulps) - 2) if len(change.ulps) > 2 else float(max(len(change.ulps) - 1, 0))
 
 
+def _size_of(name: str) -> Callable[[Change], float]:
+    return lambda change: math.inf if change.nonfinite and change.changed else getattr(change, name)
+
+
 MEASURES: dict[str, Callable[[Change], float]] = {
-    "relative": lambda change: float("inf") if change.nonfinite and change.changed else change.relative,
-    "largest": lambda change: float("inf") if change.nonfinite and change.changed else change.largest,
-    "mean": lambda change: float("inf") if change.nonfinite and change.changed else change.mean,
+    **{name: _size_of(name) for name in ("relative", "largest", "mean")},
     "changed": lambda change: change.share,
     "ulps": _farthest,
 }
