@@ -10,7 +10,6 @@ import click
 from click.core import ParameterSource
 
 from reshard.geometry.quantities import plural
-from reshard.geometry.value import value
 
 from .. import options
 from ..invocation import current
@@ -21,11 +20,8 @@ from ..tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.engine.conversion import Conversion
-    from reshard.engine.record import Provenance
     from reshard.plans.plan import Plan
-    from reshard.plans.tasks import PartNumber
-    from reshard.requests.request import Effort
-    from reshard.verbs.convert import Existing, PartResult, Result
+    from reshard.verbs.convert import PartResult, Result, Sharing
 
 # Files that are printed; --json prints all.
 _MOST = 20
@@ -70,7 +66,7 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
     from reshard.engine.record import Provenance
     from reshard.requests.keywords import EffortOptions
     from reshard.requests.request import Effort
-    from reshard.verbs.convert import existing_target, part_result, result_of, target_place, unchanged_result
+    from reshard.verbs.convert import conversion, existing_target, part_result, result_of, target_place, unchanged_result
 
     metrics, arguments = current().metrics, current().arguments
     metrics.label(target=target, format=to)
@@ -88,8 +84,8 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
     result = unchanged_result(plan, target, provenance) if existing == "update" else None
     metrics.record(tensors=len(plan.routes), dropped=len(plan.drops), unchanged=result is not None)
     if result is None:
-        running = sharing.running(plan, target, existing, effort, provenance)
-        with bar(running.total, sharing.label, show_progress) as advance:
+        running = conversion(plan, target, existing=existing, effort=effort, provenance=provenance, sharing=sharing)
+        with bar(running.total, f"convert {sharing.part}" if sharing.part else "convert", show_progress) as advance:
             for done in running.run():
                 advance(done.nbytes)
         seconds = time.monotonic() - began
@@ -108,34 +104,7 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
         _show_result(running, result)
 
 
-@value
-class _Sharing:
-    """How the work is shared: this process does all of it, one part, what is left at the end, or gives it to a Ray cluster."""
-
-    part: PartNumber | None
-    finish: bool
-    ray: bool
-    ray_address: str | None
-
-    @property
-    def label(self) -> str:
-        """What the progress bar says."""
-        return f"convert {self.part}" if self.part else "convert"
-
-    def running(self, plan: Plan, target: str, existing: Existing, effort: Effort, provenance: Provenance) -> Conversion:
-        """The conversion that has not begun."""
-        from reshard.verbs.convert import conversion, finishing, part_conversion, ray_conversion
-
-        if self.part:
-            return part_conversion(plan, target, self.part, existing, effort, provenance)
-        if self.finish:
-            return finishing(plan, target, effort, provenance)
-        if self.ray:
-            return ray_conversion(plan, target, existing=existing, effort=effort, provenance=provenance, address=self.ray_address)
-        return conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
-
-
-def _sharing(given: dict[str, Any]) -> _Sharing:
+def _sharing(given: dict[str, Any]) -> Sharing:
     """How the work is shared, taken out of what the command was given."""
     part, parts = given.pop("part"), given.pop("parts")
     finish, ray, address = (given.pop(name) for name in ("finish", "ray", "ray_address"))
@@ -147,7 +116,9 @@ def _sharing(given: dict[str, Any]) -> _Sharing:
         from reshard.requests.launcher import part_of
 
         number = part_of(part, parts, os.environ)
-    return _Sharing(number, finish, chosen["--ray"], address)
+    from reshard.verbs.convert import Sharing
+
+    return Sharing(number, finish, chosen["--ray"], address)
 
 
 def _planned(source: str, to: str | None, given: dict[str, Any]) -> Plan:

@@ -2,18 +2,31 @@
 
 OUT/100/, OUT/200/      one output each
 OUT/latest              the newest: a symbolic link; in a store, an object that holds the name of its folder
-OUT/reshard.watch.jsonl what is finished (record.py)
+OUT/reshard.watch.jsonl what is finished: a line for every step, so that a restart does not begin again
+
+    {"source": "RUN/iter_0000100", "written": 1763800000.0, "bytes": 5, "step": 100, "target": "OUT/100"}
+
+Lines are only added. The last one may be torn by a kill: that step is then done again, which changes nothing in an output that is there.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
+
+from reshard.geometry.value import value
+from reshard.runs.steps import Step
+from reshard.storage.own_files import json_object
+from reshard.storage.system_calls import absolute_place
 
 LATEST = "latest"
 RECORD = "reshard.watch.jsonl"
 MOST_OF_RECORD = 64 << 20
 """The most bytes of a record: 300 bytes for each of 200,000 steps."""
+# Two paths, and four numbers.
+_LONGEST_LINE = 1 << 16
 
 
 class Outputs(Protocol):
@@ -46,3 +59,55 @@ class Outputs(Protocol):
 
     def append_record(self, line: bytes) -> None:
         """Add a line to the record; it is stored when this returns."""
+
+
+@value
+class Finished:
+    """One step that is finished."""
+
+    number: int
+    """The step."""
+    name: str
+    """The name of the folder that was written."""
+
+
+class WatchRecord:
+    """The record in one folder of outputs."""
+
+    def __init__(self, outputs: Outputs) -> None:
+        self._outputs, content = outputs, outputs.read_record()
+        self._lines: list[dict[str, Any]] = []
+        self._is_torn = bool(content) and not content.endswith(b"\n")
+        for line in content.split(b"\n"):
+            if (entry := _entry(line)) is not None:
+                self._lines.append(entry)
+
+    def is_finished(self, step: Step) -> bool:
+        """Whether this save of the step is finished. A step that was saved again is not."""
+        save = absolute_place(step.path), step.written, step.nbytes
+        return any((each["source"], each["written"], each["bytes"]) == save for each in self._lines)
+
+    def finished(self) -> list[Finished]:
+        """The finished steps, by number. Of several lines about one target the last one counts."""
+        by_target = {each["target"]: Finished(each["step"], os.path.basename(each["target"])) for each in self._lines}
+        return sorted(by_target.values(), key=lambda each: each.number)
+
+    def add(self, step: Step, name: str) -> None:
+        """Add a finished step and the name of its output; it is stored when this returns."""
+        source, target = absolute_place(step.path), absolute_place(self._outputs.place(name))
+        entry = {"source": source, "written": step.written, "bytes": step.nbytes, "step": step.number, "target": target}
+        self._outputs.append_record((b"\n" if self._is_torn else b"") + json.dumps(entry).encode() + b"\n")
+        self._is_torn = False
+        self._lines.append(entry)
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """A line's values; None if it is torn or is of another kind."""
+    entry = json_object(line) if len(line) <= _LONGEST_LINE else {}
+    is_entry = (
+        entry.keys() >= {"source", "written", "bytes", "step", "target"}
+        and isinstance(entry["step"], int)
+        and isinstance(entry["source"], str)
+        and isinstance(entry["target"], str)
+    )
+    return entry if is_entry else None

@@ -2,7 +2,7 @@
 
     TARGET/.reshard/lock             lock.py
     TARGET/.reshard/journal.jsonl    engine/destinations/journal.py; its first line begins {"identity": digest of the plan
-    OUT/reshard.watch.jsonl          runs/record.py
+    OUT/reshard.watch.jsonl          runs/outputs.py
 
 Whoever may write the folder around them may put something else there: a link, a FIFO, a device, another program's folder, a file without
 end. So these files are opened here alone: no link below the folder is followed, nothing but a regular file is opened and nobody is waited

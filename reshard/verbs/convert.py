@@ -16,6 +16,7 @@ from reshard.engine.destinations.destination import Destination
 from reshard.engine.events import event
 from reshard.engine.record import Provenance
 from reshard.errors import RequestError, TargetError, TargetInUse, UnsupportedError, check_word
+from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.health.findings import Finding
@@ -36,6 +37,23 @@ Existing = Literal["refuse", "resume", "overwrite", "update"]
 """What happens to what lies in the target: nothing, it is finished, any checkpoint is replaced, or what reshard wrote is."""
 Executor = Literal["threads", "ray"]
 """What runs a conversion: threads of this process, or the tasks of a Ray cluster."""
+
+
+@value
+class Sharing:
+    """How the work of a conversion is shared. Without more, this process does all of it."""
+
+    part: PartNumber | None = None
+    """The part that this process does."""
+    finish: bool = False
+    """Whether this process completes what parts have done."""
+    ray: bool = False
+    """Whether the tasks of a Ray cluster do the work."""
+    ray_address: str | None = None
+    """The address of the cluster, if none is connected."""
+
+
+_ALONE = Sharing()
 _NO_LIMITS = Effort()
 _NO_PROVENANCE = Provenance()
 _IMBALANCE = 0.1
@@ -45,6 +63,8 @@ _IMBALANCE = 0.1
 @value
 class Result:
     """What a conversion has written, and what it has left out."""
+
+    JSON = "path files dropped notes findings fingerprint=fingerprint.root seconds unchanged"
 
     path: str
     """The target directory."""
@@ -65,16 +85,8 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values with stable keys."""
-        return {
-            "path": self.path,
-            "files": [{"path": path, "bytes": nbytes} for path, nbytes in self.files.items()],
-            "dropped": [group.to_json() for group in self.dropped],
-            "notes": list(self.notes),
-            "findings": [finding.to_json() for finding in self.findings],
-            "fingerprint": self.fingerprint.root,
-            "seconds": round(self.seconds, 3),
-            "unchanged": self.unchanged,
-        }
+        files = [{"path": path, "bytes": nbytes} for path, nbytes in self.files.items()]
+        return document(self, files=files, seconds=round(self.seconds, 3))
 
     def __str__(self) -> str:
         left_out = sum(group.tensors for group in self.dropped)
@@ -87,6 +99,8 @@ class Result:
 @value
 class PartResult:
     """What one part of a conversion has done, and the result if the target is complete."""
+
+    JSON = "path part tasks bytes=nbytes resumed_bytes seconds complete result"
 
     path: str
     """The target directory."""
@@ -110,16 +124,7 @@ class PartResult:
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values with stable keys."""
-        return {
-            "path": self.path,
-            "part": str(self.part),
-            "tasks": self.tasks,
-            "bytes": self.nbytes,
-            "resumed_bytes": self.resumed_bytes,
-            "seconds": round(self.seconds, 3),
-            "complete": self.complete,
-            "result": self.result.to_json() if self.result else None,
-        }
+        return document(self, part=str(self.part), seconds=round(self.seconds, 3), result=self.result.to_json() if self.result else None)
 
     def __str__(self) -> str:
         state = f"complete, fingerprint {self.result.fingerprint.root}" if self.result else "not complete yet"
@@ -154,8 +159,8 @@ def convert(
     if existing == "update" and (result := unchanged_result(plan, target, provenance)):
         return result
     check_word("executor", executor, ("threads", "ray"))
-    make = ray_conversion if executor == "ray" else conversion
-    running = make(plan, target, existing=existing, effort=effort, provenance=provenance)
+    sharing = Sharing(ray=executor == "ray")
+    running = conversion(plan, target, existing=existing, effort=effort, provenance=provenance, sharing=sharing)
     for done in running.run():
         effort.report(done.nbytes)
     return result_of(running, target, time.monotonic() - began)
@@ -180,13 +185,12 @@ def convert_part(
     Raises: as `convert` does.
     """
     effort, began = Effort(**options), time.monotonic()
-    existing = existing_target(resume=False, overwrite=overwrite, if_changed=if_changed)
-    running = part_conversion(
-        plan, target, PartNumber.parse(part) if isinstance(part, str) else part, existing, effort, Provenance(checksums=checksums)
-    )
+    existing, provenance = existing_target(resume=False, overwrite=overwrite, if_changed=if_changed), Provenance(checksums=checksums)
+    number = PartNumber.parse(part) if isinstance(part, str) else part
+    running = conversion(plan, target, existing=existing, effort=effort, provenance=provenance, sharing=Sharing(number))
     for done in running.run():
         effort.report(done.nbytes)
-    return part_result(running, target, part, time.monotonic() - began)
+    return part_result(running, target, number, time.monotonic() - began)
 
 
 def result_of(running: Conversion, target: PathLike, seconds: float) -> Result:
@@ -200,11 +204,10 @@ def result_of(running: Conversion, target: PathLike, seconds: float) -> Result:
     return _result(running.plan, target, seconds, running.fingerprint, running.notes)
 
 
-def part_result(running: Conversion, target: PathLike, part: PartNumber | str, seconds: float) -> PartResult:
+def part_result(running: Conversion, target: PathLike, part: PartNumber, seconds: float) -> PartResult:
     """The result of a part that has run to its end."""
     result = result_of(running, target, seconds) if running.fingerprint else None
-    number = PartNumber.parse(part) if isinstance(part, str) else part
-    return PartResult(os.fspath(target), number, len(running.tasks), running.total, running.resumed_bytes, seconds, result)
+    return PartResult(os.fspath(target), part, len(running.tasks), running.total, running.resumed_bytes, seconds, result)
 
 
 def _result(
@@ -266,12 +269,19 @@ def conversion(
     existing: Existing = "refuse",
     effort: Effort = _NO_LIMITS,
     provenance: Provenance = _NO_PROVENANCE,
+    sharing: Sharing = _ALONE,
 ) -> Conversion:
     """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end.
 
-    Raises: TargetError if something lies there that may not be replaced; UnsupportedError for a web server, which is only read.
+    Raises: TargetError if something lies there that may not be replaced, or parts are missing that are to be finished; UnsupportedError for
+    a web server, which is only read, and if Ray is not installed; SystemRefusal if no cluster answers.
     """
-    destination = destination_for(plan, target, existing, effort)
+    if sharing.part or sharing.ray:
+        return _shared_conversion(plan, target, existing, effort, provenance, sharing)
+    destination = _destination(plan, target, "resume" if sharing.finish else existing, effort)
+    if sharing.finish:
+        check_nothing_is_missing(plan, destination)
+        return Conversion(plan, destination, resume=True, provenance=provenance)
     begun = destination.begun() if existing == "update" else None
     resume = existing == "resume" or (begun is not None and begun.header.identity == plan.identity())
     # Asked now, before anything is created, and again when no other run can write there. Whoever writes there now is named by `run`.
@@ -280,70 +290,10 @@ def conversion(
     return Conversion(plan, destination, resume=resume, provenance=provenance)
 
 
-def part_conversion(
-    plan: Plan,
-    target: PathLike,
-    part: PartNumber,
-    existing: Existing = "refuse",
-    effort: Effort = _NO_LIMITS,
-    provenance: Provenance = _NO_PROVENANCE,
+def _shared_conversion(
+    plan: Plan, target: PathLike, existing: Existing, effort: Effort, provenance: Provenance, sharing: Sharing
 ) -> Conversion:
-    """A part of a conversion that has not begun, for callers that run it block by block."""
-    destination = _shared_destination(plan, target, existing, effort)
-    tasks = destination.tasks(plan)
-    more = imbalance([task.weight for task in tasks], part.of)
-    if more > _IMBALANCE and is_url(target):
-        event(
-            "imbalance",
-            f"{plural(len(tasks), 'task')} for {part.of} parts: the part with the most work has {more:.0%} more than the mean; a smaller "
-            "--max-shard-size makes more tasks, where the format has it",
-            level=30,
-            tasks=len(tasks),
-            parts=part.of,
-        )
-    return Conversion(plan, destination, tasks=tasks_of_part(tasks, part), provenance=provenance)
-
-
-def ray_conversion(
-    plan: Plan,
-    target: PathLike,
-    *,
-    existing: Existing = "refuse",
-    effort: Effort = _NO_LIMITS,
-    provenance: Provenance = _NO_PROVENANCE,
-    address: str | None = None,
-) -> Conversion:
-    """A conversion by the tasks of a Ray cluster that has not begun. address: that of the cluster, if none is connected.
-
-    Raises: UnsupportedError if Ray is not installed, SystemRefusal if no cluster answers.
-    """
-    from reshard.engine.on_ray import connected, ray_executor
-    from reshard.requests.order import PlanFile
-
-    connected(address)
-    destination = _shared_destination(plan, target, existing, effort)
-    executor = ray_executor(PlanFile.of(plan), str(plan.source_files.root), destination.place, effort.workers, effort.memory)
-    return Conversion(plan, destination, tasks=destination.tasks(plan), executor=executor, provenance=provenance)
-
-
-def finishing(plan: Plan, target: PathLike, effort: Effort = _NO_LIMITS, provenance: Provenance = _NO_PROVENANCE) -> Conversion:
-    """The conversion that completes a target whose tasks are all done. Raises TargetError, naming what is missing, if some are not."""
-    destination = destination_for(plan, target, "resume", effort)
-    check_nothing_is_missing(plan, destination)
-    return Conversion(plan, destination, resume=True, provenance=provenance)
-
-
-def destination_for(plan: Plan, target: PathLike, existing: Existing, effort: Effort) -> Destination:
-    """The target of a plan. Raises TargetError if source and target contain each other."""
-    check_whole(plan)
-    place = target_place(target)
-    _check_apart(place, str(plan.source_files.root))
-    found = destination_at(place, workers=effort.workers, memory=effort.memory, replaces=lambda: may_replace(found, plan, existing))
-    return found
-
-
-def _shared_destination(plan: Plan, target: PathLike, existing: Existing, effort: Effort) -> Destination:
-    """The target of a conversion that several processes share. Raises RequestError for a store in which something is to be replaced."""
+    """A part of a conversion, or one by a Ray cluster. It goes on from what is there, and replaces nothing in a store."""
     if is_url(target) and existing not in ("refuse", "resume"):
         raise RequestError(
             f"--{'if-changed' if existing == 'update' else existing} does not go with --part and --ray for a target in a store",
@@ -351,7 +301,35 @@ def _shared_destination(plan: Plan, target: PathLike, existing: Existing, effort
             why="Stores have no locks, so one process could remove what another has just written",
             do="Choose an empty folder, or remove the old checkpoint first",
         )
-    return destination_for(plan, target, "refuse" if existing == "resume" else existing, effort)
+    destination = _destination(plan, target, "refuse" if existing == "resume" else existing, effort)
+    tasks = destination.tasks(plan)
+    if sharing.part is None:
+        from reshard.engine.on_ray import connected, ray_executor
+        from reshard.requests.order import PlanFile
+
+        connected(sharing.ray_address)
+        executor = ray_executor(PlanFile.of(plan), str(plan.source_files.root), destination.place, effort.workers, effort.memory)
+        return Conversion(plan, destination, tasks=tasks, executor=executor, provenance=provenance)
+    more = imbalance([task.weight for task in tasks], sharing.part.of)
+    if more > _IMBALANCE and is_url(target):
+        event(
+            "imbalance",
+            f"{plural(len(tasks), 'task')} for {sharing.part.of} parts: the part with the most work has {more:.0%} more than the mean; a "
+            "smaller --max-shard-size makes more tasks, where the format has it",
+            level=30,
+            tasks=len(tasks),
+            parts=sharing.part.of,
+        )
+    return Conversion(plan, destination, tasks=tasks_of_part(tasks, sharing.part), provenance=provenance)
+
+
+def _destination(plan: Plan, target: PathLike, existing: Existing, effort: Effort) -> Destination:
+    """The target of a plan. Raises TargetError if source and target contain each other."""
+    check_whole(plan)
+    place = target_place(target)
+    _check_apart(place, str(plan.source_files.root))
+    found = destination_at(place, workers=effort.workers, memory=effort.memory, replaces=lambda: may_replace(found, plan, existing))
+    return found
 
 
 # ---- what may be replaced ----

@@ -16,8 +16,7 @@ from reshard.geometry.value import value
 from reshard.requests.keywords import PathLike, PlanOptions, checked_keywords
 from reshard.requests.request import Effort
 from reshard.runs.local_outputs import LocalOutputs
-from reshard.runs.outputs import LATEST, Outputs
-from reshard.runs.record import WatchRecord
+from reshard.runs.outputs import LATEST, Outputs, WatchRecord
 from reshard.runs.steps import QUIET_SECONDS, Seen, Step, find_steps
 from reshard.storage.system_calls import is_url, local_path
 from reshard.verbs.convert import convert, target_place

@@ -23,7 +23,7 @@ from reshard.plans.tasks import PartNumber, by_files
 from reshard.requests.request import Effort
 from reshard.storage.stores.store import Store
 from reshard.storage.stores.urls import open_store
-from reshard.verbs.convert import conversion, finishing, part_conversion
+from reshard.verbs.convert import Sharing, conversion
 
 TARGETS = (
     ("hf/llama", {"to": "vllm", "tp": 2, "max_shard_size": 30_000}),
@@ -63,7 +63,7 @@ def test_a_part_whose_record_is_removed_because_the_target_is_complete_has_ended
 
     def written(store, path, nbytes):
         if not others and len([key for key in s3.keys("bucket") if "/.reshard/files/" in key]) == len(plan.layout.files):
-            others.append(finishing(plan, "s3://bucket/out"))
+            others.append(conversion(plan, "s3://bucket/out", sharing=Sharing(finish=True)))
             list(others[0].run())
         return look(store, path, nbytes)
 
@@ -157,7 +157,7 @@ def test_parts_at_the_same_time_and_twice(plan, whole, s3):
 
 
 def test_a_part_that_is_late_does_not_write_into_a_complete_target(plan, whole, s3):
-    late = part_conversion(plan, "s3://bucket/out", PartNumber.parse("0/1"), effort=Effort(workers=1))
+    late = conversion(plan, "s3://bucket/out", effort=Effort(workers=1), sharing=Sharing(PartNumber.parse("0/1")))
     steps = late.run()
     next(steps)
     parts(plan, "s3://bucket/out", 2)
@@ -185,13 +185,13 @@ def test_one_process_resumes_what_parts_have_begun_and_parts_what_one_has(plan, 
 
 def test_finish_names_what_is_missing_and_completes_what_is_there(plan, whole, s3, monkeypatch):
     with pytest.raises(TargetError, match="no conversion with these options has begun here"):
-        finishing(plan, "s3://bucket/out")
+        conversion(plan, "s3://bucket/out", sharing=Sharing(finish=True))
     tasks = by_files(plan.layout.files, plan.routes)
     parts(plan, "s3://bucket/out", len(tasks), range(1, len(tasks)))
     with pytest.raises(TargetError, match=rf"1 of {len(tasks)} tasks are missing \(2 files, [\d,]+ bytes\): model-rank-"):
-        finishing(plan, "s3://bucket/out")
+        conversion(plan, "s3://bucket/out", sharing=Sharing(finish=True))
     with pytest.raises(TargetError, match="another conversion has begun here"):
-        finishing(reshard.plan(FIXTURES / "hf/llama", to="vllm"), "s3://bucket/out")
+        conversion(reshard.plan(FIXTURES / "hf/llama", to="vllm"), "s3://bucket/out", sharing=Sharing(finish=True))
     # The last part is killed before it completes the target.
     with monkeypatch.context() as patch:
         patch.setattr(Conversion, "_commit", killed)
@@ -199,10 +199,10 @@ def test_finish_names_what_is_missing_and_completes_what_is_there(plan, whole, s
             reshard.convert_part(plan, "s3://bucket/out", f"0/{len(tasks)}")
     assert f"out/{MANIFEST}" not in s3.keys("bucket", "out")
     s3.reset_counts()
-    list(finishing(plan, "s3://bucket/out").run())
+    list(conversion(plan, "s3://bucket/out", sharing=Sharing(finish=True)).run())
     assert content_in(s3, "bucket", "out") == whole
     assert not any(s3.written[f"out/{file.path}"] for file in plan.layout.files)
-    assert list(finishing(plan, "s3://bucket/out").run()) == []
+    assert list(conversion(plan, "s3://bucket/out", sharing=Sharing(finish=True)).run()) == []
 
 
 def killed(*_):

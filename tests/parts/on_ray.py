@@ -32,7 +32,7 @@ from synthetic import llama, write_hugging_face
 import reshard
 from reshard.errors import CheckpointError
 from reshard.storage.stores.urls import storage_options
-from reshard.verbs.convert import ray_conversion
+from reshard.verbs.convert import Sharing, conversion
 
 CHECKS = []
 
@@ -60,7 +60,7 @@ def a_node_that_is_killed_costs_its_running_tasks_only(cluster, work):
     victim = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
     submitted = _count_tasks()
-    running, done, killed_at = ray_conversion(plan, work / "ray"), 0, None
+    running, done, killed_at = conversion(plan, work / "ray", sharing=Sharing(ray=True)), 0, None
     blocks = running.run()
     for each in blocks:
         done += each.nbytes
@@ -79,12 +79,12 @@ def an_interrupted_driver_is_continued(cluster, work):
     write_hugging_face(llama(0.1), work / "source")
     plan = reshard.plan(work / "source", to="hf", max_shard_size="20MB")
     reshard.convert(plan, work / "one", workers=1)
-    blocks = ray_conversion(plan, work / "ray").run()
+    blocks = conversion(plan, work / "ray", sharing=Sharing(ray=True)).run()
     for _ in range(len(plan.tasks()) // 3):
         next(blocks)
     blocks.close()
     assert not (work / "ray" / "reshard.json").exists()
-    running = ray_conversion(plan, work / "ray")
+    running = conversion(plan, work / "ray", sharing=Sharing(ray=True))
     for _ in running.run():
         pass
     assert 0 < running.resumed_bytes < running.total, running.resumed_bytes
@@ -130,11 +130,11 @@ def a_store_is_written_by_tasks_of_whole_files(cluster, work):
     }  # fmt: skip
     # Options instead of variables, because the workers of the cluster have the environment of its start.
     with storage_options(options):
-        blocks = ray_conversion(plan, "s3://bucket/out").run()
+        blocks = conversion(plan, "s3://bucket/out", sharing=Sharing(ray=True)).run()
         for _ in range(2):
             next(blocks)
         blocks.close()
-        running = ray_conversion(plan, "s3://bucket/out")
+        running = conversion(plan, "s3://bucket/out", sharing=Sharing(ray=True))
         done = sum(each.nbytes for each in running.run())
     assert done == running.total and 0 < running.resumed_bytes < running.total, (done, running.total, running.resumed_bytes)
     assert content_in(server, "bucket", "out") == content(work / "one")

@@ -22,7 +22,7 @@ from reshard.errors import CheckpointError, RequestError, TargetError, TargetInU
 from reshard.plans.tasks import PartNumber
 from reshard.storage.lock import Lock
 from reshard.storage.staging import Staging
-from reshard.verbs.convert import part_conversion
+from reshard.verbs.convert import Sharing, conversion
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hostile"))
@@ -88,7 +88,6 @@ def test_one_process_resumes_what_parts_have_begun_and_parts_what_one_has(plan, 
     parts(plan, tmp_path / "a", 4, [0, 3])
     reshard.convert(plan, tmp_path / "a", resume=True)
     from reshard.requests.request import Effort
-    from reshard.verbs.convert import conversion
 
     running = conversion(plan, tmp_path / "b", effort=Effort(workers=1)).run()
     for _ in range(6):
@@ -119,7 +118,7 @@ def test_parts_replace_an_older_checkpoint_when_all_are_done(plan, whole, tmp_pa
 
 
 def test_another_plan_is_refused_while_parts_run(plan, tmp_path):
-    running = part_conversion(plan, tmp_path / "out", PartNumber(0, 2)).run()
+    running = conversion(plan, tmp_path / "out", sharing=Sharing(PartNumber(0, 2))).run()
     next(running)
     other = reshard.plan(HF / "llama", to="vllm", tp=4)
     for attempt in (
@@ -145,7 +144,7 @@ def test_a_part_waits_for_one_process_with_the_same_plan(plan, whole, tmp_path):
 
 def test_no_part_completes_the_target_while_another_one_still_writes(plan, whole, tmp_path):
     """The second run of a part may be slow: the files get their final names when it has left."""
-    slow = part_conversion(plan, tmp_path / "out", PartNumber(0, 2)).run()
+    slow = conversion(plan, tmp_path / "out", sharing=Sharing(PartNumber(0, 2))).run()
     next(slow)
     assert not any(each.complete for each in parts(plan, tmp_path / "out", 2))
     assert not (tmp_path / "out" / "reshard.json").exists()
@@ -259,7 +258,7 @@ def test_a_journal_that_claims_a_block_of_another_plan_is_not_believed(plan, tmp
 
 
 def test_a_share_of_the_lock_shows_as_a_running_conversion(plan, tmp_path):
-    running = part_conversion(plan, tmp_path / "out", PartNumber(0, 2)).run()
+    running = conversion(plan, tmp_path / "out", sharing=Sharing(PartNumber(0, 2))).run()
     next(running)
     assert "a conversion is running here" in str(read_journal(tmp_path / "out").refusal())
     running.close()
