@@ -71,7 +71,18 @@ def find_universal_folder(files: Files) -> str | None:
     if _holds_parameters(files, ""):
         return ""
     if LATEST_UNIVERSAL in listing:
-        return _folder_in_latest(files)
+        from reshard.storage.files import inside, read_whole
+
+        text = read_whole(files, LATEST_UNIVERSAL, limit=4096).decode("utf-8", "replace").strip()
+        folder = inside(text, where=LATEST_UNIVERSAL).rstrip("/") + "/" if text else "/"
+        if _holds_parameters(files, folder):
+            return folder
+        raise IncompleteError(
+            f"it names the tag {text!r}, which is not there, or holds no {ZERO}",
+            where=LATEST_UNIVERSAL,
+            why="The conversion that wrote it was not finished, or its result was removed",
+            do="Give the folder that holds zero/, or convert again",
+        )
     folders = [path for path in listing if path.endswith("/") and _holds_parameters(files, path)]
     return folders[0] if len(folders) == 1 else None
 
@@ -84,21 +95,6 @@ def other_tag_is_latest(files: Files, folder: str) -> bool:
 
     tag = read_whole(files, LATEST, limit=4096).decode("utf-8", "replace").strip() + "/"
     return tag != folder and tag in files.list()
-
-
-def _folder_in_latest(files: Files) -> str:
-    from reshard.storage.files import inside, read_whole
-
-    text = read_whole(files, LATEST_UNIVERSAL, limit=4096).decode("utf-8", "replace").strip()
-    folder = inside(text, where=LATEST_UNIVERSAL).rstrip("/") + "/" if text else "/"
-    if not _holds_parameters(files, folder):
-        raise IncompleteError(
-            f"it names the tag {text!r}, which is not there, or holds no {ZERO}",
-            where=LATEST_UNIVERSAL,
-            why="The conversion that wrote it was not finished, or its result was removed",
-            do="Give the folder that holds zero/, or convert again",
-        )
-    return folder
 
 
 def _holds_parameters(files: Files, folder: str) -> bool:

@@ -141,7 +141,10 @@ def _encoded(weight: str, form: StoredForm, stored: list[tuple[Component, Tensor
         parts.append(_part(component, tensor, len(shape), form))
     scale = next(tensor for component, tensor in stored if component.use == "scale")
     dtype = scale.dtype if form.keeps_scale_type else BF16
-    return _over(parts[0], replace(codes, name=weight, shape=canonical, encoding=Encoding(form.name, tuple(parts), dtype)))
+    # The pieces of the codes are boxes of the weight.
+    axes, grid, shards = list(parts[0].axes), [size or 1 for size in parts[0].grid], parts[0].tensor.shards
+    pieces = shards.replaced(offsets=shards.offsets[:, axes] * grid, sizes=shards.sizes[:, axes] * grid)
+    return replace(codes, name=weight, shape=canonical, encoding=Encoding(form.name, tuple(parts), dtype), shards=pieces)
 
 
 def _canonical_shape(form: StoredForm, codes: Tensor) -> tuple[int, ...]:
@@ -170,12 +173,6 @@ def _part(component: Component, tensor: Tensor, ndim: int, form: StoredForm) -> 
     if form.transposed:
         axes, sizes = axes[::-1], sizes[::-1]
     return EncodedPart(tensor, component, (*(1,) * stack, *sizes), (*range(stack), *axes))
-
-
-def _over(codes: EncodedPart, weight: Tensor) -> Tensor:
-    """The weight with the pieces of its codes, as boxes of the weight."""
-    shards, axes, grid = codes.tensor.shards, list(codes.axes), [size or 1 for size in codes.grid]
-    return replace(weight, shards=shards.replaced(offsets=shards.offsets[:, axes] * grid, sizes=shards.sizes[:, axes] * grid))
 
 
 def _check_all_have_scales(tensors: Mapping[str, Tensor], quantization: Quantization) -> None:

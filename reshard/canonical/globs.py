@@ -40,7 +40,9 @@ def check_globs(option: str, globs: Iterable[str], names: Collection[str]) -> No
             near = _near(glob, names)
             raise RequestError(
                 f"{option} '{glob}' matches none of {plural(len(names), 'tensor name')}",
-                do=f"Did you mean '{near}', which matches {_count(near, names)}?" if near else choices(glob, names, most=_MOST_NAMES),
+                do=f"Did you mean '{near}', which matches {plural(sum(matches(name, (near,)) for name in names), 'name')}?"
+                if near
+                else choices(glob, names, most=_MOST_NAMES),
             )
 
 
@@ -52,7 +54,3 @@ def _near(glob: str, names: Collection[str]) -> str | None:
         if each.strip("*") and any(fnmatchcase(name, each) for name in names):
             return each
     return None
-
-
-def _count(glob: str, names: Collection[str]) -> str:
-    return plural(sum(fnmatchcase(name, glob) for name in names), "name")

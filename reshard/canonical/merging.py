@@ -14,6 +14,7 @@ Source: peft 0.21.2, lora/layer.py (Linear, Embedding, ParamWrapper) and lora/va
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import field, replace
 
@@ -32,28 +33,18 @@ _BASE_LAYER = ".base_layer"
 _WITHOUT_MARK = ("llama4", "llama4_text")
 
 
-@value
-class Adapter:
-    """A LoRA adapter that is to be merged."""
-
-    path: str
-    """The directory as the user gave it."""
-    settings: LoraSettings
-    """The settings of adapter_config.json."""
-    tensors: Mapping[str, Tensor]
-    """Its tensors by their names in the file of PEFT."""
-
-
-def with_adapter_merged(content: Content, adapter: Adapter) -> Content:
+def with_adapter_merged(content: Content, path: str, settings: LoraSettings, tensors: Mapping[str, Tensor]) -> Content:
     """The content with the updates of an adapter attached to its weights, and with the weights that the adapter replaces.
+
+    path: the adapter's directory. tensors: its tensors by their names in the file of PEFT.
 
     Raises: UnsupportedError for an adapter whose update is not the product of its factors; CheckpointError if the adapter and the base do
     not fit together; RequestError for quantized weights that are not dequantized.
     """
-    adapter.settings.check_mergeable()
-    merge = _Merge(content, adapter)
+    settings.check_mergeable()
+    merge = _Merge(content, path, settings)
     modules: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in adapter.tensors.items():
+    for name, tensor in tensors.items():
         factor = adapter_name(name)
         if factor is not None:
             modules.setdefault(factor.module, {})[factor.parameter] = tensor
@@ -62,7 +53,7 @@ def with_adapter_merged(content: Content, adapter: Adapter) -> Content:
     # Adapters of several parameters of one module are nested: `experts`, `experts.base_layer`.
     nested: dict[str, list[dict[str, Tensor]]] = {}
     for module, factors in modules.items():
-        nested.setdefault(_without_base_layers(module), []).append(factors)
+        nested.setdefault(re.sub(r"(\.base_layer)+$", "", module), []).append(factors)
     for module, of_module in nested.items():
         if parameters := merge.target_parameters(module):
             merge.add_parameters(module, parameters, of_module)
@@ -72,20 +63,16 @@ def with_adapter_merged(content: Content, adapter: Adapter) -> Content:
     return merge.content()
 
 
-def _without_base_layers(module: str) -> str:
-    while module.endswith(_BASE_LAYER):
-        module = module.removesuffix(_BASE_LAYER)
-    return module
-
-
 @mutable
 class _Merge:
     """A merge that is being described."""
 
     base: Content
     """The content of the base model."""
-    adapter: Adapter
-    """The adapter."""
+    path: str
+    """The directory of the adapter."""
+    settings: LoraSettings
+    """Its settings."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """The tensors of the base that change."""
     drops: list[Drop] = field(default_factory=list)
@@ -98,7 +85,7 @@ class _Merge:
 
     def content(self) -> Content:
         """The content after the merge."""
-        merged = MergedAdapter(self.adapter.path, self.adapter.settings.config, len(self.tensors))
+        merged = MergedAdapter(self.path, self.settings.config, len(self.tensors))
         tensors = {**self.base.tensors, **self.tensors}
         return replace(self.base, tensors=tensors, drops=(*self.base.drops, *self.drops), merged=merged)
 
@@ -133,13 +120,16 @@ class _Merge:
             shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in factors.items())
             raise self._misfit(first, f"the adapter needs two matrices [r, in] and [out, r] here, and has {shapes}")
         array = self._array(f"{module}.weight", a)
-        pair = _Factors(a, b, rank=a.shape[0], scale=self.adapter.settings.scale(module, a.shape[0]))
+        pair = _Factors(a, b, rank=a.shape[0], scale=self.settings.scale(module, a.shape[0]))
         flips = {(b.shape[0], a.shape[1]): False, (a.shape[1], b.shape[0]): True}
         if array.shape not in flips:
             shape = (b.shape[0], a.shape[1])
             what = f"its update has the shape {list(shape)}, the base weight {list(array.shape)}"
             raise self._misshapen(a, shape[::-1] if is_embedding else shape, array, what)
-        flipped = flips[array.shape] if len(flips) == 2 else is_embedding or self._is_conv1d(array)
+        declared = self.base.model.weights.get(array.names[0]) if self.base.model else None
+        # The class of the module decides whether its weight is stored as [in, out], whatever fan_in_fan_out says, as in PEFT.
+        is_conv1d = declared.declared.transposed if declared else bool(self.settings.config.get("fan_in_fan_out"))
+        flipped = flips[array.shape] if len(flips) == 2 else is_embedding or is_conv1d
         magnitude = factors.get("lora_magnitude_vector")
         if magnitude is not None and (flipped or magnitude.shape != (b.shape[0],)):
             raise UnsupportedError(
@@ -156,15 +146,10 @@ class _Merge:
                 row = _part(bias, (start,), ((1, 0, 1), (stop - start, 0, 1)))
                 self._add(tile, Update(tile.box, None, row, pair.scale), bias)
 
-    def _is_conv1d(self, array: Mosaic) -> bool:
-        """Whether a module's weight is stored as [in, out]. The class of the module decides, whatever fan_in_fan_out says, as in PEFT."""
-        declared = self.base.model.weights.get(array.names[0]) if self.base.model else None
-        return declared.declared.transposed if declared else bool(self.adapter.settings.config.get("fan_in_fan_out"))
-
     def target_parameters(self, module: str) -> list[str]:
         """The parameters of a module that `target_parameters` adapts. One without a module, such as down_proj, is of every module that has
         it."""
-        targets = [target.rpartition(".") for target in self.adapter.settings.target_parameters]
+        targets = [target.rpartition(".") for target in self.settings.target_parameters]
         names = {name for of_module, _, name in targets if not of_module or f".{module}".endswith(f".{of_module}")}
         return sorted(name for name in names if self._find(f"{module}.{name}") is not None)
 
@@ -190,7 +175,7 @@ class _Merge:
         of_experts = len(array.shape) == 3
         experts = array.shape[0] if of_experts else 1
         rank = a.shape[0] // experts
-        pair = _Factors(a, b, rank, self.adapter.settings.scale(name, rank), experts)
+        pair = _Factors(a, b, rank, self.settings.scale(name, rank), experts)
         for tile in array.tiles:
             for number in range(*(tile.span(0) if of_experts else (0, 1))):
                 of_expert = tile.cut(0, number, number + 1) if of_experts else tile
@@ -240,7 +225,7 @@ class _Merge:
         return array
 
     def _trained_on(self) -> str:
-        base = self.adapter.settings.base_model
+        base = self.settings.base_model
         return f"; its adapter_config.json names {base}" if base else ""
 
     def _misshapen(self, tensor: Tensor, shape: tuple[int, ...], array: Mosaic, what: str) -> CheckpointError:
@@ -250,7 +235,7 @@ class _Merge:
             return self._misfit(tensor, what)
         return CheckpointError(
             f"the adapter was trained with a vocabulary of {shape[0]}, the base has one of {array.shape[0]}",
-            where=f"{tensor.name} in {self.adapter.path}",
+            where=f"{tensor.name} in {self.path}",
             why="The training changed the number of tokens, so the embedding and the head of the base have another shape",
             do=f"Resize the base as the training did (resize_token_embeddings({shape[0]}) and save_pretrained of transformers), then merge",
         )
@@ -258,7 +243,7 @@ class _Merge:
     def _misfit(self, tensor: Tensor, what: str) -> CheckpointError:
         return CheckpointError(
             what,
-            where=f"{tensor.name} in {self.adapter.path}",
+            where=f"{tensor.name} in {self.path}",
             why="The adapter was trained on another model, or its file is damaged",
             do=f"Give the base that the adapter was trained on{self._trained_on()}",
         )
@@ -321,15 +306,14 @@ class _Factors:
 
 def _fitting(arrays: Mapping[str, Mosaic], a: Tensor, b: Tensor, *, flipped: bool) -> list[str]:
     """The parameters whose shapes the factors have, or with `flipped` their transposes; experts have axes before the last two."""
-    return [name for name, array in arrays.items() if _fits(array.shape, a, b, flipped=flipped and len(array.shape) == 3)]
-
-
-def _fits(shape: tuple[int, ...], a: Tensor, b: Tensor, *, flipped: bool) -> bool:
-    if len(shape) not in (2, 3) or 0 in shape:
-        return False
-    *experts, rows, columns = shape
-    out, into = (columns, rows) if flipped else (rows, columns)
-    return (b.shape[0], a.shape[1]) == (out, into) and a.shape[0] == b.shape[1] and a.shape[0] % math.prod(experts) == 0
+    fitting = []
+    for name, array in arrays.items():
+        if len(array.shape) in (2, 3) and 0 not in array.shape:
+            *experts, rows, columns = array.shape
+            out, into = (columns, rows) if flipped and experts else (rows, columns)
+            if (b.shape[0], a.shape[1]) == (out, into) and a.shape[0] == b.shape[1] and a.shape[0] % math.prod(experts) == 0:
+                fitting.append(name)
+    return fitting
 
 
 def _matrix(tensor: Tensor, at: tuple[int, int], sizes: tuple[int, int], step: int, *, transposed: bool) -> Tensor:

@@ -221,7 +221,8 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
     """
     if model is None:
         return _without_peft(index)
-    if all(map(_declared(model).fullmatch, _model_names(index, prefix))):
+    of_model = (tensor.name.removeprefix(prefix) for tensor in index.tensors if tensor.kind in ("weight", "master"))
+    if all(map(_declared(model).fullmatch, of_model)):
         return index
     from reshard.canonical.trainer_names import with_published_names
 
@@ -266,12 +267,6 @@ def _without_peft(index: Index) -> Index:
     tensors = tuple(replace(t, name=changed[t.name]) if t.name in changed and not is_of_adapter(t) else t for t in index.tensors)
     note = f"{len(changed)} base weights are stored under names of PEFT; for example, {next(iter(changed))}"
     return replace(index, tensors=tensors, facts=replace(index.facts, notes=(*index.facts.notes, note)))
-
-
-def _model_names(index: Index, prefix: str) -> Iterator[str]:
-    """The names of the weights and masters, without the prefix."""
-    names = (tensor.name for tensor in index.tensors if tensor.kind in ("weight", "master"))
-    return (name.removeprefix(prefix) for name in names) if prefix else names
 
 
 def _declared(model: Model) -> re.Pattern[str]:

@@ -19,7 +19,7 @@ from reshard.index.shards import Shards
 from reshard.models.model import Model
 from reshard.models.quantization import SETTING, quantization_of, quantization_settings, without_quantization
 from reshard.models.roles import ROLES
-from reshard.models.stored_forms import Component, StoredForm
+from reshard.models.stored_forms import StoredForm
 
 QUANTIZE, REQUANTIZE = ("fp8-block", "mxfp4"), ("fp8-block",)
 """What --quantize and --requantize take."""
@@ -151,9 +151,13 @@ def _components(weight: Tensor, form: StoredForm, recipe: str, types: tuple[DTyp
         raise UnsupportedError(
             f"it has {weight.shape[-1]} input features, which is not a multiple of the group of {group}", where=weight.name
         )
-    return {
-        name: _derived(name, weight, component, recipe, types[component.is_scale]) for name, component in form.names(weight.name).items()
-    }
+    first, components = weight.stored[0].shards, dict[str, Tensor]()
+    for name, component in form.names(weight.name).items():
+        shape, dtype = component.shape(weight.shape), types[component.is_scale]
+        shards = Shards.of([Piece(Box.whole(shape), Extent(first.path(0), int(first.positions[0]), row_major(shape), dtype))])
+        derivation = Derivation(weight, recipe, component)
+        components[name] = Tensor(name, dtype, shape, weight.kind, shards, derivation=derivation, updates=weight.updates)
+    return components
 
 
 def _transposed(weight: Tensor) -> Tensor:
@@ -167,11 +171,3 @@ def _transposed(weight: Tensor) -> Tensor:
 
     turned = shards.replaced(offsets=shards.offsets[:, axes], sizes=shards.sizes[:, axes], extent=extent)
     return replace(weight, shape=tuple(weight.shape[axis] for axis in axes), shards=turned)
-
-
-def _derived(name: str, weight: Tensor, component: Component, recipe: str, dtype: DType) -> Tensor:
-    shape = component.shape(weight.shape)
-    first = weight.stored[0].shards
-    extent = Extent(first.path(0), int(first.positions[0]), row_major(shape), dtype)
-    shards = Shards.of([Piece(Box.whole(shape), extent)])
-    return Tensor(name, dtype, shape, weight.kind, shards, derivation=Derivation(weight, recipe, component), updates=weight.updates)

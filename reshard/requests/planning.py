@@ -379,7 +379,7 @@ def _merged(draft: Draft, settings: LoraSettings, tensors: Mapping[str, Tensor],
 
     Raises: RequestError if the content is not the weights of a base model alone.
     """
-    from reshard.canonical.merging import Adapter, with_adapter_merged
+    from reshard.canonical.merging import with_adapter_merged
 
     content = draft.content
     if content.states or content.is_adapter:
@@ -388,7 +388,7 @@ def _merged(draft: Draft, settings: LoraSettings, tensors: Mapping[str, Tensor],
             where=draft.source.path,
             do="Leave out --optimizer" if content.states else "Give the base model as the source, and this directory with --merge-adapter",
         )
-    merged = with_adapter_merged(content, Adapter(os.path.abspath(path or draft.source.path), settings, tensors))
+    merged = with_adapter_merged(content, os.path.abspath(path or draft.source.path), settings, tensors)
     # Digests of the base say nothing about the weights that replace some of it.
     replaced = {name for name, tensor in merged.tensors.items() if tensor is not content.tensors.get(name) and not tensor.updates}
     merged = replace(merged, recorded=lambda: {name: text for name, text in content.recorded().items() if name not in replaced})

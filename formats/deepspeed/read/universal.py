@@ -3,7 +3,7 @@
     RunStates       what the model files hold                          read_model_files
     Contents        parts of weights, and facts beside them            weights_of_rank
     ParameterFile   which files of masters and states there are        parameter_files
-    SharedOptimizer param groups, and the step counts of ZeRO-3        shared_optimizer
+    ParamGroup      with the step counts of ZeRO-3                     param_groups
     Parts           masters, moments and counts, each of them whole    tensors_of_files, step_counts
     Tensors         joined over tensor-parallel ranks                  joined_tensors
     Index                                                              read_universal
@@ -58,14 +58,16 @@ def read_universal(files: Files, folder: str, hints: Hints) -> Index:
     cast_copies = {file.name for file in listed if shapes and file.name not in shapes and file.name in names}
     read = [file for file in listed if file.name not in cast_copies]
     check_leftover_parameters(read, shapes, names)
-    optimizer = shared_optimizer(files, f"{folder}{ZERO}optimizer_state.pt", states)
-    counts = step_counts(files, read, optimizer)
+    shared = f"{folder}{ZERO}optimizer_state.pt"
+    root = torch_zip.read(files, shared, locate=False) if files.size(shared) is not None else None
+    groups = list(param_groups(root, states)) if isinstance(root, Mapping) else []
+    counts = step_counts(files, read, {name: count for _, of_group in groups for name, count in of_group.items()})
     steps = [whole_part("step", name, count, _ONLY_RANK, locations) for name, count in counts.items() if is_plain_tensor(count)]
     tensors = tensors_of_files(files, read)
     parts = [_part(file, tensor, shapes.get(file.name, tensor.shape), locations) for file, tensor in tensors if is_plain_tensor(tensor)]
 
     builder = IndexBuilder("universal", files)
-    builder.add_files([*states.tag.paths(), *(file.path for file in read), *([optimizer.path] if optimizer else [])])
+    builder.add_files([*states.tag.paths(), *(file.path for file in read), *([shared] if isinstance(root, Mapping) else [])])
     rules = join_rules(states, config_shapes(hints))
     for contents, tp in ((weights, degrees.tp), (Contents((*parts, *steps)), 1)):
         for whole in joined_tensors(with_second_names(contents, tied), rules, tp):
@@ -75,7 +77,7 @@ def read_universal(files: Files, folder: str, hints: Hints) -> Index:
     # ds_to_universal writes untrained tensors to zero/, too, cast to full precision. The model file has the originals.
     note = f"{len(cast_copies)} tensors of the model file are in {ZERO} a second time, cast; the model file's are read"
     builder.add_notes((*weights.notes, *([note] if cast_copies else [])))
-    builder.param_groups = tuple(counted(group, counts) for group in optimizer.groups) if optimizer else ()
+    builder.param_groups = tuple(counted(group, counts) for group, _ in groups)
     check_states_of_groups(read, [group.names for group in builder.param_groups], folder + ZERO)
     return builder.build(replace(run_facts(states), producer="DeepSpeed universal", tied=tied, config=hints.config))
 
@@ -186,64 +188,36 @@ def _part(file: ParameterFile, tensor: AnyTensor, shape: Shape, locations: Locat
     return ParameterPart(Tensor(name, tensor.dtype, shape, kind, pieces_of_flat(tensor, shape, locations)), _ONLY_RANK)
 
 
-@value(eq=False)
-class SharedOptimizer:
-    """What the file optimizer_state.pt holds for all parameters."""
-
-    path: str
-    """The file."""
-    groups: tuple[ParamGroup, ...]
-    """The param groups: their settings, and their parameters as the model files list them."""
-    counts: Mapping[str, Any]
-    """Parameter -> the step count of its flat group, a tensor or a number; empty from ZeRO-1 and 2."""
-
-
-def shared_optimizer(files: Files, path: str, states: RunStates) -> SharedOptimizer | None:
-    """What all parameters share; None if there is no such file.
+def param_groups(root: Mapping[str, Any], states: RunStates) -> Iterator[tuple[ParamGroup, dict[str, Any]]]:
+    """The param groups, from the root of optimizer_state.pt, with the step count of each parameter: a tensor, a number or None.
 
     From ZeRO-3 everything is below optimizer_state_dict: "params" lists the flat groups of each param group, and state/<flat group>/step
-    is the step count. From ZeRO-1 and 2 the param groups are at the root, and each is one flat group.
+    is the step count. Where a group has none, that of the first counts, which DeepSpeed loads for all groups. From ZeRO-1 and 2 the param
+    groups are at the root, and each is one flat group.
+    Source: load_hp_checkpoint_state_from_checkpoint_dir_stage3 in deepspeed/runtime/zero/stage3.py (0.19.8).
     """
-    root = torch_zip.read(files, path, locate=False) if files.size(path) is not None else None
-    if not isinstance(root, Mapping):
-        return None
-    zero3 = root.get("optimizer_state_dict")
-    stored = (zero3 if isinstance(zero3, Mapping) else root).get("param_groups")
-    groups, counts = list[ParamGroup](), dict[str, Any]()
+    inner = root.get("optimizer_state_dict")
+    zero3 = inner if isinstance(inner, Mapping) else {}
+    stored, by_group = (zero3 or root).get("param_groups"), zero3.get("state")
     for number, settings in enumerate(stored if isinstance(stored, list) else ()):
         if not isinstance(settings, Mapping):
             continue
-        listed = settings.get("params") if isinstance(zero3, Mapping) else [number]
-        names: dict[str, Any] = {}
-        for flat_group in listed if isinstance(listed, list) else ():
-            if type(flat_group) is int:
-                names |= dict.fromkeys(_names_of(flat_group, states), _step_of(flat_group, zero3))
-        groups.append(ParamGroup(tuple(names), plain_settings(settings, without=["params"])))
-        counts |= names
-    return SharedOptimizer(path, tuple(groups), counts)
+        listed = settings.get("params") if zero3 else [number]
+        counts: dict[str, Any] = {}
+        for group in (group for group in listed if type(group) is int) if isinstance(listed, list) else ():
+            states_of = [by_group.get(group), by_group.get(0)] if isinstance(by_group, Mapping) else []
+            count = next((state[STEP] for state in states_of if isinstance(state, Mapping) and STEP in state), None)
+            lists = (model.groups[group] for model in states.models.values() if model.groups and group < len(model.groups))
+            counts |= {name: count for parameters in lists for name, _ in parameters}
+        yield ParamGroup(tuple(counts), plain_settings(settings, without=["params"])), counts
 
 
-def _names_of(flat_group: int, states: RunStates) -> Iterator[str]:
-    """The parameters of a flat group, as the model files list them."""
-    for model in states.models.values():
-        if model.groups and flat_group < len(model.groups):
-            yield from (name for name, _ in model.groups[flat_group])
-
-
-def _step_of(flat_group: int, zero3: Any) -> Any:
-    """The step count of a flat group. Where it has none, that of the first, which DeepSpeed loads for all groups
-    (load_hp_checkpoint_state_from_checkpoint_dir_stage3 in deepspeed/runtime/zero/stage3.py, 0.19.8)."""
-    by_group = zero3.get("state") if isinstance(zero3, Mapping) else None
-    states = [by_group.get(number) for number in (flat_group, 0)] if isinstance(by_group, Mapping) else []
-    return next((state[STEP] for state in states if isinstance(state, Mapping) and STEP in state), None)
-
-
-def step_counts(files: Files, parameters: Iterable[ParameterFile], optimizer: SharedOptimizer | None) -> dict[str, Any]:
+def step_counts(files: Files, parameters: Iterable[ParameterFile], of_groups: Mapping[str, Any]) -> dict[str, Any]:
     """The step count of each parameter that has moments, a tensor or a number: that of its own file, otherwise that of its flat group."""
     counts: dict[str, Any] = {}
     for file in parameters:
         if file.state == STEP:
             counts[file.name] = torch_zip.read(files, file.path, locate=False)
-        elif file.state != FP32 and optimizer and file.name in optimizer.counts:
-            counts.setdefault(file.name, optimizer.counts[file.name])
+        elif file.state != FP32 and file.name in of_groups:
+            counts.setdefault(file.name, of_groups[file.name])
     return counts
