@@ -207,33 +207,18 @@ def _problem(model: Model, rules: EngineRules, parallel: Parallel) -> str | None
     return None
 
 
-@value
-class _Bytes:
-    """Bytes of weights on a rank."""
-
-    total: int = 0
-    """All of them."""
-    replicated: int = 0
-    """Those that another rank of the stage holds as well."""
-
-    def __add__(self, other: _Bytes) -> _Bytes:
-        return _Bytes(self.total + other.total, self.replicated + other.replicated)
-
-    def __sub__(self, other: _Bytes) -> _Bytes:
-        return _Bytes(self.total - other.total, self.replicated - other.replicated)
-
-
 class _Measure:
-    """Bytes of the fullest rank of any stage, at one tensor- and expert-parallel size. Each kind of layer and of ends is measured once."""
+    """Bytes of the fullest rank of any stage, at one tensor- and expert-parallel size: all of them, and those that another rank of the
+    stage holds as well. Each kind of layer and of ends is measured once."""
 
     def __init__(self, model: Model, rules: EngineRules, parallel: Parallel, dtypes: Mapping[str, DType], kinds: list[int]) -> None:
         self.model, self.rules, self.parallel, self.dtypes, self.kinds = model, rules, parallel, dtypes, kinds
-        self.measured: dict[object, _Bytes] = {}
+        self.measured: dict[object, Columns] = {}
 
-    def stage(self, layers: range, first: bool, last: bool) -> _Bytes:
+    def stage(self, layers: range, first: bool, last: bool) -> Columns:
         return sum((self._layer(layer) for layer in layers), self._ends(first, last))
 
-    def _layer(self, layer: int) -> _Bytes:
+    def _layer(self, layer: int) -> Columns:
         kind = self.kinds[layer]
         if kind not in self.measured:
             count = self.model.dimensions["layers"]
@@ -241,20 +226,20 @@ class _Measure:
             self.measured[kind] = middle_stage - self._ends(first=False, last=False)
         return self.measured[kind]
 
-    def _ends(self, first: bool, last: bool) -> _Bytes:
+    def _ends(self, first: bool, last: bool) -> Columns:
         """What a stage holds besides its layers. first, last: whether it is the first or the last stage."""
         if (first, last) not in self.measured:
             before, after = () if first else (0,), () if last else (0,)
             self.measured[first, last] = self._bytes((*before, 0, *after), len(before))
         return self.measured[first, last]
 
-    def _bytes(self, counts: tuple[int, ...], pp_rank: int) -> _Bytes:
+    def _bytes(self, counts: tuple[int, ...], pp_rank: int) -> Columns:
         """What the first rank of stage `pp_rank` would hold if stage i had counts[i] layers."""
         rules = replace(self.rules, layers_per_stage=lambda layers, pp: counts)
         sizes = replace(self.parallel, pp=len(counts))
         ranks = (EngineRank(self.model, rules, sizes, tp_rank, pp_rank) for tp_rank in range(min(2, sizes.tp)))
         first, *others = (tuple(rank.tensors(self.dtypes)) for rank in ranks)
-        return _Bytes(sum(tensor.nbytes for tensor in first), sum(_shared_bytes(first, other) for other in others))
+        return np.array([sum(tensor.nbytes for tensor in first), sum(_shared_bytes(first, other) for other in others)])
 
 
 def _shared_bytes(first: Sequence[StoredTensor], second: Sequence[StoredTensor]) -> int:
@@ -309,13 +294,13 @@ def _stages(
     longest = memory.max_model_len if memory else None
     for pp_rank in range(parallel.pp):
         layers = stage_layers(counts, pp_rank)
-        weights = measure.stage(layers, first=pp_rank == 0, last=pp_rank == parallel.pp - 1)
+        weights, replicated = measure.stage(layers, first=pp_rank == 0, last=pp_rank == parallel.pp - 1).tolist()
         cached = [layer for layer in layers if layer in caching]
         whole = None if longest is None else sum(of_layer[layer] * min(longest, windows[layer] or longest) for layer in cached)
         yield Stage(
             layers,
-            weights.total,
-            weights.replicated,
+            weights,
+            replicated,
             cache_per_token=sum(of_layer[layer] for layer in cached),
             cache_per_sequence=whole,
         )

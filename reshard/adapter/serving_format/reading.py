@@ -48,7 +48,7 @@ def read(serving_format: ServingEngine, files: Files, hints: Hints) -> Index:
     if layout:
         parallel = learned.stored_sizes(layout, parallel, {name: entry.shape for name, (_, entry) in headers[0, 0].items()})
         version: str | None = f"=={layout.engine_version}"
-        shapes = {name: source.shape for name, source in layout.source_entries.items()}
+        shapes = dict(layout.source_shapes)
         placed = _placed(headers, partial(layout.rank_tensors, parallel, dtypes={}), {})
     else:
         assert model is not None

@@ -12,7 +12,6 @@ from reshard.geometry.functions import FUNCTIONS
 from reshard.serving.learned.layout import (
     LearnedLayout,
     LearnedSizes,
-    LearnedSources,
     LearnedStage,
     NamedTemplate,
     Ranges,
@@ -72,7 +71,7 @@ def _document(layout: LearnedLayout) -> dict[str, Any]:
         "counts": dict(layout.counts),
         "sizes": [{"tp": list(each.tp), "pp": each.pp, "ep": each.has_ep, "withheld": each.withheld} for each in layout.sizes],
         "softened": list(layout.softened),
-        "sources": [[each.name, _ranges_text(each.ranges), each.dtype.name, list(each.shape)] for each in layout.sources],
+        "sources": [[each.name, _ranges_text(each.ranges), each.template.dtype.name, list(each.template.shape)] for each in layout.sources],
         "templates": [_template_json(template) for template in templates],
         "stages": stages,
     }
@@ -164,7 +163,7 @@ def _damaged(where: str, reason: str) -> RequestError:
 
 def _layout(document: Mapping[str, Any]) -> LearnedLayout:
     sources = tuple(
-        LearnedSources(_text(name), _ranges(ranges), from_safetensors(dtype, where=name), tuple(map(_count, shape)))
+        NamedTemplate(_text(name), _ranges(ranges), TensorTemplate(from_safetensors(dtype, where=name), tuple(map(_count, shape))))
         for name, ranges, dtype, shape in document["sources"]
     )
     templates = [_template(each) for each in document["templates"]]

@@ -61,19 +61,14 @@ def check_sources(layout: LearnedLayout, shapes: Shapes, used: frozenset[str], *
 
     shapes: the checkpoint's tensors. used: those that the engine loads. partial: whether tensors may be missing on purpose.
     """
-    for name, source in layout.source_entries.items():
-        if name in shapes and shapes[name] != source.shape:
-            raise _does_not_fit(layout, name, f"it is {list(shapes[name])}, the layout was learned from {list(source.shape)}")
+    for name, shape in layout.source_shapes.items():
+        if name in shapes and shapes[name] != shape:
+            raise _does_not_fit(layout, name, f"it is {list(shapes[name])}, the layout was learned from {list(shape)}")
         if name not in shapes and name in used and not partial:
             raise _does_not_fit(layout, name, "the checkpoint has no such tensor, the one that the layout was learned from has it")
-    if surplus := [name for name in shapes if name not in layout.source_entries]:
-        raise _does_not_fit(
-            layout,
-            surplus[0],
-            f"the checkpoint that the layout was learned from has no such tensor (nor {len(surplus) - 1} more)"
-            if len(surplus) > 1
-            else "the checkpoint that the layout was learned from has no such tensor",
-        )
+    if surplus := [name for name in shapes if name not in layout.source_shapes]:
+        more = f" (nor {len(surplus) - 1} more)" if len(surplus) > 1 else ""
+        raise _does_not_fit(layout, surplus[0], f"the checkpoint that the layout was learned from has no such tensor{more}")
 
 
 def _does_not_fit(layout: LearnedLayout, name: str, what: str) -> RequestError:

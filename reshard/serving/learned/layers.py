@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
-from reshard.geometry.dtypes import DType
 from reshard.serving.learned.layout import NamedTemplate, Ranges, TensorTemplate
 
 # A number in a name: a part of the name that consists of digits.
@@ -33,17 +32,6 @@ def folded_layers(found: Mapping[str, Sequence[tuple[Ranks, TensorTemplate]]]) -
             template = _with_references(templates[same[0]], same[0], references)
             for ranges in products(same):
                 yield NamedTemplate(pattern, ranges, template, members[same[0]][0])
-
-
-def folded_names(named: Iterable[tuple[str, DType, tuple[int, ...]]]) -> Iterator[tuple[str, Ranges, DType, tuple[int, ...]]]:
-    """(name, element type, shape) of tensors -> patterns with ranges, and the same element type and shape."""
-    groups: dict[tuple[str, DType, tuple[int, ...]], list[Numbers]] = {}
-    for name, dtype, shape in named:
-        pattern, numbers = _pattern(name)
-        groups.setdefault((pattern, dtype, shape), []).append(numbers)
-    for (pattern, dtype, shape), rows in groups.items():
-        for ranges in products(rows):
-            yield pattern, ranges, dtype, shape
 
 
 def products(rows: Iterable[Numbers]) -> Iterator[Ranges]:

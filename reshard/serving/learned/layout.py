@@ -17,7 +17,7 @@ from reshard.geometry.meshes import Parallel
 from reshard.geometry.mosaics import Mosaic, Tile
 from reshard.geometry.sections import StoredTensor, constant
 from reshard.geometry.value import value
-from reshard.serving.learned.numbers import Number, TpRank, values
+from reshard.serving.learned.numbers import ONE_RANK, Number, TpRank, values
 
 Ranges = tuple[tuple[int, ...], ...]
 """For each number in a name, the values that it takes. The names are those of the product."""
@@ -103,7 +103,7 @@ class TensorTemplate:
     """Its element type."""
     shape: tuple[Number, ...]
     """Its shape."""
-    parts: tuple[TemplatePart, ...]
+    parts: tuple[TemplatePart, ...] = ()
     """The boxes of checkpoint tensors that it holds."""
     fill: float | None = None
     """The value of all other elements; None if there are none."""
@@ -158,20 +158,6 @@ class LearnedStage:
 
 
 @value
-class LearnedSources:
-    """Checkpoint tensors of the same kind in many layers."""
-
-    name: str
-    """Their name."""
-    ranges: Ranges
-    """The values of the numbers in the name."""
-    dtype: DType
-    """Their element type in the checkpoint that was traced."""
-    shape: tuple[int, ...]
-    """Their shape."""
-
-
-@value
 class LearnedSizes:
     """Parallel sizes that were traced together."""
 
@@ -206,17 +192,22 @@ class LearnedLayout:
     """The numbers of heads and groups in the config, which decide how ranks share them."""
     sizes: tuple[LearnedSizes, ...]
     """The parallel sizes."""
-    sources: tuple[LearnedSources, ...]
-    """The tensors of the checkpoint that was traced."""
+    sources: tuple[NamedTemplate, ...]
+    """The tensors of the checkpoint that was traced, whose templates have no parts."""
     stages: tuple[LearnedStage, ...]
     """The tensors of the ranks."""
     softened: tuple[str, ...] = ()
     """What the engine could not choose on that platform, and was passed over, since it does not matter for loading."""
 
     @cached_property
-    def source_entries(self) -> Mapping[str, LearnedSources]:
-        """Every checkpoint tensor by name, with its kind."""
-        return {filled(each.name, numbers): each for each in self.sources for numbers in product(*each.ranges)}
+    def source_entries(self) -> Mapping[str, TensorTemplate]:
+        """Every checkpoint tensor by name."""
+        return {name: each.template for each in self.sources for name, _ in each.names()}
+
+    @cached_property
+    def source_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every checkpoint tensor."""
+        return {name: values(template.shape, ONE_RANK) for name, template in self.source_entries.items()}
 
     def stage(self, parallel: Parallel, pp_rank: int) -> LearnedStage:
         """The tensors of a stage. The sizes must have been traced."""
@@ -250,11 +241,9 @@ class LearnedLayout:
         return StoredTensor(stored.name, dtype, shape, stored.sections, fill)
 
     def _check_inside(self, name: str, shape: tuple[int, ...], tile: Tile) -> None:
-        source = self.source_entries.get(tile.name)
-        inside = source is not None and len(source.shape) == len(tile.box.sizes)
-        if inside and source is not None:
-            inside = all(stop <= size for stop, size in zip(tile.box.stops, source.shape, strict=True))
-        if not inside or any(tile.span(axis)[1] > size for axis, size in enumerate(shape)):
+        source = self.source_shapes.get(tile.name, ())
+        is_inside = len(source) == len(tile.box.sizes) and all(stop <= size for stop, size in zip(tile.box.stops, source, strict=True))
+        if not is_inside or any(tile.span(axis)[1] > size for axis, size in enumerate(shape)):
             raise RequestError(
                 f"the layout has a box of {tile.name} in it that lies outside of one of the two",
                 where=name,

@@ -15,8 +15,8 @@ from reshard.errors import ReshardError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_safetensors, from_torch
 from reshard.geometry.value import value
 from reshard.serving.learned.fold import TracedRanks, folded_stage, unfolded
-from reshard.serving.learned.layers import folded_names
-from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, LearnedSources, LearnedStage, NamedTemplate, TensorTemplate
+from reshard.serving.learned.layers import folded_layers
+from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, LearnedStage, NamedTemplate, TensorTemplate
 from reshard.serving.learned.numbers import Listed, NoRule, heads_of
 from reshard.serving.learned.trace import traced_tensor
 
@@ -118,9 +118,9 @@ def counts_of(config: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-def _sources(documents: Mapping[str, Any]) -> tuple[LearnedSources, ...]:
-    named = ((name, from_safetensors(dtype, where=name), tuple(shape)) for name, (dtype, shape) in documents.items())
-    return tuple(LearnedSources(*each) for each in folded_names(named))
+def _sources(documents: Mapping[str, Any]) -> tuple[NamedTemplate, ...]:
+    templates = {name: TensorTemplate(from_safetensors(dtype, where=name), tuple(shape)) for name, (dtype, shape) in documents.items()}
+    return tuple(folded_layers({name: [(None, template)] for name, template in templates.items()}))
 
 
 def _check_fold(templates: tuple[NamedTemplate, ...], ranks: TracedRanks) -> None:

@@ -9,6 +9,7 @@ from reshard.geometry.value import value
 
 TpRank = tuple[int, int]
 """A tensor-parallel size and a rank: (tp, tp_rank)."""
+ONE_RANK: TpRank = 1, 0
 
 
 class NoRule(Exception):
