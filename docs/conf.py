@@ -41,7 +41,7 @@ CONTENTS = {
         reference/versions glossary
     """,
     "Why": "why/no-conversion-code why/own-unpickler why/files-not-dump",
-    "Extending": "design extending/format extending/engine architectures extending/option extending/storage",
+    "Extending": "design extending/format extending/engine architectures extending/option extending/check extending/storage",
 }
 
 
