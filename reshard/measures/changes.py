@@ -26,14 +26,13 @@ from reshard.engine.casts import cast
 from reshard.engine.transfer import Block
 from reshard.geometry.dtypes import BF16, F32, DType
 from reshard.geometry.value import mutable
-from reshard.measures.statistics import LAYOUTS
+from reshard.measures.statistics import INTEGERS, LAYOUTS
 from reshard.measures.walk import Gathered
 
 _STRIP = 1 << 17
 _UPPER_HALF = np.uint32(0xFFFF0000)
 # The distances in ULPs at which the bins of a histogram end.
 _EDGES = (0, *(1 << power for power in range(16)))
-_INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "<u1"}
 
 
 def _kept(ours: Any, theirs: Any) -> Any:
@@ -261,10 +260,10 @@ def _finite(change: Change, a: Block, b: Block, left: DType, right: DType) -> tu
 
 def _numbers(words: Block, dtype: DType) -> npt.NDArray[Any]:
     """The elements as numbers to compute with: float32, or float64 for wide types and integers."""
-    if dtype.name in _INTEGERS:
-        return words.view(_INTEGERS[dtype.name]).astype(np.float64)
+    if dtype.name in INTEGERS:
+        return words.view(INTEGERS[dtype.name]).astype(np.float64)
     return words.view(np.float64) if dtype.name == "F64" else cast(words, dtype, F32).view(np.float32)
 
 
 def _has_values(dtype: DType) -> bool:
-    return dtype.floating or dtype.name in _INTEGERS
+    return dtype.floating or dtype.name in INTEGERS

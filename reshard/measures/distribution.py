@@ -19,12 +19,11 @@ from reshard.engine.transfer import Block
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.value import mutable
-from reshard.measures.statistics import constant_rows
+from reshard.measures.statistics import INTEGERS, constant_rows
 from reshard.measures.walk import Gathered
 
 # Below this size the words that occur are sorted; from it on, all 65,536 words are counted.
 _FEW = 1 << 13
-_INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "<u1"}
 _F64 = from_torch("float64", where="distribution")
 
 
@@ -90,7 +89,9 @@ class ValueDistribution(Gathered):
         width = self.largest - self.smallest
         if not len(self.words) or not 0 < width < math.inf:
             return []
-        values, counts = _values_of(self.words, dtype)
+        values, counts = _every_value(self.words, dtype)
+        finite = np.isfinite(values)
+        values, counts = values[finite], counts[finite]
         at = np.clip((values - self.smallest) / width * bins, 0, bins - 1).astype(np.int64)
         return [int(count) for count in np.bincount(at, weights=counts, minlength=bins)]
 
@@ -103,7 +104,7 @@ def measure_distribution(strips: Iterable[tuple[Box, Block]], dtype: DType, shap
     found = ValueDistribution()
     for box, strip in strips:
         found.elements += strip.size
-        if not (dtype.floating or dtype.name in _INTEGERS) or not strip.size:
+        if not (dtype.floating or dtype.name in INTEGERS) or not strip.size:
             continue
         if len(shape) > 1 and box.sizes[-1] == shape[-1] > 1:
             row_table = strip.reshape(-1, shape[-1])
@@ -113,7 +114,7 @@ def measure_distribution(strips: Iterable[tuple[Box, Block]], dtype: DType, shap
         if dtype.floating:
             found.words = _added(found.words, _counted(flat, dtype))
         if not (dtype.floating and dtype.itemsize <= 2):
-            _add_values(found, flat.view(_INTEGERS.get(dtype.name, f"<f{dtype.itemsize}")))
+            _add_values(found, flat.view(INTEGERS.get(dtype.name, f"<f{dtype.itemsize}")))
     if dtype.floating and dtype.itemsize <= 2:
         _add_exactly(found, *_every_value(found.words, dtype))
     return found
@@ -141,13 +142,6 @@ def _every_value(words: Any, dtype: DType) -> tuple[npt.NDArray[np.float64], npt
         wide = ((found.astype(np.uint64) << np.uint64(shift)) + np.uint64(1 << (shift - 1))).astype(dtype.word)
         return cast(wide, dtype, _F64).view(np.float64), counts
     return cast(found.astype(dtype.word), dtype, _F64).view(np.float64), counts
-
-
-def _values_of(words: Any, dtype: DType) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """The finite numbers that occur, and how often."""
-    values, counts = _every_value(words, dtype)
-    finite = np.isfinite(values)
-    return values[finite], counts[finite]
 
 
 def _add_exactly(found: ValueDistribution, values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64]) -> None:

@@ -28,6 +28,8 @@ from reshard.measures.walk import Gathered
 _STRIP = 1 << 16
 # Elements of each block from which the shape of the distribution is taken.
 _SAMPLE = 1 << 15
+# How numpy reads the words of an integer type.
+INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "<u1"}
 # Rows shorter than this are not judged as rows.
 _SHORTEST_ROW = 8
 
@@ -174,7 +176,7 @@ class Meter:
                 found.constant_rows += int((is_odd & ~is_zero).sum())
                 first = _coordinates(start + int(np.flatnonzero(is_odd)[0]) * strip.shape[1], box)
                 found.first_odd_row = _first(found.first_odd_row, first)
-        found.largest = _value(largest, flat.dtype, layout)
+        found.largest = float(_sizes(np.array([largest], flat.dtype), layout)[0])
         if values:
             found.values = {int(flat[0])} if constant else {int(flat[0]), -1}
             found.slices = _slices(block, box, layout, found) if len(shape) == 3 else {}
@@ -210,11 +212,7 @@ class Meter:
     def _sample(self, flat: Block, layout: FloatLayout, found: Statistics) -> None:
         if found.nan or found.inf:
             return
-        magnitudes = flat & flat.dtype.type(layout.magnitude)
-        if flat.dtype.itemsize == 8:
-            sizes = magnitudes.view(np.float64)
-        else:
-            sizes = (magnitudes.astype(np.uint32) << np.uint32(layout.shift)).view(np.float32).astype(np.float64) * layout.factor
+        sizes = _sizes(flat & flat.dtype.type(layout.magnitude), layout)
         with np.errstate(over="ignore", invalid="ignore"):
             signed = np.where(flat > layout.magnitude, -sizes, sizes)
             squares = sizes * sizes
@@ -222,11 +220,11 @@ class Meter:
         found.sample_largest = float(sizes.max())
 
 
-def _value(magnitude: int, word: np.dtype[Any], layout: FloatLayout) -> float:
-    """The number with that magnitude."""
-    if word.itemsize == 8:
-        return float(np.uint64(magnitude).view(np.float64))
-    return float(np.uint32(magnitude << layout.shift).view(np.float32)) * layout.factor
+def _sizes(magnitudes: Block, layout: FloatLayout) -> npt.NDArray[np.float64]:
+    """The absolute values of magnitudes, in double precision."""
+    if magnitudes.dtype.itemsize == 8:
+        return magnitudes.view(np.float64)
+    return (magnitudes.astype(np.uint32) << np.uint32(layout.shift)).view(np.float32).astype(np.float64) * layout.factor
 
 
 def _slices(block: Block, box: Box, layout: FloatLayout, found: Statistics) -> dict[int, bool]:

@@ -12,14 +12,14 @@ from reshard.index.coverage import sharding_text
 from reshard.index.fold import Fold
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import primary_rows
-from reshard.picture.drawing import MapRow, Span, strips
+from reshard.picture.drawing import Held, strips
 from reshard.picture.page import Html, element, folded, joined, meter, table
 
 # What a page shows of it; the rest is counted.
 _MOST_ROWS, _MOST_FAMILIES, _MOST_BRANCHES, _MOST_SHARES = 256, 40, 6000, 256
 
 
-def shard_map(tree: Fold, *, most_rows: int = _MOST_ROWS) -> Html:
+def shard_map(tree: Fold) -> Html:
     """Ranks x tensors: a row for each rank, or for each file where the files do not say who held what. The families of alike tensors lie
     side by side, as wide as the logarithm of their bytes; within each, a strip shows which part of its most divided axis the rank holds."""
     families = sorted((leaf for _, leaf in tree.walk() if leaf.stored and leaf.stored[0].shape), key=lambda leaf: -leaf.nbytes)
@@ -29,15 +29,14 @@ def shard_map(tree: Fold, *, most_rows: int = _MOST_ROWS) -> Html:
     in_order = [leaf for _, leaf in tree.walk() if any(leaf is each for each in shown)]
     widths = np.log2(np.array([max(leaf.nbytes, 2) for leaf in in_order], np.float64)) + 1
     edges = np.concatenate([np.zeros(1), np.cumsum(widths / widths.sum())])
-    rows: dict[str, tuple[list[Span], list[Span]]] = {}
+    rows: dict[str, Held] = {}
     for leaf, left, right in zip(in_order, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        gap = (right - left) * 0.06
+        width = right - left - (right - left) * 0.06
         for holder, start, stop, is_copy in held_spans(leaf.stored[0]):
-            own, copies = rows.setdefault(holder, ([], []))
-            (copies if is_copy else own).append((left + start * (right - left - gap), left + stop * (right - left - gap)))
+            rows.setdefault(holder, ([], []))[is_copy].append((left + start * width, left + stop * width))
     order = sorted(rows, key=_natural)
     picture = strips(
-        [MapRow(holder, tuple(rows[holder][0]), tuple(rows[holder][1])) for holder in order[:most_rows]],
+        {holder: rows[holder] for holder in order[:_MOST_ROWS]},
         title=f"Who holds what: {plural(len(order), 'row')}, {plural(len(in_order), 'family', 'families')} of tensors",
         dividers=edges[1:-1].tolist(),
     )
@@ -48,7 +47,7 @@ def shard_map(tree: Fold, *, most_rows: int = _MOST_ROWS) -> Html:
             for number, leaf in enumerate(in_order)
         ],
     )
-    notes = [f"{len(order) - most_rows:,} more rows are not drawn."] if len(order) > most_rows else []
+    notes = [f"{len(order) - _MOST_ROWS:,} more rows are not drawn."] if len(order) > _MOST_ROWS else []
     whole = len(families) - len([leaf for leaf in families if len(leaf.stored[0].shards) > 1])
     if whole:
         notes.append(f"{plural(whole, 'family', 'families')} in one piece {'is' if whole == 1 else 'are'} not drawn.")
@@ -58,12 +57,11 @@ def shard_map(tree: Fold, *, most_rows: int = _MOST_ROWS) -> Html:
 
 def tensor_map(tensor: Tensor) -> Html:
     """Who holds which part of one tensor."""
-    rows: dict[str, tuple[list[Span], list[Span]]] = {}
+    rows: dict[str, Held] = {}
     for holder, start, stop, is_copy in held_spans(tensor):
-        own, copies = rows.setdefault(holder, ([], []))
-        (copies if is_copy else own).append((start, stop))
+        rows.setdefault(holder, ([], []))[is_copy].append((start, stop))
     order = sorted(rows, key=_natural)[:_MOST_ROWS]
-    return strips([MapRow(each, tuple(rows[each][0]), tuple(rows[each][1])) for each in order], title=f"Who holds {tensor.name}")
+    return strips({holder: rows[holder] for holder in order}, title=f"Who holds {tensor.name}")
 
 
 def held_spans(tensor: Tensor) -> Iterator[tuple[str, float, float, bool]]:

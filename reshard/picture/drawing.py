@@ -4,40 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from reshard.geometry.value import value
 from reshard.picture.page import COLOURS, Html, element, escaped
 
 Span = tuple[float, float]
 """Where something starts and ends, as shares of the width."""
+Held = tuple[list[Span], list[Span]]
+"""What one holder has, and what it has as a copy of what another one holds."""
 
 
-@value
-class MapRow:
-    """One row of a map: what one holder has."""
-
-    label: str
-    """The holder."""
-    own: tuple[Span, ...]
-    """What it holds."""
-    copies: tuple[Span, ...] = ()
-    """What it holds as a copy of what another one holds."""
-
-
-def strips(rows: Sequence[MapRow], *, title: str, dividers: Iterable[float] = (), width: int = 1000) -> Html:
-    """A map: one strip for each row, under each other. dividers: vertical lines, as shares of the width."""
+def strips(rows: Mapping[str, Held], *, title: str, dividers: Iterable[float] = (), width: int = 1000) -> Html:
+    """A map: one strip for each holder, under each other. dividers: vertical lines, as shares of the width."""
     height = 16 if len(rows) <= 32 else 7 if len(rows) <= 128 else 3
     labels = len(rows) <= 32
-    left = min(8 * max((len(row.label) for row in rows), default=0) + 10, 260) if labels else 0
+    left = min(8 * max(map(len, rows), default=0) + 10, 260) if labels else 0
     inner, total = width - left, len(rows) * height
     parts = [f'<rect class="soft" x="{left}" y="0" width="{inner}" height="{total}"/>']
-    for number, row in enumerate(rows):
+    for number, (label, held) in enumerate(rows.items()):
         y, thick = number * height, max(height - 2, 1) if height > 3 else height
         if labels:
-            parts.append(f'<text x="0" y="{y + height - 5}">{escaped(row.label[:30])}</text>')
-        for name, spans in (("a", row.own), ("b", row.copies)):
+            parts.append(f'<text x="0" y="{y + height - 5}">{escaped(label[:30])}</text>')
+        for name, spans in zip("ab", held, strict=True):
             if spans:
                 path = "".join(_box(left + start * inner, y, max((stop - start) * inner, 0.6), thick) for start, stop in spans)
-                parts.append(f'<path class="{name}" d="{path}"><title>{escaped(row.label)}</title></path>')
+                parts.append(f'<path class="{name}" d="{path}"><title>{escaped(label)}</title></path>')
     lines = "".join(f"M{_n(left + at * inner)} 0v{total}" for at in dividers)
     if lines:
         parts.append(f'<path class="line" d="{lines}"/>')
