@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import merge
 from itertools import groupby
 from operator import itemgetter
@@ -12,7 +12,6 @@ from reshard.engine.events import event
 from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.read_ahead import run_reading
 from reshard.engine.recipes.quantizer import Tiles
-from reshard.engine.recorded import SourceCheck
 from reshard.engine.transfer import Pieces, Sink, Worker, bytes_of, strips
 from reshard.engine.values import Values
 from reshard.errors import CheckpointError, TargetError
@@ -191,30 +190,21 @@ def _is_source_of(plan: Plan, digests: Mapping[BlockKey, bytes], workers: int) -
     return all(digests[job.key] == digest for job, digest in found)
 
 
-def notes_on_source(plan: Plan, digests: dict[BlockKey, bytes]) -> tuple[str, ...]:
-    """Compare what was read with the digests that reshard recorded when it wrote the source. Raises CheckpointError if they differ."""
-    check = SourceCheck(plan)
-    for i, block_digests in _by_route(plan, digests):
-        check.add(plan.routes[i], block_digests)
-    return tuple(check.notes())
+def digests_of_routes(plan: Plan, digests: Mapping[BlockKey, bytes]) -> list[list[bytes]]:
+    """The digests of each route's blocks in canonical order."""
+    found: list[list[tuple[int, bytes]]] = [[] for _ in plan.routes]
+    for (i, j), digest in digests.items():
+        found[i].append((j, digest))
+    return [[digest for _, digest in sorted(of_route)] for of_route in found]
 
 
-def fingerprint_of_blocks(plan: Plan, digests: dict[BlockKey, bytes]) -> Fingerprint:
-    """The fingerprint of the result, from the digests of all blocks."""
+def fingerprint_of_blocks(plan: Plan, digests: Sequence[Sequence[bytes]]) -> Fingerprint:
+    """The fingerprint of the result, from the digests of each route's blocks."""
     aliases: dict[str, list[str]] = {}
     for alias, stored in plan.layout.aliases.items():
         aliases.setdefault(stored, []).append(alias)
     by_tensor: dict[str, bytes] = {}
-    for i, block_digests in _by_route(plan, digests):
-        route = plan.routes[i]
+    for route, of_route in zip(plan.routes, digests, strict=True):
         for name in (route.name, *aliases.get(route.name, ())):
-            by_tensor[name] = CURRENT.tensor(name, route.target.dtype, route.target.shape, block_digests)
+            by_tensor[name] = CURRENT.tensor(name, route.target.dtype, route.target.shape, of_route)
     return CURRENT.checkpoint(by_tensor)
-
-
-def _by_route(plan: Plan, digests: dict[BlockKey, bytes]) -> Iterator[tuple[int, list[bytes]]]:
-    """The digests of each route's blocks in canonical order."""
-    by_route: dict[int, list[tuple[int, bytes]]] = {}
-    for (i, j), digest in digests.items():
-        by_route.setdefault(i, []).append((j, digest))
-    return ((i, [digest for _, digest in sorted(by_route.get(i, []))]) for i in range(len(plan.routes)))

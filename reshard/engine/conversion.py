@@ -17,14 +17,15 @@ from reshard.engine.blocks import (
     block_jobs,
     check_same_source,
     check_source_is_unchanged,
+    digests_of_routes,
     fingerprint_of_blocks,
-    notes_on_source,
 )
 from reshard.engine.destinations.destination import Destination, FinishedBlocks, Replaces
 from reshard.engine.destinations.journal import RunHeader
 from reshard.engine.events import event
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Provenance, Read, records
+from reshard.engine.recorded import notes_on_source
 from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
@@ -145,13 +146,13 @@ class Conversion:
         everything = (self._everything,)
         try:
             yield from self._copied(everything, self._finished(everything), is_all=True, reads_back=reads_back)
-            notes, fingerprint = notes_on_source(self.plan, self._digests), fingerprint_of_blocks(self.plan, self._digests)
+            digests = digests_of_routes(self.plan, self._digests)
+            self.notes += tuple(notes_on_source(self.plan, digests))
         except CheckpointError:
             # The input is wrong, so this run can never be resumed.
             self.destination.abandon()
             raise
-        self.notes += notes
-        self._commit(fingerprint)
+        self._commit(fingerprint_of_blocks(self.plan, digests))
 
     def copy(self) -> Iterator[Done]:
         """Copy the tasks for a process that has begun the conversion and completes it. What is there already is copied again.

@@ -70,7 +70,7 @@ def records(plan: Plan, identity: str, fingerprint: Fingerprint, read: Read, pro
         yield small_files[-1]
     fixed = _fixed_bytes(plan)
     digests = Digests(
-        files=_file_records(plan, fixed, read),
+        files={file.path: FileRecord(file.nbytes, *fixed[file.path], samples(file.path, file.nbytes, read)) for file in layout.files},
         small_files={sidecar.path: content_digest(sidecar.content) for sidecar in small_files},
         tensors=dict(fingerprint.tensors),
         aliases={alias: name for alias, name in layout.aliases.items() if alias in fingerprint.tensors},
@@ -142,10 +142,6 @@ def _fixed_bytes(plan: Plan) -> _FixedBytes:
             running.update(part)
         found[file.path] = ranges, CURRENT.text(running.digest())
     return found
-
-
-def _file_records(plan: Plan, fixed: _FixedBytes, read: Read) -> dict[str, FileRecord]:
-    return {file.path: FileRecord(file.nbytes, *fixed[file.path], samples(file.path, file.nbytes, read)) for file in plan.layout.files}
 
 
 def _checksums(files: Sequence[TargetFile], sidecars: Sequence[Sidecar], read: Read, workers: int) -> bytes:

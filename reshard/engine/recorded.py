@@ -6,7 +6,7 @@ parts of the files read again, to name the files that were changed or exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -18,51 +18,40 @@ from reshard.index.index import Tensor
 from reshard.plans.digests import CURRENT
 from reshard.plans.manifest import MANIFEST, FileRecord, read_digests, read_manifest
 from reshard.plans.plan import Plan
-from reshard.plans.tasks import Route
 from reshard.storage.files import Files, read_range
 
 Error = TypeVar("Error", bound=ReshardError)
 
 
-class SourceCheck:
-    """Compares the tensors that a conversion reads with the digests of the source, if reshard wrote it."""
+def notes_on_source(plan: Plan, digests: Sequence[Sequence[bytes]]) -> Iterator[str]:
+    """Compare the tensors that a conversion has read with what reshard recorded when it wrote the source. Sentences on what cannot be.
 
-    def __init__(self, plan: Plan) -> None:
-        self._files, self._recorded = plan.source_files, plan.content.recorded()
-        self._is_recorded = bool(self._recorded) or MANIFEST in plan.source_files.list()
-        self._different: list[Tensor] = []
-        self._compared = self._cast = self._merged = self._unknown = 0
-
-    def add(self, route: Route, blocks: Sequence[bytes]) -> None:
-        """Compare a tensor. blocks: the digests of what was written for it, block by block."""
-        tensor, expected = route.source, self._recorded.get(route.name)
+    digests: of each route's blocks. Raises: CheckpointError if a tensor differs.
+    """
+    recorded = plan.content.recorded()
+    if not recorded and MANIFEST not in plan.source_files.list():
+        return
+    different: list[Tensor] = []
+    compared = cast = merged = unknown = 0
+    for route, of_route in zip(plan.routes, digests, strict=True):
+        tensor, expected = route.source, recorded.get(route.name)
         if expected is None:
-            self._unknown += 1
-        elif tensor.updates:
-            # The blocks were hashed after the update.
-            self._merged += 1
-        elif route.is_cast or tensor.encoding or tensor.derivation:
-            # The blocks were hashed after the cast.
-            self._cast += 1
+            unknown += 1
+        elif tensor.updates:  # The blocks were hashed after the update.
+            merged += 1
+        elif route.is_cast or tensor.encoding or tensor.derivation:  # The blocks were hashed after the cast.
+            cast += 1
         else:
-            self._compared += 1
-            if CURRENT.text(CURRENT.tensor(route.name, tensor.dtype, tensor.shape, blocks)) != expected:
-                self._different.append(tensor)
-
-    def notes(self) -> tuple[str, ...]:
-        """Sentences about what was not compared. Raises CheckpointError if a tensor differs from what reshard wrote."""
-        if self._different:
-            raise mismatch(CheckpointError, self._files, self._different, self._compared)
-        counts = (
-            (self._cast, "because of the cast"),
-            (self._merged, "because of the merge"),
-            (self._unknown, f"as {MANIFEST} holds no digests under their names"),
-        )
-        return tuple(
-            f"{plural(count, 'tensor')} of the source {'was' if count == 1 else 'were'} not compared with its {MANIFEST}, {reason}"
-            for count, reason in counts
-            if count and self._is_recorded
-        )
+            compared += 1
+            if CURRENT.text(CURRENT.tensor(route.name, tensor.dtype, tensor.shape, of_route)) != expected:
+                different.append(tensor)
+    if different:
+        raise mismatch(CheckpointError, plan.source_files, different, compared)
+    reasons = "because of the cast", "because of the merge", f"as {MANIFEST} holds no digests under their names"
+    for count, reason in zip((cast, merged, unknown), reasons, strict=True):
+        if count:
+            verb = "was" if count == 1 else "were"
+            yield f"{plural(count, 'tensor')} of the source {verb} not compared with its {MANIFEST}, {reason}"
 
 
 def mismatch(error: type[Error], files: Files, different: Sequence[Tensor], compared: int) -> Error:

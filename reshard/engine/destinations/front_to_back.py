@@ -61,11 +61,12 @@ class Budget:
 
 def filled(plan: Plan, store: Store, work: Pass, budget: Budget, workers: int, end: End) -> Iterator[tuple[Job, bytes]]:
     """Fill the files of a pass, and end each when its last block has been written. Yields each block with its digest."""
+    files, jobs = work
     constants = constants_by_path(plan.target_index.constants)
-    files = {file.path: FrontFile(file.path, file.nbytes, partial(_fixed, file, constants.get(file.path, ()))) for file in work.files}
-    fronts = FileFronts(store, files, at_once=budget.at_once)
-    blocks_of: dict[str, list[BlockKey]] = {file.path: [] for file in work.files}
-    for job in work.jobs:
+    front_files = {file.path: FrontFile(file.path, file.nbytes, partial(_fixed, file, constants.get(file.path, ()))) for file in files}
+    fronts = FileFronts(store, front_files, at_once=budget.at_once)
+    blocks_of: dict[str, list[BlockKey]] = {file.path: [] for file in files}
+    for job in jobs:
         for path in job.paths:
             blocks_of[path].append(job.key)
     left = Counter({path: len(keys) for path, keys in blocks_of.items()})
@@ -78,7 +79,7 @@ def filled(plan: Plan, store: Store, work: Pass, budget: Budget, workers: int, e
     try:
         ending += [store.later(partial(end_file, path)) for path in blocks_of if not left[path]]
         turn = _Turn(fronts, budget.waiting)
-        for job, digest in copied_blocks(plan, fronts, turn.taking(work.jobs), widest_element(plan), workers, ahead=budget.reading):
+        for job, digest in copied_blocks(plan, fronts, turn.taking(jobs), widest_element(plan), workers, ahead=budget.reading):
             turn.done()
             digests[job.key] = digest
             yield job, digest

@@ -21,7 +21,6 @@ from reshard.engine.transfer import Pieces
 from reshard.engine.values import Values
 from reshard.geometry.boxes import blocks
 from reshard.geometry.sections import Columns
-from reshard.geometry.value import value
 from reshard.plans.layout import TargetFile
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import Route, files_sharing_tensors
@@ -29,15 +28,8 @@ from reshard.plans.tasks import Route, files_sharing_tensors
 # Pieces of one tensor that are closer than this are written by the same job. What comes first waits for what is before it.
 _NEAR = 64 << 20
 
-
-@value
-class Pass:
-    """Files that are open side by side, and the jobs that fill them."""
-
-    files: tuple[TargetFile, ...]
-    """The files."""
-    jobs: tuple[Job, ...]
-    """The jobs in the order of the files."""
+Pass = tuple[Sequence[TargetFile], Sequence[Job]]
+"""Files that are open side by side, and the jobs that fill them, in the order of the files."""
 
 
 def passes(plan: Plan, paths: Container[str], routes: Iterable[int], most_open: int, tiles: Tiles) -> Iterator[Pass]:
@@ -63,7 +55,7 @@ def passes(plan: Plan, paths: Container[str], routes: Iterable[int], most_open: 
                     found[number].append((position, job))
     for files, jobs in zip(groups, found, strict=True):
         if files or jobs:
-            yield Pass(files, tuple(job for _, job in sorted(jobs, key=itemgetter(0))))
+            yield files, [job for _, job in sorted(jobs, key=itemgetter(0))]
 
 
 def most_open(files: Sequence[TargetFile]) -> int:
