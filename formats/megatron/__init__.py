@@ -57,7 +57,7 @@ class Megatron(Format):
         return read_legacy(files, folder_of_save(files, "rank folder such as mp_rank_00"), hints)
 
     def check_values(self, files: Files, index: Index) -> Index:
-        from .read.completeness import check_masters
+        from .read.run_model import check_masters
 
         return check_masters(files, index)
 

@@ -35,7 +35,7 @@ class MegatronDist(Format):
         return read_distributed(files, folder_of_save(files, METADATA_JSON), hints)
 
     def check_values(self, files: Files, index: Index) -> Index:
-        from .read.completeness import without_wrong_masters
+        from .read.run_model import without_wrong_masters
 
         return without_wrong_masters(files, index)
 

@@ -34,12 +34,11 @@ from ..layout.names import LayerSpec, strip_wrappers
 from ..layout.save_folders import COMMON, METADATA_JSON
 from ..layout.stages import Args, ParallelSizes, Rank, split_into_chunks
 from ..layout.tensors import EMBEDDING
-from .completeness import check_complete
 from .flat_buffers import bucket_tensors
 from .keyed_tensors import array_subviews, canonical_tensors, is_run_key, keyed_tensors, with_stored_adapters
 from .nemo import nemo_args
 from .optimizer import OF_ADAPTER, OptimizerState, common_optimizer, folder_optimizer
-from .run_model import RunModel, describe_model, layout_question
+from .run_model import RunModel, check_complete, describe_model, layout_question
 from .zarr import StoredFolder, ZarrFolder
 
 # Written as torch_dcp or fsdp_dtensor: a plain folder of torch.distributed.checkpoint, without metadata.json.

@@ -23,12 +23,11 @@ from ..layout.save_folders import unread_optimizers
 from ..layout.stages import Args
 from ..layout.tensors import EMBEDDING, QkvOrder
 from .arrays import local_tensors, state_tensors, whole_tensor
-from .completeness import check_complete
 from .flat_buffers import buffered_optimizer
 from .optimizer import OF_ADAPTER, OptimizerState, merged_param_groups, rank_optimizer
 from .rank_tensors import rank_tensors, stored_chunks
 from .ranks import LegacySave, MegatronRank, read_ranks
-from .run_model import RunModel, describe_model, layout_question
+from .run_model import RunModel, check_complete, describe_model, layout_question
 
 _FORMAT = "megatron"
 # The order of q, k and v by the version of the checkpoint (megatron/legacy, fix_query_key_value_ordering).
