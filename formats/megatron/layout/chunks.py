@@ -63,27 +63,14 @@ Entry = tuple[str, ChunkTensor | None]
 """A key of a chunk's state dict with its tensor; None for the unused state of an FP8 recipe, which is stored as None."""
 
 
-def chunk_entries(model: MegatronModel, chunk: Chunk, sizes: ParallelSizes, rank: Rank, spec: LayerSpec) -> Iterator[Entry]:
-    """The entries of a rank's chunk, in the order of its state dict.
-
-    Raises: RequestError if a tensor does not divide by the ranks.
-    """
-    return _RankView(model, chunk, sizes, rank, spec).entries()
-
-
-def chunk_parameters(model: MegatronModel, chunk: Chunk, sizes: ParallelSizes, rank: Rank, spec: LayerSpec) -> list[ChunkTensor]:
-    """The parameters of a rank's chunk, in the order of its state dict."""
-    return [tensor for _, tensor in chunk_entries(model, chunk, sizes, rank, spec) if tensor and tensor.is_parameter]
-
-
 def shares_tables(model: MegatronModel, sizes: ParallelSizes) -> bool:
     """Whether several stages hold the embedding, because the head or multi-token prediction uses it, too."""
     return sizes.pp > 1 and (model.model.is_tied or model.mtp_layers > 0)
 
 
 @value
-class _RankView:
-    """A chunk as one rank sees it."""
+class RankView:
+    """A chunk as one rank sees it. Iterating raises RequestError if a tensor does not divide by the ranks."""
 
     model: MegatronModel
     """The model."""
@@ -96,7 +83,12 @@ class _RankView:
     spec: LayerSpec
     """The classes of its layers."""
 
+    def parameters(self) -> list[ChunkTensor]:
+        """The parameters, in the order of the state dict."""
+        return [tensor for _, tensor in self.entries() if tensor and tensor.is_parameter]
+
     def entries(self) -> Iterator[Entry]:
+        """All entries, in the order of the state dict."""
         model, chunk = self.model, self.chunk
         yield from self._embeddings()
         for number, layer in enumerate(chunk.layers):
@@ -106,8 +98,12 @@ class _RankView:
             outside = model.outside_layers.items()
             yield from self._module("", {model.stored_name(name): tensor for name, tensor in outside if name.startswith("decoder.")})
         if chunk.is_last:
-            for mtp_layer in range(model.mtp_layers):
-                yield from self._mtp_layer(f"mtp.layers.{mtp_layer}.", mtp_layer)
+            for mtp_layer in range(model.mtp_layers):  # two norms and a projection, a transformer layer, a final norm
+                prefix, module = f"mtp.layers.{mtp_layer}.", model.mtp_module(mtp_layer)
+                final = {name: tensor for name, tensor in module.items() if name.startswith("final_layernorm.")}
+                yield from self._module(prefix, {name: tensor for name, tensor in module.items() if name not in final})
+                yield from self._layer(prefix + "transformer_layer.", model.layers + mtp_layer)
+                yield from self._module(prefix, final)
             yield from self._head()
 
     def _embeddings(self) -> Iterator[Entry]:
@@ -137,14 +133,6 @@ class _RankView:
         if self.model.is_sparse(layer):
             yield from self._experts(f"{prefix}mlp.experts.", layer)
         yield from self._module(prefix, shared_expert)
-
-    def _mtp_layer(self, prefix: str, mtp_layer: int) -> Iterator[Entry]:
-        """A layer for multi-token prediction: two norms and a projection, a transformer layer, a final norm."""
-        tensors = self.model.mtp_module(mtp_layer)
-        before = {name: tensor for name, tensor in tensors.items() if not name.startswith("final_layernorm.")}
-        yield from self._module(prefix, before)
-        yield from self._layer(prefix + "transformer_layer.", self.model.layers + mtp_layer)
-        yield from self._module(prefix, {name: tensor for name, tensor in tensors.items() if name not in before})
 
     def _experts(self, prefix: str, layer: int) -> Iterator[Entry]:
         """The routed experts of the rank."""

@@ -61,7 +61,7 @@ def find_save(files: Files) -> str | None:
     Raises: CheckpointError if the tracker names a missing save; RequestError for several saves without a tracker.
     """
     listing = files.list()
-    if METADATA_JSON in listing or any(map(_is_rank_folder, listing)) or {_NEMO_WEIGHTS, NEMO_CONFIG} <= set(listing):
+    if METADATA_JSON in listing or any(map(_RANK.fullmatch, listing)) or {_NEMO_WEIGHTS, NEMO_CONFIG} <= set(listing):
         return ""
     root = files.root.rstrip("/").rpartition("/")[2] + "/"
     if DCP_METADATA in listing and (COMMON in listing or _SAVE.fullmatch(root)):
@@ -95,7 +95,7 @@ def find_legacy(files: Files) -> str | None:
         return None
     if folder + _NEMO_WEIGHTS in files.list(folder):
         return folder + _NEMO_WEIGHTS
-    ranks = (path for path in files.list(folder) if _is_rank_folder(path))
+    ranks = (path for path in files.list(folder) if _RANK.fullmatch(path))
     return next((path + name for path in ranks for name in _RANK_WEIGHTS if path + name in files.list(path)), None)
 
 
@@ -141,9 +141,5 @@ def rank_folders(files: Files, folder: str) -> list[MegatronRankFolder]:
 
 def unread_optimizers(files: Files, folder: str) -> list[str]:
     """The optimizer files of a legacy save that reshard does not read."""
-    ranks = [path for path in files.list(folder) if _is_rank_folder(path)]
+    ranks = [path for path in files.list(folder) if _RANK.fullmatch(path)]
     return [path for rank in ranks for path in files.list(rank) if _UNREAD_OPTIMIZER.fullmatch(path.removeprefix(rank))]
-
-
-def _is_rank_folder(path: str) -> bool:
-    return _RANK.fullmatch(path) is not None

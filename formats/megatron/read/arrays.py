@@ -110,8 +110,10 @@ def local_tensors(array: Mosaic, stored: AnyTensor, shapes: Mapping[str, Shape])
 
     Raises: CheckpointError if the two have different shapes and the stored tensor is not contiguous.
     """
+    if array.shape != stored.shape and stored.strides != row_major(stored.shape):
+        raise CheckpointError(f"a tensor with strides {stored.strides} cannot be viewed as {list(array.shape)}", where=stored.path)
     boxes: dict[str, list[tuple[Box, AnyTensor]]] = {}
-    for section in array.sections(_strides(array, stored)):
+    for section in array.sections(stored.strides if array.shape == stored.shape else row_major(array.shape)):
         boxes.setdefault(section.name, []).append((section.box, elements_of(stored, section.start, section.box.sizes, section.strides)))
     for name, shards in boxes.items():
         yield name, LocalTensor(stored.dtype, shapes[name], tuple(shards))
@@ -125,14 +127,6 @@ def state_tensors(parameter: ChunkTensor, stored: AnyTensor, shapes: Mapping[str
     if stored.shape == parameter.shape:
         return local_tensors(parameter.array, stored, shapes)
     return ((name, whole_tensor(stored)) for name in parameter.array.names)
-
-
-def _strides(array: Mosaic, stored: AnyTensor) -> Shape:
-    if array.shape == stored.shape:
-        return stored.strides
-    if stored.strides != row_major(stored.shape):
-        raise CheckpointError(f"a tensor with strides {stored.strides} cannot be viewed as {list(array.shape)}", where=stored.path)
-    return row_major(array.shape)
 
 
 def whole_tensor(stored: AnyTensor) -> LocalTensor:

@@ -29,7 +29,7 @@ from reshard.storage.files import Files, read_whole
 from reshard.storage.json_input import parsed
 
 from ..layout.arguments import NotUnderstoodError, plain_args
-from ..layout.chunks import ChunkTensor, chunk_parameters
+from ..layout.chunks import ChunkTensor, RankView
 from ..layout.names import LayerSpec, strip_wrappers
 from ..layout.save_folders import COMMON, METADATA_JSON
 from ..layout.stages import Args, ParallelSizes, Rank, split_into_chunks
@@ -94,7 +94,7 @@ def _stored_parameters(stored: StoredFolder, model: RunModel, args: Args) -> lis
     dtypes = {strip_wrappers(key): item.dtype for key, item in stored.metadata.tensors.items()}
     (chunk,) = split_into_chunks((model.megatron.layers,), 1)
     spec = LayerSpec.from_args(args, str(args.get("transformer_impl", "local")))
-    parameters = chunk_parameters(model.megatron, chunk, ParallelSizes(), Rank(), spec)
+    parameters = RankView(model.megatron, chunk, ParallelSizes(), Rank(), spec).parameters()
     return [replace(parameter, dtype=dtypes[parameter.name]) for parameter in parameters if parameter.name in dtypes]
 
 

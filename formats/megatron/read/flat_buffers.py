@@ -35,7 +35,7 @@ from reshard.index.shards import Shards, concatenated
 from reshard.index.subviews import SubviewsBuilder
 from reshard.storage.files import Files
 
-from ..layout.chunks import ChunkTensor, chunk_parameters
+from ..layout.chunks import ChunkTensor, RankView
 from ..layout.flat_buckets import BUFFER_KINDS, bucket_size, buffer_of, by_buffer, positions_in_buckets
 from ..layout.names import LayerSpec
 from ..layout.save_folders import DISTRIBUTED_OPTIMIZER
@@ -73,7 +73,10 @@ def buffered_optimizer(files: Files, rank: MegatronRank, args: Args, parameters:
             if len(offsets) > 1:
                 notes.append(f"the distributed optimizer's state is left out: it can have {len(offsets)} different bucket layouts ({path})")
                 continue
-            states.extend(_buffer_states(buffered, arrays, offsets.pop()))
+            for parameter, offset in zip(buffered, offsets.pop(), strict=True):
+                for name, kind in BUFFER_KINDS.items():
+                    if is_plain_tensor(array := arrays.get(name)):
+                        states.append((parameter, kind, elements_of(array, offset, parameter.shape, row_major(parameter.shape))))
     return OptimizerState(path, tuple(states), groups, tuple(notes))
 
 
@@ -123,15 +126,6 @@ def _parameter_offsets(
             do="Save with --ckpt-format torch_dist, or take the weights alone: move distrib_optim.pt away",
         )
     return found
-
-
-def _buffer_states(
-    parameters: Sequence[ChunkTensor], arrays: Mapping[str, Any], offsets: Sequence[int]
-) -> Iterator[tuple[ChunkTensor, str, AnyTensor]]:
-    for parameter, offset in zip(parameters, offsets, strict=True):
-        for name, kind in BUFFER_KINDS.items():
-            if is_plain_tensor(array := arrays.get(name)):
-                yield parameter, kind, elements_of(array, offset, parameter.shape, row_major(parameter.shape))
 
 
 # ---- the buckets of a distributed save ----
@@ -197,17 +191,14 @@ def _groups_of_run(model: RunModel, args: Args, where: str, *, is_chained: bool)
     sizes, spec = ParallelSizes.from_args(args), LayerSpec.from_args(args, args.get("transformer_impl", "transformer_engine"))
     chunks = chunks_of_run(args, sizes, where)
     for rank in sizes.ranks():
-        parameters = [chunk_parameters(model.megatron, chunk, sizes, rank, spec) for chunk in chunks if chunk.stage == rank.pp_rank]
+        of_chunks = [RankView(model.megatron, chunk, sizes, rank, spec).parameters() for chunk in chunks if chunk.stage == rank.pp_rank]
+        dense, experts = ([[p for p in of_chunk if p.is_expert is is_expert] for of_chunk in of_chunks] for is_expert in (False, True))
         if rank.is_first_dense:
             group = rank.tp_rank + sizes.tp * rank.pp_rank
-            yield 0, group, _of_optimizer(parameters, is_expert=False) if is_chained else parameters
+            yield 0, group, dense if is_chained else of_chunks
         if rank.is_first_experts and is_chained:
             group = rank.etp_rank + sizes.etp * (rank.ep_rank + sizes.ep * rank.pp_rank)
-            yield 1, group, _of_optimizer(parameters, is_expert=True)
-
-
-def _of_optimizer(chunks: Sequence[Sequence[ChunkTensor]], *, is_expert: bool) -> list[list[ChunkTensor]]:
-    return [[parameter for parameter in parameters if parameter.is_expert is is_expert] for parameters in chunks]
+            yield 1, group, experts
 
 
 def _state_pieces(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reshard.adapter.dcp_writer import DcpFile, written_metadata
@@ -205,12 +205,9 @@ def _common_file(save: MegatronSave, folder: str) -> TargetFile:
     return file.close(root)
 
 
-_Groups = Mapping[bool, Sequence[str]]
-"""Whether weight decay applies -> the canonical names of the weights."""
-
-
-def _weights_by_optimizer(save: MegatronSave) -> dict[bool, _Groups]:
-    """Whether it is the optimizer of the experts -> its param groups. Without expert parallelism one optimizer has all weights."""
+def _weights_by_optimizer(save: MegatronSave) -> dict[bool, dict[bool, list[str]]]:
+    """Whether it is the optimizer of the experts -> whether weight decay applies -> the names of the weights. Without expert parallelism
+    one optimizer has all weights."""
     optimizers: dict[bool, dict[bool, list[str]]] = {}
     for chunk in save.chunks:
         for ep_rank in range(save.sizes.ep):
@@ -219,10 +216,6 @@ def _weights_by_optimizer(save: MegatronSave) -> dict[bool, _Groups]:
                     groups = optimizers.setdefault(tensor.is_expert and save.sizes.ep > 1, {True: [], False: []})
                     groups[is_decayed(tensor.key, tensor.tensor.shape)].extend(tensor.tensor.names)
     return dict(sorted(optimizers.items()))
-
-
-def _weights_of(groups: _Groups) -> list[str]:
-    return [name for names in groups.values() for name in names]
 
 
 def _optimizer(save: MegatronSave, file: TorchFile) -> Any:
@@ -237,7 +230,7 @@ def _optimizer(save: MegatronSave, file: TorchFile) -> Any:
         if save.is_distributed_optimizer:
             chain.append({"optimizer": {"param_groups": settings}, "param_state_sharding_type": _FULLY_RESHARDABLE})
             continue
-        steps = {"common_step": save.optimizer.step_tensor(file, _weights_of(groups))} if save.has_step_tensors else {}
+        steps = {"common_step": save.optimizer.step_tensor(file, [*groups[True], *groups[False]])} if save.has_step_tensors else {}
         inner = {"state": steps, "param_groups": settings}
         # Masters are entries only: Megatron would merge a key for them here with those entries, list by list.
         chain.append({"optimizer": inner} if save.has_masters else inner)
@@ -251,5 +244,5 @@ def _optimizer_aliases(save: MegatronSave) -> dict[str, str]:
     aliases = {} if save.has_masters else save.optimizer.master_aliases(tuple(save.optimizer.keys))
     if save.has_step_tensors:
         for groups in _weights_by_optimizer(save).values():
-            aliases |= save.optimizer.step_aliases(_weights_of(groups))
+            aliases |= save.optimizer.step_aliases([*groups[True], *groups[False]])
     return aliases

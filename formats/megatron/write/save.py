@@ -21,7 +21,7 @@ from reshard.models.model import Model
 from reshard.plans.layout import Sidecar, Target
 
 from ..layout.arguments import sparse_layers
-from ..layout.chunks import Entry, chunk_entries
+from ..layout.chunks import Entry, RankView
 from ..layout.names import LayerSpec
 from ..layout.save_folders import TRACKER
 from ..layout.settings import model_settings, namespace, rank_settings
@@ -283,7 +283,7 @@ class MegatronSave:
 
     def entries(self, chunk: Chunk, rank: Rank) -> list[Entry]:
         """The entries of a rank's chunk, with the element types in which they are stored."""
-        entries = chunk_entries(self.model, chunk, self.sizes, rank, self.spec)
+        entries = RankView(self.model, chunk, self.sizes, rank, self.spec).entries()
         return [
             (name, tensor and replace(tensor, dtype=self.dtype_of(tensor.array) if tensor.is_parameter else F32))
             for name, tensor in entries
