@@ -23,20 +23,11 @@ from .tensors import computation_of, is_hybrid
 
 # For a source without args: the values with which Megatron's check of a checkpoint against a new run passes.
 _DEFAULTS: dict[str, Any] = {
-    "make_vocab_size_divisible_by": 128,
-    "tokenizer_type": "HuggingFaceTokenizer",
-    "transformer_impl": "transformer_engine",
-    "context_parallel_size": 1,
-    "data_parallel_size": 1,
-    "add_position_embedding": True,
-    "use_distributed_optimizer": False,
-    "moe_grouped_gemm": False,
-    "init_method_std": 0.02,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "seed": 1234,
+    "make_vocab_size_divisible_by": 128, "tokenizer_type": "HuggingFaceTokenizer", "transformer_impl": "transformer_engine",
+    "context_parallel_size": 1, "data_parallel_size": 1, "add_position_embedding": True, "use_distributed_optimizer": False,
+    "moe_grouped_gemm": False, "init_method_std": 0.02, "hidden_dropout": 0.0, "attention_dropout": 0.0, "seed": 1234,
     "micro_batch_size": 1,
-}
+}  # fmt: skip
 
 
 def model_settings(model: Model) -> dict[str, Any]:
@@ -44,7 +35,7 @@ def model_settings(model: Model) -> dict[str, Any]:
 
     Raises: UnsupportedError if Megatron cannot compute the model's activation or rotary positions.
     """
-    dimensions, parts = model.dimensions, _Parts(model)
+    dimensions, parts = model.dimensions, parts_by_role(model)
     positions = dimensions.get("positions") or model.setting("max_position_embeddings")
     settings: dict[str, Any] = {
         "num_layers": dimensions["layers"],
@@ -61,23 +52,23 @@ def model_settings(model: Model) -> dict[str, Any]:
         "vocab_size": dimensions["vocab"],
         "multi_latent_attention": "kv_rank" in dimensions,
         "num_experts": dimensions.get("experts") if model.sparse_layers else None,
-        "qk_layernorm": parts.have("attention.q_norm", "mla.q_a_norm", "mla.kv_a_norm"),
-        "add_bias_linear": parts.have(*LINEAR_ROLES, parameter="bias"),
-        "softmax_type": "learnable" if parts.have("attention.sink") else "vanilla",
+        "qk_layernorm": not parts.keys().isdisjoint(("attention.q_norm", "mla.q_a_norm", "mla.kv_a_norm")),
+        "add_bias_linear": _have_bias(parts, *LINEAR_ROLES),
+        "softmax_type": "learnable" if "attention.sink" in parts else "vanilla",
         "rotary_interleaved": False,
         "layernorm_zero_centered_gamma": False,
         "apply_layernorm_1p": False,
-        "normalization": "LayerNorm" if parts.have("attention.norm", parameter="bias") else "RMSNorm",
+        "normalization": "LayerNorm" if _have_bias(parts, "attention.norm") else "RMSNorm",
         "layernorm_epsilon": next((value for key in _EPSILONS if (value := model.setting(key)) is not None), 1e-5),
         "mtp_num_layers": model.mtp_layers or None,
         **_positions(model, parts),
         **_activation(model, parts),
     }
-    settings["add_qkv_bias"] = parts.have("attention.q", parameter="bias") and not settings["add_bias_linear"]
+    settings["add_qkv_bias"] = _have_bias(parts, "attention.q") and not settings["add_bias_linear"]
     if "experts" in dimensions and model.sparse_layers:
         settings |= _experts(model, parts)
     if "kv_rank" in dimensions:
-        settings |= _latent(model)
+        settings |= {setting: dimensions.get(dimension) for setting, dimension in _LATENT.items()}
     if is_hybrid(model):
         settings |= _hybrid(model)
     settings |= _declared(model)
@@ -85,6 +76,14 @@ def model_settings(model: Model) -> dict[str, Any]:
     return settings | _windows(model, settings.pop("window_size", None))
 
 
+# Setting of multi-latent attention -> dimension.
+_LATENT = {
+    "q_lora_rank": "q_rank",
+    "kv_lora_rank": "kv_rank",
+    "qk_head_dim": "nope_dim",
+    "qk_pos_emb_head_dim": "rope_dim",
+    "v_head_dim": "v_dim",
+}
 # Settings that change the order or the values of stored weights -> what that changes.
 _OF_LAYOUT = {
     "rotary_interleaved": "the rows of q and k that rotary positions turn are neighbours",
@@ -94,14 +93,7 @@ _OF_LAYOUT = {
 }
 _MINUS_ONE = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 # Settings that change what is computed, by which models that store the same weights differ.
-_OF_COMPUTATION = (
-    "moe_router_score_function",
-    "softmax_type",
-    "no_rope_freq",
-    "quick_geglu",
-    "qk_l2_norm",
-    "moe_apply_probs_on_input",
-)
+_OF_COMPUTATION = ("moe_router_score_function", "softmax_type", "no_rope_freq", "quick_geglu", "qk_l2_norm", "moe_apply_probs_on_input")
 
 
 def other_setting(args: Mapping[str, Any], model: Model, *, is_inferred: bool) -> tuple[str, str] | None:
@@ -131,27 +123,23 @@ LINEAR_ROLES = ("attention.o", "mlp.up", "mlp.down", "expert.up", "expert.down",
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 
-class _Parts:
-    """The parts of one layer of each kind, and those outside of the layers."""
-
-    def __init__(self, model: Model) -> None:
-        kinds = (kind.weights for kind in model.layer_kinds)
-        self._of_role: dict[str, dict[str, Part]] = {}
-        for part in model.parts_of([*model.weights_outside_layers, *(weight for weights in kinds for weight in weights)]):
-            role = SAME_LAYER.get(part.role, part.role)
-            self._of_role.setdefault(role, {}).setdefault(part.parameter, part)
-
-    def have(self, *roles: str, parameter: str | None = None) -> bool:
-        """Whether the model has a weight of one of these roles."""
-        return any(role in self._of_role and (parameter is None or parameter in self._of_role[role]) for role in roles)
-
-    def rows(self, role: str) -> int | None:
-        """The output features of a role; None if the model does not have it."""
-        return next((part.array.shape[0] for part in self._of_role.get(role, {}).values()), None)
-
-
 # Role of a weight that is stored in another form than usual -> the role of its linear layer.
-SAME_LAYER = {"expert.gate_up": "expert.up", "expert.down_bias": "expert.down"}
+_SAME_LAYER = {"expert.gate_up": "expert.up", "expert.down_bias": "expert.down"}
+Parts = Mapping[str, Mapping[str, Part]]
+"""Role -> parameter ("weight", "bias") -> the first part of a model with both."""
+
+
+def parts_by_role(model: Model) -> Parts:
+    """The parts of one layer of each kind, and those outside of the layers."""
+    parts: dict[str, dict[str, Part]] = {}
+    in_layers = (weight for kind in model.layer_kinds for weight in kind.weights)
+    for part in model.parts_of([*model.weights_outside_layers, *in_layers]):
+        parts.setdefault(_SAME_LAYER.get(part.role, part.role), {}).setdefault(part.parameter, part)
+    return parts
+
+
+def _have_bias(parts: Parts, *roles: str) -> bool:
+    return any("bias" in parts.get(role, ()) for role in roles)
 
 
 def _declared(model: Model) -> dict[str, Any]:
@@ -171,8 +159,8 @@ def _declared(model: Model) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _positions(model: Model, parts: _Parts) -> dict[str, Any]:
-    if parts.have("position_embedding"):
+def _positions(model: Model, parts: Parts) -> dict[str, Any]:
+    if "position_embedding" in parts:
         return {"position_embedding_type": "learned_absolute", "use_rotary_position_embeddings": False}
     config = model.settings
     rope, is_latent = rotary_settings(config), "kv_rank" in model.dimensions
@@ -238,11 +226,11 @@ _ACTIVATIONS = {
 }
 
 
-def _activation(model: Model, parts: _Parts) -> dict[str, Any]:
+def _activation(model: Model, parts: Parts) -> dict[str, Any]:
     settings = {"swiglu": False, "squared_relu": False, "openai_gelu": False, "bias_gelu_fusion": False, "quick_geglu": False}
     if "quick_geglu" in _declared(model) or computation_of(model).built_by:
         return settings
-    is_gated = parts.have("mlp.gate", "expert.gate") or not parts.have("mlp.up", "expert.up")
+    is_gated = "mlp.gate" in parts or "expert.gate" in parts or not ("mlp.up" in parts or "expert.up" in parts)
     name = next(
         (value for key in ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act") if (value := model.setting(key))),
         "silu",
@@ -268,7 +256,7 @@ def _windows(model: Model, window: Any) -> dict[str, Any]:
     return settings if all(kinds) else settings | {"window_attn_skip_freq": [int(has_window) for has_window in kinds]}
 
 
-def _experts(model: Model, parts: _Parts) -> dict[str, Any]:
+def _experts(model: Model, parts: Parts) -> dict[str, Any]:
     dimensions = model.dimensions
     sparse = [int(layer in model.sparse_layers) for layer in range(dimensions["layers"])]
     groups = 1 if model.setting("topk_method") == "greedy" else model.count("n_group") or 1
@@ -276,11 +264,11 @@ def _experts(model: Model, parts: _Parts) -> dict[str, Any]:
         "moe_layer_freq": 1 if all(sparse) else sparse,
         "moe_ffn_hidden_size": dimensions.get("expert_intermediate", dimensions["intermediate"]),
         "moe_router_topk": model.experts_per_token or 2,
-        "moe_shared_expert_intermediate_size": parts.rows("shared_expert.up"),
-        "moe_shared_expert_gate": parts.have("shared_expert.score"),
+        "moe_shared_expert_intermediate_size": next((part.array.shape[0] for part in parts.get("shared_expert.up", {}).values()), None),
+        "moe_shared_expert_gate": "shared_expert.score" in parts,
         "moe_router_pre_softmax": not model.setting("norm_topk_prob"),
         "moe_router_score_function": "softmax",
-        "moe_router_enable_expert_bias": parts.have("router.correction"),
+        "moe_router_enable_expert_bias": "router.correction" in parts,
         "moe_router_topk_scaling_factor": model.setting("routed_scaling_factor"),
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": model.setting("topk_group") if groups > 1 else None,
@@ -304,17 +292,6 @@ def _hybrid(model: Model) -> dict[str, Any]:
         "mamba_num_groups": dimensions["ssm_groups"],
         "mamba_state_dim": dimensions["ssm_state"],
         "position_embedding_type": "none",
-    }
-
-
-def _latent(model: Model) -> dict[str, Any]:
-    dimensions = model.dimensions
-    return {
-        "q_lora_rank": dimensions.get("q_rank"),
-        "kv_lora_rank": dimensions["kv_rank"],
-        "qk_head_dim": dimensions["nope_dim"],
-        "qk_pos_emb_head_dim": dimensions["rope_dim"],
-        "v_head_dim": dimensions["v_dim"],
     }
 
 

@@ -9,7 +9,7 @@ from reshard.models.lookup import known_model_types
 from reshard.models.model import Model
 
 from ..layout.names import LayerSpec
-from ..layout.settings import LINEAR_ROLES, SAME_LAYER, model_settings
+from ..layout.settings import LINEAR_ROLES, model_settings, parts_by_role
 from ..layout.stages import ParallelSizes
 from ..layout.tensors import FRAMEWORK, ROLES, is_hybrid
 
@@ -122,9 +122,7 @@ def _check_router_groups(model: Model) -> None:
 
 def _check_biases(model: Model) -> None:
     """Raises RequestError if only some linear layers have biases: add_bias_linear sets all of them."""
-    parameters: dict[str, set[str]] = {}
-    for part in model.parts():
-        parameters.setdefault(SAME_LAYER.get(part.role, part.role), set()).add(part.parameter)
+    parameters = parts_by_role(model)
     linear = [role for role in (*LINEAR_ROLES, "router") if "weight" in parameters.get(role, ())]
     biased = [role for role in linear if "bias" in parameters[role]]
     has_qkv_bias = "bias" in parameters.get("attention.q", ())

@@ -103,13 +103,7 @@ def lay_out_distributed(content: Content, target: Target, companions: ModelFiles
     )
     aliases = {**save.aliases, **(_optimizer_aliases(save) if save.has_optimizer else {})}
     return Layout(
-        "megatron-dist",
-        (*rank_files, _common_file(save, folder)),
-        sidecars,
-        target.parallel,
-        save.notes(),
-        aliases,
-        save.inlined_scalars,
+        "megatron-dist", (*rank_files, _common_file(save, folder)), sidecars, target.parallel, save.notes(), aliases, save.inlined_scalars
     )
 
 

@@ -372,16 +372,7 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
         spec = replace(spec, experts="te-grouped")  # MambaModel's spec has no other experts
     spec = replace(spec, extra_state=bool(options.get("extra_state")))
     check_spec(model, spec)
-    return MegatronSave(
-        content,
-        target,
-        MegatronModel(model, padded_vocab),
-        sizes,
-        chunks,
-        spec,
-        padded_vocab,
-        target.dtype_of(embedding),
-    )
+    return MegatronSave(content, target, MegatronModel(model, padded_vocab), sizes, chunks, spec, padded_vocab, target.dtype_of(embedding))
 
 
 def _source_args(content: Content) -> Args:
