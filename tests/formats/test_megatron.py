@@ -311,14 +311,14 @@ def test_weights_are_not_listed_as_objects(case):
 
 @pytest.mark.parametrize("case", LEGACY_CASES, ids=label)
 def test_each_step_of_reading_returns_a_value_that_prints_as_one_line(case):
-    legacy, ranks, rank_tensors = (import_module(f"reshard.formats.megatron.read.{name}") for name in ("legacy", "ranks", "rank_tensors"))
+    legacy, ranks = (import_module(f"reshard.formats.megatron.read.{name}") for name in ("legacy", "ranks"))
     files = LocalFiles(case / "checkpoint")
     save = ranks.read_ranks(files, import_module("reshard.formats.megatron.layout.save_folders").find_save(files))
     model = legacy.legacy_model(save, Hints(config=json.loads((case / "model" / "config.json").read_text())))
-    chunks = rank_tensors.stored_chunks(save, model.megatron)
+    chunks = legacy.stored_chunks(save, model.megatron)
     values = [save, model]
     for rank in save.ranks:
-        tensors = [tensor for tensor, _ in rank_tensors.rank_tensors(rank, model.megatron, save.sizes, chunks)]
+        tensors = [tensor for tensor, _ in legacy.rank_tensors(rank, model.megatron, save.sizes, chunks)]
         state = legacy.read_optimizer(files, rank, save.args, model, tensors)
         assert len(tensors) == sum(map(len, rank.chunks))
         values += [rank, *tensors, state]

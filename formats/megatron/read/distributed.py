@@ -28,7 +28,7 @@ from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
 from reshard.storage.files import Files, read_whole
 from reshard.storage.json_input import parsed
 
-from ..layout.arguments import NotUnderstoodError, plain_args
+from ..layout.arguments import NotUnderstoodError, nemo_args, plain_args
 from ..layout.chunks import ChunkTensor, RankView
 from ..layout.names import LayerSpec, strip_wrappers
 from ..layout.save_folders import COMMON, METADATA_JSON
@@ -36,7 +36,6 @@ from ..layout.stages import Args, ParallelSizes, Rank, split_into_chunks
 from ..layout.tensors import EMBEDDING
 from .flat_buffers import bucket_tensors
 from .keyed_tensors import array_subviews, canonical_tensors, is_run_key, keyed_tensors, with_stored_adapters
-from .nemo import nemo_args
 from .optimizer import OF_ADAPTER, OptimizerState, common_optimizer, folder_optimizer
 from .run_model import RunModel, check_complete, describe_model, layout_question
 from .zarr import StoredFolder, ZarrFolder

@@ -119,6 +119,7 @@ def folder_optimizer(stored: StoredFolder, parameters: Callable[[], Sequence[Chu
     for key, item in stored.metadata.objects.items():
         if match := re.fullmatch(r"optimizer\.(?:optimizer\.)?param_groups\.(\d+)\.(\w+)", key):
             groups.setdefault(int(match[1]), {})[match[2]] = stored.value(item)
+    groups = {number: group for number, group in groups.items() if isinstance(group.get("params"), list)}
     path = f"{stored.prefix}.metadata"
     if not groups:
         return OptimizerState(path)

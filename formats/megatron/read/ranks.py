@@ -14,11 +14,10 @@ from reshard.errors import CheckpointError, IncompleteError, MissingFile, MixedS
 from reshard.geometry.value import value
 from reshard.storage.files import Files
 
-from ..layout.arguments import MODEL_ARGS, plain_args
+from ..layout.arguments import MODEL_ARGS, nemo_args, plain_args
 from ..layout.names import is_weight_name
 from ..layout.save_folders import MegatronRankFolder, rank_folders
 from ..layout.stages import Args, ParallelSizes
-from .nemo import nemo_args
 
 _MODEL = "model"
 # Keys of a rank's file that hold counters and the state of the schedule. Other keys belong to the trainer.

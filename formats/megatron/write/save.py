@@ -66,10 +66,7 @@ class OptimizerContent:
 
     @cached_property
     def step(self) -> int:
-        """The number of steps that the optimizer has made.
-
-        Raises: RequestError if weights have made different numbers of steps.
-        """
+        """The number of steps that the optimizer has made. Raises RequestError if weights have made different numbers of steps."""
         counts = {int(self.content.read_scalar(key)) for key in self.step_keys}
         counts |= {*counts_of_groups(self.content.param_groups()).values()}
         if len(counts) > 1:
