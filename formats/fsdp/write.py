@@ -17,7 +17,7 @@ from reshard.containers import pickle_writer, torch_frame
 from reshard.containers.dtensor_writer import RowShards
 from reshard.containers.pickle_writer import Call
 from reshard.containers.recognised_files import numbered_bytes
-from reshard.containers.torch_pickle import Plain, Tensors
+from reshard.containers.torch_frame import Plain, Tensors
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
-from reshard.containers import pickle_writer, torch_frame, torch_pickle
+from reshard.containers import pickle_writer, torch_frame
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.geometry.dtypes import DType
 from reshard.geometry.sections import StoredTensor
@@ -58,7 +58,7 @@ class DcpFile:
 
     def add_tensor(self, fqn: str, stored: StoredTensor, offsets: Shape, shape: Shape) -> None:
         """Add the box of a tensor of the global shape `shape` that starts at `offsets` and holds `stored`."""
-        pickle, storages = torch_pickle.tensor_pickle(torch_pickle.Plain(stored.dtype, stored.shape))
+        pickle, storages = torch_frame.tensor_pickle(torch_frame.Plain(stored.dtype, stored.shape))
         frame = torch_frame.frame("archive", pickle, storages, start=self.nbytes)
         self.placed.append(PlacedTensor(stored, frame.storages[0]))
         nbytes = frame.nbytes - self.nbytes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reshard.containers import pickle_writer, torch_frame, torch_pickle
+from reshard.containers import pickle_writer, torch_frame
 from reshard.containers.pickle_writer import Call
-from reshard.containers.torch_pickle import Plain
+from reshard.containers.torch_frame import Plain
 from reshard.geometry.dtypes import DType
 from reshard.geometry.sections import StoredTensor, whole
 from reshard.index.index import Tensor
@@ -18,7 +18,7 @@ class TorchFile:
 
     def __init__(self, path: str, ranks: Mapping[str, int] | None = None) -> None:
         self._path, self._ranks = path, ranks or {}
-        self._tensors = torch_pickle.Tensors()
+        self._tensors = torch_frame.Tensors()
         self._stored: list[StoredTensor] = []
 
     def tensor(self, stored: StoredTensor) -> Call:

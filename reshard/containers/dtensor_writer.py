@@ -11,7 +11,7 @@ import struct
 from typing import Any
 
 from reshard.containers.pickle_writer import Call, Instance, Name, Shared
-from reshard.containers.torch_pickle import Plain, Tensors
+from reshard.containers.torch_frame import Plain, Tensors
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import I32, DType
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import pickle
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,9 @@ from reshard.geometry.value import mutable
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[Any]
 """Integers of any width: most columns are narrow, because there are millions of rows."""
+_Objects = tuple[Integers, Integers, Integers, Integers]
+"""Objects as they were read, of any form, [n] each: the byte at which each starts; its length in bytes; the number of its form; how many
+of its values the pickle numbers."""
 
 # A smaller pickle is not read in columns, and neither is one of which less than this share are such objects.
 SMALLEST, _SHARE = 1 << 20, 0.6
@@ -103,20 +105,6 @@ class _Form:
             values.memo = values.memo[:0]
 
 
-@mutable(eq=False)
-class _Block:
-    """Objects as they were read, of any form."""
-
-    starts: Integers
-    """[n]: the byte at which each starts."""
-    lengths: npt.NDArray[np.int16]
-    """[n]: how many bytes it takes."""
-    forms: npt.NDArray[np.int16]
-    """[n]: the number of its form."""
-    counts: npt.NDArray[np.int8]
-    """[n]: how many of its values the pickle numbers."""
-
-
 class ObjectTable:
     """The objects that were cut out of a pickle."""
 
@@ -130,16 +118,16 @@ class ObjectTable:
         return cls([], [], [], np.zeros(0, np.int16), np.zeros(0, np.int32))
 
     def numbers(self, objects: Integers, attribute: str) -> Integers:
-        """[n]: the values of an attribute that is a number in all of these objects, or None in all of them, for which they are -1."""
-        return self._column(objects, attribute, (_NUMBER,))[0]
+        """[n]: the values of an attribute that is a number in all of these objects."""
+        return self._column(objects, attribute, _NUMBER)[0]
 
     def text_numbers(self, objects: Integers, attribute: str) -> Integers:
         """[n]: the values of an attribute that is a text in all of these objects, as numbers in `texts`."""
-        return self._column(objects, attribute, (_TEXT,))[0]
+        return self._column(objects, attribute, _TEXT)[0]
 
     def sizes(self, objects: Integers, attribute: str) -> tuple[Integers, Integers]:
         """[n], [n, axes]: the number of axes, and the numbers, of an attribute that is a size in all of these objects."""
-        return self._column(objects, attribute, (_SIZE,))
+        return self._column(objects, attribute, _SIZE)
 
     def clear(self) -> None:
         """Release the columns."""
@@ -155,9 +143,9 @@ class ObjectTable:
                     return True
         return False
 
-    def _column(self, objects: Integers, attribute: str, kinds: tuple[int, ...]) -> tuple[Integers, Integers]:
+    def _column(self, objects: Integers, attribute: str, kind: int) -> tuple[Integers, Integers]:
         forms = self._form_of[objects]
-        axes = max((values.sizes.shape[1] for form in self._forms for values in form.attributes), default=0) if _SIZE in kinds else 0
+        axes = max((values.sizes.shape[1] for form in self._forms for values in form.attributes), default=0) if kind == _SIZE else 0
         dtype = np.result_type(np.int32, *(values.numbers for form in self._forms for values in form.attributes))
         numbers, sizes = np.zeros(len(objects), dtype), np.zeros((len(objects), axes), np.int64)
         for form in distinct(forms).tolist():
@@ -166,7 +154,7 @@ class ObjectTable:
                 raise NotColumnsError
             chosen = np.flatnonzero(forms == form)
             values, rows = self._forms[form].attributes[names.index(attribute)], self._row_of[objects[chosen]]
-            if not np.isin(values.kinds[rows], kinds).all():
+            if (values.kinds[rows] != kind).any():
                 raise NotColumnsError
             numbers[chosen] = values.numbers[rows]
             if axes:
@@ -187,13 +175,13 @@ def load_objects(content: Callable[[], bytes], items: str, pairs: tuple[str, str
     blocks = [reading.block(starts) for starts in _starts(reading.data)]
     if not blocks:
         raise NotColumnsError
-    objects = _Block(*(np.concatenate([getattr(block, field.name) for block in blocks]) for field in fields(_Block)))
+    starts, lengths, form_of, counts = (np.concatenate(columns) for columns in zip(*blocks, strict=True))
     blocks.clear()
-    if int(objects.lengths.sum(dtype=np.int64)) < _SHARE * len(data) or int(objects.counts.sum(dtype=np.int64)) >= _MOST_MEMOS:
+    if int(lengths.sum(dtype=np.int64)) < _SHARE * len(data) or int(counts.sum(dtype=np.int64)) >= _MOST_MEMOS:
         raise NotColumnsError
-    rest = _Rest(data, objects, reading.classes(), items, pairs)
-    del data, reading.data
-    forms, row_of = reading.finished(objects.forms, rest.memos)
+    rest = _Rest(data, (starts, lengths, form_of, counts), reading.classes(), items, pairs)
+    del data, reading.data, starts, lengths, counts
+    forms, row_of = reading.finished(form_of, rest.memos)
     earlier, memo = _Earlier(forms, reading.texts), dict[int, object]()
 
     def value(pid: tuple[Any, ...]) -> object:
@@ -206,8 +194,7 @@ def load_objects(content: Callable[[], bytes], items: str, pairs: tuple[str, str
         root = load_with_memo(rest.pickle, where=where, storage=value, memo=memo)
     except CheckpointError:
         raise NotColumnsError from None
-    form_of, names = objects.forms, list[tuple[str, ...]]()
-    del objects
+    names: list[tuple[str, ...]] = []
     rest.clear()
     for number, form in enumerate(forms):
         of_rest = [memo.get(rest.shifted(key)) for key in form.key]
@@ -273,7 +260,7 @@ class _Reading:
             forms.append(_Form(key, [_joined(values) for values in _emptied(parts)], memos[rows]))
         return forms, row_of
 
-    def block(self, starts: Integers) -> _Block:
+    def block(self, starts: Integers) -> _Objects:
         """Read the objects that start at these bytes. What is not an object is left out."""
         data = self.data
         at, classes, good = _reference(data, starts)
@@ -287,20 +274,19 @@ class _Reading:
             if not len(live):
                 break
             value_at, names, is_reference = _reference(data, at[live])
-            read = self._values(value_at)
+            values, ends, numbered, size_class = self._values(value_at)
             keys[live, 2 + number] = names
-            fits = (read.size_class < 0) | (keys[live, 1] < 0) | (keys[live, 1] == read.size_class)
-            keys[live, 1] = np.maximum(keys[live, 1], read.size_class)
-            good[live] &= is_reference & fits & (read.values.kinds >= 0)
-            at[live] = np.where(good[live], read.ends, 0)
-            memo = np.where(read.values.memo >= 0, read.values.memo + counts[live], -1).astype(np.int8)
-            counts[live] += read.counts
-            columns.append(_scattered(_Values(read.values.kinds, read.values.numbers, read.values.sizes, memo), live, len(starts)))
+            fits = (size_class < 0) | (keys[live, 1] < 0) | (keys[live, 1] == size_class)
+            keys[live, 1] = np.maximum(keys[live, 1], size_class)
+            good[live] &= is_reference & fits & (values.kinds >= 0)
+            at[live] = np.where(good[live], ends, 0)
+            values.memo = np.where(values.memo >= 0, values.memo + counts[live], -1).astype(np.int8)
+            counts[live] += numbered
+            columns.append(_scattered(values, live, len(starts)))
         good &= (data[at] == _SETITEMS) & (data[at + 1] == _BUILD)
         rows = np.flatnonzero(good)
-        return _Block(
-            starts[rows], (at[rows] + 2 - starts[rows]).astype(np.int16), self._add(rows, keys, columns), counts[rows].astype(np.int8)
-        )
+        lengths = (at[rows] + 2 - starts[rows]).astype(np.int16)
+        return starts[rows], lengths, self._add(rows, keys, columns), counts[rows].astype(np.int8)
 
     def _add(self, rows: Integers, keys: Integers, columns: list[_Values]) -> npt.NDArray[np.int16]:
         """Add the objects in these rows to their forms. The number of the form of each."""
@@ -319,41 +305,36 @@ class _Reading:
                 part.append(_taken(values, rows[chosen]))
         return forms
 
-    def _values(self, at: Integers) -> _Read:
-        """The values that start at these bytes."""
-        data, count = self.data, len(at)
+    def _values(self, at: Integers) -> tuple[_Values, Integers, Integers, Integers]:
+        """The values that start at these bytes, of kind -1 if they are none of these kinds; the byte after each; how many values the
+        pickle numbers there; the memo number of torch.Size, -1 for all but sizes."""
+        data = self.data
         opcodes = data[at]
         numbers, ends, is_number = _integers(data, at)
-        read = _Read(
-            _Values(
-                np.where(is_number, _NUMBER, -1).astype(np.int8), numbers, np.zeros((count, _AXES), np.int64), np.full(count, -1, np.int8)
-            ),
-            ends,
-            np.zeros(count, np.int64),
-            np.full(count, -1, np.int64),
-        )
-        values = read.values
+        values = _no_values(len(at))
+        values.kinds[is_number], values.numbers = _NUMBER, numbers
+        counts, size_class = np.zeros(len(at), np.int64), np.full(len(at), -1, np.int64)
         if len(rows := np.flatnonzero(opcodes == _NONE_OPCODE)):
-            values.kinds[rows], read.ends[rows] = _NONE, at[rows] + 1
+            values.kinds[rows], ends[rows] = _NONE, at[rows] + 1
         if len(rows := np.flatnonzero(opcodes == _SHORT_TEXT)):
             lengths = data[at[rows] + 1].astype(np.int64)
             rows = rows[is_whole := data[at[rows] + 2 + lengths] == _MEMOIZE]
             lengths = lengths[is_whole]
-            values.kinds[rows], values.memo[rows], read.counts[rows], read.ends[rows] = _TEXT, 0, 1, at[rows] + 3 + lengths
+            values.kinds[rows], values.memo[rows], counts[rows], ends[rows] = _TEXT, 0, 1, at[rows] + 3 + lengths
             values.numbers[rows] = self._text_numbers(at[rows] + 2, lengths)
         if len(rows := np.flatnonzero((opcodes == _GET) | (opcodes == _LONG_GET))):
             after, references, _ = _reference(data, at[rows])
             follows = data[after]
             is_last = (follows == _GET) | (follows == _LONG_GET) | (follows == _SETITEMS)
             earlier = rows[is_last]
-            values.kinds[earlier], values.numbers[earlier], read.ends[earlier] = _EARLIER, references[is_last], after[is_last]
+            values.kinds[earlier], values.numbers[earlier], ends[earlier] = _EARLIER, references[is_last], after[is_last]
             rows, after, references = rows[~is_last], after[~is_last], references[~is_last]
             if len(rows):
-                sizes, axes, ends, counts, is_size = _sizes(data, after)
+                sizes, axes, after, numbered, is_size = _sizes(data, after)
                 values.kinds[rows] = np.where(is_size, _SIZE, -1)
-                values.numbers[rows], values.sizes[rows], values.memo[rows] = axes, sizes, counts - 1
-                read.counts[rows], read.ends[rows], read.size_class[rows] = counts, ends, np.where(is_size, references, -1)
-        return read
+                values.numbers[rows], values.sizes[rows], values.memo[rows] = axes, sizes, numbered - 1
+                counts[rows], ends[rows], size_class[rows] = numbered, after, np.where(is_size, references, -1)
+        return values, ends, counts, size_class
 
     def _text_numbers(self, starts: Integers, lengths: Integers) -> Integers:
         """The numbers of the texts at these bytes. Equal texts of a block are looked up once."""
@@ -376,20 +357,6 @@ class _Reading:
             except UnicodeDecodeError:
                 raise NotColumnsError from None
         return number
-
-
-@mutable(eq=False)
-class _Read:
-    """Values as they were read."""
-
-    values: _Values
-    """The values; kind -1: it is none of these kinds."""
-    ends: Integers
-    """[n]: the byte after each."""
-    counts: Integers
-    """[n]: how many values the pickle numbers there."""
-    size_class: Integers
-    """[n]: the memo number of torch.Size; -1 if it is not a size."""
 
 
 def _reference(data: Bytes, at: Integers) -> tuple[Integers, Integers, npt.NDArray[np.bool_]]:
@@ -447,13 +414,17 @@ def _little_endian(data: Bytes, at: Integers, width: int) -> Integers:
     return value
 
 
+def _no_values(count: int) -> _Values:
+    """[count]: values of no kind."""
+    nothing = np.full(count, -1, np.int8)
+    return _Values(nothing, np.zeros(count, np.int64), np.zeros((count, _AXES), np.int64), nothing.copy())
+
+
 def _scattered(values: _Values, rows: Integers, count: int) -> _Values:
     """The values in these rows of `count` rows."""
     if len(rows) == count:
         return values
-    result = _Values(
-        np.full(count, -1, np.int8), np.zeros(count, np.int64), np.zeros((count, _AXES), np.int64), np.full(count, -1, np.int8)
-    )
+    result = _no_values(count)
     result.kinds[rows], result.numbers[rows], result.sizes[rows], result.memo[rows] = (
         values.kinds, values.numbers, values.sizes, values.memo
     )  # fmt: skip
@@ -494,29 +465,30 @@ def _joined(parts: list[_Values]) -> _Values:
 class _Rest:
     """A pickle without objects that can be columns. Its memo numbers count what is left."""
 
-    def __init__(self, data: bytes, objects: _Block, classes: list[int], items: str, pairs: tuple[str, str]) -> None:
+    def __init__(self, data: bytes, objects: _Objects, classes: list[int], items: str, pairs: tuple[str, str]) -> None:
         self.runs: list[Run] = []
         """The runs that were cut out."""
         self.classes_of_forms: dict[int, str] = {}
         """The class that the objects of a form are taken for."""
-        self.memos = np.zeros(len(objects.starts), np.int32)
+        self._starts, self._lengths, self._forms, counts = objects
+        self.memos = np.zeros(len(counts), np.int32)
         """[n]: the memo number of each object that was cut out."""
-        self._objects, self._classes, self._items, self._pairs = objects, classes, items, pairs
+        self._classes, self._items, self._pairs = classes, items, pairs
         self._first_memos: list[int] = []
         self._dropped: list[int] = [0]
         self._class_names: dict[int, str] = {}
-        follows = objects.starts[:-1] + objects.lengths[:-1] == objects.starts[1:]
-        is_alike = follows & (objects.forms[:-1] == objects.forms[1:])
-        is_pair = follows[:-1] & follows[1:] & (objects.forms[:-2] == objects.forms[2:])
+        follows = self._starts[:-1] + self._lengths[:-1] == self._starts[1:]
+        is_alike = follows & (self._forms[:-1] == self._forms[1:])
+        is_pair = follows[:-1] & follows[1:] & (self._forms[:-2] == self._forms[2:])
         self._follows = follows
         self._breaks = np.flatnonzero(~is_alike), np.flatnonzero(~is_pair)
-        self._memo_before = np.concatenate([np.zeros(1, np.int32), np.cumsum(objects.counts, dtype=np.int32)])
+        self._memo_before = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
         self.pickle = b"".join(self._parts(data))
         """The pickle of the rest."""
 
     def clear(self) -> None:
         """Release what is needed no more once the rest is loaded."""
-        del self._objects, self._memo_before, self._follows, self._breaks, self.memos, self.pickle
+        del self._starts, self._lengths, self._forms, self._memo_before, self._follows, self._breaks, self.memos, self.pickle
 
     def shifted(self, number: int) -> int:
         """The memo number in the rest; -1 if it is that of a value that was cut out."""
@@ -527,7 +499,7 @@ class _Rest:
         return -1 if number < self._first_memos[run] + dropped else number - self._dropped[run + 1]
 
     def _parts(self, data: bytes) -> Iterator[bytes]:
-        starts = self._objects.starts
+        starts = self._starts
         at = memo = number = 0
         next_start = int(starts[0])
         text, name, kept = b"", "", 0
@@ -539,7 +511,7 @@ class _Rest:
                 yield data[kept:at]
                 yield from self._cut(number, count, memo)
                 memo += int(self._memo_before[number + count] - self._memo_before[number])
-                at = kept = int(starts[number + count - 1]) + int(self._objects.lengths[number + count - 1])
+                at = kept = int(starts[number + count - 1]) + int(self._lengths[number + count - 1])
                 continue
             try:
                 opcode, end = data[at], after_opcode(data, at) if data[at] != pickle.STOP[0] else at + 1
@@ -572,7 +544,7 @@ class _Rest:
 
     def _run(self, number: int) -> int:
         """How many objects from this one on can be cut out together."""
-        forms = self._objects.forms
+        forms = self._forms
         form = int(forms[number])
         name = self._class_names.get(self._classes[form])
         if name == self._items:
@@ -587,14 +559,14 @@ class _Rest:
 
     def _stop(self, breaks: Integers, number: int) -> int:
         at = int(np.searchsorted(breaks, number))
-        return int(breaks[at]) if at < len(breaks) else len(self._objects.starts) - (1 if breaks is self._breaks[0] else 2)
+        return int(breaks[at]) if at < len(breaks) else len(self._starts) - (1 if breaks is self._breaks[0] else 2)
 
     def _cut(self, number: int, count: int, memo: int) -> Iterator[bytes]:
         stop = number + count
         self.memos[number:stop] = self._memo_before[number:stop] + (memo - int(self._memo_before[number]))
         self._first_memos.append(memo)
         self._dropped.append(self._dropped[-1] + int(self._memo_before[stop] - self._memo_before[number]))
-        is_dict = self._class_names[self._classes[int(self._objects.forms[number])]] == self._pairs[0]
+        is_dict = self._class_names[self._classes[int(self._forms[number])]] == self._pairs[0]
         yield _external(_RUN, len(self.runs)) + (pickle.NONE if is_dict else b"")
         self.runs.append(Run(number, count))
 

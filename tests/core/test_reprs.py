@@ -7,7 +7,7 @@ import pytest
 from places import FIXTURES
 
 import reshard
-from reshard.containers import dcp_metadata, pickle_writer, safetensors, torch_frame, torch_pickle, torch_zip, zip_directory
+from reshard.containers import dcp_metadata, pickle_writer, safetensors, torch_frame, torch_zip, zip_directory
 from reshard.containers.distributed_tensors import Decoder
 from reshard.engine.compare import Comparison, Side
 from reshard.geometry.boxes import Box
@@ -46,8 +46,8 @@ def of_files() -> Iterator[object]:
             header = safetensors.read_header(hf, path)
             yield from (header, *header.entries)
     yield safetensors.frame([(f"w{i}", BF16, (2,)) for i in range(1000)], {})
-    tensors = torch_pickle.Tensors()
-    pickle = pickle_writer.dumps({i: tensors.add(torch_pickle.Plain(BF16, (4,))) for i in range(1000)})
+    tensors = torch_frame.Tensors()
+    pickle = pickle_writer.dumps({i: tensors.add(torch_frame.Plain(BF16, (4,))) for i in range(1000)})
     yield torch_frame.frame("model", pickle, tensors.storages)
     rank = LocalFiles(FSDP)
     path = next(path for path in rank.list() if path.startswith("model_"))

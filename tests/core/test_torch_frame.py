@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from reshard.containers import pickle_writer, torch_frame, torch_zip
-from reshard.containers.torch_pickle import Plain, Tensors
+from reshard.containers.torch_frame import Plain, Tensors
 from reshard.geometry.dtypes import from_torch
 from reshard.storage.files import LocalFiles
 
