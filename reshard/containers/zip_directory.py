@@ -17,7 +17,7 @@ from reshard.containers import magic_bytes
 from reshard.errors import CheckpointError, TruncatedFile
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
-from reshard.storage.files import Files, missing, read_range
+from reshard.storage.files import Files, cut_short, missing, read_range
 
 _END, _END64, _LOCATOR, _CENTRAL, _LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
 _METHODS = {1: "shrink", 6: "implode", 8: "deflate", 9: "deflate64", 12: "bzip2", 14: "lzma", 93: "zstd", 95: "xz"}
@@ -53,12 +53,7 @@ class Range:
         if nbytes is None:
             nbytes = size - start
         if start < 0 or nbytes < 0 or start + nbytes > size:
-            raise TruncatedFile(
-                f"bytes {start:,}..{start + nbytes:,} are needed, the file ends at {size:,}",
-                where=path,
-                why="The file was cut short, or is still being written",
-                do="Copy the file again",
-            )
+            raise cut_short(path, start, start + nbytes, size)
         self._files, self.path, self.start, self.nbytes = files, path, start, nbytes
         self._near: list[tuple[int, bytes]] = []
 

@@ -33,8 +33,8 @@ from reshard.plans.proof import prove
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.request import ConversionRequest
 from reshard.storage.files import Files
-from reshard.storage.joined import JoinedFiles
 from reshard.storage.system_calls import gc_paused
+from reshard.storage.trees import JoinedFiles
 
 if TYPE_CHECKING:
     from reshard.canonical.lora import LoraSettings

@@ -31,10 +31,10 @@ from reshard.errors import RequestError, ReshardError, SystemRefusal
 from reshard.geometry.value import value
 from reshard.plans.manifest import MANIFEST
 from reshard.storage.files import Files, read_whole
-from reshard.storage.folder_files import FolderFiles
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import is_url
 from reshard.storage.tar import in_archive, open_files
+from reshard.storage.trees import FolderFiles
 
 _TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 _MARKERS = (".metadata", MANIFEST)

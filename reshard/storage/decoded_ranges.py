@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
-from typing import Any, Protocol
+from typing import Any
 
 from reshard.errors import CheckpointError
 from reshard.geometry.value import mutable
@@ -25,19 +25,14 @@ _MAX_DECODED = 16
 """The most temporary files that are kept; fewer if the process may open few files."""
 
 
-class _Decoder(Protocol):
-    """A decompressor. If its input consists of frames it also has `eof`, which is true after the end of the frame."""
-
-    def decompress(self, data: bytes) -> bytes: ...
-
-
 def _zstd() -> Any:
     import zstandard
 
     return zstandard.ZstdDecompressor().decompressobj()
 
 
-# The names by which torch registers its extensions: torch/distributed/checkpoint/_extension.py, ZStandard.registry_name.
+# The names by which torch registers its extensions: torch/distributed/checkpoint/_extension.py, ZStandard.registry_name. Each makes a
+# decompressor; if its input consists of frames, it has `eof`, which is true after the end of the frame.
 _CODECS: dict[str, Callable[[], Any]] = {"stream.zstd/1": _zstd, "stream.zstd": _zstd}
 
 
@@ -174,7 +169,7 @@ class DecodedRanges:
             yield bytes(buffer)
 
 
-def _decompressed(data: Iterator[bytes], decoder: _Decoder, where: str) -> Iterator[bytes]:
+def _decompressed(data: Iterator[bytes], decoder: Any, where: str) -> Iterator[bytes]:
     # Inputs are small because a decoder returns the whole output of an input at once, and zeros compress a thousandfold.
     for chunk in data:
         for at in range(0, len(chunk), 1 << 14):

@@ -139,6 +139,23 @@ def missing(files: Files, path: str) -> MissingFile:
     return MissingFile(f"the file is not there (looked in {files.root})", where=path, do="Copy it from where the checkpoint was written")
 
 
+def cut_short(path: str, start: int, stop: int, nbytes: int) -> TruncatedFile:
+    """The error for a file of `nbytes` bytes that should hold bytes [start, stop)."""
+    return TruncatedFile(
+        f"bytes {start:,}..{stop:,} are needed, the file ends at {nbytes:,}",
+        where=path,
+        why="The file was cut short, or is still being written",
+        do="Copy the file again",
+    )
+
+
+def entries_of(paths: Iterable[str], folder: str) -> tuple[str, ...]:
+    """The entries of a folder as `Files.list` gives them. paths: those of all files, or at least of those in the folder."""
+    prefix = folder.rstrip("/") + "/" if folder else ""
+    names = {path[len(prefix) :].partition("/")[:2] for path in paths if path.startswith(prefix) and path != prefix}
+    return tuple(sorted(prefix + name + slash for name, slash in names))
+
+
 class OpenFile:
     """An open file, which is closed when nobody refers to it any more."""
 
@@ -337,12 +354,7 @@ class LocalFiles:
         while done < len(buffer):
             count = read_at(descriptor, buffer[done:], byte_offset + done)
             if not count:
-                raise TruncatedFile(
-                    f"bytes {byte_offset:,}..{byte_offset + len(buffer):,} are needed, the file ends at {os.fstat(descriptor).st_size:,}",
-                    where=path,
-                    why="The file was cut short, or is still being written",
-                    do="Copy the file again",
-                )
+                raise cut_short(path, byte_offset, byte_offset + len(buffer), os.fstat(descriptor).st_size)
             done += count
 
 
@@ -389,9 +401,7 @@ class VirtualFiles:
         self._literals[path] = sorted(literals)
 
     def list(self, folder: str = "") -> tuple[str, ...]:
-        prefix = folder.rstrip("/") + "/" if folder else ""
-        rest = (path[len(prefix) :] for path in self._sizes if path.startswith(prefix))
-        return tuple(sorted({prefix + (name.split("/")[0] + "/" if "/" in name else name) for name in rest}))
+        return entries_of(self._sizes, folder)
 
     def size(self, path: str) -> int | None:
         return self._sizes.get(path)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointError
-from reshard.storage.files import Change, Files, LocalFiles, read_each_run
+from reshard.storage.files import Change, Files, LocalFiles, entries_of, read_each_run
 from reshard.storage.system_calls import is_url
 
 if TYPE_CHECKING:
@@ -75,9 +75,7 @@ class TarFiles:
         return None
 
     def list(self, folder: str = "") -> tuple[str, ...]:
-        prefix = folder.rstrip("/") + "/" if folder else ""
-        rest = (path[len(prefix) :] for path in self._members if path.startswith(prefix))
-        return tuple(sorted({prefix + (name.split("/")[0] + "/" if "/" in name else name) for name in rest}))
+        return entries_of(self._members, folder)
 
     def size(self, path: str) -> int | None:
         return self._members[path][1] if path in self._members else None

@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from reshard.errors import RequestError, TruncatedFile
+from reshard.errors import RequestError
 from reshard.geometry.value import mutable
 from reshard.storage.decoded_ranges import DecodedRanges
-from reshard.storage.files import Change, missing, read_each_run
+from reshard.storage.files import Change, cut_short, entries_of, missing, read_each_run
 from reshard.storage.stores.similar_files import SimilarFiles
 from reshard.storage.stores.store import Entry, Store
 from reshard.storage.stores.urls import open_store
@@ -95,8 +95,7 @@ class RemoteFiles:
             return tuple(entry.path for entry in found)
         # A run is listed once, and has many folders.
         first, last = (bisect_left(self._sorted, end) for end in (prefix, prefix + "\U0010ffff"))
-        rest = (path[len(prefix) :] for path in self._sorted[first:last])
-        return tuple(sorted({prefix + (name.split("/")[0] + "/" if "/" in name else name) for name in rest if name}))
+        return entries_of(self._sorted[first:last], folder)
 
     def size(self, path: str) -> int | None:
         if path in self._decoded:
@@ -142,12 +141,7 @@ class RemoteFiles:
         if entry is None:
             raise missing(self, path)
         if byte_offset < 0 or stop > entry.nbytes:
-            raise TruncatedFile(
-                f"bytes {byte_offset:,}..{stop:,} are needed, the file ends at {entry.nbytes:,}",
-                where=path,
-                why="The file was cut short, or is still being written",
-                do="Copy the file again",
-            )
+            raise cut_short(path, byte_offset, stop, entry.nbytes)
         if self._is_opening:
             self._similar.asked_again(entry, at, stop)
         while at < stop:

@@ -1,0 +1,130 @@
+"""Trees made of other trees: one folder of a tree, and several trees as one."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from reshard.storage.files import Change, Files
+
+if TYPE_CHECKING:
+    from reshard.storage.stores.store import Store
+
+# Between the root of a tree and a path in it. No absolute path contains it.
+_BETWEEN = "/./"
+
+
+class _OtherFiles(ABC):
+    """`Files` that lie in other trees, under other paths."""
+
+    root: str
+    _main: Files
+
+    @abstractmethod
+    def _find(self, path: str) -> tuple[Files, str]:
+        """The tree of a file, and its path there."""
+
+    @abstractmethod
+    def _path(self, files: Files, path: str) -> str:
+        """The path here of a file of one of the trees."""
+
+    @property
+    def store(self) -> Store | None:
+        return self._main.store
+
+    def opened(self) -> None:
+        self._main.opened()
+
+    def size(self, path: str) -> int | None:
+        files, inner = self._find(path)
+        return files.size(inner)
+
+    def stamp(self, path: str) -> str:
+        files, inner = self._find(path)
+        return files.stamp(inner)
+
+    def trace(self, path: str) -> str:
+        files, inner = self._find(path)
+        return files.trace(inner)
+
+    def changed(self, path: str) -> Change:
+        files, inner = self._find(path)
+        return files.changed(inner)
+
+    def written(self, path: str) -> float | None:
+        files, inner = self._find(path)
+        return files.written(inner)
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        files, inner = self._find(path)
+        files.read_into(inner, byte_offset, buffer)
+
+    def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        files, inner = self._find(path)
+        files.read_runs(inner, byte_offsets, buffer)
+
+    def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
+        files, inner = self._find(path)
+        return self._path(files, files.decoded(inner, start, nbytes, codecs, limit=limit))
+
+
+class FolderFiles(_OtherFiles):
+    """`Files` of one folder of another tree, such as a step of a run. In a store they need no further listing."""
+
+    is_file = False
+
+    def __init__(self, files: Files, folder: str) -> None:
+        self._main, self._prefix = files, folder.rstrip("/") + "/"
+        self.root = f"{files.root.rstrip('/')}/{folder.rstrip('/')}"
+
+    def parent(self) -> Files:
+        above = self._prefix.rstrip("/").rpartition("/")[0]
+        return FolderFiles(self._main, above) if above else self._main
+
+    def list(self, folder: str = "") -> tuple[str, ...]:
+        return tuple(path.removeprefix(self._prefix) for path in self._main.list(self._prefix + folder))
+
+    def _find(self, path: str) -> tuple[Files, str]:
+        return self._main, self._prefix + path
+
+    def _path(self, files: Files, path: str) -> str:
+        return path.removeprefix(self._prefix)
+
+
+class JoinedFiles(_OtherFiles):
+    """`Files` of a main tree, and of others under their absolute paths: a base checkpoint, and an adapter that lies elsewhere.
+
+    A path in a checkpoint's metadata is relative (`inside`), so it never leads into another tree.
+    """
+
+    def __init__(self, main: Files, others: Sequence[Files]) -> None:
+        self.root = main.root
+        self._main, self._others = main, {os.path.abspath(files.root): files for files in others}
+
+    @staticmethod
+    def path_in(files: Files, path: str) -> str:
+        """The path in a joined tree of a file of one of the others."""
+        return f"{os.path.abspath(files.root)}{_BETWEEN}{path}"
+
+    @property
+    def is_file(self) -> bool:
+        return self._main.is_file
+
+    def opened(self) -> None:
+        for files in (self._main, *self._others.values()):
+            files.opened()
+
+    def parent(self) -> Files | None:
+        return self._main.parent()
+
+    def list(self, folder: str = "") -> tuple[str, ...]:
+        return self._main.list(folder)
+
+    def _find(self, path: str) -> tuple[Files, str]:
+        root, separator, inner = path.partition(_BETWEEN)
+        return (self._others[root], inner) if separator and root in self._others else (self._main, path)
+
+    def _path(self, files: Files, path: str) -> str:
+        return path if files is self._main else self.path_in(files, path)
