@@ -182,6 +182,17 @@ def merge(parts: Sequence[DcpMetadata]) -> DcpMetadata:
 
 
 # ---- chunks and entries as columns ----
+#
+# Two tensors, "v" of [4] in one chunk and "w" of [4, 6] in two, have the numbers 0 and 1, and two axes at most. Whether their chunks and
+# entries are values or lie in the table of `load_objects`, they become
+#
+#     chunks   tensors [1, 1, 0]   offsets [[2, 0], [0, 0], [0, 0]]   values [[2, 6], [2, 6], [4, 0]]                    the sizes
+#     entries  tensors [0, 1, 1]   offsets [[0, 0], [0, 0], [2, 0]]   values [[0, 0, 1600], [0, 1600, 1624], [1, 0, 1624]]
+#                                                                     file, byte offset, length
+#
+# The axis that "v" does not have is 0. Sorted by tensor and offsets, both have the tensors [0, 1, 1] and the offsets [[0, 0], [0, 0],
+# [2, 0]]: so row i of the entries is where chunk i lies. Row 0 is that of "v", rows 1 and 2 are those of "w". If an entry were missing, its
+# row would hold the next one, and the first difference shows which it is.
 
 _Row = tuple[int, tuple[int, ...], tuple[int, ...]]
 """A chunk or an entry that is a value: its tensor, its offsets, and its values as in `_Boxes`."""

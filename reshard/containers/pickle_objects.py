@@ -7,6 +7,22 @@ As values they would take a kilobyte and 20 us each. Here they are read in locks
 
 where a value is a number, None, a short text, an earlier text or size (GET), or a size: GET torch.Size, a tuple of numbers, REDUCE.
 
+An example, with the byte offset of each opcode: two chunks of a list, of [2, 6] at (2, 0) and (4, 0). An earlier chunk was numbered 4 in
+the memo, its class 3, the texts "offsets" and "sizes" 6 and 13, and torch.Size 9:
+
+    144  GET 3   ) NEWOBJ MEMOIZE=17   } MEMOIZE=18   MARK
+    152      GET 6    GET 9 (2 0) MEMOIZE=19 (.) MEMOIZE=20 REDUCE MEMOIZE=21     offsets = torch.Size((2, 0))
+    166      GET 13   GET 9 (2 6) MEMOIZE=22 (.) MEMOIZE=23 REDUCE MEMOIZE=24     sizes = torch.Size((2, 6))
+    180  SETITEMS BUILD
+    182  GET 3   ) NEWOBJ MEMOIZE=25 ... SETITEMS BUILD                           the same 38 bytes, with 4 in place of 2
+
+`_starts` finds 144 and 182, each 2 bytes before the six bytes that every object has. `_Reading.block` then steps through both at once:
+at = [144, 182] -> [152, 190] for the first name -> [166, 204] for the second one -> [180, 218], where both end. Both have the form
+(class 3, Size 9, names 6 and 13), so they are rows 0 and 1 of it: offsets.sizes = [[2, 0], [4, 0]], sizes.sizes = [[2, 6], [2, 6]]. Each
+numbers 8 values. In the rest of the pickle one external value stands for bytes 144 to 220: `Run(first=0, count=2)`. It numbers nothing,
+so what is numbered 33 after it has the number 33 - 16 = 17 in the rest (`_Rest.shifted`). A reference to 19, which lies in what was cut
+out, becomes an external value too: the size (2, 0), which `_Earlier` finds in the columns.
+
 The pickle without these objects is loaded by `inert_pickle`, with all its checks; where consecutive objects were cut out, it holds a
 `Run`. Objects of any other form stay in the pickle, such as the first of each class, which defines the names, and those that a frame
 interrupts. What the columns refer to is checked after that. If anything is not as expected, the caller loads the whole pickle.
@@ -341,6 +357,7 @@ class _Reading:
         numbers = np.zeros(len(starts), np.int64)
         for length in distinct(lengths).tolist():
             rows = np.flatnonzero(lengths == length)
+            # 20,000 times one of seven names of one length: a matrix product, 20,000 sums, seven of them distinct, seven texts looked up.
             letters = self.data[starts[rows][:, None] + np.arange(length)]
             _, first, inverse = np.unique(letters @ _WEIGHTS[:length], return_index=True, return_inverse=True)
             if not (letters[first][inverse] == letters).all():
@@ -478,6 +495,8 @@ class _Rest:
         self._dropped: list[int] = [0]
         self._class_names: dict[int, str] = {}
         follows = self._starts[:-1] + self._lengths[:-1] == self._starts[1:]
+        # Where runs end. With the forms [0 0 0 1 2 1 2 1 2 0], all without gaps, the breaks of a list are [2 3 4 5 6 7 8], so that the run
+        # from 0 on is 0..2; the breaks of a dict, where the forms of keys and values alternate, are [1 2 7]: the run from 3 on is 3..8.
         is_alike = follows & (self._forms[:-1] == self._forms[1:])
         is_pair = follows[:-1] & follows[1:] & (self._forms[:-2] == self._forms[2:])
         self._follows = follows
