@@ -2,9 +2,9 @@
 
     RunStates       what the model files hold                          read_model_files
     Contents        parts of weights, and facts beside them            weights_of_rank
-    ParameterFile   which files of masters and states there are        parameter_files
+    paths           which files of masters and states there are        parameter_files
     ParamGroup      with the step counts of ZeRO-3                     param_groups
-    Parts           masters, moments and counts, each of them whole    tensors_of_files, step_counts
+    Parts           masters and moments, each of them whole            parameter_parts
     Tensors         joined over tensor-parallel ranks                  joined_tensors
     Index                                                              read_universal
 
@@ -24,11 +24,10 @@ from reshard.canonical.optimizer_state import STEP, counted, plain_settings
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import AnyTensor, Locations, is_plain_tensor
 from reshard.errors import CheckpointError, MissingFile
-from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, ParamGroup, Tensor
 from reshard.storage.files import Files
 
-from ..layout.states import ModelStates, Shape
+from ..layout.states import Shape
 from ..layout.tag import FP32, ZERO, ModelRank, open_tag
 from .flat_buffers import pieces_of_flat
 from .index import config_shapes, join_rules, run_facts
@@ -53,27 +52,26 @@ def read_universal(files: Files, folder: str, hints: Hints) -> Index:
     check_one_step(states)
     degrees, locations, tied = model_parallel_degrees(states), Locations(files), tied_names(states)
     weights = merged(weights_of_rank(states, rank, locations) for rank in degrees.each_model_rank())
-    shapes, names = trained_shapes(states.models.values()), weights.shapes("weight").keys()
-    listed = list(parameter_files(files, folder, shapes))
-    cast_copies = {file.name for file in listed if shapes and file.name not in shapes and file.name in names}
-    read = [file for file in listed if file.name not in cast_copies]
+    shapes = {name: shape for model in states.models.values() for group in model.groups or () for name, shape in group}
+    listed, names = parameter_files(files, folder, shapes), weights.shapes("weight").keys()
+    cast_copies = {name for name, _ in listed if shapes and name not in shapes and name in names}
+    read = {key: path for key, path in listed.items() if key[0] not in cast_copies}
     check_leftover_parameters(read, shapes, names)
     shared = f"{folder}{ZERO}optimizer_state.pt"
     root = torch_zip.read(files, shared, locate=False) if files.size(shared) is not None else None
     groups = list(param_groups(root, states)) if isinstance(root, Mapping) else []
     counts = step_counts(files, read, {name: count for _, of_group in groups for name, count in of_group.items()})
-    steps = [whole_part("step", name, count, _ONLY_RANK, locations) for name, count in counts.items() if is_plain_tensor(count)]
-    tensors = tensors_of_files(files, read)
-    parts = [_part(file, tensor, shapes.get(file.name, tensor.shape), locations) for file, tensor in tensors if is_plain_tensor(tensor)]
+    parts, objects = parameter_parts(files, read, shapes, locations)
+    parts += [whole_part("step", name, count, _ONLY_RANK, locations) for name, count in counts.items() if is_plain_tensor(count)]
 
     builder = IndexBuilder("universal", files)
-    builder.add_files([*states.tag.paths(), *(file.path for file in read), *([shared] if isinstance(root, Mapping) else [])])
+    builder.add_files([*states.tag.paths(), *read.values(), *([shared] if isinstance(root, Mapping) else [])])
     rules = join_rules(states, config_shapes(hints))
-    for contents, tp in ((weights, degrees.tp), (Contents((*parts, *steps)), 1)):
+    for contents, tp in ((weights, degrees.tp), (Contents(tuple(parts)), 1)):
         for whole in joined_tensors(with_second_names(contents, tied), rules, tp):
             builder.add_tensor(whole)
     builder.add_objects(name for model in states.models.values() for name in objects_of(model))
-    builder.add_objects(f"{file.name}.{file.state}" for file, tensor in tensors if not is_plain_tensor(tensor))
+    builder.add_objects(objects)
     # ds_to_universal writes untrained tensors to zero/, too, cast to full precision. The model file has the originals.
     note = f"{len(cast_copies)} tensors of the model file are in {ZERO} a second time, cast; the model file's are read"
     builder.add_notes((*weights.notes, *([note] if cast_copies else [])))
@@ -82,26 +80,10 @@ def read_universal(files: Files, folder: str, hints: Hints) -> Index:
     return builder.build(replace(run_facts(states), producer="DeepSpeed universal", tied=tied, config=hints.config))
 
 
-def trained_shapes(models: Iterable[ModelStates]) -> dict[str, Shape]:
-    """The shapes of all trained parameters by name, as param_shapes lists them."""
-    return {name: shape for model in models for group in model.groups or () for name, shape in group}
+def parameter_files(files: Files, folder: str, trained: Collection[str]) -> dict[tuple[str, str], str]:
+    """The files zero/<parameter>/<state>.pt, by parameter and state: "fp32", "exp_avg", "step", ...
 
-
-@value
-class ParameterFile:
-    """A file zero/<parameter>/<state>.pt."""
-
-    name: str
-    """The parameter."""
-    state: str
-    """What the file holds of the parameter: "fp32", "exp_avg", "step", ..."""
-    path: str
-    """The file."""
-
-
-def parameter_files(files: Files, folder: str, trained: Collection[str]) -> Iterator[ParameterFile]:
-    """The files of all parameters. trained: names of the parameters that need a master; empty if the model files do not list them.
-
+    trained: names of the parameters that need a master; empty if the model files do not list them.
     Raises: CheckpointError if a trained parameter has no master.
     """
     zero = folder + ZERO
@@ -113,20 +95,21 @@ def parameter_files(files: Files, folder: str, trained: Collection[str]) -> Iter
             why="The model file lists it among the trained parameters; the conversion was not finished, or a folder was lost",
             do="Convert again, or copy the folder from where it was written",
         )
+    found: dict[tuple[str, str], str] = {}
     for parameter in files.list(zero):
-        if parameter.endswith("/"):
-            for path in files.list(parameter):
-                if path.endswith(".pt"):
-                    yield ParameterFile(parameter.removeprefix(zero).rstrip("/"), path.removeprefix(parameter).removesuffix(".pt"), path)
+        for path in files.list(parameter) if parameter.endswith("/") else ():
+            if path.endswith(".pt"):
+                found[parameter.removeprefix(zero).rstrip("/"), path.removeprefix(parameter).removesuffix(".pt")] = path
+    return found
 
 
-def check_leftover_parameters(parameters: Iterable[ParameterFile], trained: Collection[str], weights: Collection[str]) -> None:
+def check_leftover_parameters(read: Mapping[tuple[str, str], str], trained: Collection[str], weights: Collection[str]) -> None:
     """Raises CheckpointError if there are files of a parameter that the model files list neither as trained nor as a weight."""
-    for parameter in parameters:
-        if trained and parameter.name not in trained and parameter.name not in weights:
+    for (name, _), path in read.items():
+        if trained and name not in trained and name not in weights:
             raise CheckpointError(
-                f"{parameter.name} is not in param_shapes of the model files",
-                where=parameter.path,
+                f"{name} is not in param_shapes of the model files",
+                where=path,
                 why="All trained parameters are listed there, so the folder is left over from another conversion",
                 do="Move the folder away",
             )
@@ -150,11 +133,11 @@ def check_shapes_of_states(index: Index) -> None:
             )
 
 
-def check_states_of_groups(parameters: Iterable[ParameterFile], groups: Iterable[Sequence[str]], zero: str) -> None:
-    """Raises CheckpointError if a parameter lacks a file that all other parameters of its param group have."""
+def check_states_of_groups(read: Iterable[tuple[str, str]], groups: Iterable[Sequence[str]], zero: str) -> None:
+    """Raises CheckpointError if a parameter lacks a file that all other parameters of its param group have. read: their states."""
     states: dict[str, set[str]] = {}
-    for file in parameters:
-        states.setdefault(file.name, set()).add(file.state)
+    for name, state in read:
+        states.setdefault(name, set()).add(state)
     for group in groups:
         listed = [states[name] for name in group if name in states]
         for name in group:
@@ -168,23 +151,33 @@ def check_states_of_groups(parameters: Iterable[ParameterFile], groups: Iterable
                     )
 
 
-def tensors_of_files(files: Files, parameters: Iterable[ParameterFile]) -> list[tuple[ParameterFile, Any]]:
-    """What each of these files holds of its parameter, except step counts: a tensor, unless the file holds something else."""
-    found = []
-    for parameter in parameters:
-        if parameter.state != STEP:
-            root = torch_zip.read(files, parameter.path, locate=False)
-            found.append((parameter, root.get("param") if isinstance(root, Mapping) else root))
-    return found
+def parameter_parts(
+    files: Files, read: Mapping[tuple[str, str], str], shapes: Mapping[str, Shape], locations: Locations
+) -> tuple[list[ParameterPart], list[str]]:
+    """The masters and states in the files of parameters, without step counts; and the names of what is no tensor.
+
+    shapes: of the trained parameters.
+    """
+    parts, objects = list[ParameterPart](), list[str]()
+    for (name, state), path in read.items():
+        if state == STEP:
+            continue
+        root = torch_zip.read(files, path, locate=False)
+        tensor = root.get("param") if isinstance(root, Mapping) else root
+        if is_plain_tensor(tensor):
+            parts.append(_part(name, state, path, tensor, shapes.get(name, tensor.shape), locations))
+        else:
+            objects.append(f"{name}.{state}")
+    return parts, objects
 
 
-def _part(file: ParameterFile, tensor: AnyTensor, shape: Shape, locations: Locations) -> ParameterPart:
+def _part(parameter: str, state: str, path: str, tensor: AnyTensor, shape: Shape, locations: Locations) -> ParameterPart:
     """The master or the state in a file. Raises CheckpointError if a flat tensor does not have the elements of its parameter."""
-    kind, name = kind_and_name(file.name, MASTER if file.state == FP32 else file.state)
+    kind, name = kind_and_name(parameter, MASTER if state == FP32 else state)
     if len(tensor.shape) != 1 or shape == tensor.shape:
         return whole_part(kind, name, tensor, _ONLY_RANK, locations)
     if math.prod(shape) != tensor.shape[0]:
-        raise CheckpointError(f"it has {tensor.shape[0]:,} elements, param_shapes says {list(shape)}", where=file.path)
+        raise CheckpointError(f"it has {tensor.shape[0]:,} elements, param_shapes says {list(shape)}", where=path)
     return ParameterPart(Tensor(name, tensor.dtype, shape, kind, pieces_of_flat(tensor, shape, locations)), _ONLY_RANK)
 
 
@@ -212,12 +205,12 @@ def param_groups(root: Mapping[str, Any], states: RunStates) -> Iterator[tuple[P
         yield ParamGroup(tuple(counts), plain_settings(settings, without=["params"])), counts
 
 
-def step_counts(files: Files, parameters: Iterable[ParameterFile], of_groups: Mapping[str, Any]) -> dict[str, Any]:
+def step_counts(files: Files, read: Mapping[tuple[str, str], str], of_groups: Mapping[str, Any]) -> dict[str, Any]:
     """The step count of each parameter that has moments, a tensor or a number: that of its own file, otherwise that of its flat group."""
     counts: dict[str, Any] = {}
-    for file in parameters:
-        if file.state == STEP:
-            counts[file.name] = torch_zip.read(files, file.path, locate=False)
-        elif file.state != FP32 and file.name in of_groups:
-            counts.setdefault(file.name, of_groups[file.name])
+    for (name, state), path in read.items():
+        if state == STEP:
+            counts[name] = torch_zip.read(files, path, locate=False)
+        elif state != FP32 and name in of_groups:
+            counts.setdefault(name, of_groups[name])
     return counts

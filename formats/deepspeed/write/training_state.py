@@ -97,14 +97,7 @@ class TrainingState:
         return {**{key: value for key, value in group.settings.items() if key != "step"}, "params": list(numbers)}
 
     def layout(
-        self,
-        files: Iterable[TargetFile],
-        target: Target,
-        companions: ModelFiles,
-        tracker: Sidecar,
-        *,
-        note: str,
-        aliases: Mapping[str, str],
+        self, files: list[TargetFile], target: Target, companions: ModelFiles, tracker: Sidecar, note: str, aliases: Mapping[str, str]
     ) -> Layout:
         """The layout with these files, and what a user has to know to load them. aliases: alias -> stored name."""
         facts = self.content.facts

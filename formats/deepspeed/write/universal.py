@@ -42,7 +42,7 @@ def universal_layout(content: Content, target: Target, companions: ModelFiles) -
             raise RequestError("its name has a slash, and so cannot be the name of a folder", where=name, do="Rename it, or write --to hf")
         files.extend(_parameter_files(f"{tag}/{ZERO}{name}", training, name))
     tracker = Sidecar(LATEST_UNIVERSAL, tag.encode())
-    return training.layout(files, target, companions, tracker, note=_note(training), aliases=training.aliases)
+    return training.layout(files, target, companions, tracker, _note(training), training.aliases)
 
 
 def _note(training: TrainingState) -> str:

@@ -70,7 +70,7 @@ def zero3_layout(content: Content, target: Target, companions: ModelFiles) -> La
     described = f"{'with bf16 enabled' if is_bf16 else 'without bf16'}: DeepSpeed chooses the names by that setting"
     note = "" if content.facts.state.get("ds_config") else f"the optimizer's files are named for a run {described}"
     tracker = Sidecar(LATEST, tag.encode())
-    return training.layout(files, target, companions, tracker, note=note, aliases={**training.aliases, **run.shared_counts()})
+    return training.layout(files, target, companions, tracker, note, {**training.aliases, **run.shared_counts()})
 
 
 def _sub_groups(training: TrainingState, ranks: int) -> Iterator[SubGroup]:
