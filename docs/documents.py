@@ -18,7 +18,7 @@ from reshard.index.balance import ByteShare
 from reshard.index.index import StoredFile
 from reshard.measures.changes import Change
 from reshard.plans.plan import Totals
-from reshard.plans.summary import DropSummary, KindSummary
+from reshard.plans.summary import DropSummary, ExpertSummary, KindSummary
 from reshard.requests.outlook import Outlook
 from reshard.runs.steps import Step
 from reshard.serving.capacity import DegreeReport, DegreeRow
@@ -107,7 +107,7 @@ _INSPECT = {
     "model_type": TEXT,
     "architecture_known": bool,
     "parameters": int,
-    "experts": ({"number": int, "per_token": NUMBER, "active_parameters": NUMBER}, None),
+    "experts": (Extended(ExpertSummary, {"active_parameters": NUMBER}), None),
     "bytes": int,
     "files": [StoredFile],
     "kinds": [KindSummary],

@@ -44,6 +44,8 @@ class KindSummary:
 class ExpertSummary:
     """The routed experts of a model, as its config says."""
 
+    JSON = "number per_token active_parameters"
+
     number: int
     """The experts of one layer."""
     per_token: int | None

@@ -254,7 +254,6 @@ class Inspection:
         from reshard.plans import summary
 
         facts, mesh, experts = self.facts, self.facts.mesh, self.experts
-        active = {"active_parameters": self.active_parameters}
         return {
             "path": self.checkpoint.path,
             "format": self.index.format,
@@ -266,7 +265,7 @@ class Inspection:
             "model_type": model_type_of(self.config or {}),
             "architecture_known": self.checkpoint.model is not None,
             "parameters": self.parameters,
-            "experts": experts and {"number": experts.number, "per_token": experts.per_token, **active},
+            "experts": experts and document(experts, active_parameters=self.active_parameters),
             "bytes": self.nbytes,
             "files": to_json(self.index.files),
             "kinds": to_json(summary.kinds(self.index)),
