@@ -16,7 +16,7 @@ Source: vLLM 0.32, transformers_utils/config.py (get_config) and model_loader/we
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -156,7 +156,8 @@ def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Qua
     read = _METHODS.get(str(method))
     if read is None:
         raise _Unknown("")
-    forms = read(settings, config)
+    is_deepseek_v4 = method == "fp8" and str(config.get("model_type")).startswith("deepseek_v4")
+    forms = _deepseek_v4(settings, config) if is_deepseek_v4 else read(settings)
     entries = [entry for listed in excluded for entry in _entries(str(listed), str(method))]
     scales = _cache_scales(settings, str(method))
     # compressed-tensors quantizes the modules of linear layers, and its producers make each expert such a module.
@@ -191,14 +192,12 @@ def _skipped(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple("re:" + key.removeprefix("-:") for key in dynamic if key.startswith("-:")) if isinstance(dynamic, Mapping) else ()
 
 
-def _fp8(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+def _fp8(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     block = settings.get("weight_block_size")
-    if str(config.get("model_type")).startswith("deepseek_v4"):
-        return _deepseek_v4(settings, config)
     if block is not None:
         # Weights are multiplied by weight_scale_inv, in spite of its name.
         return (_of_fp8(Component("weight_scale_inv", "scale", _block(block), element_type="F32")),)
-    inputs = (Component("input_scale", "input scale", _WHOLE, element_type="F32"),) if settings.get("activation_scheme") == "static" else ()
+    inputs = (_INPUT_SCALE,) if settings.get("activation_scheme") == "static" else ()
     return (_of_fp8(Component("weight_scale", "scale", _WHOLE, element_type="F32"), *inputs),)
 
 
@@ -210,7 +209,7 @@ def _deepseek_v4(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tupl
     experts = str(config.get("expert_dtype") or settings.get("expert_dtype") or "fp4")
     if experts == "fp8":
         return (block,)
-    return (_microscaled("MXFP4", 32, Component("weight", "codes", packing=fp4()), _exponents("scale", 32)), block)
+    return (_microscaled("MXFP4", Component("weight", "codes", packing=fp4()), _exponents("scale", 32)), block)
 
 
 def _of_fp8(scale: Component, *inputs: Component) -> StoredForm:
@@ -237,46 +236,49 @@ def _exponents(kind: str, group: int) -> Component:
     return Component(kind, "scale", (1, group), exponents=True, element_type="U8")
 
 
-def _microscaled(name: str, group: int, codes: Component, *beside: Component, **more: Any) -> StoredForm:
+def _microscaled(name: str, codes: Component, *beside: Component, **more: Any) -> StoredForm:
     """A form with a scale for each group of input features."""
     types = _FP8_TYPES if codes.packing is None else _BYTES
     return StoredForm(name, f"{name} group", (codes, *beside), types, **more)
 
 
-def _gpt_oss(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+def _gpt_oss(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     """The experts of gpt-oss: `*_blocks` [experts, out, in / 32, 16] and `*_scales`; the model's own tensor is [experts, in, out]
     (transformers, integrations/mxfp4.py)."""
     codes = Component("_blocks", "codes", packing=fp4(words=(16,)))
-    return (_microscaled("MXFP4", 32, codes, _exponents("_scales", 32), weights=r".*experts\.\w+_proj", transposed=True),)
+    return (_microscaled("MXFP4", codes, _exponents("_scales", 32), weights=r".*experts\.\w+_proj", transposed=True),)
 
 
-def _modelopt(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+def _modelopt(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     """Source: ModelOpt 0.47, export/quant_utils.py (to_quantized_weight) and convert_hf_config.py."""
     algorithm = str(settings.get("quant_algo")).upper()
     if algorithm == "MIXED_PRECISION":
-        return _mixed(settings, config)
-    input_scale = Component("input_scale", "input scale", _WHOLE, element_type="F32")
-    if algorithm == "FP8":
-        return (_of_fp8(Component("weight_scale", "scale", _WHOLE, element_type="F32"), input_scale),)
-    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
-        return (_of_fp8(Component("weight_scale", "scale", (1, None), is_vector=True, element_type="F32")),)
-    if algorithm == "FP8_PB_WO":
-        return (_of_fp8(Component("weight_scale", "scale", (128, 128), unit_axes=True, element_type="F32")),)
-    if algorithm == "MXFP8":
-        return (_microscaled("MXFP8", 32, Component("weight", "codes"), _exponents("weight_scale", 32)),)
-    if algorithm not in ("NVFP4", "W4A16_NVFP4"):
+        return _mixed(settings)
+    form = _MODELOPT.get(algorithm)
+    if form is None:
         raise _Unknown(f" with quant_algo {algorithm[:40]}")
-    if (settings.get("group_size") or 16) != 16:
+    if form.name == "NVFP4" and (settings.get("group_size") or 16) != 16:
         raise _Unknown(f" with groups of {str(settings['group_size'])[:20]}")
-    components = (
-        Component("weight", "codes", packing=fp4()),
-        Component("weight_scale", "scale", (1, 16), element_type="F8_E4M3"),
-        Component("weight_scale_2", "scale", _WHOLE, element_type="F32"),
-    )
-    return (_microscaled("NVFP4", 16, *components, *((input_scale,) if algorithm == "NVFP4" else ())),)
+    return (form,)
 
 
-def _mixed(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+_INPUT_SCALE = Component("input_scale", "input scale", _WHOLE, element_type="F32")
+_NVFP4 = (
+    Component("weight", "codes", packing=fp4()),
+    Component("weight_scale", "scale", (1, 16), element_type="F8_E4M3"),
+    Component("weight_scale_2", "scale", _WHOLE, element_type="F32"),
+)
+_MODELOPT = {
+    "FP8": _of_fp8(Component("weight_scale", "scale", _WHOLE, element_type="F32"), _INPUT_SCALE),
+    "FP8_PER_CHANNEL_PER_TOKEN": _of_fp8(Component("weight_scale", "scale", (1, None), is_vector=True, element_type="F32")),
+    "FP8_PB_WO": _of_fp8(Component("weight_scale", "scale", (128, 128), unit_axes=True, element_type="F32")),
+    "MXFP8": _microscaled("MXFP8", Component("weight", "codes"), _exponents("weight_scale", 32)),
+    "NVFP4": _microscaled("NVFP4", *_NVFP4, _INPUT_SCALE),
+    "W4A16_NVFP4": _microscaled("NVFP4", *_NVFP4),
+}
+
+
+def _mixed(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     """The form of each algorithm, for the modules that `quantized_layers` lists with it; others are not quantized."""
     layers = settings.get("quantized_layers")
     if not isinstance(layers, Mapping) or not layers or not all(isinstance(layer, Mapping) for layer in layers.values()):
@@ -291,12 +293,12 @@ def _mixed(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Stor
     for (algorithm, group), names in modules.items():
         if algorithm.upper() == "MIXED_PRECISION":
             raise _Unknown(" with MIXED_PRECISION in quantized_layers")
-        (form,) = _modelopt({"quant_algo": algorithm, "group_size": group}, config)
+        (form,) = _modelopt({"quant_algo": algorithm, "group_size": group})
         forms.append(replace(form, modules=frozenset(names)))
     return tuple(forms)
 
 
-def _awq(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+def _awq(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     """Stored as [in, out], packed along the output features."""
     bits, version = settings.get("bits", settings.get("w_bit")), str(settings.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm" or not settings.get("zero_point", True):
@@ -311,7 +313,7 @@ def _awq(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Stored
     return (StoredForm(f"INT4 (AWQ, {_groups_of(group)})", "INT4 group or word", (codes, zeros, scales), _WORDS, keeps_scale_type=True),)
 
 
-def _gptq(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+def _gptq(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     """Codes as [in / 8, out], packed along the input features; zero points packed along the output features.
 
     In the first version of the format zero points are stored minus one. With act-order the groups are not runs of input features.
@@ -351,7 +353,7 @@ def _group(size: Any) -> int | None:
     return int(size)
 
 
-def _compressed(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+def _compressed(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     """The form of each group. A group of named modules comes before that of all linear layers, as compressed-tensors looks them up."""
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
@@ -389,11 +391,7 @@ def _compressed_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> St
     block_shape: BlockShape = _block(block) if strategy == "block" else {"tensor": _WHOLE, "channel": (1, None)}.get(strategy, ())
     if not block_shape or weights.get("type") != "float" or weights.get("num_bits") != 8:
         raise _Unknown(f" with the strategy {strategy[:20]}")
-    input_scales = (
-        (Component("input_scale", "input scale", _WHOLE, single_shape=(1,), element_type="F32"),)
-        if inputs and not inputs.get("dynamic")
-        else ()
-    )
+    input_scales = (replace(_INPUT_SCALE, single_shape=(1,)),) if inputs and not inputs.get("dynamic") else ()
     return _of_fp8(Component("weight_scale", "scale", block_shape, single_shape=(1,), element_type="F32"), *input_scales)
 
 
@@ -425,15 +423,7 @@ def _compressed_nvfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> 
     ]
     if inputs and inputs.get("dynamic") is not True:
         components.append(Component("input_global_scale", "input scale", _WHOLE, single_shape=(1,), element_type="F32"))
-    return _microscaled("NVFP4", 16, *components)
-
-
-def _compressed_mxfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredForm:
-    return _microscaled("MXFP4", 32, Component("weight_packed", "codes", packing=fp4()), _exponents("weight_scale", 32))
-
-
-def _compressed_mxfp8(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredForm:
-    return _microscaled("MXFP8", 32, Component("weight", "codes"), _exponents("weight_scale", 32))
+    return _microscaled("NVFP4", *components)
 
 
 _METHODS = {
@@ -445,12 +435,13 @@ _METHODS = {
     "awq": _awq,
     "gptq": _gptq,
 }
-_COMPRESSED = {
+_COMPRESSED_MXFP4 = _microscaled("MXFP4", Component("weight_packed", "codes", packing=fp4()), _exponents("weight_scale", 32))
+_COMPRESSED: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], StoredForm]] = {
     "float-quantized": _compressed_fp8,
     "naive-quantized": _compressed_fp8,
     "None": _compressed_fp8,
     "pack-quantized": _compressed_integers,
     "nvfp4-pack-quantized": _compressed_nvfp4,
-    "mxfp4-pack-quantized": _compressed_mxfp4,
-    "mxfp8-quantized": _compressed_mxfp8,
+    "mxfp4-pack-quantized": lambda weights, inputs: _COMPRESSED_MXFP4,
+    "mxfp8-quantized": lambda weights, inputs: _MODELOPT["MXFP8"],
 }

@@ -20,9 +20,8 @@ from reshard.serving.learned.fit import (
     check_known,
     check_sizes,
     check_sources,
+    held_sources,
     size_problem,
-    sources_of,
-    used_sources,
 )
 from reshard.serving.learned.layout import LearnedLayout, TensorTemplate
 from reshard.serving.learned.numbers import values
@@ -87,18 +86,20 @@ def lay_out(serving_format: ServingEngine, layout: LearnedLayout, content: Conte
         raise RequestError(f"{serving_format.engine} loads weights, no optimizer state", do="Leave out --optimizer")
     check_config(layout, companions.config)
     check_sizes(layout, parallel)
-    used = used_sources(layout, parallel)
-    check_sources(layout, {name: tensor.shape for name, tensor in content.weights.items()}, used, partial=False)
-    templates = {name: template for name, _, template in _all_templates(layout, parallel)}
+    templates: dict[str, TensorTemplate] = {}
+    used: set[str] = set()
+    for name, template, sources in held_sources(layout, parallel):
+        templates[name] = template
+        used.update(sources)
+    check_sources(layout, {name: tensor.shape for name, tensor in content.weights.items()}, used)
     check_known(layout, templates, accept_platform=bool(target.options.get("accept_platform")))
-    dtypes = _stored_dtypes(layout, content, target)
+    dtypes, of_sources = _stored_dtypes(layout, content, target)
     files = rank_files(serving_format, target, lambda tp_rank, pp_rank: layout.rank_tensors(parallel, tp_rank, pp_rank, dtypes))
     stored = {dtypes.get(name, template.dtype): None for name, template in templates.items() if template.parts}
     needed = serving_format.keys_for_ranks(companions.config or {}, content.weights)
     companions, config_notes = companions.with_keys(needed, serving_format.engine)
     sidecars = companions.sidecars(stored, target.dtype or layout.dtype)
     unused = {name: f"{serving_format.engine}'s own loader does not read it" for name in content.weights if name not in used}
-    values = about_values(_computed(layout, dtypes, parallel))
     note = f"by a layout learned from {serving_format.engine} {layout.engine_version} ({layout.model_class}, build for {layout.platform})"
     return Layout(
         serving_format.name,
@@ -110,8 +111,8 @@ def lay_out(serving_format: ServingEngine, layout: LearnedLayout, content: Conte
             *serving_format.layout_notes(layout),
             *config_notes,
             *_about_platform(templates),
-            *_about_casts(layout, content, target, dtypes),
-            *values,
+            *(_about_casts(content, of_sources) if target.dtype is None else ()),
+            *about_values(of_sources),
         ),
         left_out=unused,
     )
@@ -122,32 +123,16 @@ def _about_platform(templates: Mapping[str, TensorTemplate]) -> Iterator[str]:
         yield f"the shapes of {len(touched)} tensors depend on the platform that was traced, for example {touched[0]}"
 
 
-def _about_casts(layout: LearnedLayout, content: Content, target: Target, dtypes: Mapping[str, DType]) -> Iterator[str]:
-    """A note about weights that the engine keeps in another element type."""
-    cast: dict[str, DType] = {}
-    for name, numbers, template in layout.rank_templates(target.parallel, 0, 0):
-        for source in sources_of(template, numbers, (target.parallel.tp, 0)) if target.dtype is None else ():
-            if content.tensors[source].dtype != dtypes[name] and not dtypes[name].function:
-                cast[source] = dtypes[name]
+def _about_casts(content: Content, of_sources: Mapping[str, DType]) -> Iterator[str]:
+    """A note about weights that the engine keeps in another element type. of_sources: checkpoint tensor -> its type in the engine."""
+    cast = [source for source, dtype in of_sources.items() if content.tensors[source].dtype != dtype and not dtype.function]
     if cast:
-        first, dtype = next(iter(cast.items()))
-        yield f"{len(cast)} weights are cast, as the engine does it: {first} to {dtype}; `reshard verify --cast` compares them"
+        first = f"{cast[0]} to {of_sources[cast[0]]}"
+        yield f"{len(cast)} weights are cast, as the engine does it: {first}; `reshard verify --cast` compares them"
 
 
-def _computed(layout: LearnedLayout, dtypes: Mapping[str, DType], parallel: Parallel) -> dict[str, DType]:
-    """Checkpoint tensor -> its type in the engine, for those of which the engine stores a function."""
-    named = ((name, sources_of(template, numbers, (parallel.tp, 0))) for name, numbers, template in layout.rank_templates(parallel, 0, 0))
-    return {source: dtypes[name] for name, sources in named if dtypes[name].function for source in sources}
-
-
-def _all_templates(layout: LearnedLayout, parallel: Parallel) -> Iterator[tuple[str, tuple[int, ...], TensorTemplate]]:
-    for pp_rank in range(parallel.pp):
-        for tp_rank in range(parallel.tp):
-            yield from layout.rank_templates(parallel, tp_rank, pp_rank)
-
-
-def _stored_dtypes(layout: LearnedLayout, content: Content, target: Target) -> dict[str, DType]:
-    """Tensor of a rank -> its element type.
+def _stored_dtypes(layout: LearnedLayout, content: Content, target: Target) -> tuple[dict[str, DType], dict[str, DType]]:
+    """Tensor of a rank -> its element type; and checkpoint tensor -> its type in the engine.
 
     A tensor that the engine keeps in another type than it computes in stays in that type. All others have the type that was traced, as
     long as the checkpoint's tensors have the types that were traced and none is asked for.
@@ -155,22 +140,19 @@ def _stored_dtypes(layout: LearnedLayout, content: Content, target: Target) -> d
     Raises: UnsupportedError if the parts of a tensor have different types, or one checkpoint tensor would need two types.
     """
     found: dict[str, DType] = {}
-    of_source: dict[str, tuple[str, DType]] = {}
-    for pp_rank in range(target.parallel.pp):
-        for tp_rank in range(target.parallel.tp):
-            for name, numbers, template in layout.rank_templates(target.parallel, tp_rank, pp_rank):
-                sources = tuple(sources_of(template, numbers, (target.parallel.tp, tp_rank)))
-                if name not in found:
-                    found[name] = _stored_dtype(layout, name, template, sources, content, target)
-                for source in sources:
-                    other, dtype = of_source.setdefault(source, (name, found[name]))
-                    if dtype != found[name]:
-                        raise UnsupportedError(
-                            f"the engine keeps it in two element types, {dtype} as {other} and {found[name]} as {name}",
-                            where=source,
-                            do="Convert to hf, which the engine loads as well",
-                        )
-    return found
+    holders: dict[str, str] = {}
+    for name, template, sources in held_sources(layout, target.parallel):
+        if name not in found:
+            found[name] = _stored_dtype(layout, name, template, sources, content, target)
+        for source in sources:
+            other = holders.setdefault(source, name)
+            if found[other] != found[name]:
+                raise UnsupportedError(
+                    f"the engine keeps it in two element types, {found[other]} as {other} and {found[name]} as {name}",
+                    where=source,
+                    do="Convert to hf, which the engine loads as well",
+                )
+    return found, {source: found[name] for source, name in holders.items()}
 
 
 def _stored_dtype(

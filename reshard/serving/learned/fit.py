@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import RequestError, UnsupportedError
@@ -56,15 +56,15 @@ def check_config(layout: LearnedLayout, config: Mapping[str, Any] | None) -> Non
         )
 
 
-def check_sources(layout: LearnedLayout, shapes: Shapes, used: frozenset[str], *, partial: bool) -> None:
+def check_sources(layout: LearnedLayout, shapes: Shapes, used: Collection[str]) -> None:
     """Raises RequestError, naming the first tensor, unless the checkpoint has the tensors that the layout was learned from.
 
-    shapes: the checkpoint's tensors. used: those that the engine loads. partial: whether tensors may be missing on purpose.
+    shapes: the checkpoint's tensors. used: those that the engine loads.
     """
     for name, shape in layout.source_shapes.items():
         if name in shapes and shapes[name] != shape:
             raise _does_not_fit(layout, name, f"it is {list(shapes[name])}, the layout was learned from {list(shape)}")
-        if name not in shapes and name in used and not partial:
+        if name not in shapes and name in used:
             raise _does_not_fit(layout, name, "the checkpoint has no such tensor, the one that the layout was learned from has it")
     if surplus := [name for name in shapes if name not in layout.source_shapes]:
         more = f" (nor {len(surplus) - 1} more)" if len(surplus) > 1 else ""
@@ -162,19 +162,15 @@ def check_known(layout: LearnedLayout, templates: Mapping[str, TensorTemplate], 
         )
 
 
-def used_sources(layout: LearnedLayout, parallel: Parallel) -> frozenset[str]:
-    """The checkpoint tensors that the ranks hold a part of."""
-    return frozenset(_used(layout, parallel))
-
-
-def _used(layout: LearnedLayout, parallel: Parallel) -> Iterator[str]:
+def held_sources(layout: LearnedLayout, parallel: Parallel) -> Iterator[tuple[str, TensorTemplate, tuple[str, ...]]]:
+    """The tensors of all ranks, each with the checkpoint tensors that it holds parts of."""
     for pp_rank in range(parallel.pp):
         for tp_rank in range(parallel.tp):
-            for _, numbers, template in layout.rank_templates(parallel, tp_rank, pp_rank):
-                yield from sources_of(template, numbers, (parallel.tp, tp_rank))
+            for name, numbers, template in layout.rank_templates(parallel, tp_rank, pp_rank):
+                yield name, template, tuple(_sources_of(template, numbers, (parallel.tp, tp_rank)))
 
 
-def sources_of(template: TensorTemplate, numbers: tuple[int, ...], rank: TpRank) -> Iterator[str]:
+def _sources_of(template: TensorTemplate, numbers: tuple[int, ...], rank: TpRank) -> Iterator[str]:
     """The checkpoint tensors that a tensor holds parts of on a rank."""
     for part in template.parts:
         if 0 in values((axis.size for axis in part.axes), rank):
