@@ -2,6 +2,15 @@
 
     jobs in their order -> batches -> close ranges as one -> requests of at most 16 MiB -> jobs whose bytes are on their way
 
+An example with 1 GiB of memory, so that a batch has 128 MiB. Three jobs read bytes of one file, in MiB:
+
+    job 1   0 to 10       request 0 to 14, for jobs 1 and 2: the gap of 0.5 is at most 1 (MERGED_GAP), the whole at most 16
+    job 2   10.5 to 14
+    job 3   14 to 50      requests 14 to 30, 30 to 46 and 46 to 50: with request 0 to 14 it would have more than 16
+
+All of these count as held, 50 MiB, until the jobs that use them are done: job 1 alone releases nothing, job 2 after it 14 MiB. The batch is
+filled up to 128 MiB by the jobs that follow. The next batch begins when its bytes fit into the 1 GiB, too.
+
 Local files are read when they are needed: the system reads ahead on its own. So jobs on local files pass through unchanged.
 """
 

@@ -6,6 +6,17 @@ digested and written.
     block  = slab slab ...    (one slab, unless a single line of the block is too long for a strip)
     slab   = lines along one axis
     strip  = consecutive lines of a slab
+
+An example: a block of [1024, 4096] bfloat16 goes from one file that holds the whole weight to those of two ranks, which hold columns
+0..2047 and 2048..4095. A line has 4096 elements, 8 KiB, so that a strip of 1 MiB is 128 lines, and the block is 8 strips of one slab.
+
+    read    one piece, dense: its 128 lines are one range of the file and of the buffer -> one call, 1 MiB
+    write   rank 1: half of each line, [128, 2048], which lie one behind the other in its file (step 4 KiB) -> one run of 512 KiB; the
+            buffer has gaps of 4 KiB between the lines, so they are copied into the scratch buffer first -> one call
+    the other way round, from the files of the ranks: each is read as one run of 512 KiB into the scratch buffer, and copied to its columns
+
+If a file held whole rows, of which only 2048 columns are wanted, a strip would be runs of 4 KiB that start 8 KiB apart: too far to be
+read together, so `read_runs` reads them one by one.
 """
 
 from __future__ import annotations

@@ -4,6 +4,14 @@
     rank 1   | header | q rows n.. | k | v | o columns m.. | ...
                       ^ the blocks that meet these bytes of all ranks come next, so that a block that feeds several ranks is read once
 
+An example: two ranks with one file each, a header of 100 bytes, then 800 bytes of q (rows) and 800 of o (columns).
+
+    q   at 100 in both files   its job has the position min(100, 100) = 100
+    o   at 900 in both files   its job has the position 900 and comes after that of q, whatever their order in the source
+
+Each job writes its part to both ranks, so that both files grow side by side. If the job of o came first, 800 bytes of each rank would wait
+in memory for q.
+
 The files of a rank lie one behind the other; a piece's position is counted from the start of the rank's first file. Pieces of a tensor at
 positions that are far apart (a table that the first and the last stage hold) are separate jobs: the tensor is read once for each.
 """

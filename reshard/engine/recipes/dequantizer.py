@@ -3,6 +3,16 @@
 Where codes are stored in bytes, and few scales or scales of one byte belong to them, each pair of a scale and a code byte has an entry in a
 table. One lookup for each byte then replaces the unpacking, the product and the cast of each element. The same function computes the tables
 and the values that no table holds, so that the bits are the same.
+
+An example: FP8 codes of [256, 256], one float32 scale for each block of 128 x 128. Rows 0 to 127 have two scales, 0.5 and 2.0:
+
+    table     512 entries: value of code byte b times 0.5 at b, times 2.0 at 256 + b
+    places    [[0, 256]] -> spread over 128 bytes each: 0 in columns 0 to 127, 256 in columns 128 to 255
+    codes     0x38 (1.0) in columns 5 and 200 -> entries 0x038 and 0x138 -> values 0.5 and 2.0
+
+So each of the 32,768 elements costs one OR and one lookup. With MXFP4, a byte holds two codes, and a scale is one byte for 32 elements: one
+table of 256 x 256 entries, of two values each, serves all blocks, and the place of a scale is its own byte. The scale 0x80 (2.0) and the
+codes 0x21 (0.5 in the low four bits, then 1.0) have the entry 0x8021: the values 1.0 and 2.0.
 """
 
 from __future__ import annotations

@@ -198,6 +198,9 @@ def fp8_block(words: Block) -> tuple[Block, Block]:
 
     A scale is the largest magnitude of a block over 448, rounded to bfloat16. A code is the quotient, rounded to bfloat16 and then to FP8.
     Both are computed as torch computes them.
+
+    An example: the largest magnitude of a block is 3.5, so its scale is 3.5 / 448 = 0.0078125 (2^-7). The weight 0.30078125 has the
+    quotient 38.5, and the nearest FP8 values are 36 and 40: the code is that of 40, 0x62, which is read as 40 * 2^-7 = 0.3125.
     """
     quotients = np.empty(words.shape, np.uint16)
     with np.errstate(all="ignore"):
@@ -213,7 +216,17 @@ def fp8_block(words: Block) -> tuple[Block, Block]:
 
 
 def _rounded(words: Block) -> Block:
-    """bfloat16 words rounded to FP8, ties to even."""
+    """bfloat16 words rounded to FP8, ties to even.
+
+    bfloat16 has 7 bits after the point and FP8 3, so 4 bits are rounded away; and the exponent's bias is 127 there and 7 here. For 38.5:
+
+        word 0x421a = exponent 0x84, fraction 0011010    the last bit that stays (0x421a >> 4) is odd: + 1 -> 0x421b
+        - (120 << 7) for the bias, + 7 to round          0x421b - 0x3c00 + 7 = 0x0622
+        >> 4                                             0x62 = exponent 12 (2^5), fraction 010: 1.25 * 32 = 40
+
+    36.0 + 2 = 38.0 is a tie: 0x4218, odd, becomes 0x0620 as well, the even neighbour 40. Values below the smallest normal number, and those
+    that are too large, are looked up.
+    """
     magnitudes = words & _MAGNITUDE
     if magnitudes.max(initial=0) > _FITS:
         return np.take(_fp8_of_bfloat16(), words)
@@ -264,6 +277,9 @@ def _moved(words: Block, magnitudes: Block, exponents: Block) -> Block | None:
 
     The word of a quotient is then that of the value, with the exponent moved. Only from 2^-120 on, the test for small codes also finds the
     values that are not normal numbers of bfloat16.
+
+    An example: 0.3125 over the scale 2^-7 (exponent -7). Its word is 0x3ea0, of which the last four bits are 0. Moved by
+    (-7 << 7) + (120 << 7) = 0x3880 it is 0x0620, and 0x0620 >> 4 = 0x62, the FP8 word of 40.
     """
     if np.bitwise_or.reduce(words, axis=None) & 0xF or exponents.min() < -120:
         return None
