@@ -105,6 +105,16 @@ def test_a_part_of_a_finished_conversion_has_nothing_to_do(plan, whole):
     assert before == {path: os.stat(whole / path).st_mtime_ns for path in tree(whole)}
 
 
+def test_a_part_removes_what_a_run_has_left_that_was_stopped_at_its_very_end(plan, whole):
+    """The journal goes first, and then the rest of the work folder."""
+    work = whole / ".reshard"
+    (work / "parts").mkdir(parents=True)
+    (work / "parts" / "x.jsonl").write_text("")
+    (work / "lock").write_text(json.dumps({"pid": 1, "host": "node7", "started": "yesterday", "plan": plan.identity()}))
+    assert reshard.convert_part(plan, whole, "0/2").complete
+    assert not work.exists()
+
+
 def test_parts_replace_an_older_checkpoint_when_all_are_done(plan, whole, tmp_path):
     reshard.convert(reshard.plan(HF / "qwen2", to="vllm", tp=4), tmp_path / "out")
     old = tree(tmp_path / "out")

@@ -93,8 +93,8 @@ class LocalFolder:
         if not self._is_alone:
             manifest = None if self._staging.journal.exists() else self._result(identity)
             if manifest and self._staging.work.exists():
-                with suppress(TargetInUse), self._staging.locked(identity, lambda: ""):
-                    pass
+                with suppress(TargetInUse), self.alone(identity):
+                    return self.result_of(identity)
             return manifest
         earlier = read_journal(self.root)
         is_over = earlier is None or (earlier.committing and not (self._staging.work / MANIFEST).exists())
