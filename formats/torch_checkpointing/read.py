@@ -9,9 +9,9 @@ from typing import Any
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.save_folders import step_of
-from reshard.adapter.state_dicts import elements_of, group_numbers, parameter_shapes
+from reshard.adapter.state_dicts import SavedOptimizer, elements_of, parameter_shapes
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
-from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
+from reshard.canonical.optimizer_state import state_kind
 from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers import safetensors, torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
@@ -138,11 +138,12 @@ def add_param_groups(builder: IndexBuilder, optimizer: RankItem, parameters: Map
     """Add the optimizer's param groups. Returns the names of the parameters that it numbers."""
     root = optimizer.root if isinstance(optimizer.root, Mapping) else {}
     groups, state = root.get("param_groups"), root.get("state")
-    state_dict = {"param_groups": groups if isinstance(groups, list) else []}
-    shapes = {path[1]: local.shape for path, local in optimizer.tensors if len(path) == 3 and path[0] == "state" and path[2] != "step"}
-    names, notes = names_for(state_dict, group_numbers(state_dict), shapes, list(parameters.items()))
+    state_dict = {"param_groups": groups if isinstance(groups, list) else [], "state": state if isinstance(state, Mapping) else {}}
+    tensors = [(path[1], str(path[2]), local) for path, local in optimizer.tensors if len(path) == 3 and path[0] == "state"]
+    saved = SavedOptimizer(state_dict, tensors)
+    names, notes = saved.names(list(parameters.items()))
     builder.add_notes(notes)
-    builder.param_groups = plain_groups(groups, names, state if isinstance(state, Mapping) else {})
+    builder.param_groups = saved.param_groups(names)
     return names
 
 

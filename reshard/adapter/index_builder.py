@@ -142,11 +142,6 @@ class IndexBuilder:
         """The names of the objects so far."""
         return tuple(self._objects)
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The notes so far."""
-        return tuple(self._notes)
-
     def parallel(self, ranks: int) -> dict[str, int]:
         """The run's sizes by mesh dimension; the number of ranks if no file names a mesh."""
         return dict(zip(self.mesh.names, self.mesh.sizes, strict=True)) if self.mesh else {"ranks": ranks}
