@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from .spelling import with_flags
 from .tables import standard_output
 
 SCHEMA_VERSION = 1
@@ -31,5 +32,5 @@ def show_json(document: Mapping[str, Any]) -> None:
     """Print a document on stdout, its schema version first."""
     with standard_output():
         for text in json.JSONEncoder(indent=2).iterencode({"schema_version": SCHEMA_VERSION, **document}):
-            sys.stdout.write(text)
+            sys.stdout.write(with_flags(text))
         sys.stdout.write("\n")

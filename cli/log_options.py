@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from .spelling import with_flags
+
 LOG = "Log"
 """The section of --help in which they stand."""
 
@@ -36,7 +38,7 @@ class SectionedOption(click.Option):
     """An option that stands in a section of --help."""
 
     def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs | {"help": with_flags(kwargs.get("help") or "")})
         self.section = section
 
 

@@ -22,6 +22,8 @@ from reshard.errors import RequestError, printable
 from reshard.geometry.value import value
 from reshard.storage.output_file import OutputFile
 
+from .spelling import with_flags
+
 NOTICE = 25
 """The level of progress, between INFO and WARNING: stderr shows it by default."""
 _NEVER = logging.CRITICAL + 1
@@ -141,7 +143,7 @@ class _TerminalLines(_Lines):
         self._began = datetime.now(UTC).timestamp()
 
     def line(self, record: logging.LogRecord) -> str:
-        text = printable(record.getMessage())
+        text = printable(with_flags(record.getMessage()))
         if record.levelno >= logging.ERROR:
             return f"reshard: {text}"
         if record.levelno >= logging.WARNING:
@@ -153,7 +155,7 @@ class _FileLines(_Lines):
     """Lines for a file: time in UTC, level, message."""
 
     def line(self, record: logging.LogRecord) -> str:
-        return f"{_time(record)} {_level(record):<7} {printable(record.getMessage())}"
+        return f"{_time(record)} {_level(record):<7} {printable(with_flags(record.getMessage()))}"
 
 
 class _JsonLines(logging.Formatter):
@@ -165,7 +167,7 @@ class _JsonLines(logging.Formatter):
             fields["traceback"] = text
         name = record.__dict__.get("event", "log")
         line = {"time": _time(record), "level": _level(record), "event": name, "message": record.getMessage(), "fields": fields}
-        return json.dumps(line, default=str)
+        return with_flags(json.dumps(line, default=str))
 
 
 def _traceback(record: logging.LogRecord) -> str:

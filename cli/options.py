@@ -157,7 +157,7 @@ def keywords(declared: Any, *names: str, section: str = "Options", verb: str = "
 def _of_keyword(name: str, annotation: Any, section: str, verb: str, type: Any) -> Decorator[Any]:
     """The option of one keyword: a switch, a choice, or a value that its metavar describes."""
     python, (keyword,) = annotation.__origin__, annotation.__metadata__
-    settings: dict[str, Any] = {"help": with_flags(keyword.help.format(take=verb.lower(), Take=verb)), "default": keyword.default}
+    settings: dict[str, Any] = {"help": keyword.help.format(take=verb.lower(), Take=verb), "default": keyword.default}
     words = [word for each in (python, *get_args(python)) if get_origin(each) is Literal for word in get_args(each)]
     if python is bool:
         settings |= {"is_flag": True, "default": False}
@@ -225,7 +225,7 @@ class PageOptions:
         from reshard.pages.pages import write_page
 
         if self.path is not None:
-            nbytes = write_page(page, self.path, interactive=self.interactive)
+            nbytes = write_page(page, self.path, interactive=self.interactive, spelled=with_flags)
             event("page", f"wrote {self.path}, {nbytes:,} bytes", path=str(self.path), bytes=nbytes)
 
 
@@ -291,14 +291,14 @@ def _options_of_formats() -> Iterable[Decorator[Any]]:
     from reshard.adapter import registry
 
     for each, users in registry.options().items():
-        title = f"Only for {', '.join(users)}"
+        title, flag = f"Only for {', '.join(users)}", "--" + each.name.replace("_", "-")
         if each.type == "switch":
             off = f"/--{each.opposite.replace('_', '-')}" if each.opposite else ""
-            yield option(f"{each.flag}{off}", each.name, section=title, is_flag=True, default=None, help=each.help)
+            yield option(f"{flag}{off}", each.name, section=title, is_flag=True, default=None, help=each.help)
         elif each.type == "choice":
-            yield option(each.flag, section=title, type=click.Choice(list(each.choices)), help=each.help)
+            yield option(flag, section=title, type=click.Choice(list(each.choices)), help=each.help)
         else:
-            yield option(each.flag, section=title, metavar=_METAVARS[each.type], help=each.help)
+            yield option(flag, section=title, metavar=_METAVARS[each.type], help=each.help)
 
 
 _METAVARS: Mapping[str, str] = {"number": "N", "numbers": "N,N,..", "size": "SIZE", "path": "PATH", "text": "V"}

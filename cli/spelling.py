@@ -9,7 +9,6 @@ Without `dtype=` no tensor is cast         Without --dtype no tensor is cast
 from __future__ import annotations
 
 import re
-from typing import Any
 
 # A keyword in backticks, with an equals sign and maybe a value, which may be quoted; in HTML the quote is escaped.
 _KEYWORD = re.compile(r"`([a-z]\w*)=((?:True|False)?)(?:'|&#x27;)?([^`']*?)(?:'|&#x27;)?`")
@@ -18,15 +17,6 @@ _KEYWORD = re.compile(r"`([a-z]\w*)=((?:True|False)?)(?:'|&#x27;)?([^`']*?)(?:'|
 def with_flags(text: str) -> str:
     """A text in which keywords are spelled as flags."""
     return _KEYWORD.sub(_flag, text) if "=" in text else text
-
-
-def in_document(document: Any) -> Any:
-    """Plain values for JSON, with flags in all their texts."""
-    if isinstance(document, str):
-        return with_flags(document)
-    if isinstance(document, dict):
-        return {key: in_document(each) for key, each in document.items()}
-    return [in_document(each) for each in document] if isinstance(document, list | tuple) else document
 
 
 def _flag(found: re.Match[str]) -> str:

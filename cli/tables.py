@@ -14,6 +14,8 @@ from reshard.errors import printable
 from reshard.geometry.quantities import nbytes_text as nbytes_text
 from reshard.storage.system_calls import system_refusal
 
+from .spelling import with_flags
+
 
 def duration_text(seconds: float) -> str:
     """3 days, 5 h, 12 min, 40 s: whole units."""
@@ -34,7 +36,7 @@ def count_text(count: int) -> str:
 
 def table(rows: Sequence[Sequence[object]], headings: Sequence[str], *, indent: str = "  ") -> list[str]:
     """The lines of aligned columns under headings; numbers to the right."""
-    texts = [[_text(cell) for cell in row] for row in rows]
+    texts = [[with_flags(_text(cell)) for cell in row] for row in rows]
     widths = [max([len(heading), *(len(row[i]) for row in texts)]) for i, heading in enumerate(headings)]
     right = [bool(rows) and all(isinstance(row[i], int) for row in rows) for i in range(len(headings))]
 
@@ -103,7 +105,7 @@ def sparkline(counts: Sequence[int]) -> str:
 def show(*lines: str) -> None:
     """Print lines, or an empty one. What comes from a file can neither act on the terminal nor begin a line of its own."""
     with standard_output():
-        click.echo("\n".join(map(printable, lines)))
+        click.echo(with_flags("\n".join(map(printable, lines))))
 
 
 @contextmanager

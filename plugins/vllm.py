@@ -58,7 +58,7 @@ def register() -> None:
             try:
                 load(model, model_config, self._options)
             except ReshardError as error:
-                error.do = f"{error.do}. Here --model is the model's directory; other options are keys of {_OPTION}" if error.do else None
+                error.do = f"{error.do}. Here `model=` is the model's directory; other options are keys of {_OPTION}" if error.do else None
                 raise
 
 

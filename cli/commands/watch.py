@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from .. import options
+from ..spelling import with_flags
 from ..tables import show, standard_output
 
 
@@ -55,7 +56,7 @@ def command(run: str, to: str, as_json: bool, **given: Any) -> None:
         failed = failed or each.event == "failed"
         if as_json:
             with standard_output():
-                sys.stdout.write(json.dumps(each.to_json()) + "\n")
+                sys.stdout.write(with_flags(json.dumps(each.to_json())) + "\n")
                 sys.stdout.flush()
         else:
             show(f"step {each.step}: {each.event}: {each.detail}")

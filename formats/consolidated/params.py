@@ -52,9 +52,9 @@ def config_of(params: Mapping[str, Any], shapes: Shapes) -> DerivedConfig:
     """
     is_mistral = "hidden_dim" in params
     if unknown := [key for key in params if key not in (_MISTRAL if is_mistral else _META)]:
-        return DerivedConfig(None, (f"what {', '.join(unknown)} in params.json mean for config.json (--model DIR)",))
+        return DerivedConfig(None, (f"what {', '.join(unknown)} in params.json mean for config.json (`model=DIR`)",))
     if missing := [key for key in (*_SIZES, *(["head_dim", "n_kv_heads", "vocab_size"] if is_mistral else [])) if key not in params]:
-        raise CheckpointError(f"it has no {missing[0]}", where="params.json", do="Give the model's config with --model DIR")
+        raise CheckpointError(f"it has no {missing[0]}", where="params.json", do="Give the model's config with `model=DIR`")
     for key in ("dim", "n_layers", "n_heads"):
         if type(params[key]) is not int or params[key] < 1:
             raise CheckpointError(f"{key} is {params[key]!r}; a positive number is needed", where="params.json", do="Copy the file again")
@@ -76,7 +76,7 @@ def _complete_llama(config: dict[str, Any], params: Mapping[str, Any], shapes: S
     config["intermediate_size"] = _size(shapes, _FFN, 0)
     config["tie_word_embeddings"] = "output.weight" not in shapes
     # The factor is 8 for Llama 3.1 and 32 for Llama 3.2, and only the code has it.
-    return ["the rotary scaling that use_scaled_rope in params.json stands for (--model DIR)"] if params.get("use_scaled_rope") else []
+    return ["the rotary scaling that use_scaled_rope in params.json stands for (`model=DIR`)"] if params.get("use_scaled_rope") else []
 
 
 def _complete_mistral(config: dict[str, Any], params: Mapping[str, Any]) -> list[str]:
@@ -89,16 +89,16 @@ def _complete_mistral(config: dict[str, Any], params: Mapping[str, Any]) -> list
     if (longest := params.get("max_position_embeddings") or params.get("max_seq_len")) is not None:
         config["max_position_embeddings"] = longest
     if isinstance(config["sliding_window"], list):
-        unanswered.append("which layers the list of sliding windows in params.json belongs to (--model DIR)")
+        unanswered.append("which layers the list of sliding windows in params.json belongs to (`model=DIR`)")
     if params.get("rope_theta") is None:
         # transformers takes 10,000, mistral-inference 1,000,000.
-        unanswered.append("rope_theta (--model DIR)")
+        unanswered.append("rope_theta (`model=DIR`)")
     else:
         config["rope_theta"] = params["rope_theta"]
     if moe:
         config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
         if not isinstance(moe, Mapping) or set(moe) != {"num_experts", "num_experts_per_tok"}:
-            return [*unanswered, "the settings of its experts (--model DIR)"]
+            return [*unanswered, "the settings of its experts (`model=DIR`)"]
         config |= {"num_local_experts": moe["num_experts"], "num_experts_per_tok": moe["num_experts_per_tok"]}
     return unanswered
 
@@ -116,7 +116,7 @@ def _checked(key: str, stated: Any, stored: int) -> int:
             f"{key} is {stated}, and the tensors have {stored}",
             where="params.json",
             why="The file belongs to another model",
-            do="Give the params.json of this model, or its config with --model DIR",
+            do="Give the params.json of this model, or its config with `model=DIR`",
         )
     return stored
 
@@ -140,7 +140,7 @@ def params_of(model: Model, *, mistral: bool) -> dict[str, Any]:
         raise UnsupportedError(
             f"config.json has the rotary scaling {scaling}, which params.json cannot state",
             why="The readers of these files have its factors in their code",
-            do="Write --to hf",
+            do="Write `to=hf`",
         )
     if not mistral:
         return params | _llama_mlp(dimensions["hidden"], dimensions["intermediate"])

@@ -27,8 +27,8 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     Raises: RequestError if the tensor-parallel size does not divide the model or is not allowed for it; UnsupportedError for other models.
     """
     if content.states:
-        raise RequestError("these files hold weights, no optimizer state", do="Leave out --optimizer")
-    places = named_places("meta", content.model, asked="--to consolidated")
+        raise RequestError("these files hold weights, no optimizer state", do="Leave out `optimizer=True`")
+    places = named_places("meta", content.model, asked="`to=consolidated`")
     is_mistral = places.model.architecture.model_type != "llama"
     arrays = places.written(content.weights.keys())
     dtypes = {name: target.dtype_of(content.tensors[arrays[name].names[0]]) for name in arrays}
@@ -36,7 +36,7 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
         target.parallel.allow(what="Mistral's files, which are whole")
         files = [framed("consolidated.safetensors", [places.stored(name, dtype) for name, dtype in dtypes.items()])]
     else:
-        target.parallel.allow("tp", what="Meta's files, where tensor-parallel ranks share the weights (--tp)")
+        target.parallel.allow("tp", what="Meta's files, where tensor-parallel ranks share the weights (`tp=`)")
         files = [_file_of_rank(places, dtypes, rank, target) for rank in range(target.parallel.tp)]
     params = json.dumps(params_of(places.model, mistral=is_mistral), indent=2).encode() + b"\n"
     carried = [sidecar for sidecar in companions.sidecars(dtypes.values()) if sidecar.path != CONFIG]
@@ -73,12 +73,12 @@ def _share(array: Mosaic, *, name: str, rank: int, target: Target, places: Place
         if cut is None:
             raise RequestError(
                 f"how {ranks} ranks divide the embedding differs between Meta's models, and the config does not tell it",
-                do="Add --embedding-cut rows for the code of Llama 3, or --embedding-cut columns for that of Llama 1 and 2",
+                do="Add `embedding_cut=rows` for the code of Llama 3, or `embedding_cut=columns` for that of Llama 1 and 2",
             )
         axis = ("rows", "columns").index(cut)
     # The heads that share a key head stay together.
     heads = places.heads.get(name) or (places.model.dimensions["kv_heads"] if ".wv." in name else 1)
     if array.shape[axis] % ranks or (heads > 1 and heads % ranks):
         shape = f"{heads} heads" if heads > 1 else f"{array.shape[axis]} {('rows', 'columns')[axis]}"
-        raise RequestError(f"--tp {ranks} does not divide the {shape} of {name}", do="Choose a size that divides them")
+        raise RequestError(f"`tp={ranks}` does not divide the {shape} of {name}", do="Choose a size that divides them")
     return array.part(axis, ranks, rank)

@@ -84,7 +84,7 @@ def dcp_folders(files: Files) -> list[str]:
         return sorted(accelerate, reverse=True)
     folder = the_one_save(files, below)
     if folder is None:
-        raise IncompleteError(f"there is no {METADATA}", where=files.root, do="Give the directory that holds it, or another --format")
+        raise IncompleteError(f"there is no {METADATA}", where=files.root, do="Give the directory that holds it, or another `format=`")
     return [folder]
 
 

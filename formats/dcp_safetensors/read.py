@@ -40,7 +40,7 @@ def read(files: Files, shards: Sequence[ShardFile], hints: Hints) -> Index:
     for name, pieces in _pieces(files, shards).items():
         builder.add_tensor(_tensor(name, pieces))
     if hints.model is None:
-        note = "no file tells the shapes, so each tensor reaches as far as its boxes; with --model they are compared with the config"
+        note = "no file tells the shapes, so each tensor reaches as far as its boxes; with `model=` they are compared with the config"
         builder.add_notes([note])
     facts = RunFacts(
         producer="torch.distributed.checkpoint (HuggingFaceStorageWriter)",

@@ -49,7 +49,7 @@ class DeepSpeed(Format):
             raise IncompleteError("there is no tag: no *_model_states.pt, and no folder with such a file", where=files.root)
         index = read_index(files, open_tag(files, folder), hints)
         beside = next((path for path in files.list() if path.endswith("/") and f"{path}zero/" in files.list(path)), None)
-        note = (f"{beside.rstrip('/')} beside it is a universal checkpoint, which --format universal reads",) if beside else ()
+        note = (f"{beside.rstrip('/')} beside it is a universal checkpoint, which `format=universal` reads",) if beside else ()
         return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, *note)))
 
     def check_values(self, files: Files, index: Index) -> Index:

@@ -38,7 +38,7 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
 
     Raises: RequestError if the optimizer is wanted and the source has no param groups, or a parameter is in none.
     """
-    target.parallel.allow("dp", what="FSDP files, where the data-parallel ranks share every tensor (--dp)")
+    target.parallel.allow("dp", what="FSDP files, where the data-parallel ranks share every tensor (`dp=`)")
     groups = _param_groups(content)
     dtypes = {key: target.dtype_of(tensor) for key, tensor in content.tensors.items()}
     ranks, torch_version = target.parallel.dp, target.options.get("torch_version") or _installed_torch() or TORCH_VERSIONS[-1]
@@ -47,7 +47,7 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     files = tuple(file for of_rank in zip(*of_kinds, strict=True) for file in of_rank)
     config = json.dumps({"FSDP_version": 2, "world_size": ranks}, indent=2).encode() + b"\n"
     model_files = (Sidecar(f"huggingface/{sidecar.path}", sidecar.content) for sidecar in companions.sidecars(dtypes.values()))
-    notes = (f"the files are those of torch {torch_version}; --torch-version writes those of another version",)
+    notes = (f"the files are those of torch {torch_version}; `torch_version=` writes those of another version",)
     return Layout("fsdp", files, (*model_files, Sidecar("fsdp_config.json", config)), target.parallel, notes)
 
 
@@ -67,9 +67,9 @@ def _param_groups(content: Content) -> tuple[ParamGroup, ...]:
     groups = content.param_groups()
     if not groups or not all(group.settings for group in groups):
         raise RequestError(
-            "--optimizer: the source has no param groups (learning rate, weight decay, ...)",
+            "`optimizer=True`: the source has no param groups (learning rate, weight decay, ...)",
             why="torch's optimizers do not load state without them",
-            do="Leave out --optimizer, or write --to dcp",
+            do="Leave out `optimizer=True`, or write `to=dcp`",
         )
     return groups
 
@@ -192,7 +192,7 @@ def _optimizer_state_dict(tensors: _RankTensors) -> dict[str, Any]:
     for key, tensor in content.states.items():
         parameter, kind = parameter_and_kind(key)
         if parameter not in numbers:
-            raise RequestError("--optimizer: it is in no param group", where=parameter, do="Leave out --optimizer")
+            raise RequestError("`optimizer=True`: it is in no param group", where=parameter, do="Leave out `optimizer=True`")
         number = numbers[parameter]
         state[number][kind] = tensors.rows(key, f"state.{number}.{kind}", tensor)
     for parameter, steps in content.step_counts.items():

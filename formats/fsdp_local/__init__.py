@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 class FsdpLocal(Format):
     name = "fsdp-local"
-    summary = "FSDP1 LOCAL_STATE_DICT: flat parameters, one file per rank (needs --model)"
+    summary = "FSDP1 LOCAL_STATE_DICT: flat parameters, one file per rank (needs `model=`)"
     owns = ("*_rank[0-9]*.bin",)
 
     def detect(self, files: Files) -> str | None:

@@ -106,7 +106,7 @@ def find_slots(parameters: Sequence[tuple[str, Shape]], elements: int, ranks: in
         + (", and more than one alignment would explain the difference" if fitting else ", and no alignment explains the difference"),
         where=where,
         why="Only the config tells the names and shapes in a flat parameter, and this config does not fit",
-        do="Give the config that the model was trained with by --model DIR",
+        do="Give the config that the model was trained with by `model=DIR`",
     )
 
 

@@ -86,7 +86,7 @@ def _declared_model(hints: Hints, path: str) -> Model:
             f"the file holds flat parameters, and {unknown}",
             where=path,
             why="LOCAL_STATE_DICT keeps the elements of many weights in one row, without their names, shapes and order",
-            do="Give the model's config with --model DIR and, if it is not declared, --architecture FILE; or save with SHARDED_STATE_DICT, "
+            do="Give the model's config with `model=DIR` and, if it is not declared, `architecture=FILE`; or save with SHARDED_STATE_DICT, "
             "which keeps names and shapes",
         )
     return hints.model
@@ -142,7 +142,7 @@ def named_parameters(named: Mapping[str, Sequence[NamedPart]], shapes: Mapping[s
                 "every rank holds a run of it, but the config has no such weight",
                 where=name,
                 why="Only the config tells its shape, so the config is of another model",
-                do="Give the config that the model was trained with by --model DIR",
+                do="Give the config that the model was trained with by `model=DIR`",
             )
         if shape is not None and not _is_whole_on_every_rank(parts, shape):
             flats[name] = _in_order_of_ranks(name, shape, parts)
@@ -166,7 +166,7 @@ def _in_order_of_ranks(name: str, shape: Shape, parts: Sequence[NamedPart]) -> F
             f"the ranks hold {end:,} elements of it, the config's shape {list(shape)} has {math.prod(shape):,}",
             where=name,
             why="The config is of another model",
-            do="Give the config that the model was trained with by --model DIR",
+            do="Give the config that the model was trained with by `model=DIR`",
         )
     return FlatParameter(math.prod(shape), (Slot(name, shape, 0),), tuple(runs))
 

@@ -63,14 +63,14 @@ class _Mismatch:
         faults = [f"{fault}: {len(names)} ({_some(names)})" for fault, names in groups.items() if names]
         if not faults:
             return
-        remedy = "Name a folder of the same model, or leave out --like"
+        remedy = "Name a folder of the same model, or leave out `like=`"
         if not is_declared:
-            remedy = "Name the model with --model DIR: other names and fusions are known only for declared architectures"
+            remedy = "Name the model with `model=DIR`: other names and fusions are known only for declared architectures"
         elif self.without_place and not self.absent:
-            remedy = "Leave out with --exclude the weights that it has no place for"
+            remedy = "Leave out with `exclude=` the weights that it has no place for"
         raise RequestError(
             f"the source's tensors do not fit this folder's layout: {'; '.join(faults)}",
-            where=f"--like {folder}",
+            where=f"`like={folder}`",
             why="The result would load as another model, or not at all",
             do=remedy,
         )
@@ -155,7 +155,7 @@ def _left_out_notes(left_out: Mapping[str, str]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         by_reason.setdefault(reason, []).append(name)
-    return [f"not written, though the folder of --like has it: {_some(names)}; {reason}" for reason, names in by_reason.items()]
+    return [f"not written, though the folder of `like=` has it: {_some(names)}; {reason}" for reason, names in by_reason.items()]
 
 
 def _variant_notes(tensors: Sequence[StoredTensor]) -> list[str]:
@@ -164,7 +164,7 @@ def _variant_notes(tensors: Sequence[StoredTensor]) -> list[str]:
         return []
     members = len({section.name for section in variants[0].sections})
     return [
-        f"{len(variants)} tensors are named or fused as in the folder of --like, such as {variants[0].name}, which holds {members} weights"
+        f"{len(variants)} tensors are named or fused as in the folder of `like=`, such as {variants[0].name}, which holds {members} weights"
     ]
 
 

@@ -33,7 +33,7 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     """
     target.parallel.allow(what="a Hugging Face checkpoint, which is whole")
     if content.states:
-        raise RequestError("a Hugging Face checkpoint holds weights, no optimizer state", do="Leave out --optimizer")
+        raise RequestError("a Hugging Face checkpoint holds weights, no optimizer state", do="Leave out `optimizer=True`")
     if target.options.get("like"):
         folder = _like(content, target)
     else:
@@ -54,7 +54,7 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
 
 def _like(content: Content, target: Target) -> TargetFolder:
     if target.dtype is not None:
-        raise RequestError("--like takes the element types of its folder, and --dtype asks for another one", do="Give only one of them")
+        raise RequestError("`like=` takes the element types of its folder, and `dtype=` asks for another one", do="Give only one of them")
     folder = laid_out_like(content, target.options["like"])
     return replace(folder, files=None) if target.max_shard_size else folder
 

@@ -34,7 +34,7 @@ class Megatron(Format):
     # Choices that change the files, besides --tp, --pp and --ep.
     options = (
         Option("vp", "number", "Set the chunks of layers per pipeline stage (virtual pipeline)."),
-        Option("etp", "number", "Set the tensor-parallel size of experts (default: --tp)."),
+        Option("etp", "number", "Set the tensor-parallel size of experts (default: `tp=`)."),
         Option("stage_layers", "numbers", "Set the layers of every chunk (default: equal)."),
         Option("transformer_impl", "choice", "Set the layer implementation of the run.", choices=("local", "transformer_engine")),
         Option("experts", "choice", "Set the expert layout of the run.", choices=("sequential", "grouped", "te-grouped")),

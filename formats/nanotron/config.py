@@ -69,7 +69,7 @@ def model_of(document: Mapping[str, Any]) -> NanotronModel:
     # 0.4 has no such key; its model rotates with 10000.
     config["rope_theta"] = document.get("rope_theta", 10000.0)
     config["attention_bias"] = False
-    scaling = ("the rotary scaling (rope_scaling in model_config.json) in the terms of transformers (--model DIR)",)
+    scaling = ("the rotary scaling (rope_scaling in model_config.json) in the terms of transformers (`model=DIR`)",)
     # 0.4 has no such key either; its model rotates pairs.
     in_pairs = bool(document.get("rope_interleaved", True))
     return NanotronModel(config, heads, kv_heads, hidden // heads, in_pairs, scaling if document.get("rope_scaling") else ())
@@ -98,4 +98,4 @@ def document_of(model: Model, *, in_pairs: bool) -> dict[str, Any]:
 
 
 def _not_nanotrons(what: str) -> UnsupportedError:
-    return UnsupportedError(what, where=MODEL_CONFIG, why="Its model would compute other values from these weights", do="Write --to hf")
+    return UnsupportedError(what, where=MODEL_CONFIG, why="Its model would compute other values from these weights", do="Write `to=hf`")

@@ -37,10 +37,10 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
 
     Raises: RequestError if the tensor-parallel size does not divide the model; UnsupportedError for a model that nanotron's Llama is not.
     """
-    target.parallel.allow("tp", what="a nanotron folder, whose ranks share the weights (--tp)")
+    target.parallel.allow("tp", what="a nanotron folder, whose ranks share the weights (`tp=`)")
     if content.states:
-        raise RequestError("a nanotron folder is written without optimizer state", do="Leave out --optimizer")
-    places = named_places("nanotron", content.model, asked="--to nanotron")
+        raise RequestError("a nanotron folder is written without optimizer state", do="Leave out `optimizer=True`")
+    places = named_places("nanotron", content.model, asked="`to=nanotron`")
     in_pairs = target.options.get("rotary_rows", "pairs") == "pairs"
     document = document_of(places.model, in_pairs=in_pairs)
     files, dtypes = list[TargetFile](), set[DType]()
@@ -102,7 +102,7 @@ def _parts(array: Mosaic, model: Model, axis: int, ranks: int, rank: int, in_pai
         width = model.dimensions["head_dim"] if role in _HEADS else 1
         if size % (width * ranks):
             what = f"{size // width} heads" if width > 1 else f"{size} {('rows', 'columns')[axis]}"
-            raise RequestError(f"--tp {ranks} does not divide the {what} of {tile.name}", do="Choose a size that divides them")
+            raise RequestError(f"`tp={ranks}` does not divide the {what} of {tile.name}", do="Choose a size that divides them")
         box = tile.box.narrow(axis, rank * size // ranks, (rank + 1) * size // ranks)
         inside = Box((start, 0) if axis == 0 else (0, start), box.sizes)
         yield _Part(tile.name, box, inside, box.shifted(tile.at), width if in_pairs and role in _ROTATED else 0)

@@ -32,7 +32,7 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
     numbers = version_numbers(version, NEWEST)
     if numbers < version_numbers(OLDEST, NEWEST):
         raise UnsupportedError(
-            f"--engine-version {version}: the oldest SGLang whose files are known is {OLDEST}",
+            f"`engine_version={version}`: the oldest SGLang whose files are known is {OLDEST}",
             do="Convert to hf, which every version loads",
         )
     quirks = model.quirks_of("sglang")
@@ -40,7 +40,7 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
         raise UnsupportedError(
             f"how SGLang names and joins the weights of a {model.architecture.model_type} model was not compared",
             why="Its class may name or join tensors in another way, and would then refuse the files, or serve unset weights",
-            do="Learn the layout from SGLang's own loader with `reshard learn --engine sglang`, and add --layout FILE. Or convert to hf, "
+            do="Learn the layout from SGLang's own loader with `reshard learn --engine sglang`, and add `layout=FILE`. Or convert to hf, "
             "which it loads as well",
         )
     rules = EngineRules(

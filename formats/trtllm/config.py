@@ -152,7 +152,7 @@ def _one_dtype(model: Model, dtypes: Mapping[str, DType]) -> DType:
             f"its element type is {dtypes[other]}, that of others is {main}" if other else f"the weights are {main}",
             where=other,
             why="A TensorRT-LLM checkpoint has one element type: float16, bfloat16 or float32",
-            do="Choose one for all with --dtype",
+            do="Choose one for all with `dtype=`",
         )
     return main
 
@@ -171,7 +171,7 @@ def stored_config(files: Files) -> dict[str, Any]:
     """TensorRT-LLM's config. Raises CheckpointError if config.json is another one."""
     config = read_config(files)
     if not is_trtllm(config):
-        raise CheckpointError("it is not the config of a TensorRT-LLM checkpoint", where=CONFIG, do="Give another --format")
+        raise CheckpointError("it is not the config of a TensorRT-LLM checkpoint", where=CONFIG, do="Give another `format=`")
     return config
 
 

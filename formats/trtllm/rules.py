@@ -59,7 +59,7 @@ def rules_for_sizes(model: Model, parallel: Parallel) -> EngineRules:
         raise UnsupportedError(f"TensorRT-LLM's name for the {unnamed[0]} of {what} is not known", do="Convert to hf")
     if parallel.pp > model.dimensions["layers"]:
         raise RequestError(
-            f"--pp {parallel.pp}: there are only {model.dimensions['layers']} layers",
+            f"`pp={parallel.pp}`: there are only {model.dimensions['layers']} layers",
             why="TensorRT-LLM refuses a stage without a layer",
             id="illegal-sizes",
         )

@@ -57,9 +57,9 @@ class Vllm(ServingFormat):
         try:
             index = super().read(files, hints)
         except CheckpointError as error:
-            error.do = f"{error.do or 'Copy the files again'}. If SGLang wrote the files, which it names alike, add --format sglang"
+            error.do = f"{error.do or 'Copy the files again'}. If SGLang wrote the files, which it names alike, add `format=sglang`"
             raise
-        note = "no file says which engine the files are for; they are read as vLLM's. If SGLang wrote them, use --format sglang"
+        note = "no file says which engine the files are for; they are read as vLLM's. If SGLang wrote them, use `format=sglang`"
         return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, note)))
 
     @property

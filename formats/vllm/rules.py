@@ -119,14 +119,14 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
     version_rules = _rules_of_version(model, version)
     if target.parallel.pp > 1 and not version_rules.release.has_stages:
         raise UnsupportedError(
-            f"--pp {target.parallel.pp}: vLLM {version} cannot load pre-sharded stages",
+            f"`pp={target.parallel.pp}`: vLLM {version} cannot load pre-sharded stages",
             why="Its file names do not contain the stage, so that it would load files of another stage",
-            do=f"Use --pp 1, or vLLM {first_with_stages()} or newer",
+            do=f"Use `pp=1`, or vLLM {first_with_stages()} or newer",
         )
     if target.parallel.ep > 1 and version_rules.release.needs_expert_map:
         raise UnsupportedError(
-            f"--ep {target.parallel.ep}: vLLM {version} needs a map of experts in every rank's file, which reshard does not write",
-            do=f"Use vLLM {first_without_expert_map()} or newer, or leave out --ep",
+            f"`ep={target.parallel.ep}`: vLLM {version} needs a map of experts in every rank's file, which reshard does not write",
+            do=f"Use vLLM {first_without_expert_map()} or newer, or leave out `ep=`",
         )
     return version_rules.rules
 
@@ -199,7 +199,7 @@ _PACKED_EXPERTS = {
     ("modelopt_fp4", "NVFP4 group"),
 }
 _PACKED_EXPERTS_SINCE = (0, 32)
-_TO_HF = "Convert to hf, which vLLM loads as well, or add --dequantize"
+_TO_HF = "Convert to hf, which vLLM loads as well, or add `dequantize=True`"
 
 
 def notes(model: Model, target: Target) -> tuple[str, ...]:
@@ -253,7 +253,7 @@ def _rules_of_version(model: Model, version: str) -> VersionRules:
     if not until:
         oldest = as_text(all_rules(model)[0].since)
         raise UnsupportedError(
-            f"--engine-version {version}: the oldest vLLM whose keys for {model.architecture.model_type} are known is {oldest}",
+            f"`engine_version={version}`: the oldest vLLM whose keys for {model.architecture.model_type} are known is {oldest}",
             do=f"Use vLLM {oldest} or newer, or convert to hf, which every version loads",
         )
     return until[-1]

@@ -147,9 +147,9 @@ class Option:
     """For a switch: the name of the flag that means no, such as `plain_optimizer` beside `distributed_optimizer`."""
 
     @property
-    def flag(self) -> str:
-        """The option as the command line spells it: --stage-layers."""
-        return "--" + self.name.replace("_", "-")
+    def keyword(self) -> str:
+        """The option as messages spell it: `stage_layers=`, of which the command line makes --stage-layers."""
+        return f"`{self.name}=`"
 
     def parse(self, value: Any) -> Any:
         """A value given in Python or on the command line, checked and in its own type.
@@ -166,7 +166,7 @@ class Option:
             case "numbers" if isinstance(value, list | tuple) and all(type(each) is int and each >= 0 for each in value):
                 return tuple(value)
             case "size":
-                return parse_size(value, self.flag)
+                return parse_size(value, self.keyword)
             case "path" if isinstance(value, str | os.PathLike):
                 return os.fspath(value)
             case "text" if isinstance(value, str):
@@ -176,8 +176,8 @@ class Option:
             case "switch" if isinstance(value, bool):
                 return value
         if self.type == "choice":
-            raise RequestError(f"{self.flag} {value}: unknown value", do=choices(str(value), self.choices))
-        raise RequestError(f"{self.flag} {value}: {self._expected()} is expected")
+            raise RequestError(f"{self.keyword} {value}: unknown value", do=choices(str(value), self.choices))
+        raise RequestError(f"{self.keyword} {value}: {self._expected()} is expected")
 
     def _expected(self) -> str:
         words = {

@@ -84,11 +84,11 @@ class ModelFiles:
     def notes(self) -> tuple[str, ...]:
         """Sentences for the user if the files are not the checkpoint's own, or if their config was changed."""
         if self.wins_over is not None:
-            return (f"--model wins over the checkpoint's own {self.wins_over}", *self.changes)
+            return (f"`model=` wins over the checkpoint's own {self.wins_over}", *self.changes)
         if self.child is None:
             return self.changes
         path = f"{self.files.root.rstrip('/')}/{self.folder}{CONFIG}"
-        return (f"The checkpoint has no {CONFIG}, so {path} is used; --model DIR names another one", *self.changes)
+        return (f"The checkpoint has no {CONFIG}, so {path} is used; `model=DIR` names another one", *self.changes)
 
     def completed(self, architecture: Architecture) -> tuple[ModelFiles, tuple[str, ...]]:
         """The files with a config that names the model's type and class, by which transformers and engines choose theirs; and a note about
@@ -240,7 +240,7 @@ def _checked_settings(config: dict[str, Any], path: str) -> dict[str, Any]:
                 f"it gives {str(value)[:60]!r} for {key}; {expected} is expected",
                 where=path,
                 why="The scale of the adapter, or the modules that it changes, depend on it",
-                do="Copy the file again from where the adapter was saved, or give another one with --adapter-config",
+                do="Copy the file again from where the adapter was saved, or give another one with `adapter_config=`",
             )
     return config
 
@@ -250,7 +250,7 @@ def adapter_config_at(path: str) -> dict[str, Any]:
     folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
     found = find_adapter_config(LocalFiles(folder)) if os.path.basename(path) == ADAPTER_CONFIG or folder == path else None
     if found is None:
-        raise RequestError(f"--adapter-config {path}: there is no {ADAPTER_CONFIG}", do="Name the file, or the directory that holds it")
+        raise RequestError(f"`adapter_config={path}`: there is no {ADAPTER_CONFIG}", do="Name the file, or the directory that holds it")
     return found
 
 

@@ -86,7 +86,7 @@ def target(name: str) -> Format:
         return found
     writable = [each for each, found in formats().items() if found.can_write]
     if name in points():
-        raise RequestError(f"--to {name}: this format is read, not written", do=f"Formats that are written: {', '.join(writable)}")
+        raise RequestError(f"`to={name}`: this format is read, not written", do=f"Formats that are written: {', '.join(writable)}")
     raise _unknown(name, writable)
 
 
@@ -111,7 +111,7 @@ def options() -> dict[Option, tuple[str, ...]]:
     for name, option in ((name, option) for name, found in formats().items() for option in found.options):
         if by_name.setdefault(option.name, option) != option:
             raise RequestError(
-                f"two formats declare the option {option.flag} with different meanings: {name} and {users[by_name[option.name]][0]}",
+                f"two formats declare the option {option.keyword} with different meanings: {name} and {users[by_name[option.name]][0]}",
                 do="Rename the option in the package that was installed last",
             )
         users[option] = (*users.get(option, ()), name)

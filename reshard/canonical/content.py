@@ -65,7 +65,9 @@ class Selection:
         for name in ("include", "exclude"):
             object.__setattr__(self, name, as_globs(getattr(self, name)))
         if self.keep_unknown and self.drop_unknown:
-            raise RequestError("--keep-unknown and --drop-unknown contradict each other", do="Give one of them, and --exclude GLOB")
+            raise RequestError(
+                "`keep_unknown=True` and `drop_unknown=True` contradict each other", do="Give one of them, and `exclude=GLOB`"
+            )
 
     @property
     def is_partial(self) -> bool:
@@ -228,7 +230,7 @@ def content_of(index: Index, model: Model | None, selection: Selection, adapter:
     tensors = chosen.tensors
     names = tuple(dict.fromkeys((*tensors, *(tensor.name.removeprefix(selection.strip_prefix) for tensor, _ in others))))
     if selection.is_partial:
-        chosen.leave_out([name for name in tensors if not selection.chooses(name)], "left out by --include or --exclude")
+        chosen.leave_out([name for name in tensors if not selection.chooses(name)], "left out by `include=` or `exclude=`")
     is_adapter, beside = _split_adapter(chosen, selection, adapter)
     tied, unknown = _known_to_model(chosen, index, model, selection) if model and not is_adapter else ((), ())
     if not tensors:
@@ -237,7 +239,7 @@ def content_of(index: Index, model: Model | None, selection: Selection, adapter:
             "no tensor is left to work on",
             why=f"The checkpoint has {len(index.tensors)} tensors: {len(others)} are of another kind, {len(chosen.drops)} are left out by "
             "name",
-            do="Look at the names with `reshard inspect`, and at --include, --exclude and --weights",
+            do="Look at the names with `reshard inspect`, and at `include=`, `exclude=` and `weights=`",
         )
     states, duplicate_masters = _states(index, tensors, selection) if selection.optimizer else ({}, ())
     used = {id(tensor) for tensor in states.values()}
@@ -277,7 +279,7 @@ def _split_adapter(chosen: _Chosen, selection: Selection, adapter: Callable[[Ten
     found = [name for name, tensor in chosen.tensors.items() if is_of_adapter(tensor)]
     if found and adapter is not None:
         base = [name for name, tensor in chosen.tensors.items() if not adapter(tensor)]
-        chosen.leave_out(base, "a base weight; --to hf writes the base")
+        chosen.leave_out(base, "a base weight; `to=hf` writes the base")
         return True, {}
     if found and len(found) == len(chosen.tensors):
         return True, {}
@@ -307,9 +309,9 @@ def _known_to_model(chosen: _Chosen, index: Index, model: Model, selection: Sele
     unknown = unknown_names([name for name in names if name in tensors], model)
     for name in unknown if len(unknown) < len(tensors) else ():
         if tensors[name].kind in _TRAINED and selection.drop_unknown:
-            chosen.leave_out([name], f"the declaration of {model_type} lacks it; --drop-unknown leaves it out", "unknown")
+            chosen.leave_out([name], f"the declaration of {model_type} lacks it; `drop_unknown=True` leaves it out", "unknown")
         elif tensors[name].kind == "buffer" and not selection.keep_unknown:
-            chosen.leave_out([name], f"a buffer that a {model_type} model does not store; --keep-unknown carries it")
+            chosen.leave_out([name], f"a buffer that a {model_type} model does not store; `keep_unknown=True` carries it")
     return tied, tuple(name for name in unknown if name in tensors and tensors[name].kind in _TRAINED)
 
 
@@ -321,8 +323,8 @@ def check_selected(*contents: Content) -> None:
 
 
 def _check_globs(selection: Selection, names: Collection[str]) -> None:
-    check_globs("--include", selection.include, names)
-    check_globs("--exclude", selection.exclude, names)
+    check_globs("`include=`", selection.include, names)
+    check_globs("`exclude=`", selection.exclude, names)
 
 
 def _groups(index: Index, chosen: Mapping[str, Tensor], selection: Selection) -> tuple[ParamGroup, ...]:
@@ -352,7 +354,7 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
             f"its shape is {list(content.tensors[name].shape)}, the config says {list(model.weights[name].shape)}",
             where=name,
             why="The config belongs to another model, or the vocabulary was padded in training",
-            do="Name the directory of the config that this model was trained with: --model DIR",
+            do="Name the directory of the config that this model was trained with: `model=DIR`",
         )
     missing = [name for name in content.missing if name not in optional and not model.weights[name].optional]
     unknown = [name for name in content.besides_model if not model.reason_not_served(name)]
@@ -367,7 +369,7 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
             else f"the checkpoint has no such weight; {needs}",
             where=missing[0],
             why=f"It has, for example, {unknown[0]}, which this model does not have" if unknown else "An engine would serve unset memory",
-            do=_prefix_hint(unknown, model) or "Check that all files of the save are there, and that --model is this model's config",
+            do=_prefix_hint(unknown, model) or "Check that all files of the save are there, and that `model=` is this model's config",
         )
     if unknown and strict:
         others = f", nor {plural(len(unknown) - 1, 'other')}" if len(unknown) > 1 else ""
@@ -375,8 +377,9 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
             f"the declaration of {model.architecture.model_type} has no such weight{others}",
             where=unknown[0],
             why="This format must know the role of each weight, and without one the model may give other answers",
-            do=f"Leave out such weights on purpose with --exclude '{any_layer(unknown[0])}' or --drop-unknown, or name the right model "
-            "with --model DIR or --architecture FILE",
+            do=f"Leave out such weights on purpose with `exclude=` '{any_layer(unknown[0])}' or `drop_unknown=True`, "
+            "or name the right model "
+            "with `model=DIR` or `architecture=FILE`",
             id="unsupported",
         )
 
@@ -417,9 +420,10 @@ def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
     if unnamed := [tensor for tensor in index.tensors if is_unnamed(tensor)]:
         why = next((note for note in index.facts.notes if "optimizer" in note), "The files do not give its name")
         raise RequestError(
-            f"--optimizer: the parameter of {unnamed[0].name} is not known",
+            f"`optimizer=True`: the parameter of {unnamed[0].name} is not known",
             why=why,
-            do="Save the optimizer with names (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), or leave out --optimizer",
+            do="Save the optimizer with names (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), or "
+            "leave out `optimizer=True`",
         )
     states, masters = dict[str, Tensor](), dict[str, Tensor]()
     stored = {name.removeprefix(selection.strip_prefix): tensor for name, tensor in index.by_kind("master").items()}
@@ -430,7 +434,7 @@ def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
             states[state_key_of(name, kind)] = tensor
             masters[name] = stored.get(name, chosen[name])
     if not states:
-        raise RequestError("--optimizer: the checkpoint has no optimizer state of the chosen weights", do="Leave out --optimizer")
+        raise RequestError("`optimizer=True`: the checkpoint has no optimizer state of the chosen weights", do="Leave out `optimizer=True`")
     if not selection.masters:
         return states, ()
     duplicates = tuple(master_key(name) for name in masters if name not in stored or chosen[name].kind == "master")
@@ -450,19 +454,19 @@ def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
     stored, masters = _stored(index), index.by_kind("master")
     if selection.weights == "master" and not masters:
         raise RequestError(
-            "--weights master: this checkpoint stores no full-precision masters",
-            do="Use --weights model, or leave it out",
+            "`weights=master`: this checkpoint stores no full-precision masters",
+            do="Use `weights=model`, or leave it out",
         )
     if selection.weights == "model" and (only_master := next((name for name in masters if name not in stored), None)):
         raise RequestError(
-            "--weights model: it is stored as a full-precision master only",
+            "`weights=model`: it is stored as a full-precision master only",
             where=only_master,
             why="The run saved no copy in the element type in which it computes",
-            do="Leave out --weights; to cast the masters, name the element type with --dtype",
+            do="Leave out `weights=`; to cast the masters, name the element type with `dtype=`",
         )
     if selection.weights == "model" and not stored:
         raise RequestError(
-            "--weights model: this checkpoint stores no model copy of the weights", do="Use --weights master, or leave it out"
+            "`weights=model`: this checkpoint stores no model copy of the weights", do="Use `weights=master`, or leave it out"
         )
     # A weight that is stored once is chosen in both cases: buffers and frozen weights have no master, and the trained weights of ZeRO-3
     # have no model copy.
@@ -482,20 +486,20 @@ _STORED: tuple[Kind, ...] = ("weight", "buffer", "adapter")
 _TRAINED: tuple[Kind, ...] = ("weight", "master")
 _WITHHELD = ("state", "other", "buffer", "adapter", "unknown")
 _OPTIMIZER = "optimizer state, which serving does not need"
-ADAPTER_LEFT_OUT = "a LoRA adapter, not merged; --merge-adapter self merges it, --to peft writes it"
+ADAPTER_LEFT_OUT = "a LoRA adapter, not merged; `merge_adapter=self` merges it, `to=peft` writes it"
 """The reason to leave out the adapter beside the weights."""
 
 
 def _reason_to_drop(tensor: Tensor, stored: Mapping[str, Tensor]) -> str:
     """Why a tensor is left out that is not the chosen copy of a weight."""
     if tensor.kind in _STORED:
-        return "the model copy; the masters were chosen (--weights model chooses this one)"
+        return "the model copy; the masters were chosen (`weights=model` chooses this one)"
     if tensor.kind == "master":
-        return "the full-precision master; the model copy was chosen (--weights master chooses this one)"
+        return "the full-precision master; the model copy was chosen (`weights=master` chooses this one)"
     if tensor.kind == "other":
-        return f"of another model; --root {root_of(tensor.name)} selects it"
+        return f"of another model; `root=` {root_of(tensor.name)} selects it"
     if tensor.kind == "state" and not _is_of_optimizer(tensor, stored):
-        return "run state, not a weight; --keep-unknown carries it"
+        return "run state, not a weight; `keep_unknown=True` carries it"
     return _OPTIMIZER
 
 
@@ -516,7 +520,7 @@ def _without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor
             return tensors  # the prefix was removed when the checkpoint was opened
         first = next(iter(tensors), None)
         raise RequestError(
-            f"--strip-prefix {prefix}: no tensor name starts with it",
+            f"`strip_prefix={prefix}`: no tensor name starts with it",
             why=f"The first name is {first}" if first else "The checkpoint has no tensors",
             do="Leave it out, or correct the prefix",
         )
@@ -525,7 +529,7 @@ def _without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor
         new = name.removeprefix(prefix)
         if not new or new in renamed:
             raise RequestError(
-                f"--strip-prefix {prefix}: without it the name is {new!r}, which is empty or belongs to another tensor", where=name
+                f"`strip_prefix={prefix}`: without it the name is {new!r}, which is empty or belongs to another tensor", where=name
             )
         renamed[new] = replace(tensor, name=new)
     return renamed
@@ -536,5 +540,5 @@ def _prefix_hint(unknown: list[str], model: Model) -> str | None:
     for name in unknown[:8]:
         for weight in model.weights:
             if name.endswith("." + weight) or (name.endswith(weight) and name != weight):
-                return f"Remove the prefix with --strip-prefix {name.removesuffix(weight)}"
+                return f"Remove the prefix with `strip_prefix=` {name.removesuffix(weight)}"
     return None

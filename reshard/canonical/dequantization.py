@@ -30,9 +30,9 @@ def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
     if quantization is None:
         method = unknown_quantization(config or {})
         raise RequestError(
-            f"--dequantize: the quantization method {method} is unknown" if method else "--dequantize: nothing here is quantized",
+            f"`dequantize=True`: the quantization method {method} is unknown" if method else "`dequantize=True`: nothing here is quantized",
             why="" if method else f"No settings of a quantization were found in {PLACES}",
-            do="Leave it out" if method else "Leave it out, or give the model's own config with --model DIR",
+            do="Leave it out" if method else "Leave it out, or give the model's own config with `model=DIR`",
         )
     tensors, drops = dict(content.tensors), list(content.drops)
     for weight, form in quantization.stored_weights(_element_types(content)):
@@ -136,7 +136,7 @@ def _encoded(weight: str, form: StoredForm, stored: list[tuple[Component, Tensor
             raise CheckpointError(
                 f"its shape is {list(tensor.shape)}, expected {list(expected)} for {codes.name} {list(codes.shape)}",
                 where=tensor.name,
-                do="Give the model's own config with --model DIR",
+                do="Give the model's own config with `model=DIR`",
             )
         parts.append(_part(component, tensor, len(shape), form))
     scale = next(tensor for component, tensor in stored if component.use == "scale")

@@ -67,12 +67,12 @@ class LoraSettings:
         try:
             alpha = self.alpha if given is None else float(given)
         except ValueError:
-            raise RequestError(f"--lora-alpha {given}: a number is expected") from None
+            raise RequestError(f"`lora_alpha={given}`: a number is expected") from None
         if alpha is None:
             raise RequestError(
                 "lora_alpha is not known",
                 why=f"The update is alpha / r times the product of the factors, and the checkpoint has no {_CONFIG} that gives alpha",
-                do="Give it with --lora-alpha, or all settings with --adapter-config",
+                do="Give it with `lora_alpha=`, or all settings with `adapter_config=`",
             )
         return LoraSettings({**self.config, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha})
 
@@ -89,7 +89,7 @@ class LoraSettings:
                 f"the adapter changes parameters of {stacked[0]}, and no {_CONFIG} gives target_parameters",
                 where=f"{PREFIX}{stacked[0]}",
                 why="The names of the tensors do not tell which parameters of the module they change",
-                do="Give the settings of the training with --adapter-config",
+                do="Give the settings of the training with `adapter_config=`",
             )
 
     def trains_bias(self, name: str) -> bool:

@@ -208,7 +208,7 @@ class _Merge:
                 raise _is_quantized(name, form.name)
             why = "The adapter was trained on another model, or the base ties this weight to another one"
             if self.base.selection.is_partial:
-                why = "--include or --exclude leaves it out"
+                why = "`include=` or `exclude=` leaves it out"
             raise CheckpointError(
                 f"the base has no weight {name}, which the adapter changes",
                 where=tensor.name,
@@ -259,10 +259,10 @@ class _Merge:
 
 def _is_quantized(weight: str, form: str) -> RequestError:
     return RequestError(
-        f"--merge-adapter: it is quantized ({form})",
+        f"`merge_adapter=`: it is quantized ({form})",
         where=weight,
         why="An update is added to values, and quantizing the sum again would need new scales",
-        do="Add --dequantize, or give the base that is not quantized",
+        do="Add `dequantize=True`, or give the base that is not quantized",
     )
 
 

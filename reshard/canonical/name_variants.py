@@ -320,7 +320,7 @@ def _canonical(tensor: Tensor, array: Callable[[str], Mosaic | None], others: Ma
             + f", which together have the shape {list(mosaic.shape)}",
             where=tensor.name,
             why="The config belongs to another model, or a library stores the tensor in an unknown order",
-            do="Give the config that this model was trained with: --model DIR",
+            do="Give the config that this model was trained with: `model=DIR`",
         )
 
 

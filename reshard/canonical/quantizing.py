@@ -63,9 +63,9 @@ def quantized(content: Content, config: Mapping[str, Any] | None, form: str) -> 
     Raises: RequestError if the model is not known or is quantized already, UnsupportedError for experts in one tensor.
     """
     if quantization_settings(config or {}):
-        raise RequestError("--quantize: the weights are quantized already", do="Use --requantize fp8-block, or --dequantize first")
+        raise RequestError("`quantize=`: the weights are quantized already", do="Use `requantize=fp8-block`, or `dequantize=True` first")
     if content.model is None:
-        raise RequestError("--quantize: the model is not known, so neither are its linear layers", do="Add --model DIR with its config")
+        raise RequestError("`quantize=`: the model is not known, so neither are its linear layers", do="Add `model=DIR` with its config")
     if published := content.model.architecture.quantized_as.get(form):
         quantization = quantization_of({SETTING: published})
         assert quantization is not None, "the declaration was checked"
@@ -81,7 +81,7 @@ def quantized(content: Content, config: Mapping[str, Any] | None, form: str) -> 
     for name in chosen:
         if len(chosen[name].shape) != 2 or weights[name].declared.transposed:
             raise UnsupportedError(
-                f"--quantize: its shape is {list(chosen[name].shape)}; a weight [out, in] with a name of its own is needed",
+                f"`quantize=`: its shape is {list(chosen[name].shape)}; a weight [out, in] with a name of its own is needed",
                 where=name,
                 why="The forms that engines load hold each expert under a name of its own",
             )
@@ -98,10 +98,10 @@ def requantized(content: Content, config: Mapping[str, Any] | None, form: str) -
     for name, tensor in chosen.items():
         if len(tensor.shape) != 2:
             raise UnsupportedError(
-                f"--requantize: it holds all experts, {list(tensor.shape)}",
+                f"`requantize=`: it holds all experts, {list(tensor.shape)}",
                 where=name,
                 why="The forms that engines load hold each expert under a name of its own",
-                do="Use --dequantize, or convert to hf unchanged",
+                do="Use `dequantize=True`, or convert to hf unchanged",
             )
     config = _with_settings(without_quantization(config or {}), form, content, chosen)
     return _quantized(content, config, form, f"exact-{form}", chosen)

@@ -221,7 +221,7 @@ def one_model(index: Index, root: str | None, model: Model | None, *, keep_all: 
             raise RequestError(
                 f"the checkpoint holds several models: {roots}",
                 why="None of them is the main one",
-                do=f"Choose one, such as --root {models[0].root}. --keep-unknown takes all of them under their full names",
+                do=f"Choose one, such as `root={models[0].root}`. `keep_unknown=True` takes all of them under their full names",
             )
         return index
     chosen = next((found for found in models if found.root == root and not found.is_main), None)
@@ -229,9 +229,9 @@ def one_model(index: Index, root: str | None, model: Model | None, *, keep_all: 
         return index
     if chosen is None:
         raise RequestError(
-            f"--root {root}: the checkpoint holds no such model",
+            f"`root={root}`: the checkpoint holds no such model",
             why=f"It holds the models {', '.join(found.root for found in models)}" if roots else "It holds one model",
-            do="`reshard inspect` lists the models" if roots else "Leave out --root",
+            do="`reshard inspect` lists the models" if roots else "Leave out `root=`",
         )
     return _under_root(index, f"{root}.", model)
 

@@ -33,7 +33,7 @@ def tie(tensors: dict[str, Tensor], head: str, embedding: str) -> tuple[str, ...
             f"it is {copy.dtype} {list(copy.shape)}, {embedding} is {table.dtype} {list(table.shape)}",
             where=head,
             why=f"The config ties the two ({KEY}), so they must be one tensor",
-            do=f"Give the right config with --model DIR, or set {KEY} to false in it",
+            do=f"Give the right config with `model=DIR`, or set {KEY} to false in it",
         )
     tensors[embedding] = with_replica(table, copy)
     return (head,)

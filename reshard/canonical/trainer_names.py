@@ -204,7 +204,7 @@ class Places:
             raise UnsupportedError(
                 f"{self.table.trainer} has no name for it",
                 where=lost[0],
-                do="Leave it out with --exclude, or write --to hf with the published names",
+                do="Leave it out with `exclude=`, or write `to=hf` with the published names",
             )
         return arrays
 
@@ -307,7 +307,7 @@ def named_places(trainer: str, model: Model | None, *, asked: str = "") -> Place
 
     Raises: RequestError if it is not known, UnsupportedError for another model.
     """
-    asked = asked or f"--names {trainer}"
+    asked = asked or f"`names={trainer}`"
     table, types = _table_of(trainer, model)
     if not types:
         known = dict.fromkeys(table.trainer for table in TRAINERS)
@@ -317,7 +317,7 @@ def named_places(trainer: str, model: Model | None, *, asked: str = "") -> Place
         raise UnsupportedError(
             f"{asked}: the names of {trainer} are known for {types}, and this is {name}",
             why="Names that were not compared with the trainer's own are not written",
-            do="Write --to hf with the published names" if model else "Name the model with --model DIR",
+            do="Write `to=hf` with the published names" if model else "Name the model with `model=DIR`",
         )
     return Places(table, model)
 
@@ -352,7 +352,7 @@ def with_published_names(index: Index, model: Model) -> Index:
                 f"{list(array.shape)}",
                 where=tensor.name,
                 why="The config belongs to another model",
-                do="Give the config that this model was trained with: --model DIR",
+                do="Give the config that this model was trained with: `model=DIR`",
             )
         shapes = {name: model.weights[name].shape for name in array.names if name in model.weights}
         tensors += [

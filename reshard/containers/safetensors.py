@@ -137,7 +137,7 @@ def frame(tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mappi
         if name in header or name == "__metadata__":
             raise ValueError(f"{name!r} cannot be the name of another tensor of the file")
         if not is_in_safetensors(dtype):
-            raise UnsupportedError(f"safetensors has no element type {dtype}", where=name, do="Leave the tensor out with --exclude")
+            raise UnsupportedError(f"safetensors has no element type {dtype}", where=name, do="Leave the tensor out with `exclude=`")
         start, stop = stop, stop + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": dtype.name, "shape": list(shape), "data_offsets": [start, stop]}
         placed.append((name, dtype, tuple(shape), start, stop))
@@ -146,7 +146,7 @@ def frame(tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mappi
     if len(text) > MAX_HEADER:
         raise UnsupportedError(
             f"the header of one file with {len(placed):,} tensors would have {len(text):,} bytes, readers accept {MAX_HEADER:,}",
-            do="Write smaller files, for example with --max-shard-size",
+            do="Write smaller files, for example with `max_shard_size=`",
         )
     data = 8 + len(text)
     entries = tuple(TensorEntry(name, dtype, shape, data + start, stop - start) for name, dtype, shape, start, stop in placed)

@@ -175,7 +175,7 @@ def check_same_source(plan: Plan, digests: Mapping[BlockKey, bytes], workers: in
             "the source has changed since the interrupted run, although the lengths and times of its files are the same",
             where=where,
             why="Resuming would mix two checkpoints",
-            do="Give the source of that run, or start again with --overwrite",
+            do="Give the source of that run, or start again with `overwrite=True`",
         )
 
 

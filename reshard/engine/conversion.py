@@ -175,7 +175,7 @@ class Conversion:
             raise RequestError(
                 f"the conversion is finished, and was made without {CHECKSUMS}",
                 where=self.destination.place,
-                do="Leave out --checksums, or convert again with --overwrite --checksums",
+                do="Leave out `checksums=True`, or convert again with `overwrite=True` --checksums",
             )
         self.fingerprint = Fingerprint(manifest.fingerprint, {})
         return True
@@ -295,7 +295,7 @@ def check_nothing_is_missing(plan: Plan, destination: Destination) -> None:
             why=states[is_running],
             do="Wait for the parts"
             if is_running
-            else "Run the missing parts again, or run --resume, which converts what is missing with one process",
+            else "Run the missing parts again, or run `resume=True`, which converts what is missing with one process",
             id="target-in-use",
         )
 

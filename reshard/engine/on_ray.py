@@ -68,7 +68,7 @@ def connected(address: str | None = None) -> Any:
     try:
         import ray
     except ModuleNotFoundError:
-        raise UnsupportedError("--ray needs Ray, which is not installed", do="Install it with `pip install 'reshard[ray]'`") from None
+        raise UnsupportedError("`ray=True` needs Ray, which is not installed", do="Install it with `pip install 'reshard[ray]'`") from None
     # Where one task fails, so do others, whose errors nobody asks for. Ray would print them with their tracebacks.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if not ray.is_initialized():
@@ -79,7 +79,7 @@ def connected(address: str | None = None) -> Any:
             raise SystemRefusal(
                 f"no Ray cluster answers: {str(error).splitlines()[0]}",
                 where=address,
-                do="Start one with `ray start --head`, and give its address with --ray-address or RAY_ADDRESS",
+                do="Start one with `ray start --head`, and give its address with `ray_address=` or RAY_ADDRESS",
             ) from None
     return ray
 

@@ -29,7 +29,8 @@ def workers_within(memory: int | None, workers: int | None, itemsize: int, *, bu
     most = (DEFAULT_MEMORY if memory is None else memory) // per_worker
     if most < 1 and memory is not None:
         raise RequestError(
-            f"--memory of {memory:,} bytes is too little: one worker needs {per_worker:,}", do=f"Use --memory {per_worker >> 20}MiB or more"
+            f"`memory=` of {memory:,} bytes is too little: one worker needs {per_worker:,}",
+            do=f"Use `memory=` {per_worker >> 20}MiB or more",
         )
     return max(1, min(workers or min(os.cpu_count() or 1, 8), max(most, 1)))
 

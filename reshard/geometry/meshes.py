@@ -32,7 +32,7 @@ class Parallel:
     def __post_init__(self) -> None:
         for name in _NAMES:
             if getattr(self, name) < 1:
-                raise RequestError(f"--{name} {getattr(self, name)}: a parallel size must be 1 or more", id="illegal-sizes")
+                raise RequestError(f"`{name}={getattr(self, name)}`: a parallel size must be 1 or more", id="illegal-sizes")
 
     def __str__(self) -> str:
         return " ".join(f"{name.upper()} {size}" for name in _NAMES if (size := getattr(self, name)) > 1) or "one rank"
@@ -41,7 +41,7 @@ class Parallel:
         """Raises RequestError if a size that is not in `names` is above 1. what: the target, for the message."""
         for name in _NAMES:
             if name not in names and getattr(self, name) > 1:
-                raise RequestError(f"--{name} {getattr(self, name)} does not apply to {what}", do=f"Leave out --{name}")
+                raise RequestError(f"`{name}={getattr(self, name)}` does not apply to {what}", do=f"Leave out `{name}=`")
 
 
 _NAMES = ("tp", "pp", "ep", "dp")

@@ -63,9 +63,9 @@ _ROWS: tuple[tuple[str, Severity, Literal["", "deep", "since"], str, str], ...] 
     ("unused-file", "warning", "", "A file has the name of a weight file, but no tensor of the checkpoint lies in it.",
      "Remove it if it is from another save"),
     ("missing-tokenizer", "warning", "", "There is no tokenizer beside the weights, and the engines that load this format need one.",
-     "Name a folder with the model's config and tokenizer: --model DIR"),
+     "Name a folder with the model's config and tokenizer: `model=DIR`"),
     ("missing-config", "warning", "", "There is no config.json beside the weights, and the engines that load this format need one.",
-     "Name a folder with the model's config and tokenizer: --model DIR"),
+     "Name a folder with the model's config and tokenizer: `model=DIR`"),
     # Consistency.
     ("inconsistent", "error", "", "The files contradict each other or their format, so the checkpoint cannot be opened.", _SAVE),
     ("stale-rank", "error", "", "Files are from different saves, steps or runs.", _SAVE),
@@ -76,10 +76,10 @@ _ROWS: tuple[tuple[str, Severity, Literal["", "deep", "since"], str, str], ...] 
      "Check that the files of all pipeline stages are there"),
     ("missing-weight", "error", "", "A weight that the config needs is not there.", "Check that all files of the save are there"),
     ("wrong-shape", "error", "", "A weight has another shape than the config says.",
-     "Give the config that this model was trained with (--model DIR)"),
+     "Give the config that this model was trained with (`model=DIR`)"),
     ("unknown-weight", "info", "", "The architecture has no such weight.",
-     "Formats that keep names carry it; for serving engines and Megatron, leave it out with --exclude or --drop-unknown"),
-    ("config-not-checked", "info", "", "The shapes were not compared with a config.", "Give the model's config with --model DIR"),
+     "Formats that keep names carry it; for serving engines and Megatron, leave it out with `exclude=` or `drop_unknown=True`"),
+    ("config-not-checked", "info", "", "The shapes were not compared with a config.", "Give the model's config with `model=DIR`"),
     ("mixed-dtypes", "info", "", "The same weight has different element types in different layers.", ""),
     ("tied-mismatch", "error", "", "The config ties head and embedding, and the two differ in shape, type or (`--deep`) values.",
      "Correct tie_word_embeddings in the config, or find out which of the two is right"),
@@ -237,4 +237,4 @@ def sorted_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 def check_fail_on(words: Iterable[str]) -> None:
     """Raises RequestError for a word that is neither the id of a finding nor a severity."""
     for word in words:
-        check_word("--fail-on", word, [*KINDS, *SEVERITIES])
+        check_word("`fail_on=`", word, [*KINDS, *SEVERITIES])

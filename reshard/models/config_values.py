@@ -80,5 +80,5 @@ def _unexpected(key: str | None, value: object, expected: str) -> RequestError:
     return RequestError(
         f"config.json gives {repr(value)[:80]} for {key}; {expected} is expected",
         why="The model's layout and settings follow from it",
-        do="Correct the config, or give the model's own with --model",
+        do="Correct the config, or give the model's own with `model=`",
     )

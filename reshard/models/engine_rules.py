@@ -34,7 +34,7 @@ def version_numbers(version: str, newest: str) -> Version:
     Raises: RequestError, with `newest` as the example, for a text that is not a version.
     """
     if not re.fullmatch(r"v?\d+(\.\d+)*([a-z+.-].*)?", version):
-        raise RequestError(f"--engine-version {version}: a version such as {newest} is expected")
+        raise RequestError(f"`engine_version={version}`: a version such as {newest} is expected")
     return tuple(int(word) for word in re.match(r"v?([\d.]+)", version)[1].strip(".").split("."))  # type: ignore[index]
 
 

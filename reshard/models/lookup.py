@@ -98,14 +98,14 @@ def unknown_architecture(config: Mapping[str, Any]) -> UnsupportedError:
         return UnsupportedError(
             f"this is a draft model ({draft}), which serving engines read from its Hugging Face folder, at every tensor-parallel size",
             why="It shares the embedding, and often the head, with the model that it drafts for",
-            do="Convert it with --to hf, and name that folder as the engine's draft model",
+            do="Convert it with `to=hf`, and name that folder as the engine's draft model",
         )
     known, model_type = known_model_types(), model_type_of(config)
     if model_type is None:
         return UnsupportedError(
             f"config.json has no model_type, and its architectures ({config.get('architectures')}) are those of no declared model",
             why="What the weights are is not guessed",
-            do=f"Add --model DIR with the model's own config, or --architecture NAME: {', '.join(known)}",
+            do=f"Add `model=DIR` with the model's own config, or `architecture=NAME`: {', '.join(known)}",
         )
     declared = find_architecture(model_type)
     if declared and (named := _language_model(declared, config)):
@@ -118,7 +118,7 @@ def unknown_architecture(config: Mapping[str, Any]) -> UnsupportedError:
         f"the architecture {model_type!r} is not declared",
         why="How its weights split over ranks is not known, and is not guessed",
         do=f"{choices(model_type, known)}. To declare another one, draft it with `reshard architectures --start CKPT > my.yaml` and add "
-        "--architecture my.yaml. A conversion to hf needs no declaration",
+        "`architecture=my.yaml`. A conversion to hf needs no declaration",
     )
 
 
@@ -141,7 +141,7 @@ def named_architecture(named: Architecture | str | os.PathLike[str]) -> Architec
     architecture = find_architecture(named)
     if architecture is None:
         raise UnsupportedError(
-            f"--architecture {named}: no model is declared by that name",
+            f"`architecture={named}`: no model is declared by that name",
             do=f"{choices(named, known_model_types())}. To name a file, write its ending or folder, such as ./{named}.yaml",
         )
     return architecture
@@ -154,7 +154,7 @@ def read_architecture(path: str | os.PathLike[str]) -> Architecture:
     """
     if Path(path).is_dir():
         raise RequestError(
-            f"--architecture {os.fspath(path)}: this is a directory; a declared model or a file with a declaration is expected"
+            f"`architecture=` {os.fspath(path)}: this is a directory; a declared model or a file with a declaration is expected"
         )
     declared = replace(_read(Path(path), os.fspath(path), find_architecture), declared_in=os.fspath(path))
     built_in = None if declared.engines or declared.like else find_architecture(declared.model_type)

@@ -153,7 +153,7 @@ def _too_large(what: str, limit: int) -> RequestError:
     return RequestError(
         f"config.json gives {what}; reshard supports {limit:,}",
         why="No known model comes close, so the file is damaged or was made by hand",
-        do="Give the model's own config with --model DIR",
+        do="Give the model's own config with `model=DIR`",
     )
 
 
@@ -249,7 +249,7 @@ class Model:
                 raise RequestError(
                     f"config.json gives {value!r} for {' or '.join(dimension.keys)}; a positive number is needed",
                     why=f"The layout of a {self.architecture.model_type} model depends on it",
-                    do="Give the model's own config with --model DIR",
+                    do="Give the model's own config with `model=DIR`",
                 )
             limit = _MOST.get(name, _MOST_OF_OTHERS)
             if value > limit:
@@ -636,7 +636,7 @@ def evaluate(expression: str, values: Mapping[str, int], *, exact: bool = True) 
     terms = re.findall(r"(^|[+-])([^+-]+)", expression)
     result = sum(_product(term, values, exact) * (-1 if sign == "-" else 1) for sign, term in terms)
     if result < 0:
-        raise RequestError(f"{expression!r} is below 0 for {dict(values)}", do="Check the config given with --model")
+        raise RequestError(f"{expression!r} is below 0 for {dict(values)}", do="Check the config given with `model=`")
     return result
 
 
@@ -647,7 +647,7 @@ def _product(expression: str, values: Mapping[str, int], exact: bool) -> int:
         if sign == "/":
             result, rest = divmod(result, number)
             if rest and exact:
-                raise RequestError(f"{expression!r} is not a whole number for {dict(values)}", do="Check the config given with --model")
+                raise RequestError(f"{expression!r} is not a whole number for {dict(values)}", do="Check the config given with `model=`")
         else:
             result *= number
     return result

@@ -124,7 +124,7 @@ def check_has_settings(config: Mapping[str, Any], element_types: Mapping[str, st
                 "the weight is packed, and no settings say how",
                 where=name,
                 why=f"None were found in {PLACES}",
-                do="Copy the file with the settings beside config.json, or give the model's own config with --model DIR",
+                do="Copy the file with the settings beside config.json, or give the model's own config with `model=DIR`",
             )
 
 
@@ -151,7 +151,7 @@ def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Qua
         raise RequestError(
             f"the quantization_config of config.json excludes the modules {str(excluded)[:100]!r}; a list of names is expected",
             why="Which weights have scales depends on it",
-            do="Give the model's own config with --model DIR",
+            do="Give the model's own config with `model=DIR`",
         )
     read = _METHODS.get(str(method))
     if read is None:
@@ -223,7 +223,7 @@ def _block(value: Any) -> BlockShape:
         raise RequestError(
             f"the quantization_config of config.json has the block size {str(value)[:100]}; two positive numbers are expected",
             why="The places of the scales depend on it",
-            do="Give the model's own config with --model DIR",
+            do="Give the model's own config with `model=DIR`",
         )
     return value[0], value[1]
 

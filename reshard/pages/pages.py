@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.geometry.quantities import nbytes_text, plural
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 _MOST_ROWS, _MOST_CELLS, _MOST_DIFFERENCES = 256, 64, 1000
 
 
-def write_page(page: Page, path: PathLike, *, interactive: bool = False) -> int:
-    """Write a page to an output file (storage/output_file.py), and return its length in bytes."""
+def write_page(page: Page, path: PathLike, *, interactive: bool = False, spelled: Callable[[str], str] = str) -> int:
+    """Write a page to an output file (storage/output_file.py), and return its length in bytes. spelled: how texts name keywords."""
     file = OutputFile.at(path)
-    return file.write(page.render(interactive=interactive).encode("utf-8", "replace"))
+    return file.write(spelled(page.render(interactive=interactive)).encode("utf-8", "replace"))
 
 
 def checkpoint_page(checkpoint: Checkpoint, outlook: Outlook, tensors: list[Tensor]) -> Page:

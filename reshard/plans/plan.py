@@ -283,7 +283,7 @@ def _check_function(route: Route) -> None:
             f"the source holds {function} of this weight, rounded to {route.source.dtype.name}",
             where=route.name,
             why="Several weights can have the same value, so the weight does not follow from it bit by bit",
-            do="Convert the checkpoint that the source was made from, or leave the weight out with --exclude",
+            do="Convert the checkpoint that the source was made from, or leave the weight out with `exclude=`",
         )
 
 

@@ -108,14 +108,14 @@ class PartNumber:
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < self.of:
-            raise RequestError(f"part {self.number} of {self.of}: parts are counted from 0 to {self.of - 1}", do="For example --part 0/8")
+            raise RequestError(f"part {self.number} of {self.of}: parts are counted from 0 to {self.of - 1}", do="For example `part=0/8`")
 
     @staticmethod
     def parse(text: str) -> PartNumber:
         """The part from a text such as "3/8". Raises RequestError if it is another text."""
         found = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text)
         if not found:
-            raise RequestError(f"--part {text}: not of the form I/N", do="Give the number of the part and how many there are, such as 0/8")
+            raise RequestError(f"`part={text}`: not of the form I/N", do="Give the number of the part and how many there are, such as 0/8")
         return PartNumber(int(found[1]), int(found[2]))
 
     def __str__(self) -> str:

@@ -67,7 +67,7 @@ def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) 
     """
     without_config = [path for path in (left, right) if find_model_files(open_tree(path)).config is None]
     if (model := options.get("model")) is not None and not without_config:
-        raise RequestError(f"--model {os.fspath(model)} is not used: both checkpoints have a {CONFIG} of their own", do="Leave it out")
+        raise RequestError(f"`model=` {os.fspath(model)} is not used: both checkpoints have a {CONFIG} of their own", do="Leave it out")
     found = [_open(path, options if path in without_config else {**options, "model": None}) for path in (left, right)]
     for i, other in ((0, 1), (1, 0)):
         vocabulary = (found[other].model_files.config or {}).get("vocab_size")
@@ -159,7 +159,7 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
         _check_recorded_files(files, manifest)
     try:
         with _read_as_claims(os.fspath(path)):
-            format, reason = (registry.named(name), "--format") if name else registry.detect(files)
+            format, reason = (registry.named(name), "`format=`") if name else registry.detect(files)
     except RequestError:
         if unfinished:
             raise unfinished.refusal() from None
@@ -223,7 +223,7 @@ def _read_as_claims(path: str) -> Iterator[None]:
             f"{os.path.basename(code.filename)})",
             where=path,
             why="It is damaged, or was written by a program or version that reshard does not know",
-            do="Copy the checkpoint again; if that does not help, run with --debug and report it as an issue",
+            do="Copy the checkpoint again; if that does not help, run with `debug=True` and report it as an issue",
         ) from error
 
 
@@ -248,14 +248,14 @@ def _model_files_at(model: PathLike, own: ModelFiles, architecture: Architecture
     found = open_files(model)
     model_files = find_model_files((found.parent() if found.is_file else None) or found)
     if model_files.config is None:
-        raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")
+        raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give `model=` the directory that holds the model's config")
     changed = ", ".join(map(str, changed_keys(own.config, model_files.config, architecture))) if own.config is not None else ""
     if changed and not wins:
         raise RequestError(
-            f"--model {os.fspath(model)} contradicts the checkpoint's own config: {changed}",
+            f"`model=` {os.fspath(model)} contradicts the checkpoint's own config: {changed}",
             where=own.path,
             why="Weights are split by these values, and their shapes alone do not show that a value is wrong",
-            do="Leave out --model, or add --model-wins if the checkpoint's own config is wrong",
+            do="Leave out `model=`, or add `model_wins=True` if the checkpoint's own config is wrong",
         )
     return replace(model_files, wins_over=f"{own.path}{CONFIG}: {changed}" if changed else None)
 
@@ -266,14 +266,14 @@ def _check_used(checkpoints: list[Checkpoint], options: Mapping[str, Any]) -> No
     if options.get("vocab_size") is not None and not any(registry.named(each.format).needs_vocabulary for each in checkpoints):
         users = ", ".join(name for name, found in registry.formats().items() if found.needs_vocabulary)
         raise RequestError(
-            "--vocab-size does not apply to this checkpoint", where=first.path, why=f"Only {users} need it", do="Leave it out"
+            "`vocab_size=` does not apply to this checkpoint", where=first.path, why=f"Only {users} need it", do="Leave it out"
         )
     if first.architecture is not None and all(each.model_files.config is None for each in checkpoints):
         raise RequestError(
-            f"--architecture names {first.architecture.model_type}, and there is no {CONFIG}, nor one in the parent directory",
+            f"`architecture=` names {first.architecture.model_type}, and there is no {CONFIG}, nor one in the parent directory",
             where=first.path,
             why="A declaration takes the sizes of the model from its config",
-            do="Add --model DIR, the directory with the model's config",
+            do="Add `model=DIR`, the directory with the model's config",
         )
 
 
@@ -287,7 +287,7 @@ def model_of(config: Mapping[str, Any] | None, architecture: Architecture | Path
     if config is None:
         raise RequestError(
             f"there is no {CONFIG} in the checkpoint or in its parent directory, so the model is not known",
-            do="Add --model DIR, the directory with the model's config",
+            do="Add `model=DIR`, the directory with the model's config",
         )
     found = find_model(config, None if architecture is None else named_architecture(architecture))
     if found is not None:

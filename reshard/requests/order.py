@@ -229,10 +229,10 @@ def _check_is_attached(keywords: Mapping[str, Any], attached: Collection[str]) -
     for key, value in keywords.items():
         if key not in attached and (key in _names_of_files() or (key == "architecture" and is_path.match(value))):
             raise UnsupportedError(
-                f"--{key.replace('_', '-')} names a folder or URL, whose content a plan file does not hold",
+                f"`{key}=` names a folder or URL, whose content a plan file does not hold",
                 where=str(value),
                 why="The file holds the model and small files; another machine would read what has that name there",
-                do="Leave out --plan-out, and give each part the options",
+                do="Leave out `plan_out=`, and give each part the options",
             )
 
 

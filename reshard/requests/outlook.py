@@ -48,14 +48,14 @@ def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
     if not kinds & {"weight", "master"}:
         return Outlook({}, (), "it holds no weights of a whole model")
     if checkpoint.model_files.config is None:
-        needed.append("the model's config: --model DIR")
+        needed.append("the model's config: `model=DIR`")
     elif not has_tokenizer(checkpoint.model_files.carried) and not draft_class(checkpoint.model_files.config):
-        needed.append("a tokenizer (tokenizer.json, tokenizer.model, ...) to serve it: --model DIR")
+        needed.append("a tokenizer (tokenizer.json, tokenizer.model, ...) to serve it: `model=DIR`")
     engines = {}
     problem = _problem(content) if content else None
     if content and content.unknown and not problem:
         what = f"{plural(len(content.unknown), 'weight')} that the declared architecture lacks, such as {content.unknown[0]}"
-        needed.append(f"for serving: a decision about {what}; --exclude or --drop-unknown leaves them out")
+        needed.append(f"for serving: a decision about {what}; `exclude=` or `drop_unknown=True` leaves them out")
     for name, engine in registry.formats().items():
         if (
             model is not None

@@ -44,9 +44,9 @@ _NAMES_ARE_KEPT = (
     "`reshard fingerprint`, where it knows the config, and `verify` go by the published names"
 )
 _WEIGHTS_ARE_MASTERS = (
-    "the weights are the optimizer's full-precision masters, from which the run resumes; --weights model writes the model's rounded copy"
+    "the weights are the optimizer's full-precision masters, from which the run resumes; `weights=model` writes the model's rounded copy"
 )
-_ADAPTERS_ARE_COPIED = "LoRA adapters are copied as they are, and not merged into the base weights; --merge-adapter merges one"
+_ADAPTERS_ARE_COPIED = "LoRA adapters are copied as they are, and not merged into the base weights; `merge_adapter=` merges one"
 
 
 @value(eq=False)
@@ -167,7 +167,7 @@ def examine(draft: Draft) -> Draft:
     request, content = draft.request, draft.content
     check_selected(content)
     check_counted(content)
-    check_globs("--keep-dtype", request.keep_dtype, content.weights)
+    check_globs("`keep_dtype=`", request.keep_dtype, content.weights)
     draft = draft.noting(*_about_unknown(draft), *_about_trainer(draft))
     if draft.selection.weights != request.selection.weights and not request.to.keeps_optimizer and draft.source.index.keeps_both_copies:
         draft = draft.noting(_WEIGHTS_ARE_MASTERS)
@@ -244,7 +244,7 @@ def _check_has_optimizer(draft: Draft) -> None:
             if each.can_write and not each.keeps_optimizer and name not in registry.serving_formats()
         ]
         raise RequestError(
-            f"--to {draft.request.to.name} always writes optimizer state, and this checkpoint has none",
+            f"`to={draft.request.to.name}` always writes optimizer state, and this checkpoint has none",
             where=draft.source.path,
             do=f"Give a checkpoint with optimizer state, or write a format that can do without: {', '.join(others)}",
         )
@@ -261,7 +261,7 @@ def _about_unknown(draft: Draft) -> Iterator[str]:
     content = draft.content
     if content.unknown and content.model:
         what = f"{plural(len(content.unknown), 'weight')} that the declaration of {content.model.architecture.model_type} lacks"
-        yield f"carried as they are: {what}, such as {content.unknown[0]}; --drop-unknown leaves them out"
+        yield f"carried as they are: {what}, such as {content.unknown[0]}; `drop_unknown=True` leaves them out"
 
 
 def _about_trainer(draft: Draft) -> Iterator[str]:
@@ -273,7 +273,7 @@ def _about_trainer(draft: Draft) -> Iterator[str]:
     if trainer := trainer_of(draft.content.weights):
         yield (
             f"the names are those of {trainer}, which transformers and serving engines do not load; they stay, as the model is not "
-            "known. --model DIR names it"
+            "known. `model=DIR` names it"
         )
 
 
@@ -298,7 +298,7 @@ def _chosen_adapter(draft: Draft) -> str | None:
             f"the checkpoint holds {plural(len(names), 'adapter')}: {', '.join(names)}",
             where=draft.source.path,
             why="One is written or merged",
-            do=f"Choose one, such as --adapter {names[0]}",
+            do=f"Choose one, such as `adapter={names[0]}`",
         )
     return chosen
 
@@ -321,24 +321,24 @@ def _check_adapter(draft: Draft) -> None:
             f"the checkpoint holds a LoRA adapter of {plural(len(content.adapter), 'tensor')}, for example {next(iter(content.adapter))}",
             where=source.path,
             why="Without it the result is the base model, and what was trained is lost",
-            do="Merge it with --merge-adapter self, leave it out with --drop-adapter, or write it alone with --to peft",
+            do="Merge it with `merge_adapter=self`, leave it out with `drop_adapter=True`, or write it alone with `to=peft`",
         )
     if (request.drop_adapter or is_merged) and not content.adapter:
-        option = "--drop-adapter" if request.drop_adapter else "--merge-adapter self"
+        option = "`drop_adapter=True`" if request.drop_adapter else "`merge_adapter=self`"
         raise RequestError(
             f"{option}: no LoRA adapter is left beside weights",
             where=source.path,
-            why="--include or --exclude leaves it out" if content.selection.is_partial else None,
+            why="`include=` or `exclude=` leaves it out" if content.selection.is_partial else None,
             do=f"Leave out {option}",
         )
     if format.holds_adapters and not content.is_adapter:
-        raise RequestError("the checkpoint holds no LoRA adapter", where=source.path, do="Convert it with --to hf")
+        raise RequestError("the checkpoint holds no LoRA adapter", where=source.path, do="Convert it with `to=hf`")
     if content.is_adapter and not format.holds_adapters and not format.keeps_names and not content.selection.keep_unknown:
         raise UnsupportedError(
             f"the checkpoint holds a LoRA adapter and no base weights, for example {next(iter(content.tensors))}",
             where=source.path,
             why=f"{format.name} holds whole models",
-            do="Write the adapter with --to peft, or convert the base model with --merge-adapter and this directory",
+            do="Write the adapter with `to=peft`, or convert the base model with `merge_adapter=` and this directory",
         )
 
 
@@ -349,10 +349,10 @@ def _with_adapter(draft: Draft, adapter: Checkpoint) -> Draft:
     config = adapter.model_files.adapter_config
     if config is None or not all(tensor.kind == "adapter" and len(tensor.shards) == 1 for tensor in adapter.index.tensors):
         raise RequestError(
-            f"--merge-adapter: there is no adapter in PEFT's form: {ADAPTER_CONFIG} and adapter_model.safetensors",
+            f"`merge_adapter=`: there is no adapter in PEFT's form: {ADAPTER_CONFIG} and adapter_model.safetensors",
             where=adapter.path,
             why="The scale of an adapter is in that file",
-            do="Write the adapter of a training checkpoint with --to peft first, and name its directory",
+            do="Write the adapter of a training checkpoint with `to=peft` first, and name its directory",
         )
     tensors = {tensor.name: _moved(tensor, adapter.files) for tensor in adapter.index.tensors}
     draft = _merged(draft, LoraSettings(config), tensors, adapter.path)
@@ -384,9 +384,11 @@ def _merged(draft: Draft, settings: LoraSettings, tensors: Mapping[str, Tensor],
     content = draft.content
     if content.states or content.is_adapter:
         raise RequestError(
-            "--merge-adapter merges into the weights of a base model",
+            "`merge_adapter=` merges into the weights of a base model",
             where=draft.source.path,
-            do="Leave out --optimizer" if content.states else "Give the base model as the source, and this directory with --merge-adapter",
+            do="Leave out `optimizer=True`"
+            if content.states
+            else "Give the base model as the source, and this directory with `merge_adapter=`",
         )
     merged = with_adapter_merged(content, os.path.abspath(path or draft.source.path), settings, tensors)
     # Digests of the base say nothing about the weights that replace some of it.
@@ -410,4 +412,4 @@ def _notes_on_merge(merged: Content, base: Content, path: str) -> Iterator[str]:
         yield "the head is tied to the embedding, so the merge changes both, as PEFT's does"
     if other := [name for name, tensor in merged.weights.items() if tensor.dtype != base.tensors[name].dtype]:
         dtype = merged.tensors[other[0]].dtype
-        yield f"{plural(len(other), 'weight')} of the adapter, such as {other[0]}, keep its element type {dtype}; --dtype casts them"
+        yield f"{plural(len(other), 'weight')} of the adapter, such as {other[0]}, keep its element type {dtype}; `dtype=` casts them"

@@ -33,7 +33,7 @@ class Effort:
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
-            raise RequestError(f"--workers {self.workers}: at least one thread is needed", do="Leave it out for one per processor")
+            raise RequestError(f"`workers={self.workers}`: at least one thread is needed", do="Leave it out for one per processor")
 
     def report(self, nbytes: int) -> None:
         """Tell the caller that `nbytes` more bytes are done."""
@@ -90,8 +90,8 @@ class ConversionRequest:
             dequantize=rest.pop("dequantize", False),
             merge_adapter=merge_adapter,
             drop_adapter=rest.pop("drop_adapter", False),
-            quantize=_form(rest.pop("quantize", None), "--quantize", QUANTIZE),
-            requantize=_form(rest.pop("requantize", None), "--requantize", REQUANTIZE),
+            quantize=_form(rest.pop("quantize", None), "`quantize=`", QUANTIZE),
+            requantize=_form(rest.pop("requantize", None), "`requantize=`", REQUANTIZE),
             selection=selection_of(rest),
             only_rank=rest.pop("only", None) or {},
             options=_options_of(target, rest, ADAPTER if merge_adapter == OWN_ADAPTER else ()),
@@ -109,7 +109,7 @@ class ConversionRequest:
 
 def _check_one_form(given: Mapping[str, Any]) -> None:
     """Raises RequestError if several options say how quantized weights are stored."""
-    named = [f"--{name}" for name in ("dequantize", "quantize", "requantize") if given.get(name)]
+    named = [f"`{name}=`" for name in ("dequantize", "quantize", "requantize") if given.get(name)]
     if len(named) > 1:
         raise RequestError(f"{' and '.join(named)}: each says in which form weights are stored", do="Give one of them")
 
@@ -131,14 +131,14 @@ def kept_globs(given: str | Iterable[str], dtype: DType | None) -> tuple[str, ..
     globs = as_globs(given)
     if globs and dtype is None:
         raise RequestError(
-            f"--keep-dtype '{globs[0]}' without --dtype",
-            why="Without --dtype no tensor is cast",
-            do="Leave it out, or name the element type of the other tensors with --dtype",
+            f"`keep_dtype=` '{globs[0]}' without `dtype=`",
+            why="Without `dtype=` no tensor is cast",
+            do="Leave it out, or name the element type of the other tensors with `dtype=`",
         )
     return globs
 
 
-def dtype_named(name: str | None, option: str = "--dtype") -> DType | None:
+def dtype_named(name: str | None, option: str = "`dtype=`") -> DType | None:
     """The floating-point type of that name; None for None. Raises RequestError, listing the usual names, if there is none."""
     if name is None:
         return None
@@ -163,9 +163,9 @@ def _options_of(target: Format, given: Mapping[str, Any], others: Sequence[Optio
 
 
 def _unknown_option(target: Format, name: str) -> RequestError:
-    flag, options = "--" + name.replace("_", "-"), {option.name: users for option, users in registry.options().items()}
+    options = {option.name: users for option, users in registry.options().items()}
     if name in options:
         return RequestError(
-            f"{flag} does not apply to {target.name}", why=f"It is an option of {', '.join(options[name])}", do="Leave it out"
+            f"`{name}=` does not apply to {target.name}", why=f"It is an option of {', '.join(options[name])}", do="Leave it out"
         )
     return unknown_keyword(name, [*PlanOptions.__annotations__, *options])

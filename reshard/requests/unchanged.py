@@ -63,10 +63,10 @@ def own_files(files: Files, plan: Plan, entries: Sequence[str], weights: Sequenc
     manifest, root = usable_manifest(files), files.root
     if manifest is None and not is_interrupted:
         raise TargetError(
-            f"--if-changed: there is no {MANIFEST}, so reshard did not write what lies here, such as {entries[0]}",
+            f"`if_changed=True`: there is no {MANIFEST}, so reshard did not write what lies here, such as {entries[0]}",
             where=root,
             why="Only what reshard wrote is replaced",
-            do="Choose another directory, or say --overwrite to replace another checkpoint",
+            do="Choose another directory, or say `overwrite=True` to replace another checkpoint",
         )
     small_files = [sidecar.path for sidecar in plan.layout.sidecars]
     with suppress(CheckpointError):  # Without reshard.digests the small files are those that are about to be written.
@@ -75,10 +75,10 @@ def own_files(files: Files, plan: Plan, entries: Sequence[str], weights: Sequenc
     others = [name for name in weights if name not in own]
     if others:
         raise TargetError(
-            f"--if-changed: {MANIFEST} does not list {others[0]}, so reshard did not write it here",
+            f"`if_changed=True`: {MANIFEST} does not list {others[0]}, so reshard did not write it here",
             where=root,
             why="Only what reshard wrote is replaced",
-            do="Remove the file, or say --overwrite to replace everything that lies here",
+            do="Remove the file, or say `overwrite=True` to replace everything that lies here",
         )
     return tuple(own)
 

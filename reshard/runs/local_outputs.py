@@ -54,7 +54,7 @@ class LocalOutputs:
     def move_latest(self, name: str) -> bool:
         link = self._folder / LATEST
         if link.exists() and not link.is_symlink():
-            raise TargetError("there is something that is not a symbolic link", where=str(link), do="Remove it, or choose another --into")
+            raise TargetError("there is something that is not a symbolic link", where=str(link), do="Remove it, or choose another `into=`")
         if link.is_symlink() and os.readlink(link) == name:
             return False
         new = link.with_name(link.name + _LINKING)

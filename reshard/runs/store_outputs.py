@@ -39,7 +39,7 @@ class StoreOutputs:
             text = bytes(self._store.read(entry, 0, entry.nbytes)) if entry.nbytes <= _LONGEST_NAME else b""
             if not text.endswith(b"\n") or b"/" in text:
                 raise TargetError(
-                    "there is an object that does not name an output", where=self.place(LATEST), do="Remove it, or choose another --into"
+                    "there is an object that does not name an output", where=self.place(LATEST), do="Remove it, or choose another `into=`"
                 )
             if text == f"{name}\n".encode():
                 return False

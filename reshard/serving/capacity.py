@@ -57,7 +57,7 @@ class GpuMemory:
 
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
-            raise RequestError(f"--gpu-memory-utilization {self.utilization}: a fraction of 1 is expected, such as 0.9")
+            raise RequestError(f"`gpu_memory_utilization={self.utilization}`: a fraction of 1 is expected, such as 0.9")
 
     @property
     def usable(self) -> int:
@@ -333,8 +333,8 @@ def _assumptions(model: Model, cache_dtype: DType, memory: GpuMemory | None, rul
         sentences.append(f"{len(windows)} layers with a sliding window cache at most {max(windows)} tokens of a sequence")
         sentences.append("these layers cache more while a chunk of a prompt is processed, which is not counted")
     if memory:
-        sentences.append(f"the engine uses {memory.utilization:.0%} of a GPU's {memory.nbytes:,} bytes (--gpu-memory-utilization)")
-        reserve = f"{memory.reserve:,} bytes of that are for activations and CUDA graphs (--reserve)"
+        sentences.append(f"the engine uses {memory.utilization:.0%} of a GPU's {memory.nbytes:,} bytes (`gpu_memory_utilization=`)")
+        reserve = f"{memory.reserve:,} bytes of that are for activations and CUDA graphs (`reserve=`)"
         sentences.append(f"{reserve}, the rest for weights and KV cache")
         sentences.append("tokens are not rounded to the blocks of the KV cache")
     if rules and (names := weights_without_slot(model, rules)):

@@ -27,7 +27,7 @@ def require_model(model: Model | None, config: Mapping[str, object] | None, engi
         raise RequestError(
             "there is no config.json in the checkpoint or in its parent directory, so the model is not known",
             why=f"{engine}'s files hold each rank's slices, and their sizes depend on the numbers of heads in the config",
-            do="Add --model DIR, the directory with the model's config",
+            do="Add `model=DIR`, the directory with the model's config",
         )
     if method := unknown_quantization(config):
         raise UnsupportedError(
@@ -37,7 +37,7 @@ def require_model(model: Model | None, config: Mapping[str, object] | None, engi
         )
     error = unknown_architecture(config)
     if can_learn and not draft_class(config):
-        error.do = f"{error.do}. Or learn the layout from {engine}'s own loader with `reshard learn`, and add --layout FILE"
+        error.do = f"{error.do}. Or learn the layout from {engine}'s own loader with `reshard learn`, and add `layout=FILE`"
     raise error
 
 
@@ -58,7 +58,7 @@ def check_served(model: Model, rules: EngineRules) -> None:
             do="Convert to hf, which it loads as well",
         )
     if rules.refuses_quantized and model.quantization:
-        raise UnsupportedError("the weights are quantized", why=rules.refuses_quantized, do="Add --dequantize, or convert to hf")
+        raise UnsupportedError("the weights are quantized", why=rules.refuses_quantized, do="Add `dequantize=True`, or convert to hf")
     if rules.derives_head_dim:
         _check_head_dim(model, engine)
     if rules.all_layers_sparse and model.dense_layers:
@@ -111,19 +111,19 @@ def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
     experts = model.dimensions.get("experts", 0)
     if parallel.ep > 1 and not experts:
         raise RequestError(
-            f"--ep {parallel.ep}: a {model.architecture.model_type} model has no experts", do="Leave out --ep", id="illegal-sizes"
+            f"`ep={parallel.ep}`: a {model.architecture.model_type} model has no experts", do="Leave out `ep=`", id="illegal-sizes"
         )
     if parallel.ep > 1 and parallel.ep != parallel.tp:
         raise RequestError(
-            f"--ep {parallel.ep} with --tp {parallel.tp}: {rules.engine} distributes experts over the tensor-parallel ranks",
-            do=f"Give --ep {parallel.tp}, or leave it out",
+            f"`ep={parallel.ep}` with `tp={parallel.tp}`: {rules.engine} distributes experts over the tensor-parallel ranks",
+            do=f"Give `ep={parallel.tp}`, or leave it out",
             id="illegal-sizes",
         )
     if refused := degree_problem(model, rules, parallel.tp, parallel.ep):
         name, reason = refused
         legal = legal_tensor_parallel_sizes(model, rules, with_experts=parallel.ep > 1)
         raise RequestError(
-            f"--tp {parallel.tp} does not fit this model: {reason}",
+            f"`tp={parallel.tp}` does not fit this model: {reason}",
             where=name,
             why=f"{rules.engine} would refuse it, or give ranks parts of a head",
             do=f"Legal tensor-parallel sizes are {', '.join(map(str, legal)) or 'none: the engine cannot serve this model'}",
@@ -131,7 +131,7 @@ def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
         )
     if unfit := stage_problem(model, rules, parallel.pp):
         raise RequestError(
-            f"--pp {parallel.pp} does not fit this model: {unfit}",
+            f"`pp={parallel.pp}` does not fit this model: {unfit}",
             why=f"{rules.engine} would refuse it",
             do="Use fewer stages",
             id="illegal-sizes",
@@ -143,7 +143,7 @@ def check_stages(model: Model, pp: int) -> None:
     layers = model.dimensions["layers"]
     if pp > layers:
         raise RequestError(
-            f"--pp {pp} does not fit this model: {plural(layers, 'layer')} on {pp} stages",
+            f"`pp={pp}` does not fit this model: {plural(layers, 'layer')} on {pp} stages",
             why="Some stages would hold no layer",
             do=f"Use at most {plural(layers, 'stage')}",
         )

@@ -201,7 +201,7 @@ class EngineRank:
                 f"each of its elements belongs to {part.block_shape[0]} rows of the weight, and {self.rules.engine} reorders the rows",
                 where=part.tensor,
                 why="The rows of a block would get the scales of others",
-                do="Convert to hf, or add --dequantize",
+                do="Convert to hf, or add `dequantize=True`",
             )
         return array.with_even_first(0, run)
 
@@ -325,7 +325,7 @@ def _one_dtype(tensor: RankTensor, layer: int | None, dtypes: Mapping[str, DType
             f"its parts have different element types: {', '.join(f'{name} {dtype}' for dtype, name in by_dtype.items())}",
             where=tensor.name.replace("{layer}", str(layer)),
             why=f"{engine} stores them as one tensor",
-            do="Choose one for all with --dtype",
+            do="Choose one for all with `dtype=`",
         )
     return first
 

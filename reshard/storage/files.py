@@ -346,7 +346,7 @@ class LocalFiles:
         if error.errno == errno.EISDIR:
             return CheckpointError("a file was expected, this is a directory", where=path)
         refusal = system_refusal(error, "read", path)
-        return SystemRefusal(refusal.what, where=path, do=f"{refusal.do}; an interrupted conversion continues with --resume")
+        return SystemRefusal(refusal.what, where=path, do=f"{refusal.do}; an interrupted conversion continues with `resume=True`")
 
     @staticmethod
     def _fill(descriptor: int, path: str, byte_offset: int, buffer: memoryview) -> None:

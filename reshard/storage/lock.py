@@ -87,7 +87,7 @@ class Lock:
             where=str(self._root),
             why="Two runs at once would mix their files; nothing was changed",
             do="Wait until it has ended, or choose another directory"
-            + ("; several processes share the work of one plan with --part" if same_plan else ""),
+            + ("; several processes share the work of one plan with `part=`" if same_plan else ""),
         )
 
     def check(self) -> None:
@@ -97,7 +97,7 @@ class Lock:
                 "the lock file was removed or replaced while this run was writing",
                 where=str(self._path),
                 why="Another run may have begun to write here, so no file got its final name",
-                do="Make sure that no other run writes here, then start again with --overwrite",
+                do="Make sure that no other run writes here, then start again with `overwrite=True`",
             )
 
     def give_up(self) -> None:

@@ -292,17 +292,17 @@ class Staging:
                 f"the disk is full: {needed:,} bytes are needed in all, {free:,} are free now",
                 where=str(self.root),
                 why=kept,
-                do="Free some space and run the same command with --resume",
+                do="Free some space and run the same command with `resume=True`",
                 id="no-space",
             )
         if error.errno == errno.EFBIG:
             return SystemRefusal(
                 f"a file of {self._sizes.get(path, 0):,} bytes is larger than the file system, or the limit of `ulimit -f`, allows",
                 where=str(self.work / path),
-                do="Raise the limit, choose another disk, or write smaller files with --max-shard-size",
+                do="Raise the limit, choose another disk, or write smaller files with `max_shard_size=`",
             )
         refusal = system_refusal(error, "written", self.work / path)
-        return SystemRefusal(refusal.what, where=refusal.where, why=kept, do=f"{refusal.do}; --resume continues")
+        return SystemRefusal(refusal.what, where=refusal.where, why=kept, do=f"{refusal.do}; `resume=True` continues")
 
 
 class _WrittenFiles(LocalFiles):
@@ -336,7 +336,7 @@ def _lost(staged: Path) -> TargetError:
         "the file is missing or has another length than the interrupted run gave it",
         where=str(staged),
         why="The journal lists finished blocks that it should hold, so the conversion cannot continue",
-        do="Start again with --overwrite",
+        do="Start again with `overwrite=True`",
     )
 
 

@@ -73,7 +73,7 @@ def memory_refusal(error: Exception) -> SystemRefusal | None:
     return SystemRefusal(
         f"the system gives reshard no more memory ({(str(error).splitlines() or ['MemoryError'])[-1]})",
         why="A limit is too low (ulimit -v, that of a container or a job), or the machine has no more",
-        do="Raise the limit, or use less with --workers 1 and a smaller --memory, where the command has them",
+        do="Raise the limit, or use less with `workers=1` and a smaller `memory=`, where the command has them",
         id="no-memory",
     )
 

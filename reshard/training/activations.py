@@ -46,7 +46,7 @@ class Batch:
     """Whether the attention kernel saves the attention scores; FlashAttention does not."""
 
     def __post_init__(self) -> None:
-        check_word("--recompute", self.recompute, RECOMPUTE)
+        check_word("`recompute=`", self.recompute, RECOMPUTE)
 
     @property
     def tokens(self) -> int:

@@ -60,7 +60,7 @@ class BytesPer:
     def __post_init__(self) -> None:
         for field in fields(self):
             if getattr(self, field.name) < 0:
-                raise RequestError(f"--{field.name}-bytes {getattr(self, field.name)}: a number of bytes is 0 or more")
+                raise RequestError(f"`{field.name}_bytes={getattr(self, field.name)}`: a number of bytes is 0 or more")
 
     @property
     def optimizer(self) -> int:
@@ -93,7 +93,7 @@ class TrainingRun:
     """Bytes per second that a rank sends; None: times are not computed."""
 
     def __post_init__(self) -> None:
-        check_word("--activations", self.formula, FORMULAS)
+        check_word("`activations=`", self.formula, FORMULAS)
 
 
 @value
@@ -194,7 +194,9 @@ def estimate(source: Model | int, training: TrainingRun, zero_stages: Sequence[i
     """
     if isinstance(source, int):
         if training.batch is not None:
-            raise RequestError("a number of parameters does not say how large activations are", do="Give a model's config, or no --seq-len")
+            raise RequestError(
+                "a number of parameters does not say how large activations are", do="Give a model's config, or no `seq_len=`"
+            )
         if training.schedule.chunks > 1 or training.stage_layers:
             raise RequestError("a number of parameters does not say which layers there are", do="Give a model's config")
         stage_counts, number = stages_of_number(source, training.parallel), source
@@ -308,7 +310,7 @@ def _check_chunks(training: TrainingRun, counts: Sequence[StageCount]) -> None:
     chunks = training.schedule.chunks
     uneven = [len(stage.layers or ()) for stage in counts if len(stage.layers or ()) % chunks]
     if uneven:
-        raise RequestError(f"--vp {chunks} does not divide the {uneven[0]} layers of a stage", id="illegal-sizes")
+        raise RequestError(f"`vp={chunks}` does not divide the {uneven[0]} layers of a stage", id="illegal-sizes")
 
 
 def _assumptions(source: Model | int, training: TrainingRun, zero_stages: Sequence[int]) -> tuple[str, ...]:
@@ -332,7 +334,7 @@ def _assumptions(source: Model | int, training: TrainingRun, zero_stages: Sequen
     if batch is not None:
         sentences.extend(_about_activations(training))
     elif isinstance(source, Model):
-        sentences.append("activations are not counted: give --seq-len")
+        sentences.append("activations are not counted: give `seq_len=`")
     if parallel.pp > 1:
         sentences.append(
             f"bubble: fraction of the time; {schedule.name}, {schedule.microbatches} microbatch(es) of equal time, equal stages, "
@@ -357,14 +359,14 @@ def _about_activations(training: TrainingRun) -> list[str]:
     assert batch is not None
     formulas = {
         "published": "activations per layer: s b h (34 + 5 a s / h) without TP, Korthikanti et al. 2022, for a GPT with an MLP of 4 h; "
-        "--activations itemised counts this model's own widths",
+        "`activations=itemised` counts this model's own widths",
         "itemised": "activations per layer: counted tensor by tensor with this model's widths, as Korthikanti et al. 2022 do for a GPT",
     }
     sentences = [formulas[training.formula] + "; 2 bytes each, 1 for dropout masks, 4 for logits"]
     if batch.scores and batch.recompute == "none":
-        sentences.append("attention scores are saved, 5 a s / h of it; with FlashAttention none are: give --flash-attention")
+        sentences.append("attention scores are saved, 5 a s / h of it; with FlashAttention none are: give `flash_attention=True`")
     if batch.tp > 1 and not batch.sequence_parallel:
-        sentences.append("without sequence parallelism every TP rank saves 10 h of the 34 h: give --sequence-parallel")
+        sentences.append("without sequence parallelism every TP rank saves 10 h of the 34 h: give `sequence_parallel=True`")
     if batch.recompute != "none":
         sentences.append("transient, recomputation: the activations of one layer during its backward pass")
     return sentences

@@ -106,7 +106,7 @@ def stages_of_number(number: int, parallel: Parallel) -> list[StageCount]:
     """Parameters of a rank of each pipeline stage, if only the model's number of parameters is known: equal parts for all ranks."""
     if parallel.ep > 1:
         raise RequestError(
-            f"--ep {parallel.ep}: a number of parameters does not say how many of the {number:,} belong to experts",
+            f"`ep={parallel.ep}`: a number of parameters does not say how many of the {number:,} belong to experts",
             do="Give a model's config",
             id="illegal-sizes",
         )
@@ -145,20 +145,20 @@ def _check_tensors(parts: Iterable[Part], tp: int, rules: SplitRules) -> None:
     # Query heads first, then KV heads: people understand a size that does not divide the heads best.
     for part in sorted(parts, key=lambda part: (not part.split.heads, part.split.copies)):
         if reason := problem(part, tp, rules):
-            raise RequestError(f"--tp {tp} does not fit this model: {reason}", where=part.tensor, id="illegal-sizes")
+            raise RequestError(f"`tp={tp}` does not fit this model: {reason}", where=part.tensor, id="illegal-sizes")
 
 
 def _check_experts(model: Model, parallel: Parallel) -> None:
     experts = model.dimensions.get("experts")
     if parallel.ep > 1 and not experts:
         raise RequestError(
-            f"--ep {parallel.ep}: a {model.architecture.model_type} model has no experts", do="Leave out --ep", id="illegal-sizes"
+            f"`ep={parallel.ep}`: a {model.architecture.model_type} model has no experts", do="Leave out `ep=`", id="illegal-sizes"
         )
     if experts and experts % parallel.ep:
-        raise RequestError(f"--ep {parallel.ep} does not divide the {experts} experts of a layer", id="illegal-sizes")
+        raise RequestError(f"`ep={parallel.ep}` does not divide the {experts} experts of a layer", id="illegal-sizes")
     if parallel.dp % parallel.ep:
         raise RequestError(
-            f"--ep {parallel.ep} does not divide the {parallel.dp} data-parallel ranks",
+            f"`ep={parallel.ep}` does not divide the {parallel.dp} data-parallel ranks",
             why="Expert-parallel ranks are data-parallel ranks with different experts",
             id="illegal-sizes",
         )
@@ -166,13 +166,13 @@ def _check_experts(model: Model, parallel: Parallel) -> None:
 
 def _stage_sizes(layers: int, pp: int, requested: tuple[int, ...] | None) -> tuple[int, ...]:
     if requested is None and pp > layers:
-        raise RequestError(f"--pp {pp}: the model has {layers} layers, and every stage needs one", id="illegal-sizes")
+        raise RequestError(f"`pp={pp}`: the model has {layers} layers, and every stage needs one", id="illegal-sizes")
     if requested is None:
         return tuple(layers // pp + (stage < layers % pp) for stage in range(pp))
     if len(requested) != pp or sum(requested) != layers:
         raise RequestError(
-            f"--stage-layers {','.join(map(str, requested))}: {len(requested)} stages with {sum(requested)} layers",
-            why=f"The model has {layers} layers, and --pp is {pp}",
+            f"`stage_layers=` {','.join(map(str, requested))}: {len(requested)} stages with {sum(requested)} layers",
+            why=f"The model has {layers} layers, and `pp=` is {pp}",
         )
     return requested
 

@@ -40,20 +40,20 @@ class Schedule:
     """Chunks of layers per stage; more than one with the interleaved schedule only."""
 
     def __post_init__(self) -> None:
-        check_word("--schedule", self.name, SCHEDULES)
+        check_word("`schedule=`", self.name, SCHEDULES)
         if self.microbatches < 1:
-            raise RequestError(f"--microbatches {self.microbatches}: a step has at least one")
+            raise RequestError(f"`microbatches={self.microbatches}`: a step has at least one")
         if (self.name == "interleaved") != (self.chunks > 1):
             raise RequestError(
-                f"--schedule {self.name} with {self.chunks} chunk{'s' if self.chunks > 1 else ''} per stage",
+                f"`schedule={self.name}` with {self.chunks} chunk{'s' if self.chunks > 1 else ''} per stage",
                 why="The interleaved schedule is the one in which each stage has several chunks of layers",
-                do="Give --schedule interleaved together with --vp 2 or more",
+                do="Give `schedule=interleaved` together with `vp=2` or more",
             )
         if self.chunks > 1 and (self.stages < 2 or self.microbatches % self.stages):
             raise RequestError(
                 f"{self.microbatches} microbatches on {self.stages} stages cannot be interleaved",
                 why="The schedule computes the chunks in groups of microbatches, one for each stage, and needs at least two stages",
-                do=f"Give --microbatches a multiple of {max(self.stages, 2)}",
+                do=f"Give `microbatches=` a multiple of {max(self.stages, 2)}",
             )
 
     @property
@@ -80,7 +80,7 @@ def fewest_microbatches(schedule: Schedule, most: float) -> int:
     Raises: RequestError unless 0 < most < 1.
     """
     if not 0 < most < 1:
-        raise RequestError(f"--max-bubble {most:g} is not between 0 and 1", do="Use for example --max-bubble 10%")
+        raise RequestError(f"`max_bubble=` {most:g} is not between 0 and 1", do="Use for example `max_bubble=10%`")
     # (P - 1) / (v M + P - 1) <= most
     count = max(1, math.ceil((schedule.stages - 1) * (1 - most) / (most * schedule.chunks) - 1e-9))
     step = schedule.stages if schedule.chunks > 1 else 1

@@ -199,7 +199,7 @@ def result_of(running: Conversion, target: PathLike, seconds: float) -> Result:
         raise TargetInUse(
             "all tasks are done, and another process still writes here, so the files have not got their final names",
             where=os.fspath(target),
-            do="Wait until it has ended, then run the same command with --finish",
+            do="Wait until it has ended, then run the same command with `finish=True`",
         )
     return _result(running.plan, target, seconds, running.fingerprint, running.notes)
 
@@ -223,7 +223,7 @@ def existing_target(*, resume: bool, overwrite: bool, if_changed: bool) -> Exist
     chosen: dict[Existing, bool] = {"resume": resume, "overwrite": overwrite, "update": if_changed}
     given = [name for name, is_given in chosen.items() if is_given]
     if len(given) > 1:
-        flags = ["--if-changed" if name == "update" else f"--{name}" for name in given]
+        flags = ["`if_changed=True`" if name == "update" else f"`{name}=True`" for name in given]
         raise RequestError(f"{flags[0]} and {flags[1]} contradict each other", do="Give one of them")
     return given[0] if given else "refuse"
 
@@ -296,7 +296,7 @@ def _shared_conversion(
     """A part of a conversion, or one by a Ray cluster. It goes on from what is there, and replaces nothing in a store."""
     if is_url(target) and existing not in ("refuse", "resume"):
         raise RequestError(
-            f"--{'if-changed' if existing == 'update' else existing} does not go with --part and --ray for a target in a store",
+            f"`{'if_changed' if existing == 'update' else existing}=True` does not go with `part=` and `ray=True` for a target in a store",
             where=os.fspath(target),
             why="Stores have no locks, so one process could remove what another has just written",
             do="Choose an empty folder, or remove the old checkpoint first",
@@ -315,7 +315,7 @@ def _shared_conversion(
         event(
             "imbalance",
             f"{plural(len(tasks), 'task')} for {sharing.part.of} parts: the part with the most work has {more:.0%} more than the mean; a "
-            "smaller --max-shard-size makes more tasks, where the format has it",
+            "smaller `max_shard_size=` makes more tasks, where the format has it",
             level=30,
             tasks=len(tasks),
             parts=sharing.part.of,
@@ -347,7 +347,9 @@ def may_replace(destination: Destination, plan: Plan, existing: Existing) -> tup
             begun.sentence if begun else f"the target exists and holds {plural(len(entries), 'entry', 'entries')}",
             where=place,
             why="Another run may be writing here, or was interrupted; nothing was written" if begun else "Nothing was written",
-            do="Finish it with --resume, or start anew with --overwrite" if begun else "Choose another place, or say --overwrite",
+            do="Finish it with `resume=True`, or start anew with `overwrite=True`"
+            if begun
+            else "Choose another place, or say `overwrite=True`",
             id="target-in-use" if begun else "target-exists",
         )
     # Only those folders are searched that the new checkpoint has, too.
@@ -361,7 +363,7 @@ def may_replace(destination: Destination, plan: Plan, existing: Existing) -> tup
         return destination.existing(dict.fromkeys((*own, *unfinished, *records)))
     if not weights and not begun:
         raise TargetError(
-            f"--overwrite: {', '.join(entries[:3])} and what else lies there is no checkpoint",
+            f"`overwrite=True`: {', '.join(entries[:3])} and what else lies there is no checkpoint",
             where=place,
             why="Only checkpoints are replaced",
             do="Choose another place, or remove its content yourself",

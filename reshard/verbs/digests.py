@@ -40,7 +40,7 @@ def weight_checker(to: str) -> WeightChecker:
     target = registry.target(to)
     if not isinstance(target, ServingFormat) or target.weight_checker is None:
         raise RequestError(
-            f"--to {to}: digests are those of a serving engine's ranks",
+            f"`to={to}`: digests are those of a serving engine's ranks",
             do=f"Use a format whose engine has a weight checker: {', '.join(weight_checkers())}",
         )
     return target.weight_checker

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 State = Literal["running", "resumable", "half-replaced", "not-begun", "unknown", "upload", "target"]
 MEANINGS: dict[State, str] = {
     "running": "a run uses it",
-    "resumable": "--resume finishes the run",
+    "resumable": "`resume=True` finishes the run",
     "half-replaced": "the run was replacing the target's files; it must be finished",
     "not-begun": "the run has not written anything that could be resumed",
     "unknown": "it is not known to be of reshard",

@@ -58,5 +58,7 @@ def load_plan(path: PathLike, source: PathLike) -> Plan:
     """
     files = LocalFiles(path)
     if not files.is_file:
-        raise RequestError("a plan file is expected, this is a directory", where=files.root, do="Give the file that --plan-out has written")
+        raise RequestError(
+            "a plan file is expected, this is a directory", where=files.root, do="Give the file that `plan_out=` has written"
+        )
     return PlanFile(read_whole(files, files.list()[0], limit=_MOST_BYTES), os.fspath(path)).planned(os.fspath(source))

@@ -113,7 +113,8 @@ def _about_unknown(result: Comparison, *sides: Side) -> Iterator[str]:
     """A note if one side lacks weights that the declared architecture lacks, too."""
     unknown = {name for side in sides for name in side.content.unknown}
     if lost := [each.name for each in result.differences if each.kind in ("missing", "extra") and each.name in unknown]:
-        yield f"the declared architecture lacks {plural(len(lost), 'weight')} that one side lacks; --drop-unknown leaves out such weights"
+        lacks = f"the declared architecture lacks {plural(len(lost), 'weight')} that one side lacks"
+        yield f"{lacks}; `drop_unknown=True` leaves out such weights"
 
 
 def not_compared(side: Side) -> Iterator[str]:
@@ -123,7 +124,7 @@ def not_compared(side: Side) -> Iterator[str]:
     for reason, count in Counter(drop.reason for drop in weights).items():
         yield f"not compared in {root}: {count} weight ({reason})"
     if kinds := Counter(drop.kind for drop in content.drops if drop.kind != "weight"):
-        hint = "" if content.selection.optimizer else " (--optimizer compares optimizer state)"
+        hint = "" if content.selection.optimizer else " (`optimizer=True` compares optimizer state)"
         yield f"not compared in {root}: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}{hint}"
 
 

@@ -89,7 +89,7 @@ def watch(run: PathLike, *, to: str, into: str, **options: Unpack[WatchOptions])
     link = given.pop("link_unchanged", False)
     if link and is_url(into):
         raise UnsupportedError(
-            "--link-unchanged needs outputs on a disk",
+            "`link_unchanged=True` needs outputs on a disk",
             where=into,
             why="Objects have no links, and copies of objects take as much room",
             do="Leave it out",
@@ -125,7 +125,7 @@ def _pattern(into: str) -> tuple[str, str]:
     target_place(into)
     folder, slash, name = into.rstrip("/").rpartition("/")
     if "{step}" not in name or "{" in folder:
-        raise RequestError(f"--into {into}: the last part of the path needs {{step}}", do="Use for example --into OUT/{step}")
+        raise RequestError(f"`into={into}`: the last part of the path needs {{step}}", do="Use for example `into=OUT/{step}`")
     return folder or (slash or "."), name
 
 
@@ -145,7 +145,7 @@ def _chosen(steps: list[Step], part: str | None, into: str) -> list[Step]:
     parts = sorted({step.part for step in steps if step.format})
     if len(parts) > 1 and "{part}" not in into:
         named = ", ".join(each or "the folder itself" for each in parts)
-        do = f"Choose one with --part, such as --part {parts[-1]}, or write {{part}} in --into"
+        do = f"Choose one with `part=`, such as `part=` {parts[-1]}, or write {{part}} in `into=`"
         raise RequestError(f"the steps have several checkpoints: {named}", do=do, id="ambiguous")
     return steps
 
@@ -219,5 +219,5 @@ class _Work:
         # What it prints goes to stderr: stdout is the watch's own.
         code = subprocess.run(self.then, shell=True, env={**os.environ, **about}, stdout=2, stdin=subprocess.DEVNULL).returncode
         if code:
-            raise RequestError(f"the command of --then ended with exit code {code}", where=target, do="It is run again later")
+            raise RequestError(f"the command of `then=` ended with exit code {code}", where=target, do="It is run again later")
         return f"{self.then!r} ended with exit code 0"

@@ -66,7 +66,7 @@ def test_one_glob_may_be_a_text_in_python():
     assert {name for name in opened.tensors() if "norm" in name} == set(opened.tensors(Selection(include="*norm*")))
     assert library.verify(opened, opened, selection=Selection(exclude="*mlp*")).equal
     assert len(library.plan(LLAMA, to="hf", dtype="fp32", keep_dtype="*norm*").routes) == 21
-    with pytest.raises(RequestError, match=r"'\*nrom\*', .*|--exclude '\*nrom\*' matches none"):
+    with pytest.raises(RequestError, match=r"'\*nrom\*', .*|`exclude=` '\*nrom\*' matches none"):
         opened.tensors(Selection(exclude="*nrom*"))
 
 

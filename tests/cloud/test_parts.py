@@ -260,7 +260,7 @@ def test_parts_write_into_an_empty_folder_only(plan, s3):
     before = content_in(s3, "bucket", "old")
     with pytest.raises(TargetError, match="Parts write into an empty folder"):
         reshard.convert_part(plan, "s3://bucket/old", "0/2")
-    with pytest.raises(RequestError, match="--overwrite does not go with --part and --ray for a target in a store"):
+    with pytest.raises(RequestError, match="`overwrite=True` does not go with `part=` and `ray=True` for a target in a store"):
         reshard.convert_part(plan, "s3://bucket/old", "0/2", overwrite=True)
     assert content_in(s3, "bucket", "old") == before
     reshard.convert_part(plan, "s3://bucket/out", "0/2")

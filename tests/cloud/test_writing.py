@@ -206,7 +206,7 @@ def test_if_changed_replaces_only_what_reshard_wrote(tmp_path, s3):
     s3.objects["bucket", "ours/model-99999-of-99999.safetensors"] = s3.objects["bucket", "theirs/model-00001-of-00004.safetensors"]
     before = {folder: content_in(s3, "bucket", folder) for folder in ("theirs", "ours")}
     for folder in before:
-        with pytest.raises(TargetError, match=r"--if-changed: .*so reshard did not write"):
+        with pytest.raises(TargetError, match=r"`if_changed=True`: .*so reshard did not write"):
             reshard.convert(reshard.plan(source, to="hf", dtype="bf16"), f"s3://bucket/{folder}", if_changed=True)
         assert content_in(s3, "bucket", folder) == before[folder]
 

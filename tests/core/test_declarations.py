@@ -554,7 +554,7 @@ def test_a_name_or_a_file(tmp_path, monkeypatch):
     assert named_architecture("qwen2") is find_architecture("qwen2")
     assert named_architecture("./qwen2").model_type == "mine" and named_architecture("./qwen2").declared_in == "./qwen2"
     assert named_architecture(Path("qwen2")).model_type == "mine"
-    with pytest.raises(RequestError, match=r"--architecture my: no model is declared by that name\..*Known: .*qwen2.*\./my\.yaml"):
+    with pytest.raises(RequestError, match=r"`architecture=my`: no model is declared by that name\..*Known: .*qwen2.*\./my\.yaml"):
         named_architecture("my")
     with pytest.raises(RequestError, match=r"here is no file or directory 'my\.yaml'"):
         named_architecture("my.yaml")

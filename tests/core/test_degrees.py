@@ -113,7 +113,7 @@ def test_a_training_checkpoint_is_counted_like_what_it_becomes():
 
 def test_a_checkpoint_that_leaves_something_unsaid_is_asked_about():
     case = FIXTURES / "megatron" / "llama-tp2" / "checkpoint"
-    with pytest.raises(RequestError, match="--vocab-size"):
+    with pytest.raises(RequestError, match="`vocab_size="):
         reshard.degrees(case, to="vllm")
     assert reshard.degrees(case, to="vllm", tp=(2,), vocab_size=50).rows[0].problem is None
 
@@ -129,7 +129,7 @@ def test_a_bare_config_says_the_same_as_the_checkpoint(model, tmp_path):
 def test_a_model_that_is_not_declared_is_taken_for_one_that_is_named(tmp_path):
     folder = folder_of(tmp_path, LLAMA_70B, model_type="somebodys_own")
     for ask in (lambda **said: reshard.degrees(folder, to="vllm", **said), lambda **said: reshard.estimate(folder, **said)):
-        with pytest.raises(RequestError, match=r"'somebodys_own' is not declared.*--architecture"):
+        with pytest.raises(RequestError, match=r"'somebodys_own' is not declared.*`architecture="):
             ask()
     assert reshard.degrees(folder, to="vllm", tp=(1,), architecture="llama").rows[0].fullest.weights > 2 * 70_553_706_496
     assert reshard.estimate(folder, architecture="llama").parameters == 70_553_706_496
@@ -139,7 +139,7 @@ def test_a_bare_config_without_an_element_type_is_asked_for_one(tmp_path):
     config = json.loads((HF / "llama" / "config.json").read_text())
     config.pop("dtype")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RequestError, match="--dtype bf16"):
+    with pytest.raises(RequestError, match="`dtype=bf16`"):
         reshard.degrees(tmp_path, to="vllm")
     assert reshard.degrees(tmp_path, to="vllm", dtype="bf16") == reshard.degrees(HF / "llama", to="vllm")
 
@@ -206,7 +206,7 @@ def test_a_reason_names_the_numbers():
     assert rows[1] is None and rows[3] == "3 ranks do not divide its 8 attention heads (model.layers.0.self_attn.q_proj.weight)"
     assert "16 ranks do not divide its 8 attention heads" in rows[16]
     (row,) = reshard.degrees(HF / "llama", to="vllm", tp=(2,), ep=True).rows
-    assert row.problem == "--ep 2: a llama model has no experts"
+    assert row.problem == "`ep=2`: a llama model has no experts"
 
 
 # The KV cache.

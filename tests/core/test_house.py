@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from walks import walk_of
 
+from reshard.requests.keywords import OpenOptions, PlanOptions
+from reshard.verbs.look.keywords import DegreeOptions, EstimateOptions
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 # A room imports only rooms above it in this list. architectures/ is data.
@@ -356,6 +359,23 @@ def test_detecting_loads_a_reader_only_to_look_into_a_file():
     folder = str(ROOT / "fixtures" / "hf" / "llama")
     detect = f"from reshard.adapter import registry\nfrom reshard.storage.files import LocalFiles\nregistry.detect(LocalFiles({folder!r}))"
     assert heavy(loaded_after(detect)) == []
+
+
+def test_below_the_command_line_texts_name_keywords_and_not_flags():
+    """`model=DIR`, of which the command line makes --model DIR. Whole commands stand in backticks with their flags."""
+    flags = {
+        f"--{name.replace('_', '-')}"
+        for declared in (PlanOptions, OpenOptions, DegreeOptions, EstimateOptions)
+        for name in declared.__annotations__
+    }
+    flags |= {"--to", "--resume", "--overwrite", "--if-changed", "--checksums", "--deep"}
+    for path in [*CORE, *FORMATS, *PLUGINS]:
+        fields = {id(node.value) for node in nodes(path) if isinstance(node, ast.Expr)}
+        for node in nodes(path):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in fields and path.name != "launcher.py":
+                plain = " ".join(node.value.split("`")[::2])
+                words = {*re.findall(r"--[a-z][a-z-]*", plain)} & flags
+                assert not words or "`" in node.value or plain.strip() in flags or plain.startswith(" --"), f"{label(path)}: {node.value}"
 
 
 def test_the_walk_of_a_source_does_not_grow():

@@ -60,7 +60,7 @@ def test_the_nearest_keyword_is_named(name, wrong, meant):
 
 def test_an_option_of_another_format_is_still_told_apart_from_a_misspelt_one():
     for name in ("plan", "view", "digests"):
-        with pytest.raises(reshard.RequestError, match="--vp does not apply to vllm"):
+        with pytest.raises(reshard.RequestError, match="`vp=` does not apply to vllm"):
             CALLS[name](vp=2)
 
 

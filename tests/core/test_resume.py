@@ -151,7 +151,7 @@ def test_a_byte_that_changes_while_files_get_their_names_is_told(plan, tmp_path,
         content = path.read_bytes()
         for at in (9, len(content) // 2, len(content) - 1):  # the header, a tensor, the padding of the vocabulary
             path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-            with pytest.raises(TargetError, match=r"have changed since the interrupted run.*--overwrite"):
+            with pytest.raises(TargetError, match=r"have changed since the interrupted run.*`overwrite=True`"):
                 reshard.convert(plan, target, resume=True)
         path.write_bytes(content)
     reshard.convert(plan, target, resume=True)
@@ -272,7 +272,7 @@ def test_another_conversion_is_not_resumed(plan, tmp_path):
     for other in (reshard.plan(HF / "llama", to="vllm", tp=4), reshard.plan(HF / "mistral", to="vllm", tp=2)):
         with pytest.raises(RequestError, match="had other options"):
             reshard.convert(other, tmp_path / "out", resume=True)
-    with pytest.raises(RequestError, match="--resume"):
+    with pytest.raises(RequestError, match="`resume=True`"):
         reshard.convert(plan, tmp_path / "out")
     assert tree(tmp_path / "out") == before
     reshard.convert(plan, tmp_path / "out", overwrite=True)
@@ -351,7 +351,7 @@ def test_a_disk_that_fills_up_loses_nothing(plan, tmp_path, monkeypatch):
         return real(descriptor, data, offset)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(RequestError, match=r"disk is full: [\d,]+ bytes are needed in all.*--resume"):
+    with pytest.raises(RequestError, match=r"disk is full: [\d,]+ bytes are needed in all.*`resume=True`"):
         reshard.convert(plan, target, workers=1)
     assert final_names(target) == [] and written_blocks(target)
     monkeypatch.setattr(os, "pwrite", real)

@@ -84,4 +84,4 @@ def _parse(command: str, where: str) -> None:
     if "to" in parsed and name != "degrees" and not parsed.get("plan_path"):
         known = {option.name for option in registry.target(parsed["to"]).options}
         for option in registry.options():
-            assert parsed.get(option.name) is None or option.name in known, f"{where}: {command}: {option.flag} is not of {parsed['to']}"
+            assert parsed.get(option.name) is None or option.name in known, f"{where}: {command}: --{option.name} is not of {parsed['to']}"

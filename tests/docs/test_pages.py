@@ -93,7 +93,7 @@ def test_every_format_has_a_page_with_its_options(name):
     assert [title for title in found if title in OF_A_FORMAT] == OF_A_FORMAT
     section = re.search(r"^## Options$(.*?)^## ", page.read_text(), re.MULTILINE | re.DOTALL)
     told = {flag for row in re.findall(r"^\| (`--[^|]*)\|", section[1], re.MULTILINE) for flag in re.findall(r"--[\w-]+", row)}
-    flags = {option.flag for option in registry.formats()[name].options}
+    flags = {"--" + option.name.replace("_", "-") for option in registry.formats()[name].options}
     opposites = {f"--{option.opposite.replace('_', '-')}" for option in registry.formats()[name].options if option.opposite}
     assert told == flags | opposites
     assert f"[{name}](docs/formats/{name}.md)" in README.read_text() and f"[{name}]({name}.md)" in (DOCS / "formats/index.md").read_text()

@@ -173,7 +173,7 @@ def test_trained_rows_of_an_embedding_are_taken_out_of_a_checkpoint(tmp_path):
     reshard.convert(plan, tmp_path / "out")
     assert same(load(tmp_path / "out"), load(adapter))
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["trainable_token_indices"] == [3, 5]
-    with pytest.raises(RequestError, match=r"no adapter_config.json gives trainable_token_indices.*--adapter-config"):
+    with pytest.raises(RequestError, match=r"no adapter_config.json gives trainable_token_indices.*`adapter_config="):
         reshard.plan(tmp_path / "trained.pt", to="peft", model=HF / "llama", lora_alpha="6", base_model="x")
 
 
@@ -239,7 +239,7 @@ def verl(tmp_path):
 
 @pytest.mark.parametrize("options", [{"to": "hf"}, {"to": "vllm", "tp": 2}, {"to": "megatron"}], ids=lambda options: options["to"])
 def test_an_adapter_beside_its_base_is_merged_left_out_or_refused_but_never_lost_in_silence(verl, options, tmp_path):
-    with pytest.raises(RequestError, match=r"LoRA adapter of 4 tensors.*--merge-adapter self.*--drop-adapter.*--to peft"):
+    with pytest.raises(RequestError, match=r"LoRA adapter of 4 tensors.*`merge_adapter=self`.*`drop_adapter=True`.*`to=peft`"):
         reshard.plan(verl, **options)
     vocabulary = 50 if options["to"] == "megatron" else None
     for name, source, given in (
@@ -270,16 +270,16 @@ def test_what_to_do_with_an_adapter_that_is_not_there_is_refused(verl):
     for given, option in (({"merge_adapter": "self"}, "--merge-adapter self"), ({"drop_adapter": True}, "--drop-adapter")):
         with pytest.raises(RequestError, match=f"{option}: no LoRA adapter"):
             reshard.plan(HF / "llama", to="hf", **given)
-        with pytest.raises(RequestError, match="--include or --exclude leaves it out"):
+        with pytest.raises(RequestError, match="`include=` or `exclude=` leaves it out"):
             reshard.plan(verl, to="hf", exclude="*lora*", **given)
     assert reshard.plan(verl, to="hf", exclude="*lora*")
-    with pytest.raises(RequestError, match="--lora-alpha does not apply to hf"):
+    with pytest.raises(RequestError, match="`lora_alpha=` does not apply to hf"):
         reshard.plan(verl, to="hf", lora_alpha="6", drop_adapter=True)
 
 
 def test_the_scale_of_an_adapter_that_no_file_tells_is_asked_for(verl):
     (verl / "lora_train_meta.json").unlink()
-    with pytest.raises(RequestError, match=r"lora_alpha is not known.*--lora-alpha"):
+    with pytest.raises(RequestError, match=r"lora_alpha is not known.*`lora_alpha="):
         reshard.plan(verl, to="hf", merge_adapter="self")
     assert any("use_rslora" in note for note in reshard.plan(verl, to="hf", merge_adapter="self", lora_alpha="6").layout.notes)
     given = PEFT / "fsdp2" / "adapter"
@@ -310,9 +310,9 @@ def test_the_next_command_never_leaves_out_what_was_trained(verl):
 
 def test_what_no_file_says_must_be_given(tmp_path):
     source, base = PEFT / "fsdp2" / "checkpoint", HF / "qwen3_moe-sparse"
-    with pytest.raises(RequestError, match=r"lora_alpha is not known.*--lora-alpha"):
+    with pytest.raises(RequestError, match=r"lora_alpha is not known.*`lora_alpha="):
         reshard.plan(source, to="peft", model=base)
-    with pytest.raises(RequestError, match=r"task_type is not known.*--task-type"):
+    with pytest.raises(RequestError, match=r"task_type is not known.*`task_type="):
         reshard.plan(source, to="peft", lora_alpha="6", base_model="x")
     with pytest.raises(RequestError, match="holds no LoRA adapter"):
         reshard.plan(base, to="peft")
@@ -360,7 +360,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
         reshard.plan(HF / "llama", to="hf", merge_adapter=edited("plain", tmp_path / "rank", r=3))
     with pytest.raises(CheckpointError, match=r"gives no lora_alpha"):
         reshard.plan(HF / "llama", to="hf", merge_adapter=edited("plain", tmp_path / "alpha", lora_alpha=None))
-    with pytest.raises(RequestError, match=r"quantized.*--dequantize"):
+    with pytest.raises(RequestError, match=r"quantized.*`dequantize=True`"):
         reshard.plan(FIXTURES / "hf_fp8" / "qwen3_moe-ct-channel", to="hf", merge_adapter=PEFT / "fsdp2" / "adapter")
     with pytest.raises(RequestError, match=r"no adapter in PEFT's form"):
         reshard.plan(HF / "llama", to="hf", merge_adapter=HF / "llama")

@@ -82,7 +82,7 @@ def test_ranks_of_any_number_are_read_back(tp, tmp_path):
     cut = {"embedding_cut": "columns"} if tp > 1 else {}
     source = HF / "llama"
     if tp > 2:
-        with pytest.raises(RequestError, match=f"--tp {tp} does not divide the 2 heads of layers.0.attention.wk.weight"):
+        with pytest.raises(RequestError, match=f"`tp={tp}` does not divide the 2 heads of layers.0.attention.wk.weight"):
             reshard.plan(source, to="consolidated", tp=tp, **cut)
         return
     reshard.convert(reshard.plan(source, to="consolidated", tp=tp, **cut), tmp_path / "out")
@@ -100,7 +100,7 @@ def test_one_file_without_params_is_a_state_dict_of_any_program(tmp_path):
 
 
 def test_how_the_embedding_is_divided_is_not_guessed(tmp_path):
-    with pytest.raises(RequestError, match="--embedding-cut rows"):
+    with pytest.raises(RequestError, match="`embedding_cut=rows`"):
         reshard.plan(HF / "llama", to="consolidated", tp=2)
 
 
@@ -141,7 +141,7 @@ def test_a_stored_head_of_a_tied_model_is_compared_with_the_embedding(tmp_path):
 def test_what_params_do_not_tell_is_asked_for(case, params, question, tmp_path):
     source = edited(case, tmp_path / "in", params=params)
     assert reshard.open(source).index.tensors
-    with pytest.raises(RequestError, match=rf"{question}.*--model DIR"):
+    with pytest.raises(RequestError, match=rf"{question}.*`model=DIR`"):
         reshard.plan(source, to="hf")
     reshard.convert(reshard.plan(FOLDER / case, to="hf"), tmp_path / "model")
     reshard.convert(reshard.plan(source, to="hf", model=tmp_path / "model"), tmp_path / "out")
@@ -183,7 +183,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
 def test_only_models_that_were_compared_are_written():
     with pytest.raises(UnsupportedError, match="known for llama, mistral, mixtral, and this is qwen2"):
         reshard.plan(HF / "qwen2", to="consolidated")
-    with pytest.raises(RequestError, match="--tp 2 does not apply to Mistral's files"):
+    with pytest.raises(RequestError, match="`tp=2` does not apply to Mistral's files"):
         reshard.plan(HF / "mistral", to="consolidated", tp=2)
 
 

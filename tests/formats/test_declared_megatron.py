@@ -161,7 +161,7 @@ def test_a_config_says_which_layers_have_no_rotary_positions_by_a_list_or_an_int
 
 @pytest.mark.parametrize("hub", ["gpt_oss"], indirect=True)
 def test_experts_with_biases_are_not_shared_by_ranks(hub):
-    with pytest.raises(RequestError, match="Add --etp 1"):
+    with pytest.raises(RequestError, match="Add `etp=1`"):
         reshard.plan(hub[0], to="megatron", tp=2)
     with pytest.raises(RequestError, match="GroupedMLP"):
         reshard.plan(hub[0], to="megatron", experts="grouped")
@@ -172,7 +172,7 @@ def test_a_run_that_its_settings_do_not_describe_needs_its_config(hub, tmp_path)
     reshard.convert(reshard.plan(hub[0], to="megatron"), tmp_path / "out")
     for companion in ("config.json", "reshard.json"):
         (tmp_path / "out" / companion).unlink(missing_ok=True)
-    with pytest.raises(ReshardError, match="--model"):
+    with pytest.raises(ReshardError, match="`model="):
         reshard.plan(tmp_path / "out", to="hf")
 
 
@@ -205,7 +205,7 @@ def test_layers_that_are_built_of_transformer_engine_only(hub):
 
 @pytest.mark.parametrize(("hub", "what"), [("nemotron_h", "groups of a Mamba"), ("qwen3_next", "heads of a gated")], indirect=["hub"])
 def test_ranks_share_whole_groups_of_layers_with_a_state(hub, what):
-    with pytest.raises(RequestError, match=f"--tp 4 does not divide 2 {what}"):
+    with pytest.raises(RequestError, match=f"`tp=4` does not divide 2 {what}"):
         reshard.plan(hub[0], to="megatron", tp=4)
 
 

@@ -171,7 +171,7 @@ def test_a_declaration_needs_a_config_to_take_its_numbers_from(files, tmp_path):
     (tmp_path / "m").mkdir()
     shutil.copy(HF / "qwen2" / "model.safetensors", tmp_path / "m")
     with pytest.raises(
-        RequestError, match=r"--architecture names mymodel, and there is no config\.json, nor one in the parent directory.*--model DIR"
+        RequestError, match=r"`architecture=` names mymodel, and there is no config\.json, nor one in the parent directory.*`model=DIR`"
     ):
         library.open(tmp_path / "m", architecture=files["qwen2"])
     # Where only one of two has a config, it speaks for both.

@@ -268,7 +268,7 @@ def test_without_a_model_copy_the_master_is_the_weight():
     found = opened.content().tensors
     assert {tensor.kind for tensor in found.values()} == {"weight", "master", "buffer"}
     assert found["llama.model.embed_tokens.weight"].dtype.name == "BF16", "frozen weights are kept as they are"
-    with pytest.raises(RequestError, match="--weights model"):
+    with pytest.raises(RequestError, match="`weights=model`"):
         opened.content(Selection(weights="model"))
 
 

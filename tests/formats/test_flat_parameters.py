@@ -28,7 +28,7 @@ def test_aligned_and_padded_to_the_ranks():
 
 def test_another_model_does_not_fit():
     for elements in (22, 24, 40):
-        with pytest.raises(CheckpointError, match="--model"):
+        with pytest.raises(CheckpointError, match="`model="):
             starts(elements, 2 if elements != 24 else 5)
 
 

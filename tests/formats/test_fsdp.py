@@ -162,9 +162,9 @@ def test_of_an_actor_and_a_critic_one_must_be_named(tmp_path):
 
 @pytest.mark.parametrize("case", ["fsdp1-local", "fsdp1-local-orig"])
 def test_flat_parameters_need_the_models_config(case, tmp_path):
-    with pytest.raises(RequestError, match="--model"):
+    with pytest.raises(RequestError, match="`model="):
         reshard.open(FSDP / case / "checkpoint")
-    with pytest.raises(CheckpointError, match="--model"):
+    with pytest.raises(CheckpointError, match="`model="):
         reshard.open(FSDP / case / "checkpoint", model=HF / "llama")
 
 
@@ -364,7 +364,7 @@ def test_a_raw_optimizer_of_flat_parameters_does_not_stand_in_the_way():
     opened = open_case(FSDP / "fsdp1-raw")
     assert any("flat parameters" in note for note in opened.index.facts.notes)
     assert not [t for t in opened.index.tensors if t.kind in ("moment1", "moment2")]
-    with pytest.raises(RequestError, match="--optimizer"):
+    with pytest.raises(RequestError, match="`optimizer=True`"):
         reshard.plan(opened, to="dcp", optimizer=True)
 
 

@@ -300,7 +300,7 @@ def test_keys_that_no_layout_follows_from_may_differ(tmp_path):
     ids=str,
 )
 def test_only_the_keys_that_change_the_layout_are_listed(changes, said, tmp_path):
-    with pytest.raises(RequestError, match="--model-wins") as caught:
+    with pytest.raises(RequestError, match="`model_wins=True`") as caught:
         reshard.open(HF / "llama", model=config_at(tmp_path, **changes))
     assert str(caught.value).count("->") == 1 and said in str(caught.value)
 

@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_told_all_at_once(tmp_path):
 
 def test_what_the_reference_has_no_place_for_is_told(tmp_path):
     fewer = edited("mixtral-fused", tmp_path / "fewer", lambda tensors: {n: t for n, t in tensors.items() if "q_proj" not in n})
-    with pytest.raises(RequestError, match=r"no place for: 2 \(model\.layers\.0\.self_attn\.q_proj\.weight, .*--exclude"):
+    with pytest.raises(RequestError, match=r"no place for: 2 \(model\.layers\.0\.self_attn\.q_proj\.weight, .*`exclude="):
         reshard.plan(HF / "mixtral-fused", to="hf", like=fewer)
     assert len(weights(convert(HF / "mixtral-fused", tmp_path / "out", like=fewer, exclude=("*q_proj*",)))) == 19
 
@@ -299,9 +299,9 @@ def test_of_a_model_that_is_not_declared_only_equal_names_are_matched(tmp_path):
 
 
 def test_like_is_hfs_own_option_and_brings_element_types():
-    with pytest.raises(RequestError, match="--like does not apply to vllm"):
+    with pytest.raises(RequestError, match="`like=` does not apply to vllm"):
         reshard.plan(HF / "llama", to="vllm", like=HF / "llama")
-    with pytest.raises(RequestError, match="--dtype"):
+    with pytest.raises(RequestError, match="`dtype="):
         reshard.plan(HF / "llama", to="hf", like=HF / "llama", dtype="fp32")
     with pytest.raises(RequestError, match="no file or directory"):
         reshard.plan(HF / "llama", to="hf", like=HF / "nowhere")

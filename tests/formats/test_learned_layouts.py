@@ -94,7 +94,7 @@ def test_sglangs_files_are_read_by_their_layout(models, name, tmp_path):
 
 
 def test_experts_of_sglang_depend_on_the_platform(models):
-    with pytest.raises(UnsupportedError, match=r"experts.*depends on the platform.*flashinfer_trtllm.*--accept-platform"):
+    with pytest.raises(UnsupportedError, match=r"experts.*depends on the platform.*flashinfer_trtllm.*`accept_platform=True`"):
         reshard.plan(models("deepseek_v3-sglang"), to="sglang", tp=2, layout=layout_of("deepseek_v3-sglang"))
 
 
@@ -121,7 +121,7 @@ def test_a_round_trip_loses_nothing(models):
 
 
 def test_a_tensor_whose_shape_depends_on_the_platform_is_refused(models, tmp_path):
-    with pytest.raises(UnsupportedError, match=r"experts.*depends on the platform.*FLASHINFER.*--accept-platform"):
+    with pytest.raises(UnsupportedError, match=r"experts.*depends on the platform.*FLASHINFER.*`accept_platform=True`"):
         reshard.plan(models("gpt_oss"), to="vllm", tp=2, layout=layout_of("gpt_oss"))
     # Without experts nothing depends on it.
     assert reshard.plan(models("olmo2"), to="vllm", tp=2, layout=layout_of("olmo2")).layout.files
@@ -161,7 +161,7 @@ def test_sizes_that_the_layout_does_not_cover_are_refused_with_those_that_it_cov
 
 
 def test_another_version_of_the_engine_is_refused(models):
-    with pytest.raises(RequestError, match=r"learned from vllm 0\.32\.0, --engine-version asks for 0\.31\.0"):
+    with pytest.raises(RequestError, match=r"learned from vllm 0\.32\.0, `engine_version=` asks for 0\.31\.0"):
         reshard.plan(models("olmo2"), to="vllm", tp=2, layout=layout_of("olmo2"), engine_version="0.31.0")
 
 
@@ -176,7 +176,7 @@ def test_degrees_lists_the_sizes_that_the_layout_covers(models):
 
 
 def test_other_formats_refuse_a_layout():
-    with pytest.raises(RequestError, match="--layout does not apply to hf"):
+    with pytest.raises(RequestError, match="`layout=` does not apply to hf"):
         reshard.plan(HF / "llama", to="hf", layout=layout_of("olmo2"))
 
 
@@ -208,11 +208,11 @@ def test_learn_needs_a_model_an_engine_and_a_python_that_has_it(models, tmp_path
         reshard.learn(tmp_path, engine="vllm")
     with pytest.raises(RequestError, match=r"cannot trace its loader.*vllm"):
         reshard.learn(models("olmo2"), engine="trtllm")
-    with pytest.raises(RequestError, match="--engine-python"):
+    with pytest.raises(RequestError, match="`engine_python="):
         reshard.learn(models("olmo2"), engine="vllm", engine_python="/nowhere/python")
     with pytest.raises(UnsupportedError, match="must have the engine and torch"):
         reshard.learn(models("olmo2"), engine="vllm", engine_python=sys.executable)
-    with pytest.raises(RequestError, match=r"--pp 2 does not apply to SGLang's files. Leave out --pp"):
+    with pytest.raises(RequestError, match=r"`pp=2` does not apply to SGLang's files. Leave out `pp="):
         reshard.learn(models("olmo2"), engine="sglang", pp=(1, 2))
-    with pytest.raises(RequestError, match="Give it sizes of --tp"):
+    with pytest.raises(RequestError, match="Give it sizes of `tp="):
         reshard.learn(models("olmo2"), engine="vllm", tp=(2,), ep=(4,))

@@ -155,7 +155,7 @@ def test_heads_of_another_width_are_not_written(tmp_path):
 
 
 def test_another_model_is_not_written(tmp_path):
-    with pytest.raises(UnsupportedError, match="--to nanotron: the names of nanotron are known for llama, and this is qwen3"):
+    with pytest.raises(UnsupportedError, match="`to=nanotron`: the names of nanotron are known for llama, and this is qwen3"):
         reshard.plan(FIXTURES / "hf" / "qwen3", to="nanotron")
 
 

@@ -64,7 +64,7 @@ def test_formats_that_keep_names_carry_them_and_say_so(source, way, tmp_path):
     here = folder
     for number, format in enumerate((*way, "hf")):
         result = reshard.convert(reshard.plan(here, to=format, model=None if here == folder else folder), tmp_path / str(number))
-        (note,) = [note for note in result.notes if "--drop-unknown" in note]
+        (note,) = [note for note in result.notes if "`drop_unknown=True`" in note]
         assert "carried as they are" in note and next(iter(unknown)) in note and not result.dropped
         assert reshard.verify(folder, result.path).equal
         here = tmp_path / str(number)
@@ -167,12 +167,12 @@ def test_a_copy_of_the_model_under_another_root_is_withheld(tmp_path):
     source = folder_of(tmp_path / "in", {**WEIGHTS, **teacher, "teacher.projection.weight": torch.ones(4, 4), HEAD: torch.ones(1, 32)})
     plan = reshard.plan(source, to="hf")
     assert plan.content.tensors.keys() == {*WEIGHTS, HEAD}
-    assert {drop.kind for drop in plan.drops} == {"other"} and "--root teacher" in plan.drops[0].reason
+    assert {drop.kind for drop in plan.drops} == {"other"} and "`root=` teacher" in plan.drops[0].reason
     reshard.convert(reshard.plan(source, to="hf", root="teacher", drop_unknown=True), tmp_path / "out")
     found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[name], WEIGHTS[name] + 1) for name in WEIGHTS) and len(found) == len(WEIGHTS)
 
 
 def test_keeping_and_dropping_contradict_each_other():
-    with pytest.raises(RequestError, match="--keep-unknown and --drop-unknown contradict"):
+    with pytest.raises(RequestError, match="`keep_unknown=True` and `drop_unknown=True` contradict"):
         reshard.plan(LLAMA, to="hf", keep_unknown=True, drop_unknown=True)

@@ -166,7 +166,7 @@ def test_a_bias_that_the_engine_would_leave_out_without_a_word_is_refused(tmp_pa
     words = re.escape("no slot for it, nor for 1 more. It would ignore the weight without a message")
     with pytest.raises(
         RequestError,
-        match=f"^{re.escape(globs[0].replace('*', '0'))}.*{words}.*--exclude '{re.escape(globs[0])}'",
+        match=f"^{re.escape(globs[0].replace('*', '0'))}.*{words}.*`exclude=` '{re.escape(globs[0])}'",
     ):
         reshard.plan(HF / "qwen3-biased", to="vllm")
     assert "o_proj.bias and 1 more" in reshard.degrees(HF / "qwen3-biased", to="vllm").assumptions[-1]
@@ -301,7 +301,7 @@ def test_a_tensor_too_many_or_too_few_is_refused(tmp_path):
 
 
 def test_without_a_config_the_model_is_asked_for(tmp_path):
-    with pytest.raises(RequestError, match="--model"):
+    with pytest.raises(RequestError, match="`model="):
         reshard.plan(open_case("fsdp2").path, to="vllm")
     with pytest.raises(CheckpointError, match="config"):
         reshard.plan(reshard.open(open_case("fsdp2").path, model=HF / "qwen3"), to="vllm")
@@ -323,7 +323,7 @@ def test_weights_that_the_engine_does_not_know_are_refused_by_name(tmp_path):
 def test_experts_are_refused_where_there_are_none_or_the_ranks_are_not_those_of_tp():
     with pytest.raises(RequestError, match="no experts"):
         reshard.plan(HF / "llama", to="vllm", tp=2, ep=2)
-    with pytest.raises(RequestError, match="Give --ep 4"):
+    with pytest.raises(RequestError, match="Give `ep=4`"):
         reshard.plan(HF / "mixtral", to="vllm", tp=4, ep=2)
 
 

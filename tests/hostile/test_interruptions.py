@@ -367,7 +367,7 @@ def test_a_source_that_cannot_be_read_for_a_moment_keeps_finished_work(plan, tmp
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", failing)
-        with pytest.raises(SystemRefusal, match=rf"cannot be read: {os.strerror(number)}.*--resume"):
+        with pytest.raises(SystemRefusal, match=rf"cannot be read: {os.strerror(number)}.*`resume=True`"):
             reshard.convert(plan, target, workers=1)
     assert len(read_journal(target).blocks) >= 5
     reshard.convert(plan, target, resume=True)

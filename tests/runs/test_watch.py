@@ -192,7 +192,7 @@ def test_parts_must_be_told_apart(tmp_path):
 
 @pytest.mark.parametrize("into", ["out", "{step}/out", "{x}/{step}"])
 def test_into_needs_the_step_in_its_last_part(run, into):
-    with pytest.raises(RequestError, match="--into"):
+    with pytest.raises(RequestError, match="`into="):
         next(library.watch(run, to="vllm", into=into))
 
 

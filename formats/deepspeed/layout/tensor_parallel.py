@@ -117,7 +117,7 @@ class JoinRules:
             where=f"{name} in {self.where}",
             why="The file has no universal_checkpoint_info, and the name is not one of Megatron's; joined along the wrong axis the weight "
             "would look right and be wrong",
-            do="Give the model's config with --model DIR, so that the whole shapes are known",
+            do="Give the model's config with `model=DIR`, so that the whole shapes are known",
         )
 
 

@@ -118,7 +118,7 @@ def training_state(content: Content, target: Target, what: str) -> TrainingState
     Raises: RequestError if the source lacks optimizer state that DeepSpeed needs.
     """
     if target.dtype is not None:
-        raise RequestError(f"--dtype does not apply to {what}: masters and moments are full-precision", do="Leave it out")
+        raise RequestError(f"`dtype=` does not apply to {what}: masters and moments are full-precision", do="Leave it out")
     groups = content.param_groups()
     if not groups:
         raise RequestError(

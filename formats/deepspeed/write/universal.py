@@ -39,7 +39,7 @@ def universal_layout(content: Content, target: Target, companions: ModelFiles) -
     ]
     for name in (name for group in training.groups for name in group.names):
         if "/" in name:
-            raise RequestError("its name has a slash, and so cannot be the name of a folder", where=name, do="Rename it, or write --to hf")
+            raise RequestError("its name has a slash, and so cannot be the name of a folder", where=name, do="Rename it, or write `to=hf`")
         files.extend(_parameter_files(f"{tag}/{ZERO}{name}", training, name))
     tracker = Sidecar(LATEST_UNIVERSAL, tag.encode())
     return training.layout(files, target, companions, tracker, _note(training), training.aliases)
@@ -51,7 +51,7 @@ def _note(training: TrainingState) -> str:
         return ""
     return (
         "the param groups' settings differ, and ZeRO-3 loads universal checkpoints with the settings of the first group for all: "
-        "for ZeRO-3, use --to deepspeed"
+        "for ZeRO-3, use `to=deepspeed`"
     )
 
 

@@ -52,13 +52,13 @@ def zero3_layout(content: Content, target: Target, companions: ModelFiles) -> La
 
     Raises: RequestError if the source lacks optimizer state, or the settings of its param groups.
     """
-    target.parallel.allow("dp", what="ZeRO-3 shards, where the data-parallel ranks share every tensor (--dp)")
+    target.parallel.allow("dp", what="ZeRO-3 shards, where the data-parallel ranks share every tensor (`dp=`)")
     training = training_state(content, target, "a DeepSpeed checkpoint")
     if any(not group.settings for group in training.groups):
         raise RequestError(
             "a DeepSpeed checkpoint needs the settings of its param groups, and the source has none",
             why="torch's optimizers take learning rates, weight decay and the like from the checkpoint alone",
-            do="Write --to universal, where the run's own settings stay",
+            do="Write `to=universal`, where the run's own settings stay",
         )
     run = _Run(training, target.parallel.dp, tuple(_sub_groups(training, target.parallel.dp)))
     tag, is_bf16 = f"global_step{training.step}", _is_bf16(training)

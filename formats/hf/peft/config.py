@@ -75,7 +75,7 @@ def _infer_ranks(config: dict[str, Any], ranks: Mapping[str, int]) -> list[str]:
                 f"its matrices have the rank {ranks[odd]}, {ADAPTER_CONFIG} says {config['r']}",
                 where=odd,
                 why="The checkpoint and the settings are from different trainings",
-                do="Give the settings of this training with --adapter-config",
+                do="Give the settings of this training with `adapter_config=`",
             )
         return []
     main = counts.most_common(1)[0][0]
@@ -105,7 +105,7 @@ def _check_trained_tokens(config: Mapping[str, Any], content: Content) -> None:
             f"single rows of the embedding were trained, and no {ADAPTER_CONFIG} gives trainable_token_indices",
             where=rows,
             why="The tensor holds the rows, and not their numbers",
-            do="Give the settings of the training with --adapter-config",
+            do="Give the settings of the training with `adapter_config=`",
         )
 
 
@@ -121,11 +121,11 @@ def _text(config: Mapping[str, Any], options: Mapping[str, Any], option: str, kn
     """A setting that is a text: the user's, the file's, or the known one. Raises RequestError without any."""
     found = options.get(option) or config.get(key or option) or known
     if not found:
-        flag = "--" + option.replace("_", "-")
+        flag = f"`{option}=`"
         raise RequestError(
             f"{key or option} is not known",
             why=f"The checkpoint has no {ADAPTER_CONFIG} that gives it",
-            do=f"Give it with {flag}, or all settings with --adapter-config" + (", or the base with --model DIR" if known is None else ""),
+            do=f"Give it with {flag}, or all settings with `adapter_config=`" + (", or the base with `model=DIR`" if known is None else ""),
         )
     return str(found)
 

@@ -20,7 +20,7 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     """
     target.parallel.allow(what="an adapter, which is whole")
     if content.states:
-        raise RequestError("the file of PEFT holds an adapter, no optimizer state", do="Leave out --optimizer")
+        raise RequestError("the file of PEFT holds an adapter, no optimizer state", do="Leave out `optimizer=True`")
     tensors = [whole(name, target.dtype_of(tensor), tensor.shape) for name, tensor in sorted(content.tensors.items())]
     config, notes = complete_config(content, target.options, companions)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"

@@ -214,7 +214,7 @@ def _experts(args: Args, kind: str) -> dict[str, Any]:
         if not all(sparse_layers(args)):
             raise CheckpointError(
                 "some layers have no experts (moe_layer_freq), which the config of a mixtral model cannot describe",
-                do="Give the config of the model with --model DIR",
+                do="Give the config of the model with `model=DIR`",
             )
         return config | {"num_local_experts": args["num_experts"], "intermediate_size": width}
     config |= {
@@ -248,7 +248,7 @@ def _latent(args: Args, kind: str) -> dict[str, Any]:
     if not all(sparse[first_sparse:]):
         raise CheckpointError(
             "layers without experts follow layers with experts, which a DeepSeek config cannot describe",
-            do="Give the config of the model with --model DIR",
+            do="Give the config of the model with `model=DIR`",
         )
     width = args.get("moe_ffn_hidden_size") or mlp_width(args)
     shared = args.get("moe_shared_expert_intermediate_size") or 0

@@ -205,5 +205,5 @@ def cannot_split(name: str, tp: int, error: ValueError) -> RequestError:
     return RequestError(
         f"{tp} tensor-parallel ranks cannot share it: {error}",
         where=name,
-        do="Choose a tensor-parallel size that divides it (--tp, or --etp for experts)",
+        do="Choose a tensor-parallel size that divides it (`tp=`, or `etp=` for experts)",
     )

@@ -207,12 +207,12 @@ def chunks_of_target(layers: int, sizes: ParallelSizes, requested: Sequence[int]
         legal = [pp for pp in range(1, layers + 1) if layers % (pp * sizes.vp) == 0]
         raise RequestError(
             f"{layers} layers do not divide by {chunks} chunks ({sizes.pp} stages{f' of {sizes.vp} chunks' if sizes.vp > 1 else ''})",
-            do=f"Legal pipeline-parallel sizes are {', '.join(map(str, legal))}; or give the layers of each chunk with --stage-layers",
+            do=f"Legal pipeline-parallel sizes are {', '.join(map(str, legal))}; or give the layers of each chunk with `stage_layers=`",
         )
     counts = (layers // chunks,) * chunks if requested is None else requested
     if len(counts) != chunks or sum(counts) != layers:
         raise RequestError(
-            f"--stage-layers {','.join(map(str, counts))}: {len(counts)} chunks with {sum(counts)} layers",
+            f"`stage_layers=` {','.join(map(str, counts))}: {len(counts)} chunks with {sum(counts)} layers",
             why=f"The model has {layers} layers, and the target has {chunks} chunks"
             + (", chunk 0 of every stage before chunk 1 of any stage" if sizes.vp > 1 else ""),
             do=f"Give {chunks} numbers that add up to {layers}",

@@ -58,7 +58,7 @@ def no_such_tensor(tensors: Tensors, name: str, where: str) -> ReshardError:
         "the model that the run's settings describe has no such tensor",
         where=where,
         why=f"Here it has {', '.join(list(tensors)[:6]) or 'no tensors'}, and a tensor that is not known would be lost",
-        do="Give the config of the model with --model DIR",
+        do="Give the config of the model with `model=DIR`",
     )
 
 
@@ -90,8 +90,8 @@ def wrong_shape(array: Mosaic, stored_shape: Shape, where: str) -> CheckpointErr
     return CheckpointError(
         f"its stored shape is {list(stored_shape)}, the model's shape is {list(array.shape)}",
         where=where,
-        why="The settings, or the config given with --model, belong to another model, or the file belongs to another save",
-        do="Give the config that this model was trained with by --model DIR",
+        why="The settings, or the config given with `model=`, belong to another model, or the file belongs to another save",
+        do="Give the config that this model was trained with by `model=DIR`",
     )
 
 

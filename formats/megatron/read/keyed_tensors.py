@@ -195,8 +195,8 @@ class _Locator:
             raise CheckpointError(
                 f"its first axes are {list(stacked)}, but the model has {list(expected)} layers or experts",
                 where=where,
-                why="The settings, or the config given with --model, belong to another model",
-                do="Give the config that this model was trained with by --model DIR",
+                why="The settings, or the config given with `model=`, belong to another model",
+                do="Give the config that this model was trained with by `model=DIR`",
             )
 
     def _numbers(self, parsed: ParsedName, stacked: Sequence[int]) -> tuple[int | None, int | None]:

@@ -89,7 +89,7 @@ def describe_model(args: Args, hints: Hints, stored_vocab: int | None, where: st
     if true_vocab is None and isinstance(padded_vocab, int):
         true_vocab = padded_vocab
         unanswered = (
-            f"the vocabulary size without padding (--vocab-size N, or --model DIR with the model's config): "
+            f"the vocabulary size without padding (`vocab_size=N`, or `model=DIR` with the model's config): "
             f"the stored table has {padded_vocab} rows, and the last ones may be padding",
         )
     config = {**hints.config, "vocab_size": true_vocab} if hints.config else _config(args, true_vocab, where)
@@ -100,19 +100,19 @@ def describe_model(args: Args, hints: Hints, stored_vocab: int | None, where: st
             f"the run was trained with {name}={args[name]!r}, unlike a {model.architecture.model_type} model",
             where=where,
             why=f"With it {change}",
-            do="Give the config of the model that was trained with --model DIR",
+            do="Give the config of the model that was trained with `model=DIR`",
         )
     if padded_vocab is not None and isinstance(true_vocab, int) and padded_vocab < true_vocab:
         raise CheckpointError(
             f"the stored table has {padded_vocab} rows, but the given vocabulary size is {true_vocab}",
             where=where,
-            do="Give the true size with --vocab-size, or the config of this model with --model",
+            do="Give the true size with `vocab_size=`, or the config of this model with `model=`",
         )
     if isinstance(layers, int) and layers != model.dimensions["layers"]:
         raise CheckpointError(
             f"the run had {layers} layers, the config says {model.dimensions['layers']}",
             where=where,
-            do="Give the config that this model was trained with by --model DIR",
+            do="Give the config that this model was trained with by `model=DIR`",
         )
     return RunModel(MegatronModel(model, padded_vocab or true_vocab or 1, qkv_order), config, unanswered)
 
@@ -125,7 +125,7 @@ def _config(args: Args, vocabulary: Any, where: str) -> dict[str, Any]:
             f"the run's settings do not describe a model: {type(error).__name__} {error}",
             where=where,
             why="args, which Megatron-LM stores beside the weights, tells how heads are grouped; without it the shards cannot be joined",
-            do="Give the model's Hugging Face config with --model DIR",
+            do="Give the model's Hugging Face config with `model=DIR`",
         ) from None
 
 
@@ -139,7 +139,7 @@ def _model(config: Mapping[str, Any], args: Args, hints: Hints) -> Model:
         raise NotUnderstoodError(
             f"the architecture {named!r} is not declared" if named else "neither the run's settings nor a config say which model this is",
             why="Megatron's files hold each rank's shard of fused weights, which only the model's head counts explain",
-            do=f"Add --model DIR with the model's Hugging Face config, or --architecture NAME: {', '.join(known_model_types())}",
+            do=f"Add `model=DIR` with the model's Hugging Face config, or `architecture=NAME`: {', '.join(known_model_types())}",
         )
     return model
 

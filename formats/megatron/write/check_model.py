@@ -42,7 +42,7 @@ def megatron_compatible_model(content: Content) -> Model:
         raise UnsupportedError(
             "Megatron's layout of fused weights needs the model's architecture, which is not known",
             why=f"Declared are {', '.join(known_model_types())}",
-            do="Give the model's Hugging Face config with --model DIR, and a declaration with --architecture FILE if it is none of these",
+            do="Give the model's Hugging Face config with `model=DIR`, and a declaration with `architecture=FILE` if it is none of these",
         )
     if lacking := lacking_for(model.architecture):
         raise UnsupportedError(
@@ -63,7 +63,7 @@ def megatron_compatible_model(content: Content) -> Model:
         raise UnsupportedError(
             f"the weights are quantized ({model.quantization.method}), Megatron's are not",
             why="Its layers would take the quantized elements for values",
-            do="Convert them to values with --dequantize",
+            do="Convert them to values with `dequantize=True`",
         )
     if model.mtp_layers and not any(weight.optional and weight.name in content.tensors for weight in model.weights.values()):
         return Model(model.architecture, {**model.config, str(model.architecture.mtp_layers): 0})
@@ -138,14 +138,14 @@ def check_spec(model: Model, spec: LayerSpec) -> None:
     Transformer Engine's classes."""
     if spec.experts == "grouped" and _has_expert_biases(model):
         raise RequestError(
-            f"--experts grouped: the experts of a {model.architecture.model_type} model have biases",
+            f"`experts=grouped`: the experts of a {model.architecture.model_type} model have biases",
             why="Megatron's GroupedMLP has none, so they would be lost",
-            do="Choose --experts sequential or --experts te-grouped",
+            do="Choose `experts=sequential` or `experts=te-grouped`",
         )
     roles = {part.role for part in model.parts()}
     if not spec.te and (model_settings(model)["layernorm_zero_centered_gamma"] or roles & {"ssm.out", "delta.out"}):
         raise RequestError(
-            f"--transformer-impl local: Megatron-Core has no local layers for a {model.architecture.model_type} model",
+            f"`transformer_impl=local`: Megatron-Core has no local layers for a {model.architecture.model_type} model",
             why="Its norms stored minus one, Mamba layers and gated delta nets are built of Transformer Engine's classes",
             do="Leave the option out",
         )
@@ -160,49 +160,49 @@ def check_sizes(model: Model, sizes: ParallelSizes) -> None:
     experts = model.dimensions.get("experts", 0)
     if sizes.ep > 1 and not experts:
         raise RequestError(
-            f"--ep {sizes.ep}: a {model.architecture.model_type} model has no experts", do="Leave out --ep", id="illegal-sizes"
+            f"`ep={sizes.ep}`: a {model.architecture.model_type} model has no experts", do="Leave out `ep=`", id="illegal-sizes"
         )
     if experts % sizes.ep:
         raise RequestError(
-            f"--ep {sizes.ep} does not divide {experts} experts",
+            f"`ep={sizes.ep}` does not divide {experts} experts",
             do=f"Legal expert-parallel sizes are {_divisors(experts)}",
             id="illegal-sizes",
         )
     if sizes.tp % sizes.etp:
         raise RequestError(
-            f"--etp {sizes.etp} does not divide --tp {sizes.tp}",
+            f"`etp={sizes.etp}` does not divide `tp={sizes.tp}`",
             why="Megatron's file names have the tensor- and the expert-parallel rank, and would not tell these ranks apart",
             id="illegal-sizes",
         )
     if sizes.etp > 1 and _has_expert_biases(model):
         raise RequestError(
-            f"--etp {sizes.etp}: the experts of a {model.architecture.model_type} model have biases",
+            f"`etp={sizes.etp}`: the experts of a {model.architecture.model_type} model have biases",
             why="Megatron-Core refuses biases of experts that several tensor-parallel ranks share",
-            do="Add --etp 1",
+            do="Add `etp=1`",
             id="illegal-sizes",
         )
     if sizes.vp > 1 and is_hybrid(model):
         raise UnsupportedError(
-            f"--vp {sizes.vp}: Megatron-Core does not interleave the stages of a {model.architecture.model_type} model",
+            f"`vp={sizes.vp}`: Megatron-Core does not interleave the stages of a {model.architecture.model_type} model",
             why="MambaModel refuses a virtual pipeline",
-            do="Leave out --vp",
+            do="Leave out `vp=`",
         )
     if sizes.vp > 1 and sizes.pp == 1:
         raise RequestError(
-            f"--vp {sizes.vp} needs several stages (--pp)", why="Megatron interleaves chunks of different stages", id="illegal-sizes"
+            f"`vp={sizes.vp}` needs several stages (`pp=`)", why="Megatron interleaves chunks of different stages", id="illegal-sizes"
         )
     divided = {"ssm_groups": "groups of a Mamba layer", "delta_k_heads": "heads of a gated delta net", "heads": "attention heads"}
     for dimension, what in divided.items():
         if (size := model.dimensions.get(dimension, 0)) % sizes.tp:
             raise RequestError(
-                f"--tp {sizes.tp} does not divide {size} {what}", do=f"Legal sizes are among {_divisors(size)}", id="illegal-sizes"
+                f"`tp={sizes.tp}` does not divide {size} {what}", do=f"Legal sizes are among {_divisors(size)}", id="illegal-sizes"
             )
     query_groups = model.dimensions["kv_heads"]
     if query_groups % sizes.tp and sizes.tp % query_groups:
         raise RequestError(
-            f"--tp {sizes.tp} and {query_groups} query groups: neither divides the other",
+            f"`tp={sizes.tp}` and {query_groups} query groups: neither divides the other",
             why="Megatron-Core refuses it",
-            do="Choose another --tp",
+            do="Choose another `tp=`",
             id="illegal-sizes",
         )
 

@@ -73,7 +73,7 @@ class OptimizerContent:
             raise RequestError(
                 f"parameters have made different numbers of steps: {', '.join(map(str, sorted(counts)))}",
                 why="Megatron's optimizers have one step count for all parameters",
-                do="Leave out --optimizer",
+                do="Leave out `optimizer=True`",
             )
         return counts.pop() if counts else self.content.facts.step or 0
 
@@ -89,7 +89,7 @@ class OptimizerContent:
                 "the optimizer has no state of it",
                 where=missing[0],
                 why="Megatron's optimizers have state of every parameter",
-                do="Leave out --optimizer, or give a checkpoint in which all weights were trained",
+                do="Leave out `optimizer=True`, or give a checkpoint in which all weights were trained",
             )
         kinds = tuple(sorted(self._elementwise_kinds(names[0])))
         if differing := [name for name in names if tuple(sorted(self._elementwise_kinds(name))) != kinds]:
@@ -295,7 +295,7 @@ class MegatronSave:
                 f"they have different element types: {', '.join(sorted(map(str, dtypes)))}",
                 where=", ".join(array.names),
                 why="Megatron stores them as one tensor",
-                do="Choose one element type for all with --dtype",
+                do="Choose one element type for all with `dtype=`",
             )
         return dtypes.pop() if dtypes else self.dtype
 
@@ -313,7 +313,7 @@ class MegatronSave:
         """What someone who loads the save has to know."""
         notes = []
         if padding := self.padded_vocab - self.model.model.dimensions["vocab"]:
-            notes.append(f"{padding} rows of zeros pad the vocabulary to {self.padded_vocab}, as Megatron does for --tp {self.sizes.tp}")
+            notes.append(f"{padding} rows of zeros pad the vocabulary to {self.padded_vocab}, as Megatron does for `tp={self.sizes.tp}`")
         buffers = [part.tensor for part in self.model.model.parts() if part.role in BUFFER_ROLES and part.tensor in self.content.tensors]
         if any(self.target.dtype_of(self.content.tensors[name]) != F32 for name in buffers):
             notes.append("the score corrections of the routers are widened to fp32, as Megatron stores them")
@@ -353,7 +353,7 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
         raise UnsupportedError(
             f"the optimizer state of a {model.architecture.model_type} model is not written",
             why="Its masters are of weights, some of which Megatron stores in another form",
-            do="Leave out --optimizer",
+            do="Leave out `optimizer=True`",
         )
     options, parallel, args = target.options, target.parallel, _source_args(content)
     _refuse_unused(options, content, model)
@@ -386,12 +386,13 @@ def _vocabulary_multiple(target: Target, args: Args) -> int:
 def _refuse_unused(options: Mapping[str, Any], content: Content, model: Model) -> None:
     """Raises RequestError for an option that changes nothing in the files."""
     if "distributed_optimizer" in options and not content.states:
-        flag = "--distributed-optimizer" if options["distributed_optimizer"] else "--plain-optimizer"
-        raise RequestError(f"{flag} without --optimizer: no optimizer state is written", do="Add --optimizer, or leave it out")
+        flag = "`distributed_optimizer=True`" if options["distributed_optimizer"] else "`plain_optimizer=True`"
+        raise RequestError(f"{flag} without `optimizer=True`: no optimizer state is written", do="Add `optimizer=True`, or leave it out")
     if options.get("extra_state") and options.get("transformer_impl") == "local":
         raise RequestError(
-            "--extra-state: Megatron's local layers have no such states", do="Leave it out, or choose --transformer-impl transformer_engine"
+            "`extra_state=True`: Megatron's local layers have no such states",
+            do="Leave it out, or choose `transformer_impl=transformer_engine`",
         )
     for name in ("experts", "etp"):
         if name in options and "experts" not in model.dimensions:
-            raise RequestError(f"--{name}: a {model.architecture.model_type} model has no experts", do="Leave it out")
+            raise RequestError(f"`{name}=`: a {model.architecture.model_type} model has no experts", do="Leave it out")

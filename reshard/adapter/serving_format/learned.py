@@ -38,7 +38,7 @@ _MOST_BYTES = 1 << 26
 def read_layout(path: str) -> LearnedLayout:
     """The layout in a file. Raises RequestError if there is none, or it is no layout file."""
     if not os.path.isfile(path):
-        raise RequestError(f"--layout {path}: there is no such file", do="Write it with `reshard learn`", id="not-found")
+        raise RequestError(f"`layout={path}`: there is no such file", do="Write it with `reshard learn`", id="not-found")
     return layout_of(read_whole(LocalFiles(Path(path)), os.path.basename(path), limit=_MOST_BYTES).decode("utf-8", "replace"), path)
 
 
@@ -66,7 +66,7 @@ def stored_sizes(layout: LearnedLayout, parallel: Parallel, shapes: Mapping[str,
     raise CheckpointError(
         f"the files are those of {parallel}, with other shapes than the layout has at these sizes",
         why=f"The layout was learned from {layout.engine} {layout.engine_version}",
-        do="Give the layout that the files were written with: --layout FILE",
+        do="Give the layout that the files were written with: `layout=FILE`",
     )
 
 
@@ -83,7 +83,7 @@ def lay_out(serving_format: ServingEngine, layout: LearnedLayout, content: Conte
     )
     check_engine(layout, serving_format.name, target.engine_version)
     if content.states:
-        raise RequestError(f"{serving_format.engine} loads weights, no optimizer state", do="Leave out --optimizer")
+        raise RequestError(f"{serving_format.engine} loads weights, no optimizer state", do="Leave out `optimizer=True`")
     check_config(layout, companions.config)
     check_sizes(layout, parallel)
     templates: dict[str, TensorTemplate] = {}
@@ -171,6 +171,6 @@ def _stored_dtype(
             f"its parts have different element types: {', '.join(f'{source} {dtype}' for dtype, source in asked.items())}",
             where=name,
             why="The engine stores them as one tensor",
-            do="Choose one for all with --dtype",
+            do="Choose one for all with `dtype=`",
         )
     return next(iter(asked))

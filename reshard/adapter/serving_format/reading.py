@@ -87,7 +87,7 @@ def _paths_by_rank(serving_format: ServingEngine, files: Files, stated: Parallel
         raise IncompleteError(
             f"no file here is called {' or '.join(glob for glob in serving_format.owns if '*' in glob)}",
             where=files.root,
-            do="Give another --format",
+            do="Give another `format=`",
         )
     if len(numberings) > 1:
         raise CheckpointError(

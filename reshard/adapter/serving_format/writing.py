@@ -73,7 +73,7 @@ def _check_dtype(target: Target, model: Model, rules: EngineRules) -> None:
     """Raises RequestError if the weights are cast to a type of 8 bits: engines take such weights with scales only."""
     if target.dtype is not None and target.dtype.itemsize == 1 and not model.quantization:
         raise RequestError(
-            f"--dtype: a cast to {target.dtype} does not make scales, and {rules.engine} needs a scale for each FP8 weight",
+            f"`dtype=`: a cast to {target.dtype} does not make scales, and {rules.engine} needs a scale for each FP8 weight",
             why="Values beyond the range of the type would be lost",
             do="Quantize with the engine's own tool, such as llm-compressor, and convert its result",
         )
@@ -82,10 +82,10 @@ def _check_dtype(target: Target, model: Model, rules: EngineRules) -> None:
 def _check_content(content: Content, model: Model, rules: EngineRules) -> None:
     """Raises RequestError or CheckpointError unless the content is exactly the weights that the engine has a slot for."""
     if content.states:
-        raise RequestError(f"{rules.engine} loads weights, no optimizer state", do="Leave out --optimizer")
+        raise RequestError(f"{rules.engine} loads weights, no optimizer state", do="Leave out `optimizer=True`")
     without_slot = weights_without_slot(model, rules)
     if names := [name for name in without_slot if name in content.tensors]:
-        globs = dict.fromkeys(f"--exclude '{any_layer(name)}'" for name in names)
+        globs = dict.fromkeys(f"`exclude=` '{any_layer(name)}'" for name in names)
         raise RequestError(
             f"{rules.engine}'s class for a {model.architecture.model_type} model has no slot for it"
             + (f", nor for {len(names) - 1} more" if len(names) > 1 else ""),
@@ -101,7 +101,7 @@ def _check_content(content: Content, model: Model, rules: EngineRules) -> None:
             "the checkpoint has no such scale, although its KV cache is quantized",
             where=missing,
             why=f"{rules.engine} loads such a checkpoint with the scale 1, but its files of ranks need a value",
-            do="Convert to hf, which engines load as well, or add --dequantize",
+            do="Convert to hf, which engines load as well, or add `dequantize=True`",
         )
 
 
@@ -118,7 +118,7 @@ def _about_left_out(left_out: Mapping[str, str], content: Content) -> tuple[str,
     """A note that says how to compare the result with its source where layers are left out."""
     left = [name for name in left_out if name in content.tensors]
     globs = dict.fromkeys(re.sub(r"^((?:[a-z_]+\.)*?layers\.\d+|[^.]+)\..*", r"\1.*", name) for name in left)
-    excluded = " ".join(f"--exclude '{glob}'" for glob in globs)
+    excluded = " ".join(f"`exclude=` '{glob}'" for glob in globs)
     return (f"layers are left out; `reshard verify {excluded}` compares all others with the source",) if globs else ()
 
 

@@ -146,7 +146,7 @@ def check_same(begun: RunHeader, identity: str, place: str) -> None:
             "the interrupted conversion here had other options or another version of reshard, or its source has changed since",
             where=place,
             why="Resuming would mix two conversions",
-            do="Repeat the options of that run, or start again with --overwrite",
+            do="Repeat the options of that run, or start again with `overwrite=True`",
         )
 
 
@@ -158,6 +158,6 @@ def check_empty(entries: Sequence[str], place: str) -> None:
             f"there is no interrupted run of this conversion here, but {entries[0]}{more}",
             where=place,
             why="This is the result of another conversion, or of none; resuming would mix the two",
-            do="Repeat the options of the interrupted run, or start again with --overwrite",
+            do="Repeat the options of the interrupted run, or start again with `overwrite=True`",
             id="target-in-use",
         )

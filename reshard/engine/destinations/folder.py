@@ -238,7 +238,7 @@ class LocalFolder:
                 "bytes have changed since the interrupted run wrote them",
                 where=self.place,
                 why="Its files were about to get their final names, or have them already",
-                do="Start again with --overwrite",
+                do="Start again with `overwrite=True`",
             )
 
     def _write_framing(self, plan: Plan, *, again: bool = False) -> None:

@@ -50,8 +50,8 @@ class Budget:
         if self.most_open < 1:
             needed = _LEAST_READING + 2 * self.part
             raise RequestError(
-                f"--memory of {memory:,} bytes is too little: writing to a store needs {needed:,} here",
-                do=f"Use --memory {needed >> 20}MiB or more",
+                f"`memory=` of {memory:,} bytes is too little: writing to a store needs {needed:,} here",
+                do=f"Use `memory=` {needed >> 20}MiB or more",
             )
         is_open = min(self.most_open, max(1, most_open(files)))
         rest = memory - 2 * self.part * is_open

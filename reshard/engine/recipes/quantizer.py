@@ -128,7 +128,7 @@ class Quantizer:
                 f"the values of {tile} {reason}",
                 where=self._weight.name,
                 why=f"The recipe {self._name} writes the same values in another form, or nothing",
-                do="Dequantize the checkpoint with --dequantize, and quantize the result with --quantize",
+                do="Dequantize the checkpoint with `dequantize=True`, and quantize the result with `quantize=`",
             ) from None
         if self._recipe.saturates(words, scales):
             self._tiles.saturated(self._weight.name, self._name)

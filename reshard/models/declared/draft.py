@@ -55,7 +55,7 @@ def draft(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, where: 
             "no config.json gives the numbers of layers and heads",
             where=where,
             why="A declaration takes its numbers from it",
-            do="Give the directory of the model's config with --model DIR",
+            do="Give the directory of the model's config with `model=DIR`",
         )
     scales = _scale_kinds(config)
     with_rotary = [weight for weight in stored_weights(shapes) if weight.parameter not in scales]

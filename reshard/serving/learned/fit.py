@@ -27,12 +27,14 @@ def relearn(layout: LearnedLayout, parallel: Parallel | None = None) -> str:
 def check_engine(layout: LearnedLayout, engine: str, version: str | None) -> None:
     """Raises RequestError if the layout is another engine's, or was learned from another version than the user asks for."""
     if layout.engine != engine:
-        raise RequestError(f"--layout: the layout was learned from {layout.engine}, the target is {engine}", do=f"Use --to {layout.engine}")
+        raise RequestError(
+            f"`layout=`: the layout was learned from {layout.engine}, the target is {engine}", do=f"Use `to={layout.engine}`"
+        )
     if version is not None and version != layout.engine_version:
         raise RequestError(
-            f"--layout: it was learned from {engine} {layout.engine_version}, --engine-version asks for {version}",
+            f"`layout=`: it was learned from {engine} {layout.engine_version}, `engine_version=` asks for {version}",
             why="Other versions may name and fuse tensors in another way",
-            do=f"Leave out --engine-version, or learn the layout from {engine} {version} with {relearn(layout)}",
+            do=f"Leave out `engine_version=`, or learn the layout from {engine} {version} with {relearn(layout)}",
         )
 
 
@@ -42,7 +44,7 @@ def check_config(layout: LearnedLayout, config: Mapping[str, Any] | None) -> Non
         raise RequestError(
             "there is no config.json in the checkpoint or in its parent directory",
             why=f"{layout.engine} needs it, and the layout was learned from one",
-            do="Add --model DIR, the directory with the model's config",
+            do="Add `model=DIR`, the directory with the model's config",
         )
     found = config_digests(config)
     if different := sorted(key for key in layout.config.keys() | found.keys() if layout.config.get(key) != found.get(key)):
@@ -76,7 +78,7 @@ def _does_not_fit(layout: LearnedLayout, name: str, what: str) -> RequestError:
         what,
         where=name,
         why="The layout does not fit this checkpoint",
-        do=f"Learn the layout of this one with {relearn(layout)}; if the names differ by a prefix only, add --strip-prefix",
+        do=f"Learn the layout of this one with {relearn(layout)}; if the names differ by a prefix only, add `strip_prefix=`",
     )
 
 
@@ -84,8 +86,8 @@ def check_sizes(layout: LearnedLayout, parallel: Parallel) -> None:
     """Raises RequestError, with the reason, if the layout does not say what ranks hold at these sizes."""
     if parallel.ep > 1 and parallel.ep != parallel.tp:
         raise RequestError(
-            f"--ep {parallel.ep} with --tp {parallel.tp}: {layout.engine} distributes experts over the tensor-parallel ranks",
-            do=f"Give --ep {parallel.tp}, or leave it out",
+            f"`ep={parallel.ep}` with `tp={parallel.tp}`: {layout.engine} distributes experts over the tensor-parallel ranks",
+            do=f"Give `ep={parallel.tp}`, or leave it out",
             id="illegal-sizes",
         )
     if reason := size_problem(layout, parallel):
@@ -158,7 +160,7 @@ def check_known(layout: LearnedLayout, templates: Mapping[str, TensorTemplate], 
             f"its shape depends on the platform{others}: {reason}",
             where=name,
             why=f"The layout was learned on {layout.platform}; another platform may expect another shape",
-            do="If the engine allocates the same shapes where it will run, add --accept-platform. Otherwise learn the layout there",
+            do="If the engine allocates the same shapes where it will run, add `accept_platform=True`. Otherwise learn the layout there",
         )
 
 

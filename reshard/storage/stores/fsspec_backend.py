@@ -43,7 +43,7 @@ class FsspecStore:
                 do=f"Install it: pip install {needed}",
             ) from None
         except (TypeError, ValueError) as error:
-            raise RequestError(f"this URL or a --storage-option is not understood: {error}", where=url) from None
+            raise RequestError(f"this URL or a `storage_option=` is not understood: {error}", where=url) from None
         self._files, self._root = found
         if self._files is None:
             raise UnsupportedError(

@@ -62,7 +62,7 @@ class ObjectStore:
             self._store, self._writing = opened({"max_retries": 0}), opened(_RETRIES)
         except Exception as error:
             raise RequestError(
-                f"this URL or a --storage-option is not understood: {str(error).splitlines()[0]}",
+                f"this URL or a `storage_option=` is not understood: {str(error).splitlines()[0]}",
                 where=url,
                 do="Options are those of object_store, such as endpoint, region, access_key_id, skip_signature, timeout",
             ) from None

@@ -219,7 +219,7 @@ class Store:
         if entry is None or entry.nbytes != nbytes:
             found = "nothing" if entry is None else f"{entry.nbytes:,} bytes"
             raise LostObject(
-                f"{nbytes:,} bytes were written, the store has {found}", where=self.place(path), do="Run it again with --resume"
+                f"{nbytes:,} bytes were written, the store has {found}", where=self.place(path), do="Run it again with `resume=True`"
             )
         return entry
 
@@ -270,10 +270,10 @@ class Store:
         advice = (
             "Check the credentials and permissions"
             if isinstance(error, PermissionError)
-            else "Check the URL, the network and --storage-option"
+            else "Check the URL, the network and `storage_option=`"
         )
         return SystemRefusal(
-            f"cannot be {action}: {text}", where=self.place(path), do=f"{advice}; an interrupted conversion continues with --resume"
+            f"cannot be {action}: {text}", where=self.place(path), do=f"{advice}; an interrupted conversion continues with `resume=True`"
         )
 
     def _count(self, *, requests: int = 1, read: int = 0, written: int = 0, repeated: int = 0) -> None:

@@ -38,7 +38,9 @@ def parsed_options(given: Sequence[str]) -> dict[str, str]:
     for text in given:
         key, equals, value = text.partition("=")
         if not equals or not key:
-            raise RequestError(f"--storage-option {text}: not KEY=VALUE", do="Give for example --storage-option endpoint=http://minio:9000")
+            raise RequestError(
+                f"`storage_option={text}`: not KEY=VALUE", do="Give for example `storage_option=` endpoint=http://minio:9000"
+            )
         pairs[key] = value
     return pairs
 

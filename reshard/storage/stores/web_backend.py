@@ -116,10 +116,10 @@ def _origin(url: str) -> tuple[str, str | None, int]:
 def _seconds(url: str, options: Mapping[str, str]) -> float:
     """The seconds that a request may take."""
     if unknown := sorted(options.keys() - {*_OPTIONS}):
-        raise RequestError(f"--storage-option {unknown[0]}: web servers have no such option", where=url, do=f"Known: {', '.join(_OPTIONS)}")
+        raise RequestError(f"`storage_option={unknown[0]}`: web servers have no such option", where=url, do=f"Known: {', '.join(_OPTIONS)}")
     match = re.fullmatch(r"(\d{1,6})(s|m|min|h)", options.get("timeout", "300s"))
     if match is None:
-        raise RequestError(f"--storage-option timeout={options['timeout']}: not a duration", where=url, do="Give for example timeout=600s")
+        raise RequestError(f"`storage_option=` timeout={options['timeout']}: not a duration", where=url, do="Give for example timeout=600s")
     return int(match[1]) * {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}[match[2]]
 
 

@@ -73,7 +73,7 @@ def degrees(
         dtypes,
         lambda parallel: engine.engine_rules(model, replace(target, parallel=parallel)),
         parallels,
-        cache_dtype=dtype_named(options.get("kv_dtype"), "--kv-dtype"),
+        cache_dtype=dtype_named(options.get("kv_dtype"), "`kv_dtype=`"),
         memory=memory,
     )
     return replace(report, assumptions=(*report.assumptions, *notes))
@@ -84,9 +84,7 @@ def _by_layout(source: Checkpoint | PathLike, to: str, path: str, parallels: Seq
     layout = read_layout(path)
     unused = sorted(name for name, value in options.items() if name not in ("layout", "engine_version") and value)
     if unused:
-        raise RequestError(
-            f"--{unused[0].replace('_', '-')} does not apply with --layout", why="A layout says only what ranks hold", do="Leave it out"
-        )
+        raise RequestError(f"`{unused[0]}=` does not apply with `layout=`", why="A layout says only what ranks hold", do="Leave it out")
     check_engine(layout, to, options.get("engine_version"))
     files = source.model_files if isinstance(source, Checkpoint) else find_model_files(open_tree(source))
     check_config(layout, files.config)
@@ -98,7 +96,7 @@ def _engine(to: str) -> ServingFormat:
     engine = registry.target(to)
     if not isinstance(engine, ServingFormat):
         raise RequestError(
-            f"--to {to}: no serving engine loads it rank by rank", do=f"Those that do are {', '.join(registry.serving_formats())}"
+            f"`to={to}`: no serving engine loads it rank by rank", do=f"Those that do are {', '.join(registry.serving_formats())}"
         )
     return engine
 
@@ -109,10 +107,10 @@ def _memory(options: DegreeOptions) -> GpuMemory | None:
     utilization = options.get("gpu_memory_utilization")
     if nbytes is None:
         if longest or reserve or utilization is not None:
-            raise RequestError("how much fits depends on the memory of a GPU, which is not given", do="Add --gpu-memory, such as 80GiB")
+            raise RequestError("how much fits depends on the memory of a GPU, which is not given", do="Add `gpu_memory=`, such as 80GiB")
         return None
     if nbytes < 1:
-        raise RequestError(f"--gpu-memory {nbytes}: a GPU has some memory", do="Give its size, such as 80GiB")
+        raise RequestError(f"`gpu_memory={nbytes}`: a GPU has some memory", do="Give its size, such as 80GiB")
     return GpuMemory(nbytes, 0.9 if utilization is None else utilization, reserve, longest)
 
 
@@ -129,7 +127,7 @@ def _refuse_for_bare(options: DegreeOptions) -> None:
     for name in ("weights", "model", "vocab_size"):
         if options.get(name) is not None:
             raise RequestError(
-                f"--{name.replace('_', '-')} does not apply to a directory with nothing but a config.json",
+                f"`{name}=` does not apply to a directory with nothing but a config.json",
                 why="It is about the weights of a checkpoint",
                 do="Leave it out",
             )
@@ -141,7 +139,7 @@ def _stored_model(source: Checkpoint, target: Target, weights: Weights | None, d
     config, content = source.model_files.config, source.content(Selection(weights, drop_unknown=True))
     check_has_settings(model_of(config, source.architecture).config, source.index.element_types)
     check_against_model(content, partial=False, strict=True, optional=content.implied)
-    check_globs("--keep-dtype", target.keep_dtype, content.weights)
+    check_globs("`keep_dtype=`", target.keep_dtype, content.weights)
     kept_for = quantized_names(content, config)
     if dequantize:
         content, kept_for = with_values(content, config), frozenset()
@@ -156,8 +154,8 @@ def _declared_model(model: Model, target: Target, dequantize: bool) -> tuple[Mod
     named = model.config.get("dtype") or model.config.get("torch_dtype")
     dtype = target.dtype or from_user(str(named))
     if dtype is None:
-        raise RequestError(f"the config does not say of which element type the weights are, but {named!r}", do="Say it with --dtype bf16")
-    check_globs("--keep-dtype", target.keep_dtype, model.weights)
+        raise RequestError(f"the config does not say of which element type the weights are, but {named!r}", do="Say it with `dtype=bf16`")
+    check_globs("`keep_dtype=`", target.keep_dtype, model.weights)
     uncast = from_user(str(named)) or dtype
     stored = {
         w.name: _component_dtype(w) or (uncast if w.form or matches(w.name, target.keep_dtype) else dtype) for w in model.weights.values()

@@ -187,9 +187,9 @@ def parse_thresholds(words: Iterable[str]) -> dict[str, float]:
     for word in words:
         name, _, number = word.rpartition("=")
         if (name or "relative") not in MEASURES:
-            raise RequestError(f"--threshold {word}: there is no measure {name!r}", do=choices(name, MEASURES))
+            raise RequestError(f"`threshold={word}`: there is no measure {name!r}", do=choices(name, MEASURES))
         try:
             found[name or "relative"] = float(number)
         except ValueError:
-            raise RequestError(f"--threshold {word}: {number!r} is not a number", do="Use for example --threshold 0.01") from None
+            raise RequestError(f"`threshold={word}`: {number!r} is not a number", do="Use for example `threshold=0.01`") from None
     return found

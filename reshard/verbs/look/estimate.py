@@ -56,8 +56,8 @@ def estimate(
 def _subject(source: PathLike | Model | int | None, parameters: int | str | None) -> PathLike | Model | int:
     """What is estimated: a model or a number of parameters."""
     if (source is None) == (parameters is None):
-        raise RequestError("give either a model or a number of parameters", do="Give a directory with a config.json, or --parameters 7B")
-    return parse_count(parameters, "--parameters") if parameters is not None else source  # type: ignore[return-value]
+        raise RequestError("give either a model or a number of parameters", do="Give a directory with a config.json, or `parameters=7B`")
+    return parse_count(parameters, "`parameters=`") if parameters is not None else source  # type: ignore[return-value]
 
 
 def estimates(
@@ -95,15 +95,15 @@ def _refuse_unused(source: object, options: EstimateOptions) -> None:
     if options.get("seq_len") is None:
         for name, usual in _OF_ACTIVATIONS.items():
             if given.get(name, usual) != usual:
-                raise _unused(name, "activations are counted with --seq-len only", "Add --seq-len N, or leave it out")
+                raise _unused(name, "activations are counted with `seq_len=` only", "Add `seq_len=N`, or leave it out")
     if isinstance(source, int):
         for name, usual in (("architecture", None), ("stage_layers", None), ("vocab_multiple", 1)):
             if given.get(name, usual) != usual:
-                raise _unused(name, "a number of parameters does not say which weights there are", "Give a model instead of --parameters")
+                raise _unused(name, "a number of parameters does not say which weights there are", "Give a model instead of `parameters=`")
 
 
 def _unused(name: str, why: str, do: str) -> RequestError:
-    return RequestError(f"--{name.replace('_', '-')} changes nothing here", why=why, do=do)
+    return RequestError(f"`{name}=` changes nothing here", why=why, do=do)
 
 
 def _batch(options: EstimateOptions, tp: int) -> Batch | None:
@@ -135,6 +135,6 @@ def _data_parallel(gpus: int | None, dp: int | None, tp: int, pp: int) -> int:
         product = " x ".join(f"{name} {size}" for name, size in (("DP", dp), ("TP", tp), ("PP", pp)) if size)
         raise RequestError(
             f"{gpus} GPUs are not {product}",
-            do=f"Use {tp * pp * dp} GPUs, or leave out --dp" if dp else f"Use a multiple of {tp * pp} GPUs, or change --tp or --pp",
+            do=f"Use {tp * pp * dp} GPUs, or leave out `dp=`" if dp else f"Use a multiple of {tp * pp} GPUs, or change `tp=` or `pp=`",
         )
     return gpus // (tp * pp)

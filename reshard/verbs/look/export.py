@@ -32,7 +32,7 @@ def export(tensors: Sequence[LazyTensor], path: PathLike, *, overwrite: bool = F
     if target.suffix == ".npy" and len(tensors) != 1:
         raise RequestError(f"a .npy file holds one tensor, and {len(tensors)} were chosen", do="Use .safetensors, or name one tensor")
     if target.is_file() and not overwrite:
-        raise TargetError("the file exists", where=str(target), do="Use --overwrite, or another name")
+        raise TargetError("the file exists", where=str(target), do="Use `overwrite=True`, or another name")
     output = OutputFile.at(path)
     header, ordered = _npy(tensors[0]) if target.suffix == ".npy" else _safetensors(tensors)
     with output.writing() as file:

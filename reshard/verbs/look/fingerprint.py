@@ -30,7 +30,7 @@ def fingerprint(
     Raises: DifferenceFound if reshard wrote the checkpoint, and the weights are not those that it wrote (`reshard.json`).
     """
     if digest_version is not None and digest_version not in VERSIONS:
-        raise RequestError(f"--digest-version {digest_version}: unknown version", do=f"Use one of {', '.join(map(str, VERSIONS))}")
+        raise RequestError(f"`digest_version={digest_version}`: unknown version", do=f"Use one of {', '.join(map(str, VERSIONS))}")
     version = CURRENT if digest_version is None else VERSIONS[digest_version]
     effort, checkpoint = Effort(**options), opened(source)
     side = Side(checkpoint.files, checkpoint.index, checkpoint.content(selection))

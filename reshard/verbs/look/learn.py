@@ -49,7 +49,7 @@ def learn(
     cases = [{"tp": t, "pp": p, "ep": t if e > 1 else 1} for p in pp for e in ep for t in tp if e in (1, t)]
     if not cases:
         raise RequestError(
-            f"--ep {','.join(map(str, ep))}: experts are distributed over the tensor-parallel ranks", do="Give it sizes of --tp"
+            f"`ep=` {','.join(map(str, ep))}: experts are distributed over the tensor-parallel ranks", do="Give it sizes of `tp=`"
         )
     request = {"model": str(folder), "cases": cases, "ranks": None, "trust_remote_code": trust_remote_code}
     lines = answered(engine, engine_python or sys.executable, [request])
@@ -81,7 +81,7 @@ def _traceable(engine: str) -> ServingFormat:
     """The format of an engine whose loader can be traced. Raises RequestError, listing the engines that can, if it is none of them."""
     traceable = {name: found for name, found in registry.serving_formats().items() if found.tracer}
     if engine not in traceable:
-        raise RequestError(f"--engine {engine}: reshard cannot trace its loader", do=f"Engines that can be traced: {', '.join(traceable)}")
+        raise RequestError(f"`engine={engine}`: reshard cannot trace its loader", do=f"Engines that can be traced: {', '.join(traceable)}")
     return traceable[engine]
 
 
@@ -103,13 +103,13 @@ def answered(engine: str, engine_python: PathLike, requests: Sequence[dict[str, 
         try:
             done = subprocess.run([python, tracer, engine, asked, answer], capture_output=True, text=True)
         except OSError as error:
-            raise RequestError(f"--engine-python {python}: {error.strerror}", do="Give the path of a Python interpreter") from error
+            raise RequestError(f"`engine_python={python}`: {error.strerror}", do="Give the path of a Python interpreter") from error
         if done.returncode or not answer.exists():
             raise UnsupportedError(
                 f"the tracer did not finish (exit code {done.returncode}): {_last_line(done.stderr)}",
                 where=python,
                 why="It runs inside the engine's Python, which must have the engine and torch",
-                do="Name that Python with --engine-python PATH",
+                do="Name that Python with `engine_python=PATH`",
             )
         with answer.open() as lines:
             yield from map(json.loads, lines)
