@@ -112,7 +112,7 @@ def joined_tensors(contents: Contents, rules: JoinRules, tp: int) -> Iterator[Te
         for copy in copies:
             if copy.shape != whole.shape:
                 raise CheckpointError(f"one pipeline stage holds {list(whole.shape)}, another {list(copy.shape)}", where=name)
-        yield replace(whole, shards=whole.shards.with_copies([copy.shards for copy in copies]))
+        yield replace(whole, shards=whole.shards.with_copies([copy.shards for copy in copies])) if copies else whole
 
 
 def _joined_stage(parts: Sequence[ParameterPart], empty: dict[int, Shape], rules: JoinRules, tp: int) -> Tensor:
@@ -125,7 +125,7 @@ def _joined_stage(parts: Sequence[ParameterPart], empty: dict[int, Shape], rules
         by_rank.setdefault(part.rank.tp_rank, []).append(part)
     shards = {rank: concatenated([part.tensor.shards for part in of_rank]) for rank, of_rank in by_rank.items()}
     if tp == 1 or is_unnamed(first) or not first.shape:  # a step count: a copy on each rank
-        return replace(first, shards=_copies([*shards.values()]))
+        return replace(first, shards=_copies([*shards.values()])) if len(parts) > 1 else first
     shapes = {**empty, **{rank: of_rank[0].tensor.shape for rank, of_rank in by_rank.items()}}
     if len(shapes) < tp:
         raise CheckpointError(
