@@ -515,3 +515,14 @@ def test_layers_that_are_alike_keep_their_own_names():
     # Layers 1 and 2 have experts and are alike. Their keys have numbers, because layer 0 has none.
     plan = reshard.plan(FIXTURES / "hf" / "deepseek_v3", to="megatron-dist")
     assert reshard.roundtrip(plan).losses == ()
+
+
+@pytest.mark.parametrize("head", ["output_layer.weight", "lm_head.weight", "word_embeddings_for_head.weight"])
+def test_a_head_with_a_learning_rate_of_its_own_has_a_group_to_itself(head):
+    """Also under the names that it had before Megatron-Core."""
+    chunks, optimizer = (import_module(f"reshard.formats.megatron.{name}") for name in ("layout.chunks", "read.optimizer"))
+    array = import_module("reshard.geometry.mosaics").Mosaic((8, 4), ())
+    names = (head, "decoder.layers.0.mlp.linear_fc1.weight")
+    table, weight = (chunks.ChunkTensor(name, array, (8, 4), 0) for name in names)
+    groups = [{"is_decoupled_lr": False}, {"is_decoupled_lr": True}]
+    assert optimizer.members_of([table, weight], groups) == [[weight], [table]]

@@ -32,6 +32,7 @@ from reshard.index.shards import Shards
 from reshard.models.model import Model
 
 from ..layout.chunks import ChunkTensor
+from ..layout.names import parse_name
 from ..layout.tensors import BUFFER_ROLES, EMBEDDING, HEAD, is_decayed
 from .ranks import MegatronRank
 from .zarr import StoredFolder
@@ -202,7 +203,7 @@ def members_of(parameters: Sequence[ChunkTensor], groups: Sequence[Mapping[str, 
     has_decoupled = any(group.get("is_decoupled_lr") for group in groups)
 
     def belongs(parameter: ChunkTensor, group: Mapping[str, Any]) -> bool:
-        is_table = parameter.name.endswith((EMBEDDING, HEAD))
+        is_table = parse_name(parameter.name).name in (EMBEDDING, HEAD)
         return (
             (parameter.is_expert and has_experts) is bool(group.get("is_expert_parallel"))
             and parameter.is_decayed is _has_decay(group)
