@@ -338,6 +338,7 @@ def _destination(plan: Plan, target: PathLike, existing: Existing, effort: Effor
 def may_replace(destination: Destination, plan: Plan, existing: Existing) -> tuple[str, ...]:
     """The files in a target that a conversion may replace. Raises TargetError if it may not write there."""
     entries, begun, place = destination.entries(), destination.begun(), destination.place
+    kind = "folder" if is_url(place) else "directory"
     if not entries and not begun:
         return ()
     if existing == "resume" and (begun or MANIFEST in entries):
@@ -349,7 +350,7 @@ def may_replace(destination: Destination, plan: Plan, existing: Existing) -> tup
             why="Another run may be writing here, or was interrupted; nothing was written" if begun else "Nothing was written",
             do="Finish it with `resume=True`, or start anew with `overwrite=True`"
             if begun
-            else "Choose another place, or say `overwrite=True`",
+            else f"Choose another {kind}, or say `overwrite=True`",
             id="target-in-use" if begun else "target-exists",
         )
     # Only those folders are searched that the new checkpoint has, too.
@@ -366,7 +367,7 @@ def may_replace(destination: Destination, plan: Plan, existing: Existing) -> tup
             f"`overwrite=True`: {', '.join(entries[:3])} and what else lies there is no checkpoint",
             where=place,
             why="Only checkpoints are replaced",
-            do="Choose another place, or remove its content yourself",
+            do=f"Choose another {kind}, or remove its content yourself",
         )
     carried = _matching(entries, *CARRIED, CONFIG, *RECORDS)
     return destination.existing(dict.fromkeys((*carried, *records, *weights)))
