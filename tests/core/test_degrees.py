@@ -273,10 +273,10 @@ def test_a_window_of_which_the_config_does_not_say_whose_it_is_is_told(tmp_path)
     [
         ({"to": "hf"}, "no serving engine"),
         ({"to": "nonsense"}, "Unknown format 'nonsense'"),
-        ({"to": "vllm", "kv_dtype": "int3"}, "--kv-dtype int3"),
+        ({"to": "vllm", "kv_dtype": "int3"}, "`kv_dtype=` int3"),
         ({"to": "vllm", "gpu_memory": GIB, "gpu_memory_utilization": 90}, "such as 0.9"),
         ({"to": "vllm", "engine_version": "0.1"}, "oldest"),
-        ({"to": "vllm", "max_model_len": 8192}, "--gpu-memory"),
+        ({"to": "vllm", "max_model_len": 8192}, "`gpu_memory="),
     ],
 )
 def test_what_cannot_be_answered_is_refused(asked, words):

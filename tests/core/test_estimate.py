@@ -143,7 +143,7 @@ def test_experts_divide_by_ep_and_their_state_by_fewer_ranks():
         ({"gpus": 12, "tp": 8}, "12 GPUs are not TP 8"),
         ({"pp": 2, "stage_layers": (40, 41)}, "81 layers"),
         ({"pp": 4, "vp": 3, "schedule": "interleaved", "microbatches": 4}, "3 does not divide the 20 layers"),
-        ({"vp": 2}, "--vp 2"),
+        ({"vp": 2}, "`vp=2`"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_numbers(sizes, words):

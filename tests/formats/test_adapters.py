@@ -267,7 +267,7 @@ def test_targets_that_keep_names_carry_the_adapter_and_its_settings(verl, tmp_pa
 
 
 def test_what_to_do_with_an_adapter_that_is_not_there_is_refused(verl):
-    for given, option in (({"merge_adapter": "self"}, "--merge-adapter self"), ({"drop_adapter": True}, "--drop-adapter")):
+    for given, option in (({"merge_adapter": "self"}, "`merge_adapter=self`"), ({"drop_adapter": True}, "`drop_adapter=True`")):
         with pytest.raises(RequestError, match=f"{option}: no LoRA adapter"):
             reshard.plan(HF / "llama", to="hf", **given)
         with pytest.raises(RequestError, match="`include=` or `exclude=` leaves it out"):

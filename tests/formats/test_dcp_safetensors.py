@@ -28,7 +28,7 @@ def test_a_lost_last_rank_is_seen_with_the_config_and_announced_without(copy):
     next(folder.glob("shard-00003-*")).unlink()
     with pytest.raises(CheckpointError, match=r"reach to \[.*the config says"):
         reshard.open(folder, model=CASES / "sharded" / "model")
-    assert any("--model" in note for note in reshard.open(folder).index.facts.notes)
+    assert any("`model=` " in note for note in reshard.open(folder).index.facts.notes)
 
 
 def test_a_lost_part_is_named(copy):

@@ -275,10 +275,10 @@ def test_a_model_that_contradicts_the_checkpoints_own_config_is_refused(own, tmp
     shutil.copy(HF / "llama" / "model.safetensors", source)
     with pytest.raises(RequestError, match="contradicts the checkpoint's own config") as caught:
         reshard.plan(source, to="vllm", tp=2, model=wrong)
-    for text in ("num_attention_heads 8 -> 4", "num_key_value_heads 2 -> 1", "head_dim 32 -> 64", "--model-wins"):
+    for text in ("num_attention_heads 8 -> 4", "num_key_value_heads 2 -> 1", "head_dim 32 -> 64", "`model_wins=True`"):
         assert text in str(caught.value)
     plan = reshard.plan(source, to="vllm", tp=1, model=wrong, model_wins=True)
-    assert any("--model wins over" in note and "num_attention_heads 8 -> 4" in note for note in plan.to_json()["notes"])
+    assert any("`model=` wins over" in note and "num_attention_heads 8 -> 4" in note for note in plan.to_json()["notes"])
     assert plan.content.model.dimensions["heads"] == 4
 
 

@@ -139,7 +139,7 @@ def test_another_model_is_refused_with_the_first_difference_and_the_command(mode
         (lambda d: d["sources"].pop(2), r"model\.layers\.0.*has no such tensor"),
         (lambda d: d["config"].update(hidden_size="00000000"), "hidden_size differs"),
         (lambda d: d["config"].update(new_key="00000000"), "new_key is not in this config"),
-        (lambda d: d.update(engine="sglang"), "learned from sglang, the target is vllm.*--to sglang"),
+        (lambda d: d.update(engine="sglang"), "learned from sglang, the target is vllm.*`to=sglang`"),
     ],
     ids=["shape", "surplus", "config", "key", "engine"],
 )

@@ -495,10 +495,10 @@ def test_a_config_of_another_model_is_refused(tmp_path):
     [
         ({"tp": 3}, "attention heads"),
         ({"pp": 3}, "do not divide"),
-        ({"pp": 2, "stage_layers": (1, 2)}, "stage-layers"),
+        ({"pp": 2, "stage_layers": (1, 2)}, "stage_layers"),
         ({"ep": 2}, "no experts"),
-        ({"vp": 2}, "--pp"),
-        ({"dp": 2}, "--dp"),
+        ({"vp": 2}, "`pp="),
+        ({"dp": 2}, "`dp="),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(options, text):

@@ -130,9 +130,9 @@ def test_another_rotary_base_is_written_for_later_versions(tmp_path):
 @pytest.mark.parametrize(
     "change, options, said",
     [
-        ({}, {"tp": 4}, "--tp 4 does not divide the 2 heads of model.layers.0.self_attn.k_proj.weight"),
-        ({}, {"tp": 3}, "--tp 3 does not divide the 32 rows of model.embed_tokens.weight"),
-        ({}, {"pp": 2}, "--pp 2 does not apply to a nanotron folder"),
+        ({}, {"tp": 4}, "`tp=4` does not divide the 2 heads of model.layers.0.self_attn.k_proj.weight"),
+        ({}, {"tp": 3}, "`tp=3` does not divide the 32 rows of model.embed_tokens.weight"),
+        ({}, {"pp": 2}, "`pp=2` does not apply to a nanotron folder"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, {}, "rotary scaling llama3"),
     ],
 )

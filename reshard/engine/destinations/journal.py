@@ -37,7 +37,7 @@ from reshard.storage.own_files import JOURNAL, WORK_FOLDER, json_object, open_ow
 from reshard.storage.staging import Staging
 from reshard.storage.system_calls import sync_folder, system_errors
 
-_OF_PARTS = ("`part=`", "`parts=`")
+_OF_PARTS = ("--part", "--parts")
 
 
 @value
@@ -76,7 +76,7 @@ class RunHeader:
         # The arguments come from a file. The name of the command does not, and the shell gets each argument quoted.
         if self.arguments[:1] != ("convert",):
             return "Repeat the conversion with `resume=True` (in Python: resume=True)"
-        options = [argument for argument in self.arguments if argument not in ("`resume=True`", "`overwrite=True`", "`if_changed=True`")]
+        options = [argument for argument in self.arguments if argument not in ("--resume", "--overwrite", "--if-changed")]
         return f"Finish it with `reshard {shlex.join([*_without_parts(options), '--resume'])}`"
 
 
