@@ -6,8 +6,8 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
-from command import reshard
-from places import DCP, FIXTURES, HF, VLLM, ranks
+from helpers.fixture_places import DCP, FIXTURES, HF, VLLM, ranks
+from helpers.reshard_command import reshard
 
 from reshard.errors import RequestError
 from reshard.models.declared.reader import parse_declaration

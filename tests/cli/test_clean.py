@@ -8,8 +8,8 @@ import shutil
 import time
 
 import pytest
-from command import reshard, tree
-from places import HF
+from helpers.fixture_places import HF
+from helpers.reshard_command import reshard, tree
 
 import reshard as library
 from reshard.requests.request import Effort

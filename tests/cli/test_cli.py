@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from command import command, reshard, result_tree, tree
-from places import CASES, DCP, HF, MODELS, stored
+from helpers.fixture_places import CASES, DCP, HF, MODELS, stored
+from helpers.reshard_command import command, reshard, result_tree, tree
 
 import reshard as library
 

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from command import reshard
-from places import HF
-from published import LLAMA_70B
+from helpers.fixture_places import HF
+from helpers.published_configs import LLAMA_70B
+from helpers.reshard_command import reshard
 
 
 @pytest.fixture

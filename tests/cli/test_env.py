@@ -11,7 +11,7 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from command import command, reshard
+from helpers.reshard_command import command, reshard
 
 import reshard as library
 from reshard.adapter import registry

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from command import reshard
-from places import FIXTURES, HF
+from helpers.fixture_places import FIXTURES, HF
+from helpers.reshard_command import reshard
 
 
 def test_the_table_of_seven_billion_on_eight_gpus():

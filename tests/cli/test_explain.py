@@ -8,8 +8,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from command import reshard
-from places import HF
+from helpers.fixture_places import HF
+from helpers.reshard_command import reshard
 from safetensors.torch import load_file, save_file
 
 import reshard as library

@@ -7,8 +7,8 @@ import os
 import shutil
 
 import pytest
-from command import reshard, result_tree, tree
-from places import FIXTURES, HF
+from helpers.fixture_places import FIXTURES, HF
+from helpers.reshard_command import reshard, result_tree, tree
 
 import reshard as library
 from reshard.engine.destinations.journal import read_journal

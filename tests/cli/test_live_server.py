@@ -9,10 +9,10 @@ import sys
 
 import numpy as np
 import pytest
-from command import reshard
-from places import HF
+from helpers.fixture_places import HF
+from helpers.reshard_command import reshard
+from helpers.weight_servers import LIES, SLOW_LIES, answering, held, lying, server, vllm
 from safetensors.torch import load_file, save_file
-from weight_servers import LIES, SLOW_LIES, answering, held, lying, server, vllm
 
 import reshard as library
 from reshard.errors import RequestError

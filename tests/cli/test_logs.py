@@ -11,8 +11,8 @@ import subprocess
 import sys
 
 import pytest
-from command import command, reshard
-from places import HF
+from helpers.fixture_places import HF
+from helpers.reshard_command import command, reshard
 
 import reshard as library
 

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from command import reshard
-from places import DCP, FIXTURES, HF
+from helpers.fixture_places import DCP, FIXTURES, HF
+from helpers.reshard_command import reshard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

@@ -8,8 +8,8 @@ import time
 from importlib import import_module
 
 import pytest
-from command import reshard
-from places import FIXTURES, HF
+from helpers.fixture_places import FIXTURES, HF
+from helpers.reshard_command import reshard
 
 LLAMA = HF / "llama"
 _SAMPLE = re.compile(r'(reshard_last_run_\w+)\{((?:\w+="(?:[^"\\\n]|\\["\\n])*",?)+)\} (\S+)')

@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
-from command import reshard, tree
-from places import DCP, FIXTURES, HF
+from helpers.fixture_places import DCP, FIXTURES, HF
+from helpers.reshard_command import reshard, tree
 
 import reshard as library
 from reshard.canonical.content import Selection

@@ -13,9 +13,9 @@ from typing import Any
 
 import click
 import pytest
-from command import Result, command, reshard
+from helpers.fixture_places import FIXTURES, HF
+from helpers.reshard_command import Result, command, reshard
 from hostile.limits import ON_LINUX, limited
-from places import FIXTURES, HF
 
 import reshard as library
 from reshard.serving.learned.document import layout_of

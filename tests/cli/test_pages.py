@@ -11,9 +11,9 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from command import reshard
-from places import DCP, FIXTURES, HF, TRUTHS
-from sampled import sampled
+from helpers.fixture_places import DCP, FIXTURES, HF, TRUTHS
+from helpers.reshard_command import reshard
+from helpers.sampled import sampled
 
 import reshard as library
 from reshard.index.balance import shares

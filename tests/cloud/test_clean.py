@@ -9,8 +9,8 @@ import boto3
 import pytest
 from cloud.models import content_in
 from cloud.s3_server import Stored
-from command import reshard as run
-from places import HF
+from helpers.fixture_places import HF
+from helpers.reshard_command import reshard as run
 
 import reshard
 from reshard.requests.request import Effort

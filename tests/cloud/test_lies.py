@@ -6,7 +6,7 @@ import pytest
 from cloud.lies import LIES, redirecting
 from cloud.models import write_hf
 from cloud.s3_server import S3Server
-from command import reshard as run
+from helpers.reshard_command import reshard as run
 
 from reshard.storage.stores import store
 from reshard.storage.stores.urls import open_store

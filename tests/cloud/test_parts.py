@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from cloud.models import content, content_in, write_hf
 from cloud.store_kills import Work, experiment
-from command import reshard as run
-from places import FIXTURES
+from helpers.fixture_places import FIXTURES
+from helpers.reshard_command import reshard as run
 
 import reshard
 from reshard.adapter.serving_format.writing import _starts

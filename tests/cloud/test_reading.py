@@ -7,9 +7,9 @@ import tarfile
 
 import pytest
 from cloud.models import converted, write_hf
-from command import reshard as run
-from places import FIXTURES, TRUTHS, described, truth
-from sampled import sampled
+from helpers.fixture_places import FIXTURES, TRUTHS, described, truth
+from helpers.reshard_command import reshard as run
+from helpers.sampled import sampled
 
 import reshard
 from reshard.errors import CheckpointError, RequestError, SystemRefusal, UnsupportedError

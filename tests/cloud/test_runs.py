@@ -8,8 +8,8 @@ import time
 
 import pytest
 from cloud.models import content_in
-from command import command, reshard
-from places import FIXTURES
+from helpers.fixture_places import FIXTURES
+from helpers.reshard_command import command, reshard
 
 import reshard as library
 from reshard.runs.steps import find_steps

@@ -9,8 +9,8 @@ import time
 import boto3
 import pytest
 from cloud.models import content, converted, write_hf
-from command import command
-from command import reshard as run
+from helpers.reshard_command import command
+from helpers.reshard_command import reshard as run
 from moto.s3 import responses
 from moto.server import ThreadedMotoServer
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from cloud.models import converted, write_hf
-from command import reshard as run
+from helpers.reshard_command import reshard as run
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 COMMANDS = {

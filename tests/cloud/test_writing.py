@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from cloud.models import content, content_in, converted, write_hf
 from cloud.s3_server import Faults
-from command import command
-from command import reshard as run
-from places import FIXTURES
-from sampled import sampled
+from helpers.fixture_places import FIXTURES
+from helpers.reshard_command import command
+from helpers.reshard_command import reshard as run
+from helpers.sampled import sampled
 
 import reshard
 from reshard.engine.destinations import front_to_back

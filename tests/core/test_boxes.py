@@ -2,9 +2,9 @@ import math
 
 import numpy as np
 import pytest
+from helpers.random_shardings import grids, partitions, shapes
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import grids, partitions, shapes
 
 import reshard.geometry.boxes
 from reshard.geometry.boxes import Box, blocks, flat_boxes, row_major

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
+from helpers.random_shardings import partitions, shapes
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import partitions, shapes
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 import pytest
 import safetensors.torch
 import torch
-from places import DCP, FIXTURES, HF, REFERENCES, UNPLACED, has_a_layer_per_stage, open_case, served
-from published import DEEPSEEK_V3, DEEPSEEK_V3_OF_4_LAYERS, LLAMA_70B, parameters_of_deepseek_v3
+from helpers.fixture_places import DCP, FIXTURES, HF, REFERENCES, UNPLACED, has_a_layer_per_stage, open_case, served
+from helpers.published_configs import DEEPSEEK_V3, DEEPSEEK_V3_OF_4_LAYERS, LLAMA_70B, parameters_of_deepseek_v3
 
 import reshard
 from reshard.adapter import registry

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-import worlds
+from helpers import made_checkpoints as worlds
+from helpers.random_shardings import dtypes, partitions, shapes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import dtypes, partitions, shapes
 
 import reshard.engine.pool
 import reshard.engine.transfer

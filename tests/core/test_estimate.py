@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from places import FIXTURES, HF, MODELS, stored
-from published import DEEPSEEK_V3, DEEPSEEK_V3_OF_4_LAYERS, GPT2, LLAMA_8B, LLAMA_70B, MIXTRAL, parameters_of_deepseek_v3
+from helpers.fixture_places import FIXTURES, HF, MODELS, stored
+from helpers.published_configs import DEEPSEEK_V3, DEEPSEEK_V3_OF_4_LAYERS, GPT2, LLAMA_8B, LLAMA_70B, MIXTRAL, parameters_of_deepseek_v3
 
 import reshard
 from reshard.containers import torch_zip

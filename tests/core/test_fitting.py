@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from command import reshard
-from places import HF
+from helpers.fixture_places import HF
+from helpers.reshard_command import reshard
 
 import reshard as library
 from reshard.errors import RequestError

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from places import FIXTURES
+from helpers.fixture_places import FIXTURES
 
 from reshard.engine.casts import cast
 from reshard.geometry import functions

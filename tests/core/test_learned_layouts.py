@@ -4,9 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
+from helpers.fixture_places import FIXTURES
 from hypothesis import given
 from hypothesis import strategies as st
-from places import FIXTURES
 
 from reshard.errors import RequestError, ReshardError, UnsupportedError
 from reshard.geometry.dtypes import F32

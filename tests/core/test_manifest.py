@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from command import reshard
-from places import FIXTURES, HF
+from helpers.fixture_places import FIXTURES, HF
+from helpers.reshard_command import reshard
 
 import reshard as library
 from reshard.errors import CheckpointError, UnsupportedError

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from helpers.random_shardings import partitions
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import partitions
 
 from reshard.canonical.name_variants import NAME_VARIANTS, PREFIXES, Names, with_canonical_names
 from reshard.errors import CheckpointError, RequestError

@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from places import FIXTURES, HF, open_case
+from helpers.fixture_places import FIXTURES, HF, open_case
 
 import reshard
 from reshard.geometry.boxes import Box

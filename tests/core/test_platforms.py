@@ -6,8 +6,8 @@ import sys
 from importlib import import_module
 
 import pytest
-from command import reshard, result_tree
-from places import DCP, HF
+from helpers.fixture_places import DCP, HF
+from helpers.reshard_command import reshard, result_tree
 
 import reshard as library
 from reshard.adapter import processes

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from places import FIXTURES
+from helpers.fixture_places import FIXTURES
 
 import reshard
 from reshard.containers import dcp_metadata, pickle_writer, safetensors, torch_frame, torch_zip, zip_directory

@@ -11,9 +11,9 @@ import time
 
 import numpy as np
 import pytest
-from command import command, result_tree, tree
-from places import FIXTURES, HF
-from sampled import sampled
+from helpers.fixture_places import FIXTURES, HF
+from helpers.reshard_command import command, result_tree, tree
+from helpers.sampled import sampled
 
 import reshard
 from reshard.containers import safetensors

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from places import DCP, FIXTURES
+from helpers.fixture_places import DCP, FIXTURES
 
 from reshard.adapter import registry
 from reshard.adapter.registry import entry_points

@@ -6,7 +6,7 @@ from importlib import metadata
 
 import numpy as np
 import pytest
-import worlds
+from helpers import made_checkpoints as worlds
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from places import DCP, FIXTURES, HF, open_case
+from helpers.fixture_places import DCP, FIXTURES, HF, open_case
 
 import reshard
 from reshard.engine import transfer

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from doc_pages import PAGES, ROOT, masked, read_page, run_page
+from helpers.doc_pages import PAGES, ROOT, masked, read_page, run_page
 
 
 def refresh(path: Path) -> bool:

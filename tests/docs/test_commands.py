@@ -11,7 +11,7 @@ from importlib import import_module
 
 import click
 import pytest
-from doc_pages import PAGES, PROMPT, ROOT, Page, masked, read_page, run_page
+from helpers.doc_pages import PAGES, PROMPT, ROOT, Page, masked, read_page, run_page
 
 from reshard.adapter import registry
 

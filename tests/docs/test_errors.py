@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from command import reshard
-from doc_pages import FIXTURES, ROOT
+from helpers.doc_pages import FIXTURES, ROOT
+from helpers.reshard_command import reshard
 
 from reshard.errors import ERROR_IDS, ReshardError
 

@@ -8,8 +8,8 @@ import sys
 
 import numpy
 import pytest
-from command import reshard
-from doc_pages import FIXTURES, ROOT, read_page
+from helpers.doc_pages import FIXTURES, ROOT, read_page
+from helpers.reshard_command import reshard
 
 from reshard.adapter import registry
 from reshard.adapter.registry import EntryPoint

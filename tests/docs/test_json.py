@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from command import reshard
-from doc_pages import FIXTURES, ROOT
-from published import LLAMA_70B
-from weight_servers import held, server, vllm
+from helpers.doc_pages import FIXTURES, ROOT
+from helpers.published_configs import LLAMA_70B
+from helpers.reshard_command import reshard
+from helpers.weight_servers import held, server, vllm
 
 import reshard as library
 from reshard.verbs.convert import conversion

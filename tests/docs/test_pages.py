@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from doc_pages import PAGES, README, ROOT
+from helpers.doc_pages import PAGES, README, ROOT
 
 from reshard.adapter import registry
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_pages import FIXTURES, ROOT
+from helpers.doc_pages import FIXTURES, ROOT
 from hostile.limits import ON_LINUX
 from hostile.watched import outcome_of
 
@@ -136,7 +136,7 @@ assert not frameworks & {name.partition(".")[0] for name in sys.modules}
 
 def test_links_inside_of_a_checkpoint_are_followed(tmp_path: Path) -> None:
     """As SECURITY.md says: the hub's cache consists of them."""
-    from command import reshard
+    from helpers.reshard_command import reshard
 
     model = FIXTURES / "hf" / "llama"
     (tmp_path / "snapshot").mkdir()

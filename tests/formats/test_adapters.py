@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from command import reshard as run
-from places import FIXTURES
+from helpers.fixture_places import FIXTURES
+from helpers.reshard_command import reshard as run
 
 import reshard
 from reshard.canonical.name_variants import Names

@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
-from command import reshard, result_tree
-from places import FIXTURES, HF, patch_stored, stored
+from helpers.fixture_places import FIXTURES, HF, patch_stored, stored
+from helpers.reshard_command import reshard, result_tree
 
 import reshard as library
 from reshard.plans.manifest import DIGESTS, MANIFEST

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from places import FIXTURES
+from helpers.fixture_places import FIXTURES
 
 import reshard
 from reshard.errors import UnsupportedError

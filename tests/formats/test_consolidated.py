@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from places import FIXTURES, HF, described
+from helpers.fixture_places import FIXTURES, HF, described
 from safetensors.torch import load_file, save_file
 
 import reshard

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from places import DCP, open_case
+from helpers.fixture_places import DCP, open_case
 
 import reshard
 from reshard.errors import CheckpointError, RequestError

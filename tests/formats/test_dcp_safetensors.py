@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from places import FIXTURES
+from helpers.fixture_places import FIXTURES
 
 import reshard
 from reshard.errors import CheckpointError

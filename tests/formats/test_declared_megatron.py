@@ -12,7 +12,7 @@ import types
 from importlib import import_module
 
 import pytest
-from places import FIXTURES
+from helpers.fixture_places import FIXTURES
 
 import reshard
 from reshard.errors import RequestError, ReshardError, UnsupportedError

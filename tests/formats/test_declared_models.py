@@ -16,8 +16,8 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from command import command, reshard, tree
-from places import DCP, FIXTURES, FSDP, HF, VLLM, has_a_layer_per_stage, ranks, stored
+from helpers.fixture_places import DCP, FIXTURES, FSDP, HF, VLLM, has_a_layer_per_stage, ranks, stored
+from helpers.reshard_command import command, reshard, tree
 
 import reshard as library
 from reshard.errors import CheckpointError, RequestError

@@ -9,8 +9,8 @@ import json
 import sys
 
 import pytest
-from places import FIXTURES, ranks, rules_of
-from rank_contents import described, laid_out, our_value, sizes_of, value_in_vllm
+from helpers.fixture_places import FIXTURES, ranks, rules_of
+from helpers.rank_contents import described, laid_out, our_value, sizes_of, value_in_vllm
 
 import reshard
 from reshard.canonical.name_variants import Names

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from command import reshard as run
-from places import FIXTURES, described, open_case, truth
+from helpers.fixture_places import FIXTURES, described, open_case, truth
+from helpers.reshard_command import reshard as run
 
 import reshard
 from reshard.canonical.content import Selection

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from command import reshard
-from places import FIXTURES, HF, REFERENCES, served
+from helpers.fixture_places import FIXTURES, HF, REFERENCES, served
+from helpers.reshard_command import reshard
 
 import reshard as library
 from reshard.adapter import registry

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command import reshard as command
-from places import FIXTURES, UNREADABLE, stored
+from helpers.fixture_places import FIXTURES, UNREADABLE, stored
+from helpers.reshard_command import reshard as command
 
 import reshard
 from reshard.engine.transfer import Pieces

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from command import reshard as run
-from draft import CONFIG, make_draft, tensors
-from places import FIXTURES, HF
+from helpers.eagle_draft import CONFIG, make_draft, tensors
+from helpers.fixture_places import FIXTURES, HF
+from helpers.reshard_command import reshard as run
 from safetensors.torch import load_file
 
 import reshard

@@ -6,8 +6,8 @@ import sys
 import zipfile
 
 import pytest
-from command import reshard as command_line
-from places import DCP, FIXTURES, FSDP, HF, described, open_case, truth
+from helpers.fixture_places import DCP, FIXTURES, FSDP, HF, described, open_case, truth
+from helpers.reshard_command import reshard as command_line
 
 import reshard
 from reshard.containers import inert_pickle, torch_zip

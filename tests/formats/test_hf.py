@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import safetensors.torch
-from command import reshard as run
-from places import DCP, FIXTURES, HF, MODELS, described, open_case, stored, truth
+from helpers.fixture_places import DCP, FIXTURES, HF, MODELS, described, open_case, stored, truth
+from helpers.reshard_command import reshard as run
 
 import reshard
 from reshard.errors import CheckpointError, RequestError

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from places import HF, VLLM, described, ranks, stored
+from helpers.fixture_places import HF, VLLM, described, ranks, stored
 
 import reshard
 from reshard.errors import CheckpointError, RequestError

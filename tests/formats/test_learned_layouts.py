@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from command import reshard as command
-from learned_models import digest_of_rank, write_weights
-from places import FIXTURES, HF, patch_stored, ranks
+from helpers.fixture_places import FIXTURES, HF, patch_stored, ranks
+from helpers.learned_models import digest_of_rank, write_weights
+from helpers.reshard_command import reshard as command
 
 import reshard
 from reshard.adapter.serving_format.learned import read_layout

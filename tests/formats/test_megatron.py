@@ -10,11 +10,11 @@ from collections import Counter
 from importlib import import_module
 
 import pytest
-from command import reshard as run
+from helpers.fixture_places import FIXTURES, described, open_case, truth
+from helpers.reshard_command import reshard as run
+from helpers.sampled import sampled
 from hypothesis import given
 from hypothesis import strategies as st
-from places import FIXTURES, described, open_case, truth
-from sampled import sampled
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 

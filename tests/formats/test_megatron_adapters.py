@@ -5,7 +5,7 @@ import shutil
 from importlib import import_module
 
 import pytest
-from places import FIXTURES, described, open_case, truth
+from helpers.fixture_places import FIXTURES, described, open_case, truth
 
 import reshard
 from reshard.canonical.renaming import PREFIX

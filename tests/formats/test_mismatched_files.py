@@ -13,8 +13,8 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from places import FIXTURES, HF, open_case
-from sampled import sampled
+from helpers.fixture_places import FIXTURES, HF, open_case
+from helpers.sampled import sampled
 
 import reshard
 from reshard.canonical.content import Selection

@@ -9,7 +9,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from places import FIXTURES, described
+from helpers.fixture_places import FIXTURES, described
 
 import reshard
 from reshard.errors import CheckpointError, MissingFile, RequestError, UnsupportedError

@@ -9,8 +9,8 @@ import types
 import pytest
 import torch
 import torch.distributed.checkpoint
-from command import reshard as run
-from places import FIXTURES, TRUTHS, described, open_case, truth
+from helpers.fixture_places import FIXTURES, TRUTHS, described, open_case, truth
+from helpers.reshard_command import reshard as run
 
 import reshard
 from reshard.engine.views import LazyTensor

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from command import reshard as run
+from helpers.reshard_command import reshard as run
 
 import reshard
 from reshard.engine.recipes import dequantizer, recipe

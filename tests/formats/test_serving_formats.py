@@ -6,7 +6,7 @@ import sys
 import types
 
 import pytest
-from places import HF, stored
+from helpers.fixture_places import HF, stored
 
 import reshard
 from reshard.adapter import registry

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from places import FIXTURES, HF, MODELS, config_of, patch_stored, ranks, rules_of, stored
+from helpers.fixture_places import FIXTURES, HF, MODELS, config_of, patch_stored, ranks, rules_of, stored
 
 import reshard
 from reshard.errors import CheckpointError, RequestError, UnsupportedError

@@ -7,8 +7,8 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from command import reshard as run
-from places import HF
+from helpers.fixture_places import HF
+from helpers.reshard_command import reshard as run
 
 import reshard
 from reshard.errors import CheckpointError, RequestError, UnsupportedError

@@ -8,8 +8,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from command import command, tree
-from places import HF
+from helpers.fixture_places import HF
+from helpers.reshard_command import command, tree
 
 PACKAGE = Path(__file__).resolve().parent.parent / "third_party"
 LLAMA = HF / "llama"

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from places import DCP, open_case
-from sampled import sampled
+from helpers.fixture_places import DCP, open_case
+from helpers.sampled import sampled
 
 import reshard
 
-SCRIPT = Path(__file__).resolve().parent.parent / "torch_ranks.py"
+SCRIPT = Path(__file__).resolve().parent.parent / "helpers" / "torch_ranks.py"
 
 
 CASES = [("dcp", 3, 2, 21), ("dcp-optimizer", 1, 3, 84), ("fsdp", 3, 3, 21), ("fsdp-optimizer", 2, 2, 84)]

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from places import FIXTURES, HF
+from helpers.fixture_places import FIXTURES, HF
 
 import reshard
 from reshard.canonical.trainer_names import TRAINERS

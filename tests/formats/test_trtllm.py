@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from places import FIXTURES, HF, patch_stored, stored
+from helpers.fixture_places import FIXTURES, HF, patch_stored, stored
 
 import reshard
 from reshard.adapter import registry

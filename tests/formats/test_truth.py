@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from places import FIXTURES, TRUTHS, described, open_case, truth
+from helpers.fixture_places import FIXTURES, TRUTHS, described, open_case, truth
 
 import reshard
 from reshard.errors import CheckpointError

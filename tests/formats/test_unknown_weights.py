@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from command import reshard as run
-from places import FIXTURES, HF
+from helpers.fixture_places import FIXTURES, HF
+from helpers.reshard_command import reshard as run
 
 import reshard
 from reshard.errors import CheckpointError, RequestError

@@ -7,8 +7,8 @@ in every region of every file; the regions are found by the plan, the check know
 import random
 
 import pytest
-from command import reshard
-from places import FIXTURES, HF
+from helpers.fixture_places import FIXTURES, HF
+from helpers.reshard_command import reshard
 
 import reshard as library
 from reshard.plans.manifest import CHECKSUMS, DIGESTS, fixed_ranges

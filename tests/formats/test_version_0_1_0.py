@@ -8,8 +8,8 @@ import os
 import shutil
 
 import pytest
-from command import reshard, tree
-from places import DCP, FIXTURES, HF, described, truth
+from helpers.fixture_places import DCP, FIXTURES, HF, described, truth
+from helpers.reshard_command import reshard, tree
 
 import reshard as library
 

@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from places import (
+from helpers.fixture_places import (
     FIXTURES,
     HF,
     MODELS,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from command import Result, reshard
+from helpers.reshard_command import Result, reshard
 from hostile.families import FAMILIES, TinyModel, Weights, difference, read_safetensors, tiny_model, write_hf
 from hostile.interruptions import CHANGES, faulty
 

@@ -15,7 +15,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from command import reshard
+from helpers.reshard_command import reshard
 from hostile.mutations import KINDS
 from hostile.watched import FIXTURES, outcome_of
 

@@ -25,8 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command import result_tree as tree
-from places import HF
+from helpers.fixture_places import HF
+from helpers.reshard_command import result_tree as tree
 
 import reshard
 from reshard.errors import CheckpointError, ReshardError, SystemRefusal, TargetError

@@ -1,7 +1,7 @@
 """Servers that lie: an honest one, and in front of it a liar that changes some of its answers. Both run in a process of their own.
 
     stores     tests/cloud/s3_server.py: a checkpoint is read from it or written to it
-    servers    tests/weight_servers.py: `verify CKPT http://` asks it for the digests of its weights
+    servers    tests/helpers/weight_servers.py: `verify CKPT http://` asks it for the digests of its weights
 
 A recipe is a name of LIES, a surface and a seed, which chooses the command and the answers that are changed. An answer may name another
 address, where a trap listens: whoever connects to it followed a redirect.
@@ -23,9 +23,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import weight_servers
 from cloud.s3_server import S3Server
-from command import reshard, result_tree
+from helpers import weight_servers
+from helpers.reshard_command import reshard, result_tree
 from hostile.watched import FIXTURES, outcome_of
 
 SOURCE = FIXTURES / "hf" / "llama-sharded"

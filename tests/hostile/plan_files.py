@@ -26,9 +26,9 @@ from blake3 import blake3
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command import result_tree
+from helpers.fixture_places import DCP, FIXTURES, HF
+from helpers.reshard_command import result_tree
 from hostile.limits import limited
-from places import DCP, FIXTURES, HF
 
 import reshard
 from reshard.errors import ReshardError

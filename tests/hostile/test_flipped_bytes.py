@@ -4,7 +4,7 @@ import random
 import shutil
 
 import pytest
-from places import FIXTURES
+from helpers.fixture_places import FIXTURES
 
 import reshard
 from reshard.errors import ReshardError

@@ -8,8 +8,8 @@ import struct
 
 import pytest
 import torch
-from command import reshard, tree
-from places import DCP, HF, patch_stored, stored
+from helpers.fixture_places import DCP, HF, patch_stored, stored
+from helpers.reshard_command import reshard, tree
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from reshard.errors import ERROR_IDS

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command import Result, reshard
+from helpers.fixture_places import FIXTURES, HF
+from helpers.reshard_command import Result, reshard
 from hostile.limits import ON_LINUX, limited
-from places import FIXTURES, HF
 from safetensors.numpy import save_file
 
 pytestmark = pytest.mark.skipif(not ON_LINUX, reason="limits of a process are set as on Linux")

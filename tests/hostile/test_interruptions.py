@@ -18,11 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from command import command
-from command import reshard as run
-from command import result_tree as tree
-from places import DCP, HF
-from sampled import sampled
+from helpers.fixture_places import DCP, HF
+from helpers.reshard_command import command
+from helpers.reshard_command import reshard as run
+from helpers.reshard_command import result_tree as tree
+from helpers.sampled import sampled
 
 import reshard
 from reshard.engine.destinations.journal import Journal, read_journal

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from command import Result, reshard, tree
+from helpers.fixture_places import HF
+from helpers.reshard_command import Result, reshard, tree
 from hostile.limits import ON_LINUX, limited
-from places import HF
 
 import reshard as library
 from reshard.requests.request import Effort

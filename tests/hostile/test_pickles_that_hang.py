@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable
 
 import pytest
+from helpers.sampled import sampled
 from hostile.lies import P2, call, name, running, value
 from hostile.limits import ON_LINUX, limited
-from sampled import sampled
 
 from reshard.containers import inert_pickle
 from reshard.errors import CheckpointError

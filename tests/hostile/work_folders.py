@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from command import reshard, tree
+from helpers.reshard_command import reshard, tree
 from hostile.interruptions import CHANGES, child, ended, faulty
 from hostile.mutations import NUMBERS, VALUES, mutate_bytes, mutate_folder
 from hostile.watched import FIXTURES, outcome_of

@@ -27,9 +27,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
-from environments import LONG, Environment, run_checks  # noqa: E402
-from places import exchange_query_heads  # noqa: E402
-from questions import Ask, asking  # noqa: E402
+from helpers.asked_process import Ask, asking  # noqa: E402
+from helpers.fixture_places import exchange_query_heads  # noqa: E402
+from helpers.framework_environments import LONG, Environment, run_checks  # noqa: E402
 
 # Without dependencies: megatron-core's own would bring CUDA.
 MEGATRON = Environment("Megatron", HERE / "requirements.txt", options=("--no-deps",))

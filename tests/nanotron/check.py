@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from environments import ROOT, Environment, run_checks
+from helpers.framework_environments import ROOT, Environment, run_checks
 
 ENVIRONMENT = Environment("nanotron", ROOT / "tests" / "nanotron" / "requirements.txt")
 FIXTURES = ROOT / "fixtures" / "nanotron"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command import result_tree
+from helpers.reshard_command import result_tree
 from output_bytes import TARGETS, sources
 
 import reshard

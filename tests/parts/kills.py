@@ -22,9 +22,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hostile"))
 
-from command import result_tree
+from helpers.fixture_places import HF
+from helpers.reshard_command import result_tree
 from interruptions import DONE, child, ended, slow, visible
-from places import HF
 
 import reshard
 from reshard.engine.destinations.journal import read_journal

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmar
 import ray
 from cloud.models import content, content_in
 from cloud.s3_server import S3Server
-from command import result_tree
-from places import HF
+from helpers.fixture_places import HF
+from helpers.reshard_command import result_tree
 from ray.cluster_utils import Cluster
 from synthetic import llama, write_hugging_face
 

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from command import command, result_tree, tree
-from command import reshard as run
-from places import DCP, HF
+from helpers.fixture_places import DCP, HF
+from helpers.reshard_command import command, result_tree, tree
+from helpers.reshard_command import reshard as run
 
 import reshard
 from reshard.engine.conversion import Conversion, destination_at

@@ -9,9 +9,9 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from command import reshard as run
-from command import result_tree
-from places import DCP, FIXTURES, HF
+from helpers.fixture_places import DCP, FIXTURES, HF
+from helpers.reshard_command import reshard as run
+from helpers.reshard_command import result_tree
 
 import reshard
 from reshard.errors import CheckpointError, UnsupportedError

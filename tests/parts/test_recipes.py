@@ -9,10 +9,10 @@ import sys
 
 import pytest
 import yaml
-from command import reshard as run
-from command import result_tree
-from doc_pages import ROOT
-from places import DCP
+from helpers.doc_pages import ROOT
+from helpers.fixture_places import DCP
+from helpers.reshard_command import reshard as run
+from helpers.reshard_command import result_tree
 
 PAGE = (ROOT / "docs" / "recipes" / "many-machines.md").read_text()
 BLOCKS = dict(re.findall(r"```(bash|yaml)\n(.*?)```", PAGE, re.DOTALL))

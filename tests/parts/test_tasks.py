@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from places import DCP, HF
+from helpers.fixture_places import DCP, HF
 
 import reshard
 from reshard.errors import RequestError

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from environments import ROOT, Environment, run_checks
+from helpers.framework_environments import ROOT, Environment, run_checks
 
 ENVIRONMENT = Environment("peft", ROOT / "tests" / "peft" / "requirements.txt")
 HF = ROOT / "fixtures" / "hf"

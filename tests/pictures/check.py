@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
-from environments import Environment, run_checks  # noqa: E402
+from helpers.framework_environments import Environment, run_checks  # noqa: E402
 
 PICTURES = Environment("pictures", HERE / "requirements.txt", with_torch=False)
 FIXTURES = ROOT / "fixtures"

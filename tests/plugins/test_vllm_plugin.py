@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from places import DCP, FIXTURES, HF, open_case
+from helpers.fixture_places import DCP, FIXTURES, HF, open_case
 
 from reshard.errors import CheckpointError, RequestError
 

@@ -1,8 +1,8 @@
 """One conversion of each format: what `make quick` runs beside the laws and the house."""
 
 import pytest
-from command import reshard as command
-from places import FIXTURES, HF, described, open_case, truth
+from helpers.fixture_places import FIXTURES, HF, described, open_case, truth
+from helpers.reshard_command import reshard as command
 
 import reshard
 from reshard.adapter import registry

@@ -5,8 +5,8 @@ import os
 import shutil
 
 import pytest
-from command import reshard
-from places import FIXTURES, HF
+from helpers.fixture_places import FIXTURES, HF
+from helpers.reshard_command import reshard
 
 from reshard.runs.steps import find_steps
 

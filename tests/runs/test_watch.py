@@ -9,9 +9,9 @@ import subprocess
 import time
 
 import pytest
-from command import command, reshard, result_tree, tree
+from helpers.fixture_places import FIXTURES
+from helpers.reshard_command import command, reshard, result_tree, tree
 from hostile.limits import ON_LINUX, limited
-from places import FIXTURES
 
 import reshard as library
 from reshard.errors import RequestError

@@ -36,11 +36,11 @@ ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
 import sessions  # noqa: E402
-from draft import make_draft  # noqa: E402
-from environments import Environment, run_checks  # noqa: E402
+from helpers.asked_process import Ask, asking  # noqa: E402
+from helpers.eagle_draft import make_draft  # noqa: E402
+from helpers.fixture_places import exchange_query_heads, ranks, stored  # noqa: E402
+from helpers.framework_environments import Environment, run_checks  # noqa: E402
 from live import live_checks  # noqa: E402
-from places import exchange_query_heads, ranks, stored  # noqa: E402
-from questions import Ask, asking  # noqa: E402
 
 # Without dependencies: vLLM's own would replace torch.
 VLLM = Environment("vLLM", HERE / "requirements.txt", options=("--no-deps",))

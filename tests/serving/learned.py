@@ -27,10 +27,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(FIXTURES), str(FIXTURES / "vllm
 
 import named_weights  # noqa: E402
 from check import HF, VLLM, asked, held, installed, served  # noqa: E402
-from environments import LONG, run_checks  # noqa: E402
-from places import ranks  # noqa: E402
-from questions import Ask  # noqa: E402
-from rank_contents import described, laid_out, our_value, sizes_of  # noqa: E402
+from helpers.asked_process import Ask  # noqa: E402
+from helpers.fixture_places import ranks  # noqa: E402
+from helpers.framework_environments import LONG, run_checks  # noqa: E402
+from helpers.rank_contents import described, laid_out, our_value, sizes_of  # noqa: E402
 from recipes import READ_AS  # noqa: E402
 from tiny_models import TYPES  # noqa: E402
 

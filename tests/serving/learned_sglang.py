@@ -27,7 +27,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(FIXTURES)]
 import learned  # noqa: E402
 import makers  # noqa: E402
 from check import HF  # noqa: E402
-from environments import LONG, Environment, run_checks  # noqa: E402
+from helpers.framework_environments import LONG, Environment, run_checks  # noqa: E402
 from learned import Sizes  # noqa: E402
 
 from reshard.serving.learned.layout import LearnedLayout  # noqa: E402

@@ -40,8 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "fixtures
 
 import seeded_models
 from check import VLLM, compared, decode, served
-from environments import LONG
-from questions import Ask, asking
+from helpers.asked_process import Ask, asking
+from helpers.framework_environments import LONG
 
 import reshard
 from reshard.errors import ReshardError, UnsupportedError

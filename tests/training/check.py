@@ -21,8 +21,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
-from environments import Environment, run_checks  # noqa: E402
-from questions import Ask, asking  # noqa: E402
+from helpers.asked_process import Ask, asking  # noqa: E402
+from helpers.framework_environments import Environment, run_checks  # noqa: E402
 
 DEEPSPEED = Environment("DeepSpeed", HERE / "requirements.txt", variables={"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"})
 

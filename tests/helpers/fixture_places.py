@@ -17,7 +17,7 @@ from reshard.models.engine_rules import EngineRules
 from reshard.models.model import Model
 from reshard.plans.layout import Target
 
-FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 HF, DCP, VLLM = FIXTURES / "hf", FIXTURES / "dcp", FIXTURES / "vllm"
 MODELS = ("llama", "llama-tied", "mistral", "qwen2", "qwen3")
 # Real, but not to be read: its entries went through an extension that only its writer knows.

@@ -5,8 +5,8 @@ import itertools
 import json
 
 import numpy as np
-from places import FIXTURES, rules_of
 
+from helpers.fixture_places import FIXTURES, rules_of
 from reshard.engine.casts import cast
 from reshard.geometry.dtypes import BF16
 from reshard.geometry.meshes import Parallel

@@ -13,9 +13,8 @@ import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from places import HF
-
 import reshard as library
+from helpers.fixture_places import HF
 
 
 @contextmanager

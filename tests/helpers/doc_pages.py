@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
-import published
+from helpers import published_configs as published
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "fixtures"
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]

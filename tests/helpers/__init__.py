@@ -1,0 +1,1 @@
+"""What tests share: each file is called after what it gives."""
