@@ -21,7 +21,7 @@ model_loader/loader.py, is the same in 0.5.10.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import ACCEPT_PLATFORM, ENGINE_VERSION, LAYOUT, MAX_SHARD_SIZE
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from reshard.models.engine_rules import EngineRules
     from reshard.models.model import Model
     from reshard.plans.layout import Target
-    from reshard.serving.learned.layout import LearnedLayout
     from reshard.storage.files import Files
 
 
@@ -76,8 +75,8 @@ class Sglang(ServingFormat):
 
         return notes(model, target)
 
-    def layout_notes(self, layout: LearnedLayout) -> tuple[str, ...]:
-        if not any(".shared_expert" in each.name for stage in layout.stages for each in stage.tensors):
+    def layout_notes(self, names: Collection[str]) -> tuple[str, ...]:
+        if not any(".shared_expert" in name for name in names):
             return ()
         return (
             "start SGLang with --disable-shared-experts-fusion, as the layout was learned: otherwise it may take a shared expert for one "

@@ -83,6 +83,28 @@ def test_a_room_imports_rooms_above_it_only():
                 assert room(other) == here or ROOMS.index(room(other)) < ROOMS.index(here), f"{label(path)} imports {other}"
 
 
+# The rooms of the main job (docs/design.md), without `serving/learned`; what hangs beside them; and the one file that opens a side room.
+MAIN = ("geometry", "storage", "containers", "index", "models", "canonical", "serving", "plans", "adapter", "requests", "engine")
+SIDE = ("training", "serving.learned", "measures", "health", "runs", "verbs", "pages", "picture")
+DOOR_OF_LEARNED = "reshard/adapter/serving_format/learned.py"
+
+
+def test_the_main_way_imports_no_side_room():
+    for path in [MODULES[name] for name in MODULES if room(name) in MAIN and not name.startswith(SIDE)]:
+        for other in imported(path):
+            is_door = label(path) == DOOR_OF_LEARNED and other.startswith("serving.learned.")
+            assert is_door or not f"{other}.".startswith(tuple(f"{side}." for side in SIDE)), f"{label(path)} imports {other}"
+
+
+def test_no_function_is_longer_than_60_lines():
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.FunctionDef):
+                last_of_text = node.body[0].end_lineno if ast.get_docstring(node) else node.lineno
+                lines = node.end_lineno - last_of_text + (node.body[0].lineno - node.lineno if ast.get_docstring(node) else 1)
+                assert lines <= 60, f"{label(path)}:{node.lineno} {node.name} has {lines} lines"
+
+
 @pytest.mark.parametrize("name", [name for name in ROOMS if (ROOT / "reshard" / name).is_dir()])
 def test_inside_a_room_nothing_runs_in_a_circle(name):
     graph = {module: {other for other in imported(path) if other != module} for module, path in MODULES.items() if room(module) == name}

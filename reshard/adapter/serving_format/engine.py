@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from reshard.adapter.format import Format
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from reshard.models.engine_rules import EngineRules
     from reshard.models.model import Model
     from reshard.plans.layout import Target, TargetFile
-    from reshard.serving.learned.layout import LearnedLayout
     from reshard.storage.files import Files
 
 
@@ -62,8 +61,8 @@ class ServingEngine(Format):
         """How a live server of the engine tells what its ranks hold; None if it does not."""
         return None
 
-    def layout_notes(self, layout: LearnedLayout) -> tuple[str, ...]:
-        """Notes about files that follow a learned layout, such as how to start the engine."""
+    def layout_notes(self, names: Collection[str]) -> tuple[str, ...]:
+        """Notes about files with tensors of these names that follow a learned layout, such as how to start the engine."""
         return ()
 
     # Writing: what a subclass may override.
