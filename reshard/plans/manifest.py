@@ -261,6 +261,19 @@ def listed_files(files: Files, manifest: Manifest) -> Mapping[str, int]:
     return found
 
 
+def check_listed_files(files: Files, manifest: Manifest) -> None:
+    """Raises CheckpointError, naming the file, if one of the files that reshard wrote is missing or has another length."""
+    for path, size in listed_files(files, manifest).items():
+        found = files.size(path)
+        if found != size:
+            raise CheckpointError(
+                "the file is missing" if found is None else f"the file has {found:,} bytes, {size:,} were written",
+                where=path,
+                why=f"{MANIFEST} lists {manifest.summary}",
+                do=f"Copy the file again from where it was written, or remove {MANIFEST} if another program has written here since",
+            )
+
+
 def read_digests(files: Files, manifest: Manifest) -> Digests:
     """The digests that belong to a manifest of version 2.
 

@@ -35,10 +35,9 @@ from reshard.models.architecture import Architecture
 from reshard.models.lookup import changed_keys, find_model, model_type_of, named_architecture, unknown_architecture
 from reshard.models.model import Model
 from reshard.models.quantization import unknown_quantization
-from reshard.plans.manifest import MANIFEST, Manifest, listed_files, usable_manifest
+from reshard.plans.manifest import check_listed_files, usable_manifest
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import ModelOptions, OpenOptions, PathLike, checked_keywords
-from reshard.storage.files import Files
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import gc_paused, is_url
 from reshard.storage.tar import open_files, open_tree
@@ -156,7 +155,7 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
         check_ended(files)
     manifest = usable_manifest(files)
     if manifest is not None:
-        _check_recorded_files(files, manifest)
+        check_listed_files(files, manifest)
     try:
         with _read_as_claims(os.fspath(path)):
             format, reason = (registry.named(name), "`format=`") if name else registry.detect(files)
@@ -223,21 +222,8 @@ def _read_as_claims(path: str) -> Iterator[None]:
             f"{os.path.basename(code.filename)})",
             where=path,
             why="It is damaged, or was written by a program or version that reshard does not know",
-            do="Copy the checkpoint again; if that does not help, run with `debug=True` and report it as an issue",
+            do="Copy the checkpoint again; if that does not help, run the command with --debug and report it as an issue",
         ) from error
-
-
-def _check_recorded_files(files: Files, manifest: Manifest) -> None:
-    """Raises CheckpointError, naming the file, if one of the files that reshard wrote is missing or has another length."""
-    for path, size in listed_files(files, manifest).items():
-        found = files.size(path)
-        if found != size:
-            raise CheckpointError(
-                "the file is missing" if found is None else f"the file has {found:,} bytes, {size:,} were written",
-                where=path,
-                why=f"{MANIFEST} lists {manifest.summary}",
-                do=f"Copy the file again from where it was written, or remove {MANIFEST} if another program has written here since",
-            )
 
 
 def _model_files_at(model: PathLike, own: ModelFiles, architecture: Architecture | None, *, wins: bool) -> ModelFiles:

@@ -60,9 +60,9 @@ def planned(source: Checkpoint, request: ConversionRequest, asked: Mapping[str, 
     asked: the keywords of `plan`, with `to`, without those of `open`.
     """
     began = time.monotonic()
-    found = plan_conversion(source, request, request.opened_adapter(opened))
+    found = replace(plan_conversion(source, request, request.opened_adapter(opened)), order=_order_of(source, asked))
     _log_planned(found, time.monotonic() - began)
-    return replace(found, order=_order_of(source, asked))
+    return found
 
 
 @value

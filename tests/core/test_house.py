@@ -401,9 +401,11 @@ def test_below_the_command_line_texts_name_keywords_and_not_flags():
 
 
 def test_the_walk_of_a_source_does_not_grow():
-    """Where plan(source) hands its source and what is made of it. `python tests/walks.py reshard/verbs/plan.py plan source` draws it."""
+    """Where plan(source) hands its source, alone and with what lies in it (`python tests/walks.py reshard/verbs/plan.py plan source`)."""
     walk = walk_of("reshard/verbs/plan.py", "plan", "source")
-    assert len(walk.visits) > 100 and len(walk.files) <= 40 and len(walk.climbs) <= 42
+    assert len(walk.visits) > 50 and len(walk.files) <= 15 and len(walk.climbs) <= 9
+    walk = walk_of("reshard/verbs/plan.py", "plan", "source", parts=True)
+    assert len(walk.visits) > 100 and len(walk.files) <= 37 and len(walk.climbs) <= 40
 
 
 def test_a_plugin_loads_nothing_heavy_before_it_is_asked():
