@@ -32,7 +32,6 @@ import fused_adam  # noqa: E402
 import makers  # noqa: E402
 import mapping  # noqa: E402
 import models  # noqa: E402
-import questions  # noqa: E402
 import run as harness  # noqa: E402  fixtures/megatron/run.py
 import safetensors.torch  # noqa: E402
 import settings  # noqa: E402
@@ -40,6 +39,7 @@ import settled  # noqa: E402
 import tiny_models  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from helpers import asked_process as questions  # noqa: E402
 from loading import Checkpoint  # noqa: E402
 from megatron.core import parallel_state as mpu  # noqa: E402
 

@@ -16,7 +16,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))
 
-import questions  # noqa: E402
+from helpers import asked_process as questions  # noqa: E402
 
 TRACER = TESTS.parent / "plugins" / "loader_tracer"
 # Its neighbours would hide vLLM if their folder were importable.

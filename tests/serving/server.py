@@ -23,8 +23,8 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[len(sys.path) :] = [str(TESTS), str(TESTS.parent / "fixtures")]
 
 import makers  # noqa: E402
-import questions  # noqa: E402
 import sessions  # noqa: E402
+from helpers import asked_process as questions  # noqa: E402
 
 vllm_make = makers.load("vllm")
 

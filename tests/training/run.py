@@ -28,7 +28,7 @@ sys.path.append(str(TESTS))
 
 import free_ports  # noqa: E402
 import models  # noqa: E402
-import questions  # noqa: E402
+from helpers import asked_process as questions  # noqa: E402
 
 SIZES = {"num_hidden_layers": 1, "intermediate_size": 24, "hidden_size": 16, "head_dim": 8, "vocab_size": 50}
 BEFORE, AFTER = 2, 3
