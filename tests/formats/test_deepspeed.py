@@ -391,7 +391,7 @@ def test_how_tensor_parallel_parts_lie_is_never_guessed():
     """0.18 notes nothing: q_proj is cut, lm_head is whole on every rank. The config's shapes tell; without them it is asked for."""
     case = FIXTURES / "deepspeed_versions" / "0.18.2-autotp2-z1"
     assert reshard.open(case / "checkpoint", model=case / "model").index.by_kind("weight")["lm_head.weight"].shape == (50, 16)
-    refused(case / "checkpoint", "2 tensor-parallel ranks", "--model DIR")
+    refused(case / "checkpoint", "2 tensor-parallel ranks", "`model=DIR`")
 
 
 def test_tied_weights_are_known_by_their_memory_where_nothing_notes_them(tmp_path):

@@ -260,7 +260,7 @@ def test_without_an_optimizer_there_is_none_to_carry():
 
 @pytest.mark.parametrize("to, sizes", [("hf", {"dp": 2}), ("vllm", {"dp": 2}), ("dcp", {"tp": 2}), ("fsdp", {"pp": 2})])
 def test_sizes_that_a_format_does_not_have(to, sizes):
-    with pytest.raises(RequestError, match=f"--{next(iter(sizes))} 2"):
+    with pytest.raises(RequestError, match=f"`{next(iter(sizes))}=2`"):
         reshard.plan(HF / "llama", to=to, **sizes)
 
 
