@@ -9,7 +9,7 @@
 files.py    which files count
 read.py     the tensors in them
 write.py    the layout of new files, and their index
-like.py     the names, fusions, shapes and element types of another folder
+reference_layout.py   the names, fusions, shapes and element types of another folder
 
 Names and shapes are those under which models are published. canonical/name_variants.py lists what transformers renamed or fused later.
 Measured on transformers 5.23 and safetensors 0.8; index rules: transformers, modeling_utils.py.

@@ -1,7 +1,7 @@
 """The keywords of the public functions, each declared once: its type for type checkers and editors, and what --help says about it.
 
 The command line makes its options of these declarations (cli/options.py), and a verb refuses a keyword that is not among its own. This file
-is light, so that --help loads nothing else. Options of one format are declared in the format (adapter/option.py).
+is light, so that --help loads nothing else. Options of one format are declared in the format (adapter/format.py).
 """
 
 import os

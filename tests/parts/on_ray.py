@@ -2,7 +2,7 @@
 
     python -m venv /tmp/venv-ray && /tmp/venv-ray/bin/pip install -e '.[ray]'
     /tmp/venv-ray/bin/pip install -e '.[cloud]'
-    /tmp/venv-ray/bin/python tests/parts/on_ray.py
+    python tests/parts/on_ray.py
 
 Every check compares all bytes with those of one process. Takes about a minute.
 """

@@ -1,4 +1,4 @@
-"""Real vLLM, asked line by line (questions.py); each request is answered by a process forked for it.
+"""Real vLLM, asked line by line (helpers/asked_process.py); each request is answered by a process forked for it.
 
 A request has
     ask          "decode" or "ranks": the file here whose function `answer` is asked

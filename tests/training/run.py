@@ -1,4 +1,4 @@
-"""Real DeepSpeed trains a small llama on gloo, asked line by line (questions.py). Run in an environment that has it.
+"""Real DeepSpeed trains a small llama on gloo, asked line by line (helpers/asked_process.py). Run in an environment that has it.
 
     {"world": 2, "stage": 3, "save": "folder"}                          two steps, saved, then three more
     {"world": 4, "stage": 1, "load": "folder", "universal": true}       three steps from what is there
