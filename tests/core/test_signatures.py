@@ -58,9 +58,10 @@ threading.setprofile(note)
 import reshard
 reshard.convert(reshard.plan(sys.argv[1], to="vllm", tp=2, model=sys.argv[2]), sys.argv[3])
 sys.setprofile(None)
-root = pathlib.Path(reshard.__file__).parent.parent
-paths = [path.removeprefix(f"{root}/") for path in called]
-print(json.dumps(sorted(path for path in paths if path.startswith(("reshard/", "formats/")))))
+# In a wheel the formats lie inside of reshard, in the tree beside it.
+root = pathlib.Path(reshard.__file__).parent
+paths = [path.removeprefix(f"{root}/").removeprefix(f"{root.parent}/") for path in called]
+print(json.dumps(sorted(path for path in paths if not path.startswith(("/", "<", ".venv")))))
 """
 
 
@@ -69,4 +70,4 @@ def test_a_conversion_calls_into_few_files_and_none_of_a_third_format(tmp_path):
     case = DCP / "fsdp2"
     files = run(TRACED, case / "checkpoint", case / "model", tmp_path / "out")
     assert {path.split("/")[1] for path in files if path.startswith("formats/")} == {"dcp", "vllm"}
-    assert len(files) <= 105
+    assert 50 < len(files) <= 105

@@ -1,8 +1,7 @@
 """Conversions on a Ray cluster of several nodes on this machine, one of which is killed midway. Run in an environment that has Ray.
 
-    python -m venv /tmp/venv-ray && /tmp/venv-ray/bin/pip install -e '.[ray]'
-    /tmp/venv-ray/bin/pip install -e '.[cloud]'
-    python tests/parts/on_ray.py
+    python -m venv .venv-ray && .venv-ray/bin/pip install -e '.[ray,cloud]'
+    .venv-ray/bin/python tests/parts/on_ray.py
 
 Every check compares all bytes with those of one process. Takes about a minute.
 """

@@ -1,5 +1,5 @@
-"""The tensors with which real vLLM builds a rank for a folder, asked line by line (helpers/asked_process.py). Nothing is loaded, and no kernel runs, so
-it is built also for forms for which a CPU has no kernel.
+"""The tensors with which real vLLM builds a rank for a folder, asked line by line (asked_process.py). Nothing is loaded, and no kernel
+runs, so it is built also for forms for which a CPU has no kernel.
 
 A request has `model`, `tp`, `ep` and `rank`. The answer is the names of each tensor, several if modules share it, or the error as a text.
 """
