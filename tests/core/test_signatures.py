@@ -48,7 +48,7 @@ def test_opening_a_checkpoint_imports_no_file_of_another_format():
 
 
 TRACED = """
-import json, pathlib, sys, threading
+import json, sys, threading
 called = set()
 def note(frame, event, argument):
     if event == "call" and frame.f_code.co_name != "<module>":
@@ -58,16 +58,14 @@ threading.setprofile(note)
 import reshard
 reshard.convert(reshard.plan(sys.argv[1], to="vllm", tp=2, model=sys.argv[2]), sys.argv[3])
 sys.setprofile(None)
-# In a wheel the formats lie inside of reshard, in the tree beside it.
-root = pathlib.Path(reshard.__file__).parent
-paths = [path.removeprefix(f"{root}/").removeprefix(f"{root.parent}/") for path in called]
-print(json.dumps(sorted(path for path in paths if not path.startswith(("/", "<", ".venv")))))
+modules = {module.__file__: name for name, module in sys.modules.items() if name.partition(".")[0] == "reshard"}
+print(json.dumps(sorted(modules[path] for path in called & modules.keys())))
 """
 
 
 def test_a_conversion_calls_into_few_files_and_none_of_a_third_format(tmp_path):
     """In all threads of a fresh process. The bodies of classes count as calls, the top levels of modules do not."""
     case = DCP / "fsdp2"
-    files = run(TRACED, case / "checkpoint", case / "model", tmp_path / "out")
-    assert {path.split("/")[1] for path in files if path.startswith("formats/")} == {"dcp", "vllm"}
-    assert 50 < len(files) <= 105
+    modules = run(TRACED, case / "checkpoint", case / "model", tmp_path / "out")
+    assert {name.split(".")[2] for name in modules if name.startswith("reshard.formats.")} == {"dcp", "vllm"}
+    assert 50 < len(modules) <= 105
