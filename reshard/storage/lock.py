@@ -34,6 +34,8 @@ SECONDS_BETWEEN_BEATS = 10.0
 SECONDS_UNTIL_STALE = 180.0
 # A run that ends removes its folder, and a reader that asks for the owner holds the lock for a moment. Both are over soon.
 _SECONDS_OF_PATIENCE = 0.5
+# Whoever has just taken the lock writes into it who it is. On a busy machine that takes longer than the patience above.
+_SECONDS_UNTIL_NAMED = 10.0
 _HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
@@ -62,10 +64,13 @@ class Lock:
 
         Raises: TargetError, naming the owner, if a run of another plan has the lock. SystemRefusal if the file system has no flock.
         """
-        patience_ends = time.monotonic() + _SECONDS_OF_PATIENCE
+        began = time.monotonic()
         with system_errors("created", self._path.parent):
-            while not self._try(final := time.monotonic() > patience_ends, fcntl.LOCK_SH):
-                if final and owner(self._root).get("plan") != self._record["plan"]:
+            while not self._try(final := time.monotonic() > began + _SECONDS_OF_PATIENCE, fcntl.LOCK_SH):
+                plan = owner(self._root).get("plan") if final else None
+                if plan == self._record["plan"]:
+                    began = time.monotonic()  # Its folder disappears when it ends, which needs patience again.
+                elif plan or time.monotonic() > began + _SECONDS_UNTIL_NAMED:
                     raise self.refusal()
                 time.sleep(0.02)
             self._write_record()

@@ -28,6 +28,7 @@ from interruptions import DONE, child, ended, slow, visible
 
 import reshard
 from reshard.engine.destinations.journal import read_journal
+from reshard.errors import ReshardError
 
 COUNTS = (8, 8, 8, 3, 5, 2, 13)
 
@@ -77,7 +78,11 @@ def start(plan, target, part, randomness):
     def run():
         own = random.Random(seed)
         slow(own, 0.1)
-        reshard.convert_part(plan, target, part, workers=1, overwrite=True)
+        try:
+            reshard.convert_part(plan, target, part, workers=1, overwrite=True)
+        except ReshardError as error:
+            print(f"part {part}: {error}", file=sys.stderr, flush=True)
+            raise
 
     return child(run)
 

@@ -1,5 +1,6 @@
 """Parts of a conversion: killed, restarted, run twice, run with another number of parts; always what one process writes."""
 
+import fcntl
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -301,3 +303,15 @@ def test_usage_of_parts_in_python(plan, tmp_path):
     with pytest.raises(RequestError, match="alone"):
         reshard.convert_part(reshard.plan(HF / "llama", to="vllm", tp=2, only={"tp": 1}), tmp_path / "out", "0/2")
     assert not (tmp_path / "out").exists() and Staging(tmp_path / "out").journal.exists() is False and signal.SIGKILL == 9
+
+
+def test_a_part_waits_for_an_owner_that_has_not_said_yet_who_it_is(tmp_path):
+    """On a busy machine a part may take the whole lock, and be stopped before it has written its name into the file."""
+    (tmp_path / ".reshard").mkdir()
+    descriptor = os.open(tmp_path / ".reshard" / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    threading.Timer(1.0, os.close, (descriptor,)).start()
+    lock = Lock(tmp_path, "the plan", str)
+    lock.acquire_share()
+    assert json.loads((tmp_path / ".reshard" / "lock").read_bytes())["plan"] == "the plan"
+    lock.give_up()
