@@ -89,8 +89,9 @@ def test_pages_name_no_path_of_one_machine(page):
 @pytest.mark.parametrize("name", registry.formats())
 def test_every_format_has_a_page_with_its_options(name):
     page = DOCS / "formats" / f"{name}.md"
+    assert page.exists(), f"the format {name} has no page: write {label(page)}"
     found = headings(page)
-    assert [title for title in found if title in OF_A_FORMAT] == OF_A_FORMAT
+    assert [title for title in found if title in OF_A_FORMAT] == OF_A_FORMAT, f"{label(page)} lacks headings, or has another order"
     section = re.search(r"^## Options$(.*?)^## ", page.read_text(), re.MULTILINE | re.DOTALL)
     told = {flag for row in re.findall(r"^\| (`--[^|]*)\|", section[1], re.MULTILINE) for flag in re.findall(r"--[\w-]+", row)}
     flags = {"--" + option.name.replace("_", "-") for option in registry.formats()[name].options}
@@ -102,7 +103,8 @@ def test_every_format_has_a_page_with_its_options(name):
 def test_every_page_is_in_the_contents_of_the_site():
     contents = imported(DOCS / "conf.py").CONTENTS
     named = {DOCS / f"{page}.md" for pages in contents.values() for page in pages.split()}
-    assert named == {page for page in PAGES if page.is_relative_to(DOCS)} - {DOCS / "index.md"}
+    pages = {page for page in PAGES if page.is_relative_to(DOCS)} - {DOCS / "index.md"}
+    assert named == pages, "CONTENTS in docs/conf.py names every page, and no other"
 
 
 def test_options_of_the_readme_are_in_a_recipe():
