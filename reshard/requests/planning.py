@@ -21,7 +21,7 @@ from reshard.canonical.globs import check_globs
 from reshard.canonical.quantizing import quantized, requantized
 from reshard.canonical.renaming import adapter_name, adapters_of, is_of_adapter, with_adapter_names
 from reshard.canonical.stacked_experts import by_expert
-from reshard.errors import RequestError, UnsupportedError
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor
@@ -32,7 +32,7 @@ from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.request import ConversionRequest
-from reshard.storage.files import Files
+from reshard.storage.files import Files, inside
 from reshard.storage.system_calls import gc_paused
 from reshard.storage.trees import JoinedFiles
 
@@ -209,8 +209,22 @@ def quantize(draft: Draft) -> Draft:
 def lay_out(draft: Draft) -> Draft:
     """Ask the target's format for its files."""
     layout = draft.request.to.lay_out(draft.content, draft.target, draft.companions)
+    _check_paths(layout)
     notes = (*draft.notes, *layout.notes, *_notes_on_copies(draft, layout))
     return replace(draft, layout=replace(layout, notes=notes), notes=notes)
+
+
+def _check_paths(layout: Layout) -> None:
+    """Raises RequestError if a file of the target would lie outside of it: names may come from tensors or from options."""
+    for path in (*(file.path for file in layout.files), *(file.path for file in layout.sidecars)):
+        try:
+            inside(path, where=layout.format)
+        except CheckpointError:
+            raise RequestError(
+                f"a file of the target would be {path!r}, which is outside of it",
+                why=f"The format {layout.format} makes this name from the names of tensors or from its options; nothing was written",
+                do="Look at these names and options",
+            ) from None
 
 
 def join(draft: Draft) -> Plan:

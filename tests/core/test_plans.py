@@ -8,6 +8,8 @@ import pytest
 from helpers.fixture_places import FIXTURES, HF, open_case
 
 import reshard
+from reshard.adapter import registry
+from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.sections import Section, Sections
@@ -20,6 +22,23 @@ from reshard.plans.proof import ProofFailed, compose, prove
 @pytest.fixture(scope="module")
 def plan():
     return reshard.plan(HF / "llama", to="vllm", tp=4, pp=2)
+
+
+@pytest.mark.parametrize("path", ["../model.safetensors", "/model.safetensors", "a/../../b", ""])
+@pytest.mark.parametrize("kind", ["files", "sidecars"])
+def test_a_format_cannot_write_outside_of_the_target(kind, path, monkeypatch):
+    """A third party's format may make file names from an option or from the names of tensors."""
+    target = registry.named("hf")
+    real = type(target).lay_out
+
+    def escaping(self, *arguments):
+        layout = real(self, *arguments)
+        first, *others = getattr(layout, kind)
+        return replace(layout, **{kind: (replace(first, path=path), *others)})
+
+    monkeypatch.setattr(type(target), "lay_out", escaping)
+    with pytest.raises(RequestError, match="outside of it"):
+        reshard.plan(HF / "llama", to="hf")
 
 
 def test_the_totals_add_up(plan):
