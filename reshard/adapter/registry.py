@@ -163,21 +163,29 @@ def _fitting(files: Files) -> Iterator[str]:
     here = "../" + files.root.rstrip("/").rpartition("/")[2] + "/"
     inner = (path for folder in listing if folder.endswith("/") for path in files.list(folder))
     paths = (*listing, *(here + path for path in listing), *inner)
+    text = "\n".join(paths)
     for name in points():
-        if name not in signatures or any(map(signatures[name].fullmatch, paths)):
+        # Few globs have all of their words anywhere, and only for them a pattern is worth its compilation.
+        globs = [glob for glob in signatures.get(name, ()) if all(word in text for word in glob.split("*"))]
+        if name not in signatures or (globs and any(map(_pattern(*globs).fullmatch, paths))):
             yield name
 
 
+def _pattern(*globs: str) -> re.Pattern[str]:
+    """A pattern of the paths that fit one of these globs."""
+    return re.compile("|".join(re.escape(glob).replace(r"\*", "[^/]*") for glob in globs))
+
+
 @cache
-def _signatures() -> dict[str, re.Pattern[str]]:
-    """Format -> a pattern of the paths of which its checkpoints have one."""
+def _signatures() -> dict[str, tuple[str, ...]]:
+    """Format -> globs of the paths of which its checkpoints have one."""
     globs: dict[str, tuple[str, ...]] = {}
     for point in entry_points(SIGNATURES):
         table = _object(point, SIGNATURES)
         if not isinstance(table, dict) or not all(isinstance(some, tuple | list) for some in table.values()):
             raise _wrong(point, f"the entry point {point.name} of the group {SIGNATURES} is not a dict from formats to tuples of globs")
         globs |= table
-    return {name: re.compile("|".join(re.escape(glob).replace(r"\*", "[^/]*") for glob in some)) for name, some in globs.items()}
+    return globs
 
 
 def _not_a_checkpoint(file: Files) -> RequestError:
