@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
@@ -241,7 +241,10 @@ def entry_points(group: str) -> list[EntryPoint]:
         ]
     else:
         points = [
-            EntryPoint(name, value, package) for package, text in _texts().items() for found, name, value in _parsed(text) if found == group
+            EntryPoint(name, value, package)
+            for package, text in _texts(tuple(sys.path)).items()
+            for found, name, value in _parsed(text)
+            if found == group
         ]
     return sorted(points, key=lambda point: point.name)
 
@@ -252,10 +255,11 @@ def _has_other_packages() -> bool:
     return bool(finders) or any(os.path.isfile(path) for path in sys.path)
 
 
-def _texts() -> dict[str, str]:
-    """The content of entry_points.txt by package."""
+@lru_cache(maxsize=1)
+def _texts(folders: tuple[str, ...]) -> dict[str, str]:
+    """The content of entry_points.txt by package. Formats and signatures are two groups of the same files, which are read once."""
     found: dict[str, str] = {}
-    for folder in sys.path:
+    for folder in folders:
         try:
             entries = sorted(os.listdir(folder or "."))
         except OSError:
