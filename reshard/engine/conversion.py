@@ -175,7 +175,7 @@ class Conversion:
             raise RequestError(
                 f"the conversion is finished, and was made without {CHECKSUMS}",
                 where=self.destination.place,
-                do="Leave out `checksums=True`, or convert again with `overwrite=True` --checksums",
+                do="Leave out `checksums=True`, or convert again with `overwrite=True` `checksums=True`",
             )
         self.fingerprint = Fingerprint(manifest.fingerprint, {})
         return True
