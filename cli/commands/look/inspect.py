@@ -209,7 +209,7 @@ class Inspection:
 
     @property
     def active_parameters(self) -> int | None:
-        """The parameters that work on one token; None if there are no experts, or the config does not say it."""
+        """The parameters that work on one token; None without experts, or if the config does not tell."""
         idle = self.experts.idle_parameters if self.experts else None
         return None if idle is None else self.parameters - idle
 
