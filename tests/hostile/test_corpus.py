@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from hostile import checkpoints
-from hostile.campaign import CORPUS, SURFACES, Recipe, recipes, run_recipe
+from hostile import campaign, checkpoints
+from hostile.campaign import CORPUS, SURFACES, Recipe, run_recipe
 from hostile.checkpoints import changed, commands, fixtures, warm_up
 from hostile.limits import ON_LINUX, limited
 from hostile.mutations import KINDS
@@ -60,14 +62,11 @@ def test_some_inputs_of_every_kind(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("surface", [surface for surface in SURFACES if surface != "checkpoints"])
-def test_some_inputs_of_every_other_surface(surface: str, tmp_path: Path) -> None:
-    choices, outcomes = recipes(surface, 0, "*", 0, 1), list[str]()
-    for number in range(16):
-        (tmp_path / str(number)).mkdir()
-        outcome, text = run_recipe(next(choices), tmp_path / str(number))
-        assert outcome in GOOD, text
-        outcomes.append(outcome)
-    assert outcomes.count("no such mutation") < len(outcomes) / 2
+def test_some_inputs_of_every_other_surface(surface: str) -> None:
+    """In a process of its own: once an earlier test of this one has asked a store, forked children lack the threads of its client."""
+    command = [sys.executable, campaign.__file__, "--surface", surface, "--inputs", "16", "--jobs", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_a_recipe_makes_the_same_input_again(tmp_path: Path) -> None:

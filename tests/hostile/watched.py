@@ -29,6 +29,7 @@ def outcome_of(arguments: list[str], target: Path, *, server: tuple[str, int] | 
     wait longer, and have more address space for threads, but no more memory. What it does by the code of a store is not seen here; that
     server sees it.
     """
+    assert server is None or "obstore" not in sys.modules, "a forked child would wait for threads of obstore that it does not have"
     more: dict[str, int] = {"memory": 6 * MEMORY, "patience": 18} if server else {}
     answer = limited(lambda: _watched(arguments, target, server), **more)
     outcome = next((end for end in _ENDS if answer.startswith(end)), answer.partition(" ")[0])
