@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import click
 
+from reshard.geometry.quantities import parse_count, parse_size
 from reshard.geometry.value import value
 from reshard.requests.keywords import EffortOptions, ModelOptions, OpenOptions, SelectionOptions, TargetOptions
 
-from .completion_words import architecture_names, format_names
 from .log_options import EPILOG, LOG, LOG_OPTIONS, OutputFileParam, SectionedOption
 from .metrics import METERED
 from .spelling import with_flags
@@ -59,74 +59,53 @@ class Command(click.Command):
         formatter.write_text(EPILOG)
 
 
-class SizeParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic in newer versions of click
-    """A number of bytes: 512MiB, 5GB, 1000000."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from reshard.geometry.quantities import parse_size
-
-        return parse_size(value, _flag(param))
+def command(name: str, *examples: str) -> Decorator[Any]:
+    """A function as a command of that name."""
+    return click.command(name, cls=Command, examples=examples)
 
 
-class CountParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]
-    """A number of things: 7B, 1.5M, 7000000000."""
+class Word(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic in newer versions of click
+    """A word that a function makes a value of. parse: gets the word and the flag; raises ValueError for another word."""
 
-    name = "count"
+    def __init__(self, name: str, parse: Callable[[str, str], Any]) -> None:
+        self.name, self._parse = name, parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from reshard.geometry.quantities import parse_count
-
-        return parse_count(value, _flag(param))
-
-
-class ShareParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]
-    """A share of a whole: 10% or 0.1."""
-
-    name = "share"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        text = str(value).strip()
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return float(text[:-1]) / 100 if text.endswith("%") else float(text)
-        except ValueError:
-            self.fail(f"{value!r} is not a share such as 10% or 0.1", param, ctx)
+            return self._parse(value, param.opts[0] if param else self.name) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
-class NumbersParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]
-    """Whole numbers and ranges with commas between them: 7,8,8,7 or 1-4,8."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        numbers: list[int] = []
-        for word in str(value).split(","):
-            first, dash, last = word.partition("-")
-            if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
-                self.fail(f"{value!r} is not a list of whole numbers such as 2,4,8 or 2-8", param, ctx)
-            numbers.extend(range(int(first), int(last or first) + 1))
-        return tuple(numbers)
+def _share(text: str, flag: str) -> float:
+    try:
+        return float(text.strip()[:-1]) / 100 if text.strip().endswith("%") else float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a share such as 10% or 0.1") from None
 
 
-class ParallelSize(click.ParamType):  # type: ignore[type-arg,unused-ignore]
-    """One parallel size."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        text = str(value)
-        if "," in text or re.fullmatch(r"\d+-\d+", text):
-            self.fail(f"{text!r}: this command lays out one size. To compare several, use `reshard degrees`", param, ctx)
-        if not text.isdecimal() or int(text) < 1:
-            self.fail(f"{text!r} is not a positive whole number", param, ctx)
-        return int(text)
+def _numbers(text: str, flag: str) -> tuple[int, ...]:
+    numbers: list[int] = []
+    for word in text.split(","):
+        first, dash, last = word.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
+            raise ValueError(f"{text!r} is not a list of whole numbers such as 2,4,8 or 2-8")
+        numbers.extend(range(int(first), int(last or first) + 1))
+    return tuple(numbers)
 
 
-def _flag(param: click.Parameter | None) -> str:
-    return param.opts[0] if param else "a size"
+def _parallel_size(text: str, flag: str) -> int:
+    if "," in text or re.fullmatch(r"\d+-\d+", text):
+        raise ValueError(f"{text!r}: this command lays out one size. To compare several, use `reshard degrees`")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+SIZE = Word("size", parse_size)
+"""A number of bytes: 512MiB, 5GB, 1000000."""
+NUMBERS = Word("numbers", _numbers)
+"""Whole numbers and ranges with commas between them: 7,8,8,7 or 1-4,8."""
 
 
 def together(*decorators: Decorator[Any]) -> Decorator[Any]:
@@ -169,14 +148,28 @@ def _of_keyword(name: str, annotation: Any, section: str, verb: str, type: Any) 
     return option("--" + name.replace("_", "-"), section=section, **settings)
 
 
+def format_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Formats whose names begin so; for --to only those that can be written."""
+    from reshard.adapter import registry
+
+    return [name for name, found in registry.formats().items() if name.startswith(incomplete) and (found.can_write or param.name != "to")]
+
+
+def architecture_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Declared model types whose names begin so."""
+    from reshard.models.lookup import known_model_types
+
+    return [name for name in known_model_types() if name.startswith(incomplete)]
+
+
 # How the words become a value, by the metavar; texts for the others.
 _TYPES: Mapping[str, Any] = {
     "N": click.IntRange(1),
     "M": click.IntRange(1),
-    "N,N,..": NumbersParam(),
-    "SIZE": SizeParam(),
-    "COUNT": CountParam(),
-    "SHARE": ShareParam(),
+    "N,N,..": NUMBERS,
+    "SIZE": SIZE,
+    "COUNT": Word("count", parse_count),
+    "SHARE": Word("share", _share),
     "FRACTION": click.FloatRange(0, 1, min_open=True),
 }
 _COMPLETED = {"format": format_names, "architecture": architecture_names}
@@ -219,13 +212,13 @@ class PageOptions:
     path: OutputFile | None
     interactive: bool
 
-    def write(self, page: Page) -> None:
-        """Write the page and say so in the log."""
-        from reshard.engine.events import event
-        from reshard.pages.pages import write_page
-
+    def write(self, draw: Callable[[Any], Page]) -> None:
+        """Write the page, if one is wanted, and say so in the log. draw: makes it with a function of reshard/pages/pages.py."""
         if self.path is not None:
-            nbytes = write_page(page, self.path, interactive=self.interactive, spelled=with_flags)
+            from reshard.engine.events import event
+            from reshard.pages import pages
+
+            nbytes = pages.write_page(draw(pages), self.path, interactive=self.interactive, spelled=with_flags)
             event("page", f"wrote {self.path}, {nbytes:,} bytes", path=str(self.path), bytes=nbytes)
 
 
@@ -281,7 +274,7 @@ def target(*, required: bool = True) -> Decorator[Any]:
             shell_complete=format_names,
             help="Target format; `reshard formats` lists them.",
         ),
-        keywords(TargetOptions, "tp", "pp", "ep", "dp", section=TARGET, type=ParallelSize()),
+        keywords(TargetOptions, "tp", "pp", "ep", "dp", section=TARGET, type=Word("size", _parallel_size)),
         keywords(TargetOptions, *(name for name in TargetOptions.__annotations__ if len(name) > 2), section=TARGET),
         *_options_of_formats(),
     )

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import click
 
-from .. import completion_words, options
+from .. import options
 from ..json_output import show_json
 from ..tables import show
 
 
-@click.command(
+@options.command(
     "architectures",
-    cls=options.Command,
-    examples=[
-        "reshard architectures",
-        "reshard architectures qwen2",
-        "reshard architectures --start my-checkpoint > my_model.yaml",
-    ],
+    "reshard architectures",
+    "reshard architectures qwen2",
+    "reshard architectures --start my-checkpoint > my_model.yaml",
 )
-@click.argument("name", required=False, shell_complete=completion_words.architecture_names)
+@click.argument("name", required=False, shell_complete=options.architecture_names)
 @click.option("--start", metavar="CKPT", help="Draft a declaration for the model of this checkpoint.")
 @options.format_name
 @click.option("--model", metavar="DIR", help="With --start: directory with config.json, if the checkpoint has none.")

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
     from reshard.verbs.leftovers import Leftover
 
 
-@click.command(
-    "clean",
-    cls=options.Command,
-    examples=["reshard clean checkpoints", "reshard clean checkpoints --yes", "reshard clean s3://bucket/checkpoints"],
-)
+@options.command("clean", "reshard clean checkpoints", "reshard clean checkpoints --yes", "reshard clean s3://bucket/checkpoints")
 @click.argument("directory")
 @click.option("--yes", is_flag=True, help="Remove what can be removed. Without it, nothing is removed.")
 @options.storage_option

@@ -15,7 +15,7 @@ _INSTALL = {
 }
 
 
-@click.command("completion", cls=options.Command, examples=_INSTALL.values())
+@options.command("completion", *_INSTALL.values())
 @click.argument("shell", type=click.Choice(list(_INSTALL)))
 def command(shell: str) -> None:
     """Print the completion script for a shell."""

@@ -27,15 +27,12 @@ if TYPE_CHECKING:
 _MOST = 20
 
 
-@click.command(
+@options.command(
     "convert",
-    cls=options.Command,
-    examples=[
-        "reshard convert step-1000 out --to vllm --tp 8 --model llama-3-8b",
-        "reshard convert step-1000 out --to hf --dtype bf16",
-        "reshard convert step-1000 out --to megatron --tp 2 --pp 2 --optimizer --dry-run",
-        "srun -n 8 reshard convert step-1000 out --to vllm --tp 8 --part auto",
-    ],
+    "reshard convert step-1000 out --to vllm --tp 8 --model llama-3-8b",
+    "reshard convert step-1000 out --to hf --dtype bf16",
+    "reshard convert step-1000 out --to megatron --tp 2 --pp 2 --optimizer --dry-run",
+    "srun -n 8 reshard convert step-1000 out --to vllm --tp 8 --part auto",
 )
 @click.argument("source")
 @click.argument("target")

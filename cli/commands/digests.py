@@ -17,13 +17,10 @@ if TYPE_CHECKING:
     from reshard.adapter.serving_format.weight_checker import WeightChecker
 
 
-@click.command(
+@options.command(
     "digests",
-    cls=options.Command,
-    examples=[
-        "reshard digests step-1000 --to vllm --tp 8 --json > baseline.json",
-        "reshard digests step-1000 --to vllm --tp 8 --compare server.json",
-    ],
+    "reshard digests step-1000 --to vllm --tp 8 --json > baseline.json",
+    "reshard digests step-1000 --to vllm --tp 8 --compare server.json",
 )
 @click.argument("source")
 @click.option("--compare", "server", metavar="FILE", help="Compare with the answer of a server's weight checker.")

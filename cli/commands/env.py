@@ -11,8 +11,6 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, v
 from pathlib import Path
 from typing import Any
 
-import click
-
 import reshard
 
 from .. import options
@@ -29,7 +27,7 @@ _VARIABLES = ("LANG", "LC_ALL", "PYTHONUTF8", "OMP_NUM_THREADS", "CUDA_VISIBLE_D
 _PLUGIN_GROUPS = ("vllm.general_plugins",)
 
 
-@click.command("env", cls=options.Command, examples=["reshard env", "reshard env --json"])
+@options.command("env", "reshard env", "reshard env --json")
 @options.as_json
 def command(as_json: bool) -> None:
     """Show versions, machine, formats and plugins, for a bug report. No package is imported for it.

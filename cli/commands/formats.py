@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import click
-
 from .. import options
 from ..json_output import show_json
 from ..tables import show, table
 
 
-@click.command("formats", cls=options.Command)
+@options.command("formats")
 @options.as_json
 def command(as_json: bool) -> None:
     """List the formats that this installation reads and writes."""

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
     from reshard.storage.output_file import OutputFile
 
 
-@click.command(
-    "plan",
-    cls=options.Command,
-    examples=["reshard plan step-1000 --to vllm --tp 8", "reshard plan step-1000 --to hf --json > plan.json"],
-)
+@options.command("plan", "reshard plan step-1000 --to vllm --tp 8", "reshard plan step-1000 --to hf --json > plan.json")
 @click.argument("source")
 @options.target(required=False)
 @options.selection("Convert")
@@ -57,8 +53,5 @@ def command(source: str, to: str | None, plan_out: OutputFile | None, as_json: b
         if plan_out is not None:
             nbytes = reshard.save_plan(plan, plan_out)
             event("plan-file", f"wrote {plan_out}, {nbytes:,} bytes", path=str(plan_out), bytes=nbytes)
-        if page.path:
-            from reshard.pages.pages import plan_page
-
-            page.write(plan_page(plan))
+        page.write(lambda pages: pages.plan_page(plan))
         show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)

@@ -14,7 +14,7 @@ from ..progress import bar
 from ..tables import nbytes_text, show
 
 
-@click.command("roundtrip", cls=options.Command, examples=["reshard roundtrip step-1000 --to vllm --tp 8"])
+@options.command("roundtrip", "reshard roundtrip step-1000 --to vllm --tp 8")
 @click.argument("source")
 @options.target()
 @options.selection("Convert")

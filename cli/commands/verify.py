@@ -21,15 +21,12 @@ if TYPE_CHECKING:
     from reshard.verbs.server_comparison import ServerComparison
 
 
-@click.command(
+@options.command(
     "verify",
-    cls=options.Command,
-    examples=[
-        "reshard verify step-1000 out",
-        "reshard verify step-1000 out --cast",
-        "reshard verify out",
-        "reshard verify step-1000 http://localhost:8000",
-    ],
+    "reshard verify step-1000 out",
+    "reshard verify step-1000 out --cast",
+    "reshard verify out",
+    "reshard verify step-1000 http://localhost:8000",
 )
 @click.argument("left")
 @click.argument("right", required=False)
@@ -101,10 +98,7 @@ def command(
         with bar(total, "verify", show_progress) as advance:
             result = reshard.verify(a, b, cast=cast, selection=selection_of(given), **{**effort, "progress": advance})
     metrics.record(bytes_read=result.nbytes, tensors=result.tensors, differences=len(result.differences))
-    if page.path:
-        from reshard.pages.pages import comparison_page
-
-        page.write(comparison_page(result, f"{left}: as written?" if right is None else f"{left} and {right}"))
+    page.write(lambda pages: pages.comparison_page(result, f"{left}: as written?" if right is None else f"{left} and {right}"))
     if as_json:
         show_json(document(result, server=server_document(on_server) if on_server is not None else None))
     elif on_server is not None:

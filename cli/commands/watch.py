@@ -13,13 +13,10 @@ from ..spelling import with_flags
 from ..tables import show, standard_output
 
 
-@click.command(
+@options.command(
     "watch",
-    cls=options.Command,
-    examples=[
-        "reshard watch runs/7 --to vllm --tp 8 --into served/{step} --keep 3",
-        "reshard watch runs/7 --to hf --into hf/{step} --all",
-    ],
+    "reshard watch runs/7 --to vllm --tp 8 --into served/{step} --keep 3",
+    "reshard watch runs/7 --to hf --into hf/{step} --all",
 )
 @click.argument("run")
 @click.option("--into", required=True, metavar="OUT/{step}", help="The folder of each output; {step} is the step's number.")

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 _MOST_ELEMENTS, _CORNER = 1000, 8
 
 
-@click.command(
-    "cat",
-    cls=options.Command,
-    examples=["reshard cat step-1000 model.norm.weight", "reshard cat step-1000 model.embed_tokens.weight --slice 0:4,:8"],
-)
+@options.command("cat", "reshard cat step-1000 model.norm.weight", "reshard cat step-1000 model.embed_tokens.weight --slice 0:4,:8")
 @click.argument("checkpoint")
 @click.argument("name")
 @click.option("--slice", "index", metavar="A:B,C:D", help="Only these indices of each axis, as in Python: 0:4,:8 or 3,-8:")

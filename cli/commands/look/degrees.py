@@ -17,15 +17,11 @@ if TYPE_CHECKING:
     from reshard.serving.capacity import DegreeReport, DegreeRow
 
 
-@click.command(
-    "degrees",
-    cls=options.Command,
-    examples=["reshard degrees llama-3-8b --tp 1,2,4,8", "reshard degrees step-1000 --gpu-memory 80GiB --max-model-len 8192"],
-)
+@options.command("degrees", "reshard degrees llama-3-8b --tp 1,2,4,8", "reshard degrees step-1000 --gpu-memory 80GiB --max-model-len 8192")
 @click.argument("source")
 @click.option("--to", default="vllm", metavar="ENGINE", help="The serving engine's format (default: vllm).")
-@click.option("--tp", type=options.NumbersParam(), default="1,2,4,8", metavar="N,N,..", help="Tensor-parallel sizes (default: 1,2,4,8).")
-@click.option("--pp", type=options.NumbersParam(), default="1,2", metavar="N,N,..", help="Pipeline-parallel sizes (default: 1,2).")
+@click.option("--tp", type=options.NUMBERS, default="1,2,4,8", metavar="N,N,..", help="Tensor-parallel sizes (default: 1,2,4,8).")
+@click.option("--pp", type=options.NUMBERS, default="1,2", metavar="N,N,..", help="Pipeline-parallel sizes (default: 1,2).")
 @click.option("--ep", is_flag=True, help="Distribute whole experts over the tensor-parallel ranks.")
 @options.keywords(DegreeOptions, "gpu_memory", "max_model_len", "gpu_memory_utilization", "reserve", "dtype", "keep_dtype", "dequantize")
 @options.keywords(DegreeOptions, "kv_dtype", "engine_version", "layout", "weights")
@@ -42,10 +38,7 @@ def command(source: str, as_json: bool, **given: Any) -> None:
 
     page = options.page_of(given)
     report = reshard.degrees(source, **given)
-    if page.path:
-        from reshard.pages.pages import degrees_page
-
-        page.write(degrees_page(report))
+    page.write(lambda pages: pages.degrees_page(report))
     show_json(document(report, degrees=list(map(_row, report.rows)))) if as_json else show_degrees(report)
 
 

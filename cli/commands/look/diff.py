@@ -21,14 +21,11 @@ if TYPE_CHECKING:
     from reshard.verbs.look.diff import Diff
 
 
-@click.command(
+@options.command(
     "diff",
-    cls=options.Command,
-    examples=[
-        "reshard diff step-900 step-1000",
-        "reshard diff step-900 step-1000 --threshold 0.01 --include '*experts*'",
-        "reshard diff step-1000 out --headers",
-    ],
+    "reshard diff step-900 step-1000",
+    "reshard diff step-900 step-1000 --threshold 0.01 --include '*experts*'",
+    "reshard diff step-1000 out --headers",
 )
 @click.argument("left")
 @click.argument("right")
@@ -69,10 +66,7 @@ def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], l
     with bar(total, "diff", given.pop("show_progress")) as advance:
         result = reshard.diff(a, b, headers=headers, selection=selection_of(given), **{**effort, "progress": advance})
     beyond = result.beyond(limits) if limits else None
-    if page.path:
-        from reshard.pages.pages import comparison_page
-
-        page.write(comparison_page(result, f"From {left} to {right}"))
+    page.write(lambda pages: pages.comparison_page(result, f"From {left} to {right}"))
     if as_json:
         every = {"changes": result.changes} if full else {}
         show_json(document(result, beyond_threshold=beyond and [change.name for change in beyond], **every))

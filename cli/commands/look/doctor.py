@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 _MOST = 8
 
 
-@click.command(
-    "doctor",
-    cls=options.Command,
-    examples=["reshard doctor step-1000", "reshard doctor step-1000 --deep --since step-900", "reshard doctor --list"],
-)
+@options.command("doctor", "reshard doctor step-1000", "reshard doctor step-1000 --deep --since step-900", "reshard doctor --list")
 @click.argument("checkpoint", required=False)
 @click.option("--deep", is_flag=True, help="Also read all tensors once, and the checksums of zip files.")
 @click.option("--since", metavar="CKPT", help="An earlier save of the same run: find what never moved. Reads the weights of both.")
@@ -61,10 +57,7 @@ def command(checkpoint: str | None, fail_on: str, list_kinds: bool, as_json: boo
     metrics.label(format=report.format)
     metrics.record(bytes_read=report.nbytes, tensors=report.tensors)
     metrics.record_findings({severity: report.count(severity) for severity in SEVERITIES})
-    if page.path:
-        from reshard.pages.pages import report_page
-
-        page.write(report_page(report))
+    page.write(lambda pages: pages.report_page(report))
     if as_json:
         show_json(document(report))
     else:

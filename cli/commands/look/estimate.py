@@ -23,15 +23,13 @@ STRATEGIES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 _NAMES = ("ddp", "zero1", "zero2", "zero3, fsdp")
 
 
-@click.command(
-    "estimate", cls=options.Command, examples=["reshard estimate llama-3-8b --gpus 8", "reshard estimate --parameters 7B --gpus 8"]
-)
+@options.command("estimate", "reshard estimate llama-3-8b --gpus 8", "reshard estimate --parameters 7B --gpus 8")
 @click.argument("source", required=False)
 @options.keywords(EstimateOptions, "parameters")
-@click.option("--gpus", type=options.NumbersParam(), metavar="N,N,..", help="Ranks in all (default: as many as the sizes need).")
-@click.option("--gpu-memory", type=options.SizeParam(), metavar="SIZE", help="Memory of one GPU, e.g. 80GiB: say what fits.")
+@click.option("--gpus", type=options.NUMBERS, metavar="N,N,..", help="Ranks in all (default: as many as the sizes need).")
+@click.option("--gpu-memory", type=options.SIZE, metavar="SIZE", help="Memory of one GPU, e.g. 80GiB: say what fits.")
 @options.keywords(EstimateOptions, "max_bubble", "dp", "tp")
-@click.option("--pp", type=options.NumbersParam(), default="1", metavar="N,N,..", help="Pipeline-parallel sizes.")
+@click.option("--pp", type=options.NUMBERS, default="1", metavar="N,N,..", help="Pipeline-parallel sizes.")
 @options.keywords(EstimateOptions, "ep")
 @click.option("--zero", type=click.IntRange(0, 3), metavar="STAGE", help="ZeRO stage; 3 is FSDP (default: a table of all).")
 @click.option("--strategy", type=click.Choice(list(STRATEGIES)), help="The same as --zero, by name.")
@@ -76,10 +74,7 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
             return reshard.estimate(count, **{**about, "zero": zero, "gpus": gpus, "pp": last.pp, "max_bubble": None})
 
     fitting = fits(found, nbytes, of_parameters) if nbytes is not None else ()
-    if page.path:
-        from reshard.pages.pages import estimate_page
-
-        page.write(estimate_page(found))
+    page.write(lambda pages: pages.estimate_page(found))
     if as_json:
         show_json({**estimate_document(found[-1]), **_list_document(found, fitting)})
     elif len(found) == 1:

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 _MOST = 8
 
 
-@click.command(
-    "explain",
-    cls=options.Command,
-    examples=["reshard explain converted step-1000", "reshard explain converted step-1000 --include '*layers.0.*' --json"],
-)
+@options.command("explain", "reshard explain converted step-1000", "reshard explain converted step-1000 --include '*layers.0.*' --json")
 @click.argument("bad")
 @click.argument("good")
 @options.selection("Compare")

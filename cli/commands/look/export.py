@@ -20,13 +20,10 @@ if TYPE_CHECKING:
     from reshard.storage.output_file import OutputFile
 
 
-@click.command(
+@options.command(
     "export",
-    cls=options.Command,
-    examples=[
-        "reshard export step-1000 '*.norm.weight' -o norms.safetensors",
-        "reshard export step-1000 model.embed_tokens.weight --slice :1000 -o rows.npy",
-    ],
+    "reshard export step-1000 '*.norm.weight' -o norms.safetensors",
+    "reshard export step-1000 model.embed_tokens.weight --slice :1000 -o rows.npy",
 )
 @click.argument("checkpoint")
 @click.argument("names", nargs=-1, required=True, metavar="NAME|GLOB...")

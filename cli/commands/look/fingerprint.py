@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from reshard.canonical.content import Content
 
 
-@click.command("fingerprint", cls=options.Command, examples=["reshard fingerprint step-1000 --model llama-3-8b"])
+@options.command("fingerprint", "reshard fingerprint step-1000 --model llama-3-8b")
 @click.argument("checkpoint")
 @options.selection("Digest")
 @options.format_name

@@ -39,15 +39,12 @@ _ROWS_ON_TERMINAL, _MOST_ROWS_OF_JSON = 50, 1000
 _FILES_SHOWN = 20
 
 
-@click.command(
+@options.command(
     "inspect",
-    cls=options.Command,
-    examples=[
-        "reshard inspect step-1000",
-        "reshard inspect step-1000 --tensor '*q_proj*'",
-        "reshard inspect step-1000 --by rank --sort bytes",
-        "reshard inspect runs/7",
-    ],
+    "reshard inspect step-1000",
+    "reshard inspect step-1000 --tensor '*q_proj*'",
+    "reshard inspect step-1000 --by rank --sort bytes",
+    "reshard inspect runs/7",
 )
 @click.argument("checkpoint")
 @click.option("--tensor", "globs", multiple=True, metavar="GLOB", help="Show who holds which box of the tensors whose names match.")
@@ -86,10 +83,7 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, 
         if globs:
             check_globs("--tensor", globs, dict.fromkeys(tensor.name for tensor in tensors))
             tensors = [tensor for tensor in tensors if matches(tensor.name, globs)]
-        if page.path:
-            from reshard.pages.pages import checkpoint_page
-
-            page.write(checkpoint_page(opened.checkpoint, opened.outlook, tensors if globs else []))
+        page.write(lambda pages: pages.checkpoint_page(opened.checkpoint, opened.outlook, tensors if globs else []))
         if as_json:
             show_json(opened.document(tensors if full or globs else None))
         elif globs:

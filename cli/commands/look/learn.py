@@ -19,22 +19,19 @@ if TYPE_CHECKING:
     from reshard.storage.output_file import OutputFile
 
 
-@click.command(
+@options.command(
     "learn",
-    cls=options.Command,
-    examples=[
-        "reshard learn Qwen3-Next-80B --engine vllm --tp 8 -o layout.json --engine-python vllm-env/bin/python",
-        "reshard convert step-1000 out --to vllm --tp 8 --layout layout.json",
-        "reshard learn granite --engine sglang --tp 1,2,4 -o layout.json --engine-python sglang-env/bin/python",
-    ],
+    "reshard learn Qwen3-Next-80B --engine vllm --tp 8 -o layout.json --engine-python vllm-env/bin/python",
+    "reshard convert step-1000 out --to vllm --tp 8 --layout layout.json",
+    "reshard learn granite --engine sglang --tp 1,2,4 -o layout.json --engine-python sglang-env/bin/python",
 )
 @click.argument("model")
 @click.option("--engine", required=True, metavar="ENGINE", help="The serving engine: vllm or sglang.")
-@click.option("--tp", type=options.NumbersParam(), default="1", metavar="N,N,..", help="Tensor-parallel sizes to trace (default: 1).")
-@click.option("--pp", type=options.NumbersParam(), default="1", metavar="N,N,..", help="Pipeline-parallel sizes to trace (default: 1).")
+@click.option("--tp", type=options.NUMBERS, default="1", metavar="N,N,..", help="Tensor-parallel sizes to trace (default: 1).")
+@click.option("--pp", type=options.NUMBERS, default="1", metavar="N,N,..", help="Pipeline-parallel sizes to trace (default: 1).")
 @click.option(
     "--ep",
-    type=options.NumbersParam(),
+    type=options.NUMBERS,
     default="1",
     metavar="N,N,..",
     help="Expert-parallel sizes to trace: 1, or sizes of --tp (default: 1).",

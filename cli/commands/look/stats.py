@@ -27,11 +27,7 @@ _ORDERS = {
 }
 
 
-@click.command(
-    "stats",
-    cls=options.Command,
-    examples=["reshard stats step-1000", "reshard stats step-1000 '*q_proj*' --sort std", "reshard stats step-1000 --json"],
-)
+@options.command("stats", "reshard stats step-1000", "reshard stats step-1000 '*q_proj*' --sort std", "reshard stats step-1000 --json")
 @click.argument("checkpoint")
 @click.argument("globs", nargs=-1, metavar="[GLOB]...")
 @click.option("--optimizer", is_flag=True, help="Also the optimizer state.")
