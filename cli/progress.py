@@ -7,12 +7,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging import INFO
+from typing import TYPE_CHECKING, Any
 
 from reshard.engine.events import event
+from reshard.requests.keywords import EffortOptions
 
 from .invocation import current
 from .logs import NOTICE
+from .options import take
 from .tables import nbytes_text
+
+if TYPE_CHECKING:
+    from reshard.requests.checkpoint import Checkpoint
 
 SECONDS_BETWEEN_LINES = 30.0
 
@@ -36,6 +42,18 @@ def bar(total: int, what: str, shown: bool | None = None) -> Iterator[Callable[[
             yield advance
     else:
         yield lines(total, what)
+
+
+@contextmanager
+def working(what: str, total: int, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The keywords of effort, taken out of what a command was given, with progress that is shown."""
+    with bar(total, what, given.pop("show_progress")) as advance:
+        yield {**take(given, EffortOptions), "progress": advance}
+
+
+def weight_bytes(checkpoint: Checkpoint) -> int:
+    """The bytes of a checkpoint's weights, which a verb reads."""
+    return sum(tensor.nbytes for tensor in checkpoint.index.by_kind("weight").values())
 
 
 def lines(total: int, what: str, *, level: int = NOTICE, clock: Callable[[], float] = time.monotonic) -> Callable[[int], None]:

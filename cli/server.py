@@ -40,8 +40,8 @@ def server_document(result: ServerComparison) -> dict[str, Any]:
     }
 
 
-def exit_code(result: ServerComparison, *, allowed: bool) -> int:
-    """0 if the server holds the weights; also if it cannot be told, where that is allowed and something is equal."""
+def exit_code(result: Any, *, allowed: bool) -> int:
+    """0 if a Comparison found no difference; also if it cannot be told whether a server has one, where that is allowed."""
     return 0 if result.equal or (allowed and result.equal is None and result.found) else 1
 
 

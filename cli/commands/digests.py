@@ -9,7 +9,7 @@ import click
 
 from .. import options
 from ..json_output import show_json
-from ..progress import bar
+from ..progress import bar, weight_bytes
 from ..server import allow_not_comparable, exit_code, server_document, show_server
 from ..tables import show
 
@@ -51,8 +51,7 @@ def command(source: str, to: str, server: str | None, allow_not_comparable: bool
     checker = weight_checker(to)
     held = _answer(server, checker) if server else None
     opened = reshard.open(source, **options.take(given, OpenOptions))
-    total = sum(tensor.nbytes for tensor in opened.index.tensors if tensor.kind == "weight")
-    with bar(total, "digests", None) as advance:
+    with bar(weight_bytes(opened), "digests") as advance:
         expected = expected_parameters(reshard.plan(opened, to=to, **given), held or {}, checker, advance)
     result = compare_with_server(expected, held, checker) if held is not None else None
     if as_json:

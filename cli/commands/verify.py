@@ -12,13 +12,12 @@ from reshard.geometry.quantities import plural
 from .. import options
 from ..invocation import current
 from ..json_output import show_json
-from ..progress import bar
+from ..progress import weight_bytes, working
 from ..server import allow_not_comparable, exit_code, server_document, show_server
 from ..tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.engine.compare import Comparison
-    from reshard.verbs.server_comparison import ServerComparison
 
 
 @options.command(
@@ -40,9 +39,7 @@ if TYPE_CHECKING:
 @options.effort
 @options.page
 @options.as_json
-def command(
-    left: str, right: str | None, cast: bool, allow_not_comparable: bool, as_json: bool, show_progress: bool | None, **given: Any
-) -> None:
+def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool, as_json: bool, **given: Any) -> None:
     """Check that LEFT and RIGHT hold the same weights, bit by bit, whatever their layouts.
 
     Names, shapes, element types and values are compared, including replicas and padding. The exit code is 1 if they differ. If only one
@@ -59,7 +56,7 @@ def command(
     import reshard
     from reshard.errors import RequestError
     from reshard.plans.manifest import usable_manifest
-    from reshard.requests.keywords import EffortOptions, ModelOptions
+    from reshard.requests.keywords import ModelOptions, SelectionOptions
     from reshard.requests.opening import open_both
     from reshard.requests.request import Effort, selection_of
     from reshard.storage.server import is_server
@@ -68,45 +65,39 @@ def command(
 
     metrics, page = current().metrics, options.page_of(given)
     metrics.label(target=left if right is None else right)
-    about_model, effort = options.take(given, ModelOptions), options.take(given, EffortOptions)
-    result: Comparison
-    on_server: ServerComparison | None = None
-    if right is not None and is_server(right):
-        from reshard.verbs.verify_server import verify_server
-
-        if cast:
-            raise RequestError("a cast needs a second checkpoint", why="A server is compared in the element type to which it casts weights")
-        opened = reshard.open(left, **about_model)
-        total = sum(tensor.nbytes for tensor in opened.index.tensors if tensor.kind == "weight")
-        with bar(total, "verify", show_progress) as advance:
-            on_server = verify_server(opened, right, selection=selection_of(given), progress=advance)
-        result = on_server
+    about_model, selected, has_server = options.take(given, ModelOptions), options.take(given, SelectionOptions), is_server(right)
+    a: Any = left
+    b: Any = right
+    if has_server:
+        a = reshard.open(left, **about_model)
+        total = weight_bytes(a)
     elif allow_not_comparable:
         raise RequestError("--allow-not-comparable is for a server", do="Give the address of a server as RIGHT, or leave it out")
     elif right is None:
-        if cast or any(given.values()):
+        if cast or any(selected.values()):
             raise RequestError("a cast or a selection needs a second checkpoint", do="Give RIGHT, or leave these options out")
         manifest = usable_manifest(open_tree(left))
         metrics.label(format=manifest.format if manifest else None)
         total = sum(manifest.files.values()) if manifest and manifest.files else 0
-        with bar(total, "verify", show_progress) as advance:
-            result = verify_written(left, Effort(**{**effort, "progress": advance}), **about_model)
     else:
         a, b = open_both(left, right, **about_model)
         metrics.label(format=b.format)
-        total = sum(tensor.nbytes for tensor in b.index.tensors if tensor.kind == "weight")
-        with bar(total, "verify", show_progress) as advance:
-            result = reshard.verify(a, b, cast=cast, selection=selection_of(given), **{**effort, "progress": advance})
+        total = weight_bytes(b)
+    result: Any
+    with working("verify", total, given) as effort:
+        if right is None:
+            result = verify_written(left, Effort(**effort), **about_model)
+        else:
+            result = reshard.verify(a, b, cast=cast, selection=selection_of(selected), **effort)
     metrics.record(bytes_read=result.nbytes, tensors=result.tensors, differences=len(result.differences))
     page.write(lambda pages: pages.comparison_page(result, f"{left}: as written?" if right is None else f"{left} and {right}"))
     if as_json:
-        show_json(document(result, server=server_document(on_server) if on_server is not None else None))
-    elif on_server is not None:
-        show_server(on_server, str(right).rstrip("/"))
+        show_json(document(result, server=server_document(result) if has_server else None))
+    elif has_server:
+        show_server(result, str(right).rstrip("/"))
     else:
         _show(result, with_manifest=right is None)
-    is_equal = exit_code(on_server, allowed=allow_not_comparable) == 0 if on_server is not None else result.equal
-    click.get_current_context().exit(0 if is_equal else 1)
+    click.get_current_context().exit(exit_code(result, allowed=allow_not_comparable))
 
 
 def _show(result: Comparison, *, with_manifest: bool) -> None:

@@ -13,7 +13,7 @@ from reshard.geometry.quantities import plural
 from ... import options
 from ...invocation import current
 from ...json_output import show_json
-from ...progress import bar
+from ...progress import weight_bytes, working
 from ...tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], l
     """
     import reshard
     from reshard.errors import RequestError
-    from reshard.requests.keywords import EffortOptions, ModelOptions
+    from reshard.requests.keywords import ModelOptions
     from reshard.requests.opening import open_both
     from reshard.requests.request import selection_of
     from reshard.verbs.look.diff import parse_thresholds
@@ -60,11 +60,9 @@ def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], l
     if headers and thresholds:
         raise RequestError("--threshold compares values, and --headers reads none", do="Leave one of them out")
     limits, page = parse_thresholds(thresholds), options.page_of(given)
-    about_model, effort = options.take(given, ModelOptions), options.take(given, EffortOptions)
-    a, b = open_both(left, right, **about_model)
-    total = 0 if headers else sum(tensor.nbytes for tensor in b.index.tensors if tensor.kind == "weight")
-    with bar(total, "diff", given.pop("show_progress")) as advance:
-        result = reshard.diff(a, b, headers=headers, selection=selection_of(given), **{**effort, "progress": advance})
+    a, b = open_both(left, right, **options.take(given, ModelOptions))
+    with working("diff", 0 if headers else weight_bytes(b), given) as effort:
+        result = reshard.diff(a, b, headers=headers, selection=selection_of(given), **effort)
     beyond = result.beyond(limits) if limits else None
     page.write(lambda pages: pages.comparison_page(result, f"From {left} to {right}"))
     if as_json:

@@ -12,7 +12,7 @@ from reshard.geometry.quantities import plural
 from ... import options
 from ...invocation import current
 from ...json_output import show_json
-from ...progress import bar
+from ...progress import working
 from ...tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _MOST = 8
 @options.effort
 @options.page
 @options.as_json
-def command(checkpoint: str | None, fail_on: str, list_kinds: bool, as_json: bool, show_progress: bool | None, **given: Any) -> None:
+def command(checkpoint: str | None, fail_on: str, list_kinds: bool, as_json: bool, **given: Any) -> None:
     """Check that CHECKPOINT is complete, consistent and plausible.
 
     Without --deep no weight is read, and the check costs about what `inspect` costs. The exit code is 1 if there is an error, or a finding
@@ -52,8 +52,8 @@ def command(checkpoint: str | None, fail_on: str, list_kinds: bool, as_json: boo
     metrics.label(target=checkpoint)
     words = tuple(word.strip() for word in fail_on.split(",") if word.strip())
     check_fail_on(words)
-    with bar(_bytes_to_read(checkpoint, show_progress, given), "doctor", show_progress) as advance:
-        report = reshard.doctor(checkpoint, **{**given, "progress": advance})
+    with working("doctor", _bytes_to_read(checkpoint, given), given) as effort:
+        report = reshard.doctor(checkpoint, **given, **effort)
     metrics.label(format=report.format)
     metrics.record(bytes_read=report.nbytes, tensors=report.tensors)
     metrics.record_findings({severity: report.count(severity) for severity in SEVERITIES})
@@ -65,7 +65,7 @@ def command(checkpoint: str | None, fail_on: str, list_kinds: bool, as_json: boo
     click.get_current_context().exit(1 if report.fails(words) else 0)
 
 
-def _bytes_to_read(checkpoint: str, show_progress: bool | None, given: dict[str, Any]) -> int:
+def _bytes_to_read(checkpoint: str, given: dict[str, Any]) -> int:
     """About the bytes that are read, for the progress bar: the size of the files."""
     from pathlib import Path
 

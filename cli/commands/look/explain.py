@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -10,11 +10,8 @@ from reshard.geometry.documents import document
 
 from ... import options
 from ...json_output import show_json
-from ...progress import bar
+from ...progress import weight_bytes, working
 from ...tables import show
-
-if TYPE_CHECKING:
-    pass
 
 # Names that are printed; --json prints all.
 _MOST = 8
@@ -27,7 +24,7 @@ _MOST = 8
 @options.model
 @options.effort
 @options.as_json
-def command(bad: str, good: str, as_json: bool, show_progress: bool | None, **given: Any) -> None:
+def command(bad: str, good: str, as_json: bool, **given: Any) -> None:
     """Name the mistake that turned the checkpoint GOOD into BAD, whatever their formats.
 
     Tried are tensors, rows and columns that were permuted, interleaved, exchanged or copied, transposed matrices, padding, a cast too many,
@@ -35,16 +32,14 @@ def command(bad: str, good: str, as_json: bool, show_progress: bool | None, **gi
     checkpoints differ.
     """
     import reshard
-    from reshard.requests.keywords import EffortOptions, ModelOptions
+    from reshard.requests.keywords import ModelOptions
     from reshard.requests.opening import open_both
     from reshard.requests.request import selection_of
     from reshard.verbs.look.explain import summary_of
 
-    about_model, effort = options.take(given, ModelOptions), options.take(given, EffortOptions)
-    a, b = open_both(bad, good, **about_model)
-    total = sum(tensor.nbytes for tensor in b.index.tensors if tensor.kind == "weight")
-    with bar(total, "explain", show_progress) as advance:
-        found = reshard.explain(a, b, selection=selection_of(given), **{**effort, "progress": advance})
+    a, b = open_both(bad, good, **options.take(given, ModelOptions))
+    with working("explain", weight_bytes(b), given) as effort:
+        found = reshard.explain(a, b, selection=selection_of(given), **effort)
     if as_json:
         show_json(document(found))
     else:

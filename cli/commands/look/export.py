@@ -58,7 +58,7 @@ def command(
         else:
             tensors[name] = named(opened, name)
     chosen = [tensor if index is None else sliced(tensor, index) for tensor in tensors.values()]
-    with bar(sum(tensor.nbytes for tensor in chosen), "export", None) as advance:
+    with bar(sum(tensor.nbytes for tensor in chosen), "export") as advance:
         nbytes = export(chosen, output, overwrite=overwrite, progress=advance)
     hint = _hint(str(output), chosen[0].dtype) if chosen else None
     if as_json:

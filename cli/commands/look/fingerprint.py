@@ -9,7 +9,7 @@ import click
 
 from ... import options
 from ...json_output import show_json
-from ...progress import bar
+from ...progress import working
 from ...tables import show
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @options.effort
 @click.option("--digest-version", type=click.IntRange(1, 2), help="2: BLAKE3 (default). 1: SHA-256, as reshard 0.1 printed it.")
 @options.summary_or_full
-def command(checkpoint: str, digest_version: int | None, as_json: bool, full: bool, show_progress: bool | None, **given: Any) -> None:
+def command(checkpoint: str, digest_version: int | None, as_json: bool, full: bool, **given: Any) -> None:
     """Digest the weights of CHECKPOINT. The same weights have the same digest in any format, at any parallel sizes.
 
     The digest covers names, shapes, element types and every bit of the model's weights, and no optimizer state. A tied head counts once;
@@ -33,15 +33,14 @@ def command(checkpoint: str, digest_version: int | None, as_json: bool, full: bo
     If reshard wrote CHECKPOINT, its weights are compared with reshard.json. The exit code is 1 if they differ.
     """
     import reshard
-    from reshard.requests.keywords import EffortOptions, OpenOptions
+    from reshard.requests.keywords import OpenOptions
     from reshard.requests.request import selection_of
 
     opened = reshard.open(checkpoint, **options.take(given, OpenOptions))
-    effort = options.take(given, EffortOptions)
     selection = selection_of(given)
     content = opened.content(selection)
-    with bar(sum(tensor.nbytes for tensor in content.tensors.values()), "fingerprint", show_progress) as advance:
-        found = reshard.fingerprint(opened, selection=selection, digest_version=digest_version, **{**effort, "progress": advance})
+    with working("fingerprint", sum(tensor.nbytes for tensor in content.tensors.values()), given) as effort:
+        found = reshard.fingerprint(opened, selection=selection, digest_version=digest_version, **effort)
     notes = list(_notes(content))
     if as_json:
         show_json({"fingerprint": found.root, "notes": notes, **({"tensors": dict(found.tensors)} if full else {})})

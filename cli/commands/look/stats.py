@@ -11,7 +11,7 @@ from reshard.geometry.quantities import plural
 
 from ... import options
 from ...json_output import show_json
-from ...progress import bar
+from ...progress import working
 from ...tables import nbytes_text, show, sparkline, table
 
 if TYPE_CHECKING:
@@ -37,16 +37,7 @@ _ORDERS = {
 @options.model
 @options.effort
 @options.as_json
-def command(
-    checkpoint: str,
-    globs: tuple[str, ...],
-    optimizer: bool,
-    sort: str,
-    limit: int,
-    as_json: bool,
-    show_progress: bool | None,
-    **given: Any,
-) -> None:
+def command(checkpoint: str, globs: tuple[str, ...], optimizer: bool, sort: str, limit: int, as_json: bool, **given: Any) -> None:
     """Show how the values of CHECKPOINT's tensors are distributed.
 
     For every tensor, or those whose names match a GLOB: the smallest and the largest value, mean, standard deviation, zeros, NaN, infinite
@@ -54,14 +45,13 @@ def command(
     their scales.
     """
     import reshard
-    from reshard.requests.keywords import EffortOptions
+    from reshard.requests.keywords import OpenOptions
     from reshard.verbs.look.stats import wanted
 
-    effort = options.take(given, EffortOptions)
-    opened = reshard.open(checkpoint, **given)
+    opened = reshard.open(checkpoint, **options.take(given, OpenOptions))
     total = sum(tensor.nbytes for tensor in wanted(opened, globs, optimizer=optimizer))
-    with bar(total, "stats", show_progress) as advance:
-        rows = reshard.stats(opened, globs, optimizer=optimizer, **{**effort, "progress": advance})
+    with working("stats", total, given) as effort:
+        rows = reshard.stats(opened, globs, optimizer=optimizer, **effort)
     if sort in _ORDERS:
         rows.sort(key=_ORDERS[sort])
     if as_json:
