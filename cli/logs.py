@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import click
@@ -37,12 +39,17 @@ class LogOptions:
     """Only errors go to stderr, and the result is one line."""
     verbose: bool = False
     """Details are logged, too."""
-    as_json: bool = False
-    """A line of the log is a JSON object."""
-    file: str | None = None
+    log_format: str = "text"
+    """"json": a line of the log is a JSON object."""
+    log_file: str | None = None
     """A copy of the log is appended to this file."""
     metrics_file: str | None = None
     """Metrics are written to this file at the end."""
+
+    @property
+    def as_json(self) -> bool:
+        """Whether a line of the log is a JSON object."""
+        return self.log_format == "json"
 
     @property
     def on_stderr(self) -> int:
@@ -59,13 +66,7 @@ def log_options(arguments: Sequence[str], params: Sequence[click.Option]) -> Log
     given: dict[str, Any] = {}
     with suppress(click.ClickException):  # The command itself says what is wrong.
         given, _, _ = reader.make_parser(context).parse_args(list(arguments))
-    return LogOptions(
-        quiet=bool(given.get("quiet")),
-        verbose=bool(given.get("verbose")),
-        as_json=given.get("log_format") == "json",
-        file=given.get("log_file"),
-        metrics_file=given.get("metrics_file"),
-    )
+    return LogOptions(**given)
 
 
 @contextmanager
@@ -73,7 +74,7 @@ def logging_to_stderr(log: LogOptions) -> Iterator[None]:
     """Inside this context events go to stderr. Afterwards the logger has the handlers and the level that it had before."""
     handlers, level = list(LOGGER.handlers), LOGGER.level
     LOGGER.setLevel(logging.DEBUG if log.verbose else logging.INFO)
-    _add(_Handler(sys.stderr), _JsonLines() if log.as_json else _TerminalLines(), log.on_stderr)
+    _add(_Handler(sys.stderr), _json_line if log.as_json else partial(_terminal_line, time.time()), log.on_stderr)
     try:
         yield
     finally:
@@ -91,13 +92,13 @@ def log_to_file(log: LogOptions) -> None:
     """
     if log.quiet and log.verbose:
         raise RequestError("--quiet and --verbose contradict each other", do="Give one of them")
-    if log.file is None:
-        return
-    _add(_FileHandler(log.file), _JsonLines() if log.as_json else _FileLines(), logging.DEBUG)
+    if log.log_file is not None:
+        _add(_FileHandler(log.log_file), _json_line if log.as_json else _file_line, logging.DEBUG)
 
 
-def _add(handler: logging.Handler, formatter: logging.Formatter, level: int) -> None:
-    handler.setFormatter(formatter)
+def _add(handler: logging.Handler, line: Callable[[logging.LogRecord], str], level: int) -> None:
+    """From now on, a handler gets events of this level and above. line: makes the text of one."""
+    handler.setFormatter(_Lines(line))
     handler.setLevel(level)
     LOGGER.addHandler(handler)
 
@@ -126,48 +127,39 @@ class _FileHandler(_Handler):
 
 
 class _Lines(logging.Formatter):
-    """One line for each event; a traceback follows its error."""
+    """The text of each event, which a function makes."""
 
-    def line(self, record: logging.LogRecord) -> str:
-        raise NotImplementedError
-
-    def format(self, record: logging.LogRecord) -> str:
-        return _traceback(record) + self.line(record)
-
-
-class _TerminalLines(_Lines):
-    """Lines for people who watch. Only details have a time: the seconds since the start."""
-
-    def __init__(self) -> None:
+    def __init__(self, line: Callable[[logging.LogRecord], str]) -> None:
         super().__init__()
-        self._began = datetime.now(UTC).timestamp()
-
-    def line(self, record: logging.LogRecord) -> str:
-        text = printable(with_flags(record.getMessage()))
-        if record.levelno >= logging.ERROR:
-            return f"reshard: {text}"
-        if record.levelno >= logging.WARNING:
-            return f"reshard: warning: {text}"
-        return text if record.levelno == NOTICE else f"[{max(record.created - self._began, 0):.2f} s] {text}"
-
-
-class _FileLines(_Lines):
-    """Lines for a file: time in UTC, level, message."""
-
-    def line(self, record: logging.LogRecord) -> str:
-        return f"{_time(record)} {_level(record):<7} {printable(with_flags(record.getMessage()))}"
-
-
-class _JsonLines(logging.Formatter):
-    """One JSON object for each event."""
+        self._line = line
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = dict(record.__dict__.get("fields", {}))
-        if text := _traceback(record):
-            fields["traceback"] = text
-        name = record.__dict__.get("event", "log")
-        line = {"time": _time(record), "level": _level(record), "event": name, "message": record.getMessage(), "fields": fields}
-        return with_flags(json.dumps(line, default=str))
+        return self._line(record)
+
+
+def _terminal_line(began: float, record: logging.LogRecord) -> str:
+    """A line for people who watch, after the traceback of an error. Only details have a time: the seconds since the start."""
+    text = printable(with_flags(record.getMessage()))
+    if record.levelno >= logging.WARNING:
+        text = f"reshard: {text}" if record.levelno >= logging.ERROR else f"reshard: warning: {text}"
+    elif record.levelno != NOTICE:
+        text = f"[{max(record.created - began, 0):.2f} s] {text}"
+    return _traceback(record) + text
+
+
+def _file_line(record: logging.LogRecord) -> str:
+    """A line for a file, after the traceback of an error: time in UTC, level, message."""
+    return f"{_traceback(record)}{_time(record)} {_level(record):<7} {printable(with_flags(record.getMessage()))}"
+
+
+def _json_line(record: logging.LogRecord) -> str:
+    """One JSON object."""
+    fields = dict(record.__dict__.get("fields", {}))
+    if text := _traceback(record):
+        fields["traceback"] = text
+    name = record.__dict__.get("event", "log")
+    line = {"time": _time(record), "level": _level(record), "event": name, "message": record.getMessage(), "fields": fields}
+    return with_flags(json.dumps(line, default=str))
 
 
 def _traceback(record: logging.LogRecord) -> str:

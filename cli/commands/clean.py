@@ -51,8 +51,7 @@ def command(directory: str, yes: bool, as_json: bool) -> None:
         places = {"folders": [], "leftovers": listed} if is_url(directory) else {"folders": listed}
         show_json({"directory": directory, "removed": sum(each.nbytes for each in found if each.place in removed), **places})
         return
-    show_found = _show_in_store if is_url(directory) else _show_folders
-    show_found(directory, found, removed, yes)
+    _show(directory, found, removed, yes=yes, in_store=is_url(directory))
 
 
 def _warn(error: ReshardError) -> None:
@@ -61,34 +60,26 @@ def _warn(error: ReshardError) -> None:
     event("not-read", str(error), level=30)
 
 
-def _show_folders(directory: str, found: list[Leftover], removed: set[str], yes: bool) -> None:
+def _show(directory: str, found: list[Leftover], removed: set[str], *, yes: bool, in_store: bool) -> None:
     from reshard.verbs.leftovers import MEANINGS
 
     for each in found if not current().log.quiet else ():
-        show(f"{each.place}  {nbytes_text(each.nbytes)}, {duration_text(each.age or 0)} old, {each.run}")
+        age = "" if each.age is None else f", {duration_text(each.age)} old"
+        show(f"{each.place}  {nbytes_text(each.nbytes)}{age}, {each.run}")
         done = "removed" if each.place in removed else "can be removed" if each.is_removable else "stays"
-        show(f"  {done}: {MEANINGS[each.state]}")
+        if not in_store:
+            show(f"  {done}: {MEANINGS[each.state]}")
         if each.command and each.place not in removed:
             show(f"  {each.command}")
     removable = [each for each in found if each.is_removable]
     size = nbytes_text(sum(each.nbytes for each in removable))
-    if yes:
+    words = ("upload or target", "uploads and targets") if in_store else ("work folder",)
+    if not removable and (in_store or not yes):
+        show(f"{directory}: {'nothing is left of interrupted conversions' if in_store else 'no work folder can be removed'}")
+    elif not yes:
+        show(f"{directory}: {plural(len(removable), *words)}, {size}, can be removed. Nothing was removed: --yes removes")
+    elif in_store:
+        show(f"{directory}: {plural(len(removable), *words)}, {size}, removed")
+    else:
         kept = f"; {len(found) - len(removed)} left" if len(found) > len(removed) else ""
         show(f"{directory}: {plural(len(removed), 'work folder')} removed{kept}")
-    elif removable:
-        show(f"{directory}: {plural(len(removable), 'work folder')}, {size}, can be removed. Nothing was removed: --yes removes")
-    else:
-        show(f"{directory}: no work folder can be removed")
-
-
-def _show_in_store(url: str, found: list[Leftover], removed: set[str], yes: bool) -> None:
-    for each in found if not current().log.quiet else ():
-        age = "" if each.age is None else f", {duration_text(each.age)} old"
-        show(f"{each.place}  {nbytes_text(each.nbytes)}{age}, {each.run}")
-        if each.command and each.place not in removed:
-            show(f"  {each.command}")
-    what = f"{plural(len(found), 'upload or target', 'uploads and targets')}, {nbytes_text(sum(each.nbytes for each in found))}"
-    if not found:
-        show(f"{url}: nothing is left of interrupted conversions")
-    else:
-        show(f"{url}: {what}, removed" if yes else f"{url}: {what}, can be removed. Nothing was removed: --yes removes")

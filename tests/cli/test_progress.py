@@ -31,7 +31,7 @@ def test_progress_is_an_event_with_its_numbers(capsys):
     import json
 
     times = iter([0.0, 40.0])
-    with logs.logging_to_stderr(logs.LogOptions(as_json=True)):
+    with logs.logging_to_stderr(logs.LogOptions(log_format="json")):
         lines(4_000_000, "verify", clock=lambda: next(times))(1_000_000)
     line = json.loads(capsys.readouterr().err)
     assert (line["level"], line["event"]) == ("info", "progress")
