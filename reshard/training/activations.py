@@ -32,6 +32,8 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 class Batch:
     """One microbatch, and what decides which of its activations a rank saves."""
 
+    JSON = "seq_len micro_batch=sequences recompute sequence_parallel"
+
     seq_len: int
     """Tokens per sequence."""
     sequences: int = 1

@@ -95,6 +95,11 @@ class TrainingRun:
     def __post_init__(self) -> None:
         check_word("`activations=`", self.formula, FORMULAS)
 
+    @property
+    def gpus(self) -> int:
+        """The number of ranks in all."""
+        return self.parallel.dp * self.parallel.tp * self.parallel.pp
+
 
 @value
 class RankBytes:
@@ -324,7 +329,8 @@ def _assumptions(source: Model | int, training: TrainingRun, zero_stages: Sequen
     if isinstance(source, int):
         sentences.append("TP and PP split all parameters; with a config, the exact number on each rank is counted")
     else:
-        sentences.append(_about_tables(source, training))
+        copy = "; the last stage has a copy of the tied table" if source.is_tied and parallel.pp > 1 else ""
+        sentences.append(f"rows of tables are padded to a multiple of {training.vocabulary_multiple * parallel.tp}{copy}")
         if source.mtp_layers:
             sentences.append(f"the {source.mtp_layers} layer(s) that predict further tokens are not counted")
     if parallel.pp > 1 and max(zero_stages) >= 2:
@@ -332,7 +338,7 @@ def _assumptions(source: Model | int, training: TrainingRun, zero_stages: Sequen
     if isinstance(source, Model) and 3 in zero_stages and parallel.dp > 1:
         sentences.append("transient, ZeRO-3: the largest layer or table, gathered; one that is gathered in advance comes on top")
     if batch is not None:
-        sentences.extend(_about_activations(training))
+        sentences.extend(_about_activations(batch, training.formula))
     elif isinstance(source, Model):
         sentences.append("activations are not counted: give `seq_len=`")
     if parallel.pp > 1:
@@ -348,21 +354,13 @@ def _assumptions(source: Model | int, training: TrainingRun, zero_stages: Sequen
     return tuple(sentences)
 
 
-def _about_tables(model: Model, training: TrainingRun) -> str:
-    padded = f"rows of tables are padded to a multiple of {training.vocabulary_multiple * training.parallel.tp}"
-    copy = "; the last stage has a copy of the tied table" if model.is_tied and training.parallel.pp > 1 else ""
-    return padded + copy
-
-
-def _about_activations(training: TrainingRun) -> list[str]:
-    batch = training.batch
-    assert batch is not None
+def _about_activations(batch: Batch, formula: str) -> list[str]:
     formulas = {
         "published": "activations per layer: s b h (34 + 5 a s / h) without TP, Korthikanti et al. 2022, for a GPT with an MLP of 4 h; "
         "`activations=itemised` counts this model's own widths",
         "itemised": "activations per layer: counted tensor by tensor with this model's widths, as Korthikanti et al. 2022 do for a GPT",
     }
-    sentences = [formulas[training.formula] + "; 2 bytes each, 1 for dropout masks, 4 for logits"]
+    sentences = [formulas[formula] + "; 2 bytes each, 1 for dropout masks, 4 for logits"]
     if batch.scores and batch.recompute == "none":
         sentences.append("attention scores are saved, 5 a s / h of it; with FlashAttention none are: give `flash_attention=True`")
     if batch.tp > 1 and not batch.sequence_parallel:
@@ -394,13 +392,8 @@ def fits(estimates: Sequence[Estimate], nbytes: int, of_parameters: Callable[[in
     for number, strategy in enumerate(estimates[0].strategies):
         fitting = [each for each in estimates if each.strategies[number].fullest.total <= nbytes]
         largest = _largest(lambda count, zero=strategy.zero: of_parameters(count, zero), nbytes) if of_parameters else None  # type: ignore[misc]
-        found.append(Fit(strategy.zero, _gpus(fitting[0]) if fitting else None, largest))
+        found.append(Fit(strategy.zero, fitting[0].training.gpus if fitting else None, largest))
     return tuple(found)
-
-
-def _gpus(estimate: Estimate) -> int:
-    parallel = estimate.training.parallel
-    return parallel.dp * parallel.tp * parallel.pp
 
 
 def _largest(estimate: Callable[[int], Estimate], nbytes: int) -> int:

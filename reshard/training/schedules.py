@@ -30,6 +30,8 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 class Schedule:
     """The order in which a pipeline computes its microbatches."""
 
+    JSON = "schedule=name stages microbatches chunks_per_stage=chunks"
+
     name: str = "1f1b"
     """gpipe, 1f1b or interleaved."""
     stages: int = 1

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 # What people call the stages.
 STRATEGIES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 _NAMES = ("ddp", "zero1", "zero2", "zero3, fsdp")
+_BYTES_PER = (("weight", 2, "weights"), ("gradient", 2, "gradients"), ("master", 4, "the master copy"), ("moment", 4, "each moment"))
+
+
+def _bytes_option(name: str, usual: int, what: str) -> options.Decorator[Any]:
+    text = f"Bytes per parameter of {what} (default: {usual})."
+    return click.option(f"--{name}-bytes", type=click.IntRange(0), default=usual, metavar="N", help=text)
 
 
 @options.command("estimate", "reshard estimate llama-3-8b --gpus 8", "reshard estimate --parameters 7B --gpus 8")
@@ -35,10 +41,7 @@ _NAMES = ("ddp", "zero1", "zero2", "zero3, fsdp")
 @click.option("--strategy", type=click.Choice(list(STRATEGIES)), help="The same as --zero, by name.")
 @options.keywords(EstimateOptions, "seq_len", "micro_batch", "microbatches", "schedule", "vp", "stage_layers", "recompute")
 @options.keywords(EstimateOptions, "sequence_parallel", "flash_attention", "activations", "vocab_multiple", "link")
-@click.option("--weight-bytes", type=click.IntRange(0), default=2, metavar="N", help="Bytes per parameter of weights (default: 2).")
-@click.option("--gradient-bytes", type=click.IntRange(0), default=2, metavar="N", help="Bytes per parameter of gradients (default: 2).")
-@click.option("--master-bytes", type=click.IntRange(0), default=4, metavar="N", help="Bytes per parameter of the master copy (default: 4).")
-@click.option("--moment-bytes", type=click.IntRange(0), default=4, metavar="N", help="Bytes per parameter of each moment (default: 4).")
+@options.together(*(_bytes_option(*row) for row in _BYTES_PER))
 @click.option("--moments", type=click.IntRange(0), default=2, metavar="N", help="Number of moments of the optimizer (default: 2).")
 @options.architecture
 @options.page
@@ -60,29 +63,28 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
     if zero is not None and named is not None and zero != named:
         raise RequestError(f"--zero {zero} and --strategy {strategy} contradict each other", do="Give one of them")
     chosen = zero if zero is not None else named
-    each = {name: given.pop(f"{name}_bytes") for name in ("weight", "gradient", "master", "moment")}
-    bytes_per = BytesPer(**each, moments=given.pop("moments"))
+    bytes_per = BytesPer(**{name: given.pop(f"{name}_bytes") for name, _, _ in _BYTES_PER}, moments=given.pop("moments"))
     gpu_counts, nbytes, pipelines = given.pop("gpus"), given.pop("gpu_memory"), given.pop("pp")
     about: dict[str, Any] = {"zero": ZERO_STAGES if chosen is None else chosen, "bytes_per": bytes_per, **given}
     found = estimates(source, gpu_counts or (None,), pipelines=pipelines, parameters=parameters, **about)
-    last = found[-1].training.parallel
-    of_parameters = None
-    if parameters is not None and nbytes is not None:
-        gpus = last.dp * last.tp * last.pp
+    last = found[-1].training
 
-        def of_parameters(count: int, zero: int) -> Estimate:
-            return reshard.estimate(count, **{**about, "zero": zero, "gpus": gpus, "pp": last.pp, "max_bubble": None})
+    def of_parameters(count: int, zero: int) -> Estimate:
+        return reshard.estimate(count, **{**about, "zero": zero, "gpus": last.gpus, "pp": last.parallel.pp, "max_bubble": None})
 
-    fitting = fits(found, nbytes, of_parameters) if nbytes is not None else ()
+    fitting = fits(found, nbytes, of_parameters if parameters is not None else None) if nbytes is not None else ()
     page.write(lambda pages: pages.estimate_page(found))
     if as_json:
         show_json({**estimate_document(found[-1]), **_list_document(found, fitting)})
-    elif len(found) == 1:
-        show_estimate(found[0])
-        _show_fits(found, fitting, nbytes)
+        return
+    of = f"{found[0].parameters:,} parameters ({count_text(found[0].parameters)})"
+    if len(found) == 1:
+        show_estimate(of, found[0])
     else:
-        _show_list(found)
-        _show_fits(found, fitting, nbytes)
+        _show_list(of, found)
+    for sentence in found[-1].assumptions:
+        show(f"  assumed    {sentence}")
+    _show_fits(found, fitting, nbytes)
 
 
 def _list_document(found: Sequence[Estimate], fitting: Sequence[Fit]) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def _list_document(found: Sequence[Estimate], fitting: Sequence[Fit]) -> dict[st
     return {
         "by_gpus": [
             {
-                "gpus": each.training.parallel.dp * each.training.parallel.tp * each.training.parallel.pp,
+                "gpus": each.training.gpus,
                 "pp": each.training.parallel.pp,
                 "fewest_microbatches": each.fewest_microbatches,
                 "totals": {_short_name(strategy.zero): strategy.fullest.total for strategy in each.strategies},
@@ -110,12 +112,12 @@ def _list_document(found: Sequence[Estimate], fitting: Sequence[Fit]) -> dict[st
     }
 
 
-def _show_list(found: Sequence[Estimate]) -> None:
+def _show_list(of: str, found: Sequence[Estimate]) -> None:
     """A table of strategies and numbers of GPUs: what the fullest rank holds."""
-    parallel = [each.training.parallel for each in found]
-    several = len({each.pp for each in parallel}) > 1
-    counts = [f"{each.dp * each.tp * each.pp}" + (f", PP {each.pp}" if several else "") for each in parallel]
-    show(f"{found[0].parameters:,} parameters ({count_text(found[0].parameters)}): bytes on the fullest rank")
+    runs = [each.training for each in found]
+    several = len({run.parallel.pp for run in runs}) > 1
+    counts = [f"{run.gpus}" + (f", PP {run.parallel.pp}" if several else "") for run in runs]
+    show(f"{of}: bytes on the fullest rank")
     show()
     rows = [
         (_NAMES[strategy.zero], *(_bytes(each.strategies[number].fullest.total) for each in found))
@@ -124,8 +126,6 @@ def _show_list(found: Sequence[Estimate]) -> None:
     show_table(rows, ("GPUs", *counts))
     _show_bubbles(found)
     show()
-    for sentence in found[-1].assumptions:
-        show(f"  assumed    {sentence}")
 
 
 def _show_bubbles(found: Sequence[Estimate]) -> None:
@@ -158,40 +158,23 @@ def _short_name(zero: int) -> str:
 
 def estimate_document(found: Estimate) -> dict[str, Any]:
     """The estimate with stable keys."""
-    training = found.training
-    parallel, schedule, batch = training.parallel, training.schedule, training.batch
+    parallel, schedule, batch = found.training.parallel, found.training.schedule, found.training.batch
+    in_flight = [float(schedule.in_flight(stage)) for stage in range(schedule.stages)]
     return {
         "parameters": found.parameters,
-        "gpus": parallel.dp * parallel.tp * parallel.pp,
-        "parallel": {"dp": parallel.dp, "tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep},
-        "pipeline": {
-            "schedule": schedule.name,
-            "stages": schedule.stages,
-            "microbatches": schedule.microbatches,
-            "chunks_per_stage": schedule.chunks,
-            "bubble": float(schedule.bubble),
-            "microbatches_in_flight": [float(schedule.in_flight(stage)) for stage in range(schedule.stages)],
-        },
-        "batch": batch
-        and {
-            "seq_len": batch.seq_len,
-            "micro_batch": batch.sequences,
-            "recompute": batch.recompute,
-            "sequence_parallel": batch.sequence_parallel,
-            "flash_attention": not batch.scores,
-            "layer_activations": found.layer_activations,
-        },
+        "gpus": found.training.gpus,
+        "parallel": {axis: getattr(parallel, axis) for axis in ("dp", "tp", "pp", "ep")},
+        "pipeline": document(schedule, bubble=float(schedule.bubble), microbatches_in_flight=in_flight),
+        "batch": batch and document(batch, flash_attention=not batch.scores, layer_activations=found.layer_activations),
         "strategies": [{"strategy": _short_name(each.zero), **document(each)} for each in found.strategies],
         "assumptions": list(found.assumptions),
     }
 
 
-def show_estimate(found: Estimate) -> None:
-    """Per strategy the fullest rank; per pipeline stage its rank; what is sent and waited for; what all that assumes."""
-    training = found.training
-    parallel, schedule = training.parallel, training.schedule
-    gpus = parallel.dp * parallel.tp * parallel.pp
-    show(f"{found.parameters:,} parameters ({count_text(found.parameters)}) on {gpus} GPU{'s' if gpus > 1 else ''}: {parallel}")
+def show_estimate(of: str, found: Estimate) -> None:
+    """Per strategy the fullest rank; per pipeline stage its rank; what is sent and waited for."""
+    parallel, schedule = found.training.parallel, found.training.schedule
+    show(f"{of} on {found.training.gpus} GPU{'s' if found.training.gpus > 1 else ''}: {parallel}")
     show()
     rows = [(_NAMES[each.zero], *_cells(each.fullest)) for each in found.strategies]
     show(*table(rows, ("per rank", *_COLUMNS)))
@@ -208,23 +191,17 @@ def show_estimate(found: Estimate) -> None:
     if parallel.dp > 1:
         for each in found.strategies:
             _show_moved(each)
-    for sentence in found.assumptions:
-        show(f"  assumed    {sentence}")
 
 
 _COLUMNS = ("weights", "gradients", "optimizer", "states", "activations", "transient", "total")
 
 
 def _cells(rank: RankBytes) -> tuple[str, ...]:
-    values = (rank.weights, rank.gradients, rank.optimizer, rank.states, rank.activations, rank.transient, rank.total)
-    return tuple("-" if value is None else _bytes(value) for value in values)
+    return tuple("-" if (value := getattr(rank, name)) is None else _bytes(value) for name in _COLUMNS)
 
 
 def _stage(rank: RankBytes) -> str:
-    layers = rank.layers
-    if not layers:
-        return str(rank.stage)
-    return f"{rank.stage}: layers {layers.start}..{layers.stop - 1}"
+    return f"{rank.stage}: layers {rank.layers.start}..{rank.layers.stop - 1}" if rank.layers else str(rank.stage)
 
 
 def _count(schedule: Any) -> str:
