@@ -15,7 +15,7 @@ from reshard.health.findings import Finding, found, of_error
 from reshard.index.index import Tensor
 from reshard.index.name_parts import is_scale
 from reshard.index.shards import primary_rows
-from reshard.measures.statistics import Meter, Statistics
+from reshard.measures.statistics import Statistics, statistics_of
 from reshard.plans.digests import CURRENT
 from reshard.requests.request import Effort
 from reshard.storage.files import Files
@@ -68,7 +68,7 @@ def measure(
             yield from ((number, block, box, pieces) for block, box in enumerate(blocks(tensor.shape)))
 
     def make_worker() -> Callable[[_Job], tuple[_Job, Statistics | None, bytes | None, Finding | None]]:
-        worker, meter = Worker(files, itemsize), Meter()
+        worker = Worker(files, itemsize)
 
         def perform(job: _Job) -> tuple[_Job, Statistics | None, bytes | None, Finding | None]:
             number, _, box, pieces = job
@@ -77,7 +77,7 @@ def measure(
             if block is None:
                 return job, None, None, fault
             is_weight, signs = tensor.kind in ("weight", "master"), tensor.kind == "moment2" or is_scale(tensor.name)
-            statistics = meter.measure(block, tensor.dtype, box, tensor.shape, values=is_weight, signs=signs)
+            statistics = statistics_of(block, tensor.dtype, box, tensor.shape, values=is_weight, signs=signs)
             return job, statistics, CURRENT.block(bytes_of(block)) if with_digests else None, fault
 
         return perform

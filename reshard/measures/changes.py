@@ -24,9 +24,9 @@ import numpy.typing as npt
 
 from reshard.engine.casts import cast
 from reshard.engine.transfer import Block
-from reshard.geometry.dtypes import BF16, F32, DType
+from reshard.geometry.dtypes import BF16, DType
 from reshard.geometry.value import mutable
-from reshard.measures.statistics import INTEGERS, LAYOUTS
+from reshard.measures.statistics import INTEGERS, numbers
 from reshard.measures.walk import Gathered
 
 _STRIP = 1 << 17
@@ -158,7 +158,7 @@ class ChangeMeter:
 
     def _add(self, change: Change, a: Block, b: Block, left: DType, right: DType) -> None:
         """Take in a strip."""
-        x = self._halves(0, a) if left == right == BF16 else _numbers(a, left)
+        x = self._halves(0, a) if left == right == BF16 else numbers(a, left)
         left_squares = float(np.dot(x, x))
         changed = self._differing(a, b) if left == right else -1
         if not changed and math.isfinite(left_squares):  # equal bytes need the sum of the squares alone
@@ -166,7 +166,7 @@ class ChangeMeter:
             change.right_squares += left_squares
             change.ulps = _added(change.ulps, [len(a)] if left.floating else [])
             return
-        y = self._halves(1, b) if left == right == BF16 else _numbers(b, right)
+        y = self._halves(1, b) if left == right == BF16 else numbers(b, right)
         change.changed += changed if left == right else self._differing(x, y)
         right_squares = float(np.dot(y, y))
         difference = np.subtract(y, x, out=self._array(1, x.dtype, len(x)) if x.dtype == y.dtype else None)
@@ -226,9 +226,9 @@ class ChangeMeter:
 
     def _distances(self, a: Block, b: Block, dtype: DType) -> npt.NDArray[Any]:
         """The distances in ULPs, as unsigned words. Both zeros are the same number."""
-        magnitude, signed = LAYOUTS[dtype.name].magnitude, np.dtype(f"i{a.itemsize}")
+        magnitude, signed = (1 << 8 * dtype.itemsize - 1) - 1, np.dtype(f"i{a.itemsize}")
         distance = self._array(2, a.dtype, len(a))
-        if magnitude.bit_length() == 8 * dtype.itemsize:  # no sign
+        if dtype.name == "F8_E8M0":  # no sign
             np.subtract(np.maximum(a, b), np.minimum(a, b), out=distance)
             return distance
         # Two numbers of one sign are less than half of all words apart.
@@ -249,20 +249,13 @@ def _bins(distance: npt.NDArray[Any]) -> list[int]:
 
 def _finite(change: Change, a: Block, b: Block, left: DType, right: DType) -> tuple[Any, ...]:
     """The elements that are finite on both sides, as numbers in double precision and as words."""
-    x, y = _numbers(a, left), _numbers(b, right)
+    x, y = numbers(a, left), numbers(b, right)
     rows = np.isfinite(x) & np.isfinite(y)
     change.nonfinite += int(len(rows) - np.count_nonzero(rows))
     for side, values in enumerate((x, y)):
         change.nan[side] += int(np.count_nonzero(np.isnan(values)))
         change.infinite[side] += int(np.count_nonzero(np.isinf(values)))
     return x[rows].astype(np.float64), y[rows].astype(np.float64), a[rows], b[rows]
-
-
-def _numbers(words: Block, dtype: DType) -> npt.NDArray[Any]:
-    """The elements as numbers to compute with: float32, or float64 for wide types and integers."""
-    if dtype.name in INTEGERS:
-        return words.view(INTEGERS[dtype.name]).astype(np.float64)
-    return words.view(np.float64) if dtype.name == "F64" else cast(words, dtype, F32).view(np.float32)
 
 
 def _has_values(dtype: DType) -> bool:

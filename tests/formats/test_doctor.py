@@ -26,7 +26,7 @@ from reshard.health.findings import KINDS
 from reshard.health.values import Measured
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
-from reshard.measures.statistics import Meter
+from reshard.measures.statistics import statistics_of
 
 GOOD = sorted(
     [path for path in FIXTURES.rglob("checkpoint") if path.parent.name not in UNREADABLE]
@@ -438,7 +438,7 @@ def measured(name: str, kind: str, values: Any) -> Measured:
     words = np.asarray(values, np.float32)
     tensor = Tensor(name, F32, words.shape, kind, Shards.of([]))  # type: ignore[arg-type]
     box = Box.whole(words.shape)
-    return Measured(tensor, Meter().measure(words.view(np.uint32), F32, box, words.shape, values=kind == "weight", signs=True))
+    return Measured(tensor, statistics_of(words.view(np.uint32), F32, box, words.shape, values=kind == "weight", signs=True))
 
 
 def test_an_expert_without_gradients_or_in_a_stack_is_dead():
@@ -459,14 +459,14 @@ def test_statistics_are_those_of_torch(dtype: str):
     for shape in ((300, 777), (1001,), (70_001,), (3, 5, 40)):
         words = random.integers(0, 1 << 8, (*shape, kind.itemsize), np.uint8).view(kind.word).reshape(shape)
         values = torch.from_numpy(words.view(np.uint8).reshape(-1)).view(getattr(torch, kind.torch)).double().numpy().reshape(shape)
-        found = Meter().measure(words, kind, Box.whole(shape), shape, values=True, signs=True)
+        found = statistics_of(words, kind, Box.whole(shape), shape, values=True, signs=True)
         nan, inf = np.isnan(values), np.isinf(values)
         assert (found.nan, found.inf, found.elements) == (nan.sum(), inf.sum(), values.size)
         assert found.first_nan == (tuple(np.argwhere(nan)[0]) if nan.any() else None)
         assert found.first_inf == (tuple(np.argwhere(inf)[0]) if inf.any() else None)
         finite = words[~(nan | inf)][: values.size // 2]
         values = values[~(nan | inf)][: values.size // 2]
-        found = Meter().measure(finite, kind, Box.whole(finite.shape), finite.shape, values=True, signs=True)
+        found = statistics_of(finite, kind, Box.whole(finite.shape), finite.shape, values=True, signs=True)
         assert found.largest == np.abs(values).max() and (found.zeros, found.negatives) == ((values == 0).sum(), (values < 0).sum())
         if kind.itemsize == 2 and np.abs(values).max() < 1e15:  # squares of larger numbers leave float32
             assert found.root_mean_square == pytest.approx(np.sqrt((values**2).mean()), rel=1e-4)
