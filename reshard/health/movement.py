@@ -83,7 +83,7 @@ def compare_pairs(pairs: list[Pair], files: tuple[Files, Files], effort: Effort)
         return not pairs[number].moved or _has_slices(pairs[number])  # one difference is enough
 
     groups = [(pair.now, pair.before) for pair in pairs]
-    for number, (nbytes, moved, fault) in walk(groups, files, lambda: measure, effort=effort, is_wanted=is_wanted):
+    for number, (nbytes, moved, fault) in walk(groups, files, measure, effort=effort, is_wanted=is_wanted):
         pair = pairs[number]
         if moved is None:
             pair.is_complete = False

@@ -24,13 +24,13 @@ import numpy.typing as npt
 
 from reshard.engine.casts import cast
 from reshard.engine.transfer import Block
-from reshard.geometry.dtypes import BF16, DType
+from reshard.geometry.dtypes import DType
 from reshard.geometry.value import mutable
 from reshard.measures.statistics import INTEGERS, numbers
 from reshard.measures.walk import Gathered
 
 _STRIP = 1 << 17
-_UPPER_HALF = np.uint32(0xFFFF0000)
+_ONES = np.ones(_STRIP, np.float32)
 # The distances in ULPs at which the bins of a histogram end.
 _EDGES = (0, *(1 << power for power in range(16)))
 
@@ -133,111 +133,79 @@ def ulp_range(number: int) -> tuple[int, int]:
     return (number, number) if number < 3 else (2 ** (number - 2) + 1, 2 ** (number - 1))
 
 
-class ChangeMeter:
-    """Measures how blocks changed, with scratch memory of its own: one for each thread."""
+def change_of(left: Block, right: Block, left_dtype: DType, right_dtype: DType) -> Change:
+    """How the elements of a block changed. Where the element types differ, the elements are compared as values, and ULPs are those of the
+    type with fewer bytes."""
+    change = Change(elements=left.size)
+    a, b = left.reshape(-1), right.reshape(-1)
+    with np.errstate(all="ignore"):
+        for start in range(0, len(a), _STRIP):
+            strip = slice(start, start + _STRIP)
+            if _has_values(left_dtype) and _has_values(right_dtype):
+                _add(change, a[strip], b[strip], left_dtype, right_dtype)
+            else:
+                change.changed += int((a[strip] != b[strip]).sum()) if left_dtype == right_dtype else len(a[strip])
+    return change
 
-    def __init__(self) -> None:
-        # New memory for each step would cost more than the step.
-        self._scratch = [np.empty(8 * _STRIP, np.uint8) for _ in range(4)]
-        self._mask = np.empty(_STRIP, np.bool_)
-        self._ones = np.ones(_STRIP, np.float32)
 
-    def measure(self, left: Block, right: Block, left_dtype: DType, right_dtype: DType) -> Change:
-        """How the elements of a block changed. Where the element types differ, the elements are compared as values, and ULPs are those of
-        the type with fewer bytes."""
-        change = Change(elements=left.size)
-        a, b = left.reshape(-1), right.reshape(-1)
-        with np.errstate(all="ignore"):
-            for start in range(0, len(a), _STRIP):
-                strip = slice(start, start + _STRIP)
-                if _has_values(left_dtype) and _has_values(right_dtype):
-                    self._add(change, a[strip], b[strip], left_dtype, right_dtype)
-                else:
-                    change.changed += int((a[strip] != b[strip]).sum()) if left_dtype == right_dtype else len(a[strip])
-        return change
-
-    def _add(self, change: Change, a: Block, b: Block, left: DType, right: DType) -> None:
-        """Take in a strip."""
-        x = self._halves(0, a) if left == right == BF16 else numbers(a, left)
-        left_squares = float(np.dot(x, x))
-        changed = self._differing(a, b) if left == right else -1
-        if not changed and math.isfinite(left_squares):  # equal bytes need the sum of the squares alone
-            change.left_squares += left_squares
-            change.right_squares += left_squares
-            change.ulps = _added(change.ulps, [len(a)] if left.floating else [])
-            return
-        y = self._halves(1, b) if left == right == BF16 else numbers(b, right)
-        change.changed += changed if left == right else self._differing(x, y)
-        right_squares = float(np.dot(y, y))
-        difference = np.subtract(y, x, out=self._array(1, x.dtype, len(x)) if x.dtype == y.dtype else None)
-        squares = float(np.dot(difference, difference))
-        if not math.isfinite(left_squares + right_squares + squares):
-            x, y, a, b = _finite(change, a, b, left, right)
-            difference = y - x
-            left_squares, right_squares, squares = (float(np.dot(each, each)) for each in (x, y, difference))
-        np.abs(difference, out=difference)
+def _add(change: Change, a: Block, b: Block, left: DType, right: DType) -> None:
+    """Take in a strip."""
+    x = numbers(a, left)
+    left_squares = float(np.dot(x, x))
+    changed = np.count_nonzero(a != b) if left == right else -1
+    if not changed and math.isfinite(left_squares):  # equal bytes need the sum of the squares alone
         change.left_squares += left_squares
-        change.right_squares += right_squares
-        change.squares += squares
-        change.largest = max(change.largest, float(difference.max(initial=0)))
-        # Single precision: a strip has few enough elements. A dot product is twice as fast as a sum.
-        change.total += float(np.dot(difference, self._ones[: len(difference)]) if difference.dtype == np.float32 else difference.sum())
-        if left.floating and right.floating:
-            narrow = left if left.itemsize < right.itemsize else right
-            change.ulps = _added(change.ulps, self._ulp_counts(cast(a, left, narrow), cast(b, right, narrow), narrow))
+        change.right_squares += left_squares
+        change.ulps = _added(change.ulps, [len(a)] if left.floating else [])
+        return
+    y = numbers(b, right)
+    change.changed += int(changed if left == right else np.count_nonzero(x != y))
+    difference = y - x
+    right_squares, squares = float(np.dot(y, y)), float(np.dot(difference, difference))
+    if not math.isfinite(left_squares + right_squares + squares):
+        x, y, a, b = _finite(change, a, b, left, right)
+        difference = y - x
+        left_squares, right_squares, squares = (float(np.dot(each, each)) for each in (x, y, difference))
+    np.abs(difference, out=difference)
+    change.left_squares += left_squares
+    change.right_squares += right_squares
+    change.squares += squares
+    change.largest = max(change.largest, float(difference.max(initial=0)))
+    # Single precision: a strip has few enough elements. A dot product is twice as fast as a sum.
+    change.total += float(np.dot(difference, _ONES[: len(difference)]) if difference.dtype == np.float32 else difference.sum())
+    if left.floating and right.floating:
+        narrow = left if left.itemsize < right.itemsize else right
+        change.ulps = _added(change.ulps, _ulp_counts(_distances(cast(a, left, narrow), cast(b, right, narrow), narrow)))
 
-    def _differing(self, a: Block, b: Block) -> int:
-        """The number of elements that differ."""
-        return int(np.count_nonzero(np.not_equal(a, b, out=self._mask[: len(a)])))
 
-    def _array(self, number: int, dtype: Any, length: int) -> npt.NDArray[Any]:
-        """A scratch array."""
-        array: npt.NDArray[Any] = self._scratch[number].view(dtype)[:length]
-        return array
-
-    def _halves(self, number: int, words: Block) -> npt.NDArray[Any]:
-        """The numbers of bfloat16 words: of every two neighbours, the one in the upper half of a 32-bit word first, then all others. A
-        bfloat16 is the upper half of a float32, so this takes half as long as widening each word."""
-        pairs, odd = divmod(len(words), 2)
-        values, both = self._array(number, np.uint32, len(words)), words[: 2 * pairs].view(np.uint32)
-        np.bitwise_and(both, _UPPER_HALF, out=values[:pairs])
-        np.left_shift(both, np.uint32(16), out=values[pairs : 2 * pairs])
-        if odd:
-            values[-1] = np.uint32(words[-1]) << np.uint32(16)
-        return values.view(np.float32)
-
-    def _ulp_counts(self, a: Block, b: Block, dtype: DType) -> list[int]:
-        """The number of elements in each bin of the histogram."""
-        distance = self._distances(a, b, dtype)
-        counts: list[int] = []
-        more, farthest = len(distance), int(distance.max(initial=0))
-        if farthest < 1 << 8:  # the narrower the words, the faster they are compared
-            distance = distance.astype(np.uint8)
-        # For distances of at most 16 bits it is faster to count what lies beyond every edge than to compute with single distances.
-        for edge in _EDGES if farthest < 1 << 16 else _EDGES[:4]:
-            if edge >= farthest:
-                return [*counts, more]
-            beyond = int(np.count_nonzero(np.greater(distance, edge, out=self._mask[: len(distance)])))
-            counts.append(more - beyond)
-            more = beyond
-        if farthest < 1 << 16:
+def _ulp_counts(distance: npt.NDArray[Any]) -> list[int]:
+    """The number of elements in each bin of the histogram."""
+    counts: list[int] = []
+    more, farthest = len(distance), int(distance.max(initial=0))
+    if farthest < 1 << 8:  # the narrower the words, the faster they are compared
+        distance = distance.astype(np.uint8)
+    # For distances of at most 16 bits it is faster to count what lies beyond every edge than to compute with single distances.
+    for edge in _EDGES if farthest < 1 << 16 else _EDGES[:4]:
+        if edge >= farthest:
             return [*counts, more]
-        return counts + _bins(distance if 2 * more > len(a) else distance[np.flatnonzero(self._mask[: len(a)])])[4:]
+        beyond = np.count_nonzero(distance > edge)
+        counts.append(more - beyond)
+        more = beyond
+    return [*counts, more] if farthest < 1 << 16 else counts + _bins(distance)[4:]
 
-    def _distances(self, a: Block, b: Block, dtype: DType) -> npt.NDArray[Any]:
-        """The distances in ULPs, as unsigned words. Both zeros are the same number."""
-        magnitude, signed = (1 << 8 * dtype.itemsize - 1) - 1, np.dtype(f"i{a.itemsize}")
-        distance = self._array(2, a.dtype, len(a))
-        if dtype.name == "F8_E8M0":  # no sign
-            np.subtract(np.maximum(a, b), np.minimum(a, b), out=distance)
-            return distance
-        # Two numbers of one sign are less than half of all words apart.
-        np.abs(np.subtract(a.view(signed), b.view(signed), out=distance.view(signed)), out=distance.view(signed))
-        signs = np.bitwise_xor(a, b, out=self._array(3, a.dtype, len(a)))
-        if int(signs.max(initial=0)) > magnitude:  # the sign of some changed: few, as a rule
-            rows = np.flatnonzero(signs > magnitude)
-            distance[rows] = (a[rows] & a.dtype.type(magnitude)) + (b[rows] & a.dtype.type(magnitude))
-        return distance
+
+def _distances(a: Block, b: Block, dtype: DType) -> npt.NDArray[Any]:
+    """The distances in ULPs, as unsigned words. Both zeros are the same number."""
+    if dtype.name == "F8_E8M0":  # no sign
+        return np.maximum(a, b) - np.minimum(a, b)
+    magnitude, signed = (1 << 8 * dtype.itemsize - 1) - 1, np.dtype(f"i{a.itemsize}")
+    # Two numbers of one sign are less than half of all words apart.
+    distance = np.abs(a.view(signed) - b.view(signed)).view(a.dtype)
+    signs = a ^ b
+    if int(signs.max(initial=0)) > magnitude:  # the sign of some changed: few, as a rule
+        rows = np.flatnonzero(signs > magnitude)
+        distance[rows] = (a[rows] & a.dtype.type(magnitude)) + (b[rows] & a.dtype.type(magnitude))
+    return distance
 
 
 def _bins(distance: npt.NDArray[Any]) -> list[int]:

@@ -40,14 +40,14 @@ class Gathered:
 def walk(
     groups: Sequence[tuple[Tensor, ...]],
     files: tuple[Files, ...],
-    make_measure: Callable[[], Measure[Result]],
+    measure: Measure[Result],
     *,
     effort: Effort,
     is_wanted: Callable[[int], bool] = lambda number: True,
 ) -> Iterator[tuple[int, Result]]:
     """The measure of every block of every group, in the order in which they are finished, with the number of the group.
 
-    groups: tensors of one shape, one for each of `files`. make_measure: called once in each thread. is_wanted: whether the next block of a
+    groups: tensors of one shape, one for each of `files`. is_wanted: whether the next block of a
     group is still to be read.
 
     Raises: what the measure raises; RequestError if the memory of `effort` is too small.
@@ -60,7 +60,7 @@ def walk(
             yield from ((number, box, pieces) for box in blocks(group[0].shape) if is_wanted(number))
 
     def make_worker() -> Callable[[tuple[int, Box, tuple[Pieces, ...]]], tuple[int, Result]]:
-        readers, measure = tuple(Worker(each, itemsize) for each in files), make_measure()
+        readers = tuple(Worker(each, itemsize) for each in files)
 
         def read(box: Box, pieces: tuple[Pieces, ...]) -> Read:
             for strip, sides in strips(box, *pieces):

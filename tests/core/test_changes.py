@@ -8,7 +8,7 @@ import pytest
 from reshard.engine.casts import cast
 from reshard.geometry.dtypes import BF16, F32, from_torch
 from reshard.measures import changes
-from reshard.measures.changes import Change, ChangeMeter, sum_of, ulp_range
+from reshard.measures.changes import Change, change_of, sum_of, ulp_range
 
 FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
@@ -26,7 +26,7 @@ def numbers(block, name):
 
 
 def measured(left, right, left_name, right_name=None):
-    return ChangeMeter().measure(left, right, dtype(left_name), dtype(right_name or left_name))
+    return change_of(left, right, dtype(left_name), dtype(right_name or left_name))
 
 
 @pytest.mark.parametrize("name", FLOATS)
@@ -132,5 +132,5 @@ def test_the_longest_distances_of_a_narrow_type_have_their_bin():
     left, right = np.full(10, 0xFF7F, np.uint16), np.full(10, 0x7F7F, np.uint16)
     left[0], right[0] = 0, 0x8000  # both zeros are one number
     right[1] = 0x8000 | 0x7F7F
-    counts = ChangeMeter().measure(left, right, BF16, BF16).ulps
+    counts = change_of(left, right, BF16, BF16).ulps
     assert counts == [2, *[0] * 16, 8] and sum(counts) == 10

@@ -13,7 +13,7 @@ from reshard.errors import RequestError, choices
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import Drawn, mutable, value
 from reshard.index.name_parts import layer_of, part_of_layer
-from reshard.measures.changes import Change, ChangeMeter, sum_of
+from reshard.measures.changes import Change, change_of, sum_of
 from reshard.measures.walk import Read, walk
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
@@ -133,19 +133,14 @@ def _measure(result: Diff, pairs: Sequence[tuple], sides: tuple[Side, Side], eff
     """Read the pairs and fill in how they changed."""
     result.changes = [_unmeasured(a.name, sides) for a, _ in pairs]
 
-    def make_measure() -> Callable[[int, Read], tuple[int, Change]]:
-        meter = ChangeMeter()
-
-        def measure(number: int, read: Read) -> tuple[int, Change]:
-            dtypes, change = [tensor.dtype for tensor in pairs[number]], Change()
-            for _, (left, right) in read:
-                change.add(meter.measure(left, right, *dtypes))
-            return change.elements * dtypes[1].itemsize, change
-
-        return measure
+    def measure(number: int, read: Read) -> tuple[int, Change]:
+        dtypes, change = [tensor.dtype for tensor in pairs[number]], Change()
+        for _, (left, right) in read:
+            change.add(change_of(left, right, *dtypes))
+        return change.elements * dtypes[1].itemsize, change
 
     files = sides[0].files, sides[1].files
-    for number, (nbytes, change) in walk(pairs, files, make_measure, effort=effort):
+    for number, (nbytes, change) in walk(pairs, files, measure, effort=effort):
         result.changes[number].add(change)
         result.nbytes += nbytes
         effort.report(nbytes)

@@ -87,7 +87,7 @@ def stats(
         return part.elements * tensor.dtype.itemsize, part
 
     files = (checkpoint.files,)
-    for number, (nbytes, part) in walk([(tensor,) for tensor in tensors], files, lambda: measure, effort=effort):
+    for number, (nbytes, part) in walk([(tensor,) for tensor in tensors], files, measure, effort=effort):
         parts[number].add(part)
         left[number] -= 1
         if not left[number]:  # only the tensors that are being read keep their counts
