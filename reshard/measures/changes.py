@@ -152,14 +152,14 @@ def _add(change: Change, a: Block, b: Block, left: DType, right: DType) -> None:
     """Take in a strip."""
     x = numbers(a, left)
     left_squares = float(np.dot(x, x))
-    changed = np.count_nonzero(a != b) if left == right else -1
+    changed = int(np.count_nonzero(a != b)) if left == right else -1
     if not changed and math.isfinite(left_squares):  # equal bytes need the sum of the squares alone
         change.left_squares += left_squares
         change.right_squares += left_squares
         change.ulps = _added(change.ulps, [len(a)] if left.floating else [])
         return
     y = numbers(b, right)
-    change.changed += int(changed if left == right else np.count_nonzero(x != y))
+    change.changed += changed if left == right else int(np.count_nonzero(x != y))
     difference = y - x
     right_squares, squares = float(np.dot(y, y)), float(np.dot(difference, difference))
     if not math.isfinite(left_squares + right_squares + squares):
@@ -188,7 +188,7 @@ def _ulp_counts(distance: npt.NDArray[Any]) -> list[int]:
     for edge in _EDGES if farthest < 1 << 16 else _EDGES[:4]:
         if edge >= farthest:
             return [*counts, more]
-        beyond = np.count_nonzero(distance > edge)
+        beyond = int(np.count_nonzero(distance > edge))
         counts.append(more - beyond)
         more = beyond
     return [*counts, more] if farthest < 1 << 16 else counts + _bins(distance)[4:]
@@ -197,10 +197,10 @@ def _ulp_counts(distance: npt.NDArray[Any]) -> list[int]:
 def _distances(a: Block, b: Block, dtype: DType) -> npt.NDArray[Any]:
     """The distances in ULPs, as unsigned words. Both zeros are the same number."""
     if dtype.name == "F8_E8M0":  # no sign
-        return np.maximum(a, b) - np.minimum(a, b)
+        return np.where(a > b, a - b, b - a)
     magnitude, signed = (1 << 8 * dtype.itemsize - 1) - 1, np.dtype(f"i{a.itemsize}")
     # Two numbers of one sign are less than half of all words apart.
-    distance = np.abs(a.view(signed) - b.view(signed)).view(a.dtype)
+    distance: npt.NDArray[Any] = np.abs(a.view(signed) - b.view(signed)).view(a.dtype)
     signs = a ^ b
     if int(signs.max(initial=0)) > magnitude:  # the sign of some changed: few, as a rule
         rows = np.flatnonzero(signs > magnitude)

@@ -22,23 +22,11 @@ from reshard.geometry.value import mutable
 from reshard.measures.statistics import INTEGERS, constant_rows
 from reshard.measures.walk import Gathered
 
-# Below this size the words that occur are sorted; from it on, all 65,536 words are counted.
-_FEW = 1 << 13
 _F64 = from_torch("float64", where="distribution")
 
 
-def _added(a: Any, b: Any) -> dict[int, int] | npt.NDArray[np.int64]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return {word: a.get(word, 0) + b.get(word, 0) for word in a.keys() | b.keys()} if a else b
-    if isinstance(a, dict):
-        a, b = b, a
-    table: npt.NDArray[np.int64] = a
-    if not isinstance(b, dict):
-        table += b
-        return table
-    for word, count in b.items():
-        table[word] += count
-    return table
+def _added(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return b if not len(a) else a + b if len(b) else a
 
 
 @mutable
@@ -65,8 +53,8 @@ class ValueDistribution(Gathered):
     """The sum of the finite elements."""
     squares: float = 0.0
     """The sum of their squares."""
-    words: dict[int, int] | npt.NDArray[np.int64] = field(default_factory=dict, metadata={"combine": _added})
-    """How often each upper 16 bits of a word occur: a table of all, or a dict of those of a small part; empty for integers."""
+    words: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), metadata={"combine": _added})
+    """How often each upper 16 bits of a word occur; empty for integers."""
 
     @property
     def finite(self) -> int:
@@ -120,22 +108,16 @@ def measure_distribution(strips: Iterable[tuple[Box, Block]], dtype: DType, shap
     return found
 
 
-def _counted(flat: Block, dtype: DType) -> dict[int, int] | npt.NDArray[np.int64]:
+def _counted(flat: Block, dtype: DType) -> npt.NDArray[np.int64]:
     """How often each upper 16 bits occur."""
     shift = max(8 * dtype.itemsize - 16, 0)
-    if len(flat) < _FEW:
-        words, counts = np.unique(flat >> flat.dtype.type(shift), return_counts=True)
-        return dict(zip(words.tolist(), counts.tolist(), strict=True))
     return np.bincount(flat.view(np.uint16)[shift // 16 :: dtype.itemsize // 2] if shift else flat, minlength=1 << 16)
 
 
-def _every_value(words: Any, dtype: DType) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+def _every_value(words: npt.NDArray[np.int64], dtype: DType) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """The numbers that occur, whether finite or not, and how often. For wide types, numbers near to them."""
-    if isinstance(words, dict):
-        found, counts = np.fromiter(words, np.int64, len(words)), np.fromiter(words.values(), np.int64, len(words))
-    else:
-        found = np.flatnonzero(words)
-        counts = words[found]
+    found = np.flatnonzero(words)
+    counts = words[found]
     if dtype.itemsize > 2:
         shift = 8 * dtype.itemsize - 16
         # The middle of all numbers that begin with these bits. Infinity becomes a NaN by that.
