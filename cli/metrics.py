@@ -46,13 +46,9 @@ class Metrics:
         """Say what the run is about: the path that it writes or checks, and the format there. None: as before."""
         self._labels |= {name: text for name, text in (("target", target), ("format", format)) if text is not None}
 
-    def record(self, **samples: float) -> None:
-        """Add samples, each under a name of _MEANINGS."""
-        self._samples |= {(name, ""): value for name, value in samples.items()}
-
-    def record_findings(self, counts: dict[str, int]) -> None:
-        """Add the number of findings of each severity."""
-        self._samples |= {("findings", severity): count for severity, count in counts.items()}
+    def record(self, severity: str = "", **samples: float) -> None:
+        """Add samples, each under a name of _MEANINGS. severity: of the findings that are counted."""
+        self._samples |= {(name, severity): value for name, value in samples.items()}
 
     @property
     def seconds(self) -> float:
@@ -70,16 +66,11 @@ class Metrics:
             self._file.write(self._text(exit_code).encode())
 
     def _text(self, exit_code: int) -> str:
-        ended = {
-            "success": exit_code == 0,
-            "exit_code": exit_code,
-            "seconds": round(self.seconds, 3),
-            "timestamp_seconds": int(time.time()),
-        }
-        samples = {**{(name, ""): value for name, value in ended.items()}, **self._samples}
+        seconds, now = round(self.seconds, 3), int(time.time())
+        self.record(success=exit_code == 0, exit_code=exit_code, seconds=seconds, timestamp_seconds=now)
         lines: list[str] = []
         for name, meaning in _MEANINGS.items():
-            found = [(severity, value) for (each, severity), value in samples.items() if each == name]
+            found = [(severity, value) for (each, severity), value in self._samples.items() if each == name]
             if found:
                 lines += [f"# HELP reshard_last_run_{name} {meaning}", f"# TYPE reshard_last_run_{name} gauge"]
             for severity, value in found:

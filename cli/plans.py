@@ -87,7 +87,7 @@ def show_plan(plan: Plan, target: str | None = None) -> None:
             show(f"  store     {each.url}: about {plural(each.writes, 'request')} to write {nbytes_text(each.written)}")
     for cast_from, cast_to, number in summary.casts(plan):
         show(f"  cast      {plural(number, 'tensor')} from {cast_from} to {cast_to}")
-    show_drops(plan)
+    show_drops(plan.drops)
     show_findings(missing_in_target(plan))
     if plan.layout.sidecars:
         show(f"  copy      unchanged: {', '.join(sidecar.path for sidecar in plan.layout.sidecars)}")
@@ -102,11 +102,7 @@ def show_findings(findings: Iterable[Finding]) -> None:
         show(f"  missing   {finding.detail}; {finding.do[0].lower()}{finding.do[1:]}")
 
 
-def show_drops(plan: Plan) -> None:
-    show_drop_reasons(plan.drops)
-
-
-def show_drop_reasons(drops: Iterable[Drop]) -> None:
+def show_drops(drops: Iterable[Drop]) -> None:
     """One line for each reason to leave out tensors."""
     by_reason: dict[str, list[Drop]] = {}
     for drop in drops:

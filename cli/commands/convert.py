@@ -168,7 +168,7 @@ def _show_files(plan: Plan, result: Result) -> None:
     show(*table([(file.path, nbytes_text(file.nbytes), len(file.tensors)) for file in listed], ("file", "bytes", "tensors")))
     if rest := files[len(listed) :]:
         show(f"  and {plural(len(rest), 'more file')}, {nbytes_text(sum(file.nbytes for file in rest))}; --json lists all")
-    show_drops(plan)
+    show_drops(plan.drops)
     show_findings(result.findings)
     for note in result.notes:
         show(f"  note      {note}")

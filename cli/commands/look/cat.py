@@ -13,6 +13,7 @@ from ...tables import shape_text, show
 
 if TYPE_CHECKING:
     from reshard.engine.views import LazyTensor
+    from reshard.requests.checkpoint import Checkpoint
 
 # Without --slice, a larger tensor is shown as the first rows and columns.
 _MOST_ELEMENTS, _CORNER = 1000, 8
@@ -47,16 +48,13 @@ def command(checkpoint: str, name: str, index: str | None, as_json: bool, **give
     show(*np.array2string(values, threshold=1_000_000, max_line_width=120, precision=9, floatmode="unique").split("\n"))
 
 
-def named(opened: Any, name: str) -> LazyTensor:
+def named(opened: Checkpoint, name: str) -> LazyTensor:
     """The tensor of that name. Raises RequestError, with the nearest names, if there is none."""
-    from reshard.engine.views import NoSuchTensorError
-    from reshard.errors import RequestError
+    from reshard.errors import RequestError, choices
 
-    try:
-        tensor: LazyTensor = opened[name]
-    except NoSuchTensorError as error:
-        raise RequestError(str(error).split(". ")[0], do=". ".join(str(error).rstrip(".").split(". ")[1:])) from None
-    return tensor
+    if name not in opened:
+        raise RequestError(f"no tensor is called {name!r}", do=choices(name, list(opened), most=3))
+    return opened[name]
 
 
 def sliced(tensor: LazyTensor, text: str) -> LazyTensor:

@@ -56,7 +56,8 @@ def command(checkpoint: str | None, fail_on: str, list_kinds: bool, as_json: boo
         report = reshard.doctor(checkpoint, **given, **effort)
     metrics.label(format=report.format)
     metrics.record(bytes_read=report.nbytes, tensors=report.tensors)
-    metrics.record_findings({severity: report.count(severity) for severity in SEVERITIES})
+    for severity in SEVERITIES:
+        metrics.record(severity, findings=report.count(severity))
     page.write(lambda pages: pages.report_page(report))
     if as_json:
         show_json(document(report))

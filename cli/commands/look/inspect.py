@@ -18,7 +18,7 @@ from reshard.models.lookup import draft_class
 
 from ... import options
 from ...json_output import Streamed, show_json
-from ...plans import show_drop_reasons
+from ...plans import show_drops
 from ...runs import show_run
 from ...tables import bar_text, count_text, nbytes_text, shape_text, show, show_table, strip_text
 
@@ -494,7 +494,7 @@ def _show_models(opened: Inspection) -> None:
         show(f"  adapter   LoRA{ranks}{alpha}{kinds}, on {', '.join(adapter.modules)}{base}: {size}")
         merged = "--merge-adapter merges it, in PEFT's form, into its base" if opened.is_adapter else "--merge-adapter self merges it"
         show(f"            --to peft writes it alone; {merged}")
-    show_drop_reasons(drop for drop in opened.withheld if drop.kind not in ("other", "adapter"))
+    show_drops(drop for drop in opened.withheld if drop.kind not in ("other", "adapter"))
 
 
 def _show_distributions(tensors: tuple[Tensor, ...]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Unpack
+from typing import Any, Unpack
 
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs, check_globs, matches
@@ -96,24 +96,16 @@ def stats(
     return [found.get(number) or _statistics(tensor, ValueDistribution()) for number, tensor in enumerate(tensors)]
 
 
+_MEASURED = ("smallest", "largest", "mean", "deviation")
+_COUNTED = ("nan", "inf", "zeros", "rows", "constant_rows")
+
+
 def _statistics(tensor: Tensor, known: ValueDistribution) -> TensorStatistics:
-    has_values = known.smallest <= known.largest
+    counts: dict[str, Any] = {name: getattr(known, name) for name in _COUNTED}
+    measured: dict[str, Any] = {name: getattr(known, name) if known.smallest <= known.largest else None for name in _MEASURED}
+    histogram = tuple(known.histogram(tensor.dtype, BINS))
     return TensorStatistics(
-        name=tensor.name,
-        kind=tensor.kind,
-        dtype=tensor.dtype.name,
-        shape=tensor.shape,
-        elements=tensor.elements,
-        smallest=known.smallest if has_values else None,
-        largest=known.largest if has_values else None,
-        mean=known.mean if has_values else None,
-        deviation=known.deviation if has_values else None,
-        nan=known.nan,
-        inf=known.inf,
-        zeros=known.zeros,
-        rows=known.rows,
-        constant_rows=known.constant_rows,
-        histogram=tuple(known.histogram(tensor.dtype, BINS)),
+        tensor.name, tensor.kind, tensor.dtype.name, tensor.shape, tensor.elements, histogram=histogram, **measured, **counts
     )
 
 
