@@ -7,6 +7,7 @@ layer: whatever was permuted, interleaved, exchanged or copied, the answer is wh
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -20,8 +21,6 @@ from reshard.engine.transfer import Block
 from reshard.geometry.dtypes import F32, DType, from_torch
 
 _NARROWER = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-# Rows that are hashed at once.
-_ROWS = 1 << 10
 
 
 def value_mistakes(wrong: Block, right: Block, dtype: DType) -> list[str]:
@@ -105,46 +104,27 @@ def _looked_up(
     wrong: Block, right: Sequence[Callable[[], Block]], *, preferred: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[int]] | None:
     """For each row of `wrong`, an equal row of the right tensors: the tensor's number, the row in it, and how many rows each tensor has.
-    None if some row has no equal. right: what reads the tensors; each is read once or twice, and one is in memory at a time."""
+    None if some row has no equal. right: what reads the tensors; one is in memory at a time."""
     if wrong.ndim < 2 or not wrong.size:
         return None
-    hashed = [_hashed(read()) for read in right]
-    counts = list(map(len, hashed))
-    keys, starts = np.concatenate(hashed), np.cumsum([0, *counts])
-    rows = np.concatenate([np.arange(count) for count in counts])
-    rank = np.concatenate([np.full(count, 0 if i == preferred else i + 1) for i, count in enumerate(counts)])
-    ranked = np.lexsort((rows, rank, keys))
-    looked = _hashed(wrong)
-    at = np.minimum(np.searchsorted(keys[ranked], looked), len(keys) - 1)
-    if not (keys[ranked][at] == looked).all():
-        return None
-    found: npt.NDArray[np.int64] = ranked[at].astype(np.int64)
+    digests = [_row_digests(read()) for read in right]
+    places: dict[bytes, tuple[int, int]] = {}
+    for number in sorted(range(len(right)), key=lambda each: each != preferred):
+        for row, digest in enumerate(digests[number]):
+            places.setdefault(digest, (number, row))
     # A row that stayed where it was is not moved, even if another row is equal to it.
-    same = np.arange(len(wrong)) + starts[preferred]
-    stayed = (np.arange(len(wrong)) < counts[preferred]) & (keys[np.minimum(same, len(keys) - 1)] == looked)
-    found[stayed] = same[stayed]
-    owners = np.searchsorted(starts, found, side="right") - 1
-    found -= starts[owners]
-    # Hashes say where to look; bits decide.
-    for number in np.unique(owners).tolist():
-        here = np.flatnonzero(owners == number)
-        if not _rows_are_equal(wrong, here, right[number](), found[here]):
-            return None
-    return owners, found, counts
+    own = dict(enumerate(digests[preferred]))
+    found = [(preferred, row) if own.get(row) == digest else places.get(digest) for row, digest in enumerate(_row_digests(wrong))]
+    if None in found:
+        return None
+    owners, rows = np.array(found, np.int64).T
+    return owners, rows, list(map(len, digests))
 
 
-def _rows_are_equal(a: Block, rows_of_a: npt.NDArray[np.int64], b: Block, rows_of_b: npt.NDArray[np.int64]) -> bool:
-    """Whether some rows of two tensors are equal. They are compared some at a time, as picking rows copies them."""
-    steps = (slice(start, start + _ROWS) for start in range(0, len(rows_of_a), _ROWS))
-    return all(np.array_equal(a[rows_of_a[step]], b[rows_of_b[step]]) for step in steps)
-
-
-def _hashed(block: Block) -> npt.NDArray[np.uint64]:
-    """A number for each row; equal rows have equal numbers."""
-    rows = block.reshape(len(block), -1)
-    factors = np.random.default_rng(0).integers(1, 1 << 63, rows.shape[1], np.uint64) | np.uint64(1)
-    sums = [(rows[i : i + _ROWS].astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64) for i in range(0, len(rows), _ROWS)]
-    return np.concatenate(sums)
+def _row_digests(block: Block) -> list[bytes]:
+    """A digest of each row."""
+    rows = np.ascontiguousarray(block).reshape(len(block), -1).view(np.uint8)
+    return [hashlib.blake2b(row.data, digest_size=16).digest() for row in rows]
 
 
 def _moved(order: npt.NDArray[np.int64], count: int) -> str | None:
