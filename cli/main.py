@@ -19,8 +19,7 @@ from reshard.errors import ReshardError
 from reshard.storage.system_calls import check_platform
 
 from .invocation import Invocation
-from .log_options import EPILOG, LOG_OPTIONS
-from .logs import log_options, log_to_file, logging_to_stderr
+from .logs import EPILOG, log_options, log_to_file, logging_to_stderr
 from .metrics import Metrics
 from .tables import discard_output, standard_output
 
@@ -129,7 +128,7 @@ def _stop_cleanly_on_signals() -> None:
 
 def run(arguments: list[str]) -> int:
     """The exit code of a command line. Errors become one paragraph on stderr; with --debug, a traceback."""
-    log = log_options(arguments, LOG_OPTIONS)
+    log = log_options(arguments)
     metrics = Metrics(next((word for word in arguments if word in COMMANDS), ""), log.metrics_file)
     with logging_to_stderr(log):
         code = _exit_code(Invocation(arguments, log, metrics))

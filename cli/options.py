@@ -15,8 +15,9 @@ import click
 from reshard.geometry.quantities import parse_count, parse_size
 from reshard.geometry.value import value
 from reshard.requests.keywords import EffortOptions, ModelOptions, OpenOptions, SelectionOptions, TargetOptions
+from reshard.requests.keywords import take as take
 
-from .log_options import EPILOG, LOG, LOG_OPTIONS, OutputFileParam, SectionedOption
+from .logs import EPILOG, LOG, LOG_OPTIONS, OutputFileParam, SectionedOption
 from .metrics import METERED
 from .spelling import with_flags
 
@@ -173,11 +174,6 @@ _TYPES: Mapping[str, Any] = {
     "FRACTION": click.FloatRange(0, 1, min_open=True),
 }
 _COMPLETED = {"format": format_names, "architecture": architecture_names}
-
-
-def take(given: dict[str, Any], keywords: type) -> dict[str, Any]:
-    """The keywords of a TypedDict, taken out of what a command was given."""
-    return {name: given.pop(name) for name in keywords.__annotations__ if name in given}
 
 
 def _needs_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool:

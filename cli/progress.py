@@ -10,11 +10,10 @@ from logging import INFO
 from typing import TYPE_CHECKING, Any
 
 from reshard.engine.events import event
-from reshard.requests.keywords import EffortOptions
+from reshard.requests.keywords import EffortOptions, take
 
 from .invocation import current
 from .logs import NOTICE
-from .options import take
 from .tables import nbytes_text
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import click
 
 from .. import options
 from ..json_output import show_json
-from ..log_options import OutputFileParam
+from ..logs import OutputFileParam
 from ..plans import plan_document, show_plan
 
 if TYPE_CHECKING:

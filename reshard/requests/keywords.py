@@ -7,7 +7,7 @@ is light, so that --help loads nothing else. Options of one format are declared 
 import os
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Literal, ParamSpec, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypedDict, TypeVar
 
 from reshard.errors import RequestError, nearest
 from reshard.geometry.value import value
@@ -97,6 +97,11 @@ class EffortOptions(TypedDict, total=False):
     workers: Annotated[int | None, Keyword("Threads (default: one per processor, at most 8).", "N")]
     memory: Annotated[int | None, Keyword("Maximum size of all buffers (default: 256MiB; 1GiB for stores).", "SIZE")]
     progress: Annotated[Progress | None, Keyword("Called with the number of bytes done since the last call.")]
+
+
+def take(given: dict[str, Any], keywords: type) -> dict[str, Any]:
+    """The keywords of a TypedDict, taken out of what was given."""
+    return {name: given.pop(name) for name in keywords.__annotations__ if name in given}
 
 
 def checked_keywords(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -16,7 +16,7 @@ from reshard.geometry import dtypes
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.value import value
-from reshard.requests.keywords import PathLike, PlanOptions, Progress, SelectionOptions, unknown_keyword
+from reshard.requests.keywords import PathLike, PlanOptions, Progress, SelectionOptions, take, unknown_keyword
 
 OWN_ADAPTER = "self"
 """The value of --merge-adapter for the adapter that the checkpoint itself holds."""
@@ -123,7 +123,7 @@ def _form(name: str | None, option: str, known: tuple[str, ...]) -> str:
 
 def selection_of(given: dict[str, Any]) -> Selection:
     """The Selection from the keywords of SelectionOptions, which are removed from `given`."""
-    return Selection(**{name: given.pop(name) for name in SelectionOptions.__annotations__ if name in given})
+    return Selection(**take(given, SelectionOptions))
 
 
 def kept_globs(given: str | Iterable[str], dtype: DType | None) -> tuple[str, ...]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Unpack
+from typing import Any, Unpack
 
 from reshard.errors import RequestError
 from reshard.plans.plan import Plan
 from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import ModelOptions, PathLike, PlanOptions, checked_keywords
+from reshard.requests.keywords import ModelOptions, PathLike, PlanOptions, checked_keywords, take
 from reshard.requests.opening import opened
 from reshard.requests.order import PlanFile, planned
 from reshard.requests.request import ConversionRequest
@@ -16,7 +16,6 @@ from reshard.storage.files import LocalFiles, read_whole
 from reshard.storage.output_file import OutputFile
 from reshard.storage.system_calls import gc_paused
 
-_OF_THE_SOURCE = ModelOptions.__annotations__.keys()
 _MOST_BYTES = 1 << 30
 
 
@@ -29,10 +28,10 @@ def plan(source: Checkpoint | PathLike, *, to: str, **options: Unpack[PlanOption
 
     Raises: RequestError if the model or the parallel sizes do not allow it, CheckpointError if the source does not hold the whole model.
     """
-    about_source = {name: value for name, value in options.items() if name in _OF_THE_SOURCE}
-    about_target = {name: value for name, value in options.items() if name not in _OF_THE_SOURCE}
-    request, checkpoint = ConversionRequest.of(to, about_target), opened(source, **about_source)  # type: ignore[arg-type]
-    return planned(checkpoint, request, {"to": to, **about_target})
+    given: dict[str, Any] = dict(options)
+    about_source = take(given, ModelOptions)
+    request, checkpoint = ConversionRequest.of(to, given), opened(source, **about_source)
+    return planned(checkpoint, request, {"to": to, **given})
 
 
 def check_whole(plan: Plan) -> None:

@@ -10,7 +10,7 @@ from reshard.geometry.quantities import plural
 
 from ... import options
 from ...json_output import show_json
-from ...log_options import OutputFileParam
+from ...logs import OutputFileParam
 from ...progress import bar
 from ...tables import nbytes_text, shape_text, show
 from .cat import named, sliced

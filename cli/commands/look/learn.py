@@ -11,7 +11,7 @@ from reshard.geometry.quantities import plural
 
 from ... import options
 from ...json_output import show_json
-from ...log_options import OutputFileParam
+from ...logs import OutputFileParam
 from ...tables import show
 
 if TYPE_CHECKING:

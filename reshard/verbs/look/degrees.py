@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard, Unpack
+from typing import TypeGuard, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import find_model_files
@@ -21,7 +21,7 @@ from reshard.models.model import Model, ModelWeight
 from reshard.models.quantization import check_has_settings, without_quantization
 from reshard.plans.layout import Target
 from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import ModelOptions, PathLike, Weights, checked_keywords
+from reshard.requests.keywords import ModelOptions, PathLike, Weights, checked_keywords, take
 from reshard.requests.opening import model_at, model_of, opened
 from reshard.requests.planning import check_nothing_unanswered
 from reshard.requests.request import dtype_named, kept_globs
@@ -64,8 +64,7 @@ def degrees(
         model, dtypes = _declared_model(model_at(source, options.get("architecture")), target, dequantize)
         notes: tuple[str, ...] = ()
     else:
-        about_model: Any = {name: options[name] for name in ModelOptions.__annotations__ if name in options}  # type: ignore[literal-required]
-        checkpoint = opened(source, **about_model)
+        checkpoint = opened(source, **take({**options}, ModelOptions))
         model, dtypes = _stored_model(checkpoint, target, options.get("weights"), dequantize)
         notes = checkpoint.model_files.notes
     report = degree_report(

@@ -26,7 +26,7 @@ from reshard.health.model_files import missing_beside_weights
 from reshard.index.index import Index, RunFacts, Tensor
 from reshard.plans.manifest import usable_manifest
 from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords
+from reshard.requests.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords, take
 from reshard.requests.opening import classified_checkpoint, open, unchecked
 from reshard.requests.request import Effort
 from reshard.storage.files import Files
@@ -208,15 +208,15 @@ def doctor(path: PathLike, *, deep: bool = False, since: PathLike | None = None,
 
     Raises: RequestError if there is no checkpoint at the path, or an option does not apply.
     """
-    effort, nbytes = Effort(options.get("workers"), options.get("memory"), options.get("progress")), 0
+    given: dict[str, Any] = dict(options)
+    effort, nbytes = Effort(**take(given, EffortOptions)), 0
 
     def count(more: int) -> None:
         nonlocal nbytes
         nbytes += more
         effort.report(more)
 
-    opening = {name: options[name] for name in OpenOptions.__annotations__ if name in options}  # type: ignore[literal-required]
-    patient = Patient(*_opened(path, opening), since or "", effort, replace(effort, progress=count))
+    patient = Patient(*_opened(path, given), since or "", effort, replace(effort, progress=count))
     format = patient.checkpoint.format or None
     has = {word for word, applies in (("opened", format), ("deep", deep), ("since", since is not None)) if applies}
     findings = [finding for needs, find in CHECKS if has.issuperset(needs.split()) for finding in find(patient)]

@@ -13,7 +13,7 @@ from reshard.index.index import Tensor
 from reshard.measures.distribution import ValueDistribution, measure_distribution
 from reshard.measures.walk import Read, walk
 from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords
+from reshard.requests.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords, take
 from reshard.requests.opening import open
 from reshard.requests.request import Effort
 
@@ -73,9 +73,9 @@ def stats(
 
     Raises: RequestError if a glob matches no name, CheckpointError if a file cannot be read.
     """
-    effort = Effort(options.get("workers"), options.get("memory"), options.get("progress"))
-    opening: OpenOptions = {name: options[name] for name in OpenOptions.__annotations__ if name in options}  # type: ignore[literal-required,assignment]
-    checkpoint = source if isinstance(source, Checkpoint) else open(source, **opening)
+    given: dict[str, Any] = dict(options)
+    effort = Effort(**take(given, EffortOptions))
+    checkpoint = source if isinstance(source, Checkpoint) else open(source, **given)
     tensors = wanted(checkpoint, as_globs(globs), optimizer=optimizer)
     found: dict[int, TensorStatistics] = {}
     parts = {number: ValueDistribution() for number in range(len(tensors))}
