@@ -99,6 +99,12 @@ class EffortOptions(TypedDict, total=False):
     progress: Annotated[Progress | None, Keyword("Called with the number of bytes done since the last call.")]
 
 
+def usual_values(keywords: type) -> dict[str, Any]:
+    """The values of the keywords of a TypedDict that are not given."""
+    declared = {name: (annotation.__origin__, annotation.__metadata__[0]) for name, annotation in keywords.__annotations__.items()}
+    return {name: False if python is bool else keyword.default for name, (python, keyword) in declared.items()}
+
+
 def take(given: dict[str, Any], keywords: type) -> dict[str, Any]:
     """The keywords of a TypedDict, taken out of what was given."""
     return {name: given.pop(name) for name in keywords.__annotations__ if name in given}

@@ -12,7 +12,7 @@ from reshard.geometry.quantities import parse_count
 from reshard.models.architecture import Architecture
 from reshard.models.model import Model
 from reshard.models.quantization import without_quantization
-from reshard.requests.keywords import PathLike, checked_keywords
+from reshard.requests.keywords import PathLike, checked_keywords, usual_values
 from reshard.requests.opening import model_at
 from reshard.training import memory
 from reshard.training.activations import Batch
@@ -34,22 +34,25 @@ def estimate(
 
     Raises: RequestError if the model does not divide by the sizes.
     """
-    source = _subject(source, options.get("parameters"))
-    _refuse_unused(source, options)
-    tp, pp, ep = options.get("tp", 1), options.get("pp", 1), options.get("ep", 1)
+    usual = usual_values(EstimateOptions)
+    given = usual | {name: value for name, value in options.items() if value is not None}
+    source = _subject(source, given["parameters"])
+    _refuse_unused(source, given, usual)
+    tp, pp, seq_len = given["tp"], given["pp"], given["seq_len"]
+    about_batch = given["micro_batch"], tp, given["sequence_parallel"], given["recompute"], not given["flash_attention"]
     training = TrainingRun(
-        parallel=Parallel(tp, pp, ep, _data_parallel(options.get("gpus"), options.get("dp"), tp, pp)),
-        schedule=Schedule(options.get("schedule", "1f1b"), pp, options.get("microbatches", 1), options.get("vp", 1)),
-        batch=_batch(options, tp),
-        formula=options.get("activations", "published"),
-        bytes_per=options.get("bytes_per", memory.ADAM),
-        stage_layers=options.get("stage_layers"),
-        vocabulary_multiple=options.get("vocab_multiple", 1),
-        link=options.get("link"),
+        parallel=Parallel(tp, pp, given["ep"], _data_parallel(given["gpus"], given["dp"], tp, pp)),
+        schedule=Schedule(given["schedule"], pp, given["microbatches"], given["vp"]),
+        batch=None if seq_len is None else Batch(seq_len, *about_batch),
+        formula=given["activations"],
+        bytes_per=given["bytes_per"] or memory.ADAM,
+        stage_layers=given["stage_layers"],
+        vocabulary_multiple=given["vocab_multiple"],
+        link=given["link"],
     )
-    subject = source if isinstance(source, int) else _trained(source, options.get("architecture"))
+    subject = source if isinstance(source, int) else _trained(source, given["architecture"])
     found = memory.estimate(subject, training, (zero,) if isinstance(zero, int) else tuple(zero))
-    max_bubble = options.get("max_bubble")
+    max_bubble = given["max_bubble"]
     return found if max_bubble is None else replace(found, fewest_microbatches=fewest_microbatches(training.schedule, max_bubble))
 
 
@@ -79,46 +82,18 @@ def estimates(
     return tuple(found)
 
 
-# The options about activations, and the values with which they change nothing.
-_OF_ACTIVATIONS: Mapping[str, object] = {
-    "micro_batch": 1,
-    "recompute": "none",
-    "sequence_parallel": False,
-    "flash_attention": False,
-    "activations": "published",
-}
-
-
-def _refuse_unused(source: object, options: EstimateOptions) -> None:
+def _refuse_unused(source: object, given: Mapping[str, object], usual: Mapping[str, object]) -> None:
     """Raises RequestError for an option that changes no number of the estimate."""
-    given: dict[str, object] = {name: value for name, value in options.items() if value is not None}
-    if options.get("seq_len") is None:
-        for name, usual in _OF_ACTIVATIONS.items():
-            if given.get(name, usual) != usual:
-                raise _unused(name, "activations are counted with `seq_len=` only", "Add `seq_len=N`, or leave it out")
-    if isinstance(source, int):
-        for name, usual in (("architecture", None), ("stage_layers", None), ("vocab_multiple", 1)):
-            if given.get(name, usual) != usual:
-                raise _unused(name, "a number of parameters does not say which weights there are", "Give a model instead of `parameters=`")
+    for name in ("micro_batch", "recompute", "sequence_parallel", "flash_attention", "activations"):
+        if given["seq_len"] is None and given[name] != usual[name]:
+            raise _unused(name, "activations are counted with `seq_len=` only", "Add `seq_len=N`, or leave it out")
+    for name in ("architecture", "stage_layers", "vocab_multiple"):
+        if isinstance(source, int) and given[name] != usual[name]:
+            raise _unused(name, "a number of parameters does not say which weights there are", "Give a model instead of `parameters=`")
 
 
 def _unused(name: str, why: str, do: str) -> RequestError:
     return RequestError(f"`{name}=` changes nothing here", why=why, do=do)
-
-
-def _batch(options: EstimateOptions, tp: int) -> Batch | None:
-    """One microbatch; None if activations are not counted."""
-    seq_len = options.get("seq_len")
-    if seq_len is None:
-        return None
-    return Batch(
-        seq_len,
-        options.get("micro_batch", 1),
-        tp,
-        options.get("sequence_parallel", False),
-        options.get("recompute", "none"),
-        scores=not options.get("flash_attention", False),
-    )
 
 
 def _trained(source: PathLike | Model, architecture: Architecture | PathLike | None) -> Model:

@@ -33,7 +33,7 @@ class EstimateOptions(TypedDict, total=False):
     max_bubble: Annotated[float | None, Keyword("Name the fewest microbatches for this bubble, e.g. 10%.", "SHARE")]
     dp: Annotated[int | None, Keyword("Data-parallel ranks.", "N")]
     tp: Annotated[int, Keyword("Tensor-parallel size.", "N", 1)]
-    pp: Annotated[int, Keyword("Pipeline-parallel size.")]
+    pp: Annotated[int, Keyword("Pipeline-parallel size.", default=1)]
     ep: Annotated[int, Keyword("Expert-parallel size.", "N", 1)]
     seq_len: Annotated[int | None, Keyword("Tokens per sequence; without it activations are not counted.", "N")]
     micro_batch: Annotated[int, Keyword("Sequences per microbatch.", "N", 1)]
