@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found
 from reshard.health.values import Measured, place_of
+from reshard.index.index import Tensor
 from reshard.index.name_parts import expert_of, is_scale, is_stacked_experts, is_table
 
 # The largest number of fp16. Weights that are trained in 16 bits are far smaller.
@@ -25,8 +26,7 @@ def bad_numbers(measured: Sequence[Measured]) -> Iterator[Finding]:
             continue  # exponents, or integers that stored_forms.py knows how to read
         if is_scale(tensor.name):
             counts = {"NaN": statistics.nan, "infinite": statistics.inf, "zero": statistics.zeros, "negative": statistics.negatives}
-            if faulty := ", ".join(f"{count:,} are {word}" for word, count in counts.items() if count):
-                yield found("bad-scale", f"of {plural(statistics.elements, 'scale')}, {faulty}", tensor=tensor.name)
+            yield from bad_scale(tensor, counts)
             continue
         if statistics.nan:
             detail = f"{statistics.nan:,} of {statistics.elements:,} elements{what} are NaN{_first_at(statistics.first_nan)}"
@@ -42,6 +42,12 @@ def bad_numbers(measured: Sequence[Measured]) -> Iterator[Finding]:
             )
 
 
+def bad_scale(tensor: Tensor, counts: Mapping[str, int]) -> Iterator[Finding]:
+    """A finding about scales that are no positive numbers, if there are some. counts: by the word for them."""
+    if faulty := ", ".join(f"{count:,} are {word}" for word, count in counts.items() if count):
+        yield found("bad-scale", f"of {plural(tensor.elements, 'scale')}, {faulty}", tensor=tensor.name)
+
+
 def _first_at(element: tuple[int, ...] | None) -> str:
     return f", first at {list(element)}" if element else ""
 
@@ -55,7 +61,9 @@ def _where(entry: Measured, element: tuple[int, ...] | None) -> dict[str, Any]:
 def lifeless_tensors(measured: Sequence[Measured]) -> Iterator[Finding]:
     """Matrices and rows that are zero or constant. Vectors are counted only: biases begin as zeros, norms as ones."""
     vectors: list[str] = []
-    dead = {entry.name for entry in measured if _is_weight(entry) and entry.statistics.is_zero}
+    # If all matrices of an expert are zero, the expert is found, and not its tensors.
+    matrices = [entry for entry in measured if _is_weight(entry) and len(entry.tensor.shape) > 1]
+    alive = {None, *(expert_of(entry.name) for entry in matrices if not entry.statistics.is_zero)}
     for entry in measured:
         statistics, name = entry.statistics, entry.name
         if not _is_weight(entry) or statistics.elements < 2:
@@ -64,7 +72,7 @@ def lifeless_tensors(measured: Sequence[Measured]) -> Iterator[Finding]:
             if statistics.is_constant:
                 vectors.append(name)
         elif statistics.is_zero:
-            if expert_of(name) is None or not _expert_is_dead(name, measured, dead):
+            if expert_of(name) in alive:
                 yield found("zero-tensor", f"all {statistics.elements:,} elements of {list(entry.tensor.shape)} are zero", tensor=name)
         elif statistics.is_constant:
             yield found("constant-tensor", f"all {statistics.elements:,} elements of {list(entry.tensor.shape)} are equal", tensor=name)
@@ -76,14 +84,6 @@ def lifeless_tensors(measured: Sequence[Measured]) -> Iterator[Finding]:
 
 def _is_weight(entry: Measured) -> bool:
     return entry.tensor.kind in ("weight", "master") and entry.is_complete and entry.tensor.dtype.floating and not is_scale(entry.name)
-
-
-def _expert_is_dead(name: str, measured: Sequence[Measured], dead: set[str]) -> bool:
-    """Whether all matrices of the expert are zero. Then the expert is found, and not its tensors."""
-    expert = expert_of(name)
-    return all(
-        entry.name in dead for entry in measured if expert_of(entry.name) == expert and _is_weight(entry) and len(entry.tensor.shape) > 1
-    )
 
 
 def _rows(entry: Measured) -> Iterator[Finding]:

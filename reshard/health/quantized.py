@@ -17,6 +17,7 @@ from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.dtypes import F32
 from reshard.geometry.quantities import plural
+from reshard.health.elements import bad_scale
 from reshard.health.findings import Finding, found
 from reshard.index.index import EncodedPart, Tensor
 from reshard.index.name_parts import is_scale
@@ -57,8 +58,7 @@ def _scales(part: EncodedPart, worker: Worker) -> Iterator[Finding]:
         values = component_values(part, worker.gather(pieces, box))
         for word, is_so in (("NaN", np.isnan(values)), ("infinite", np.isinf(values)), ("zero", values == 0), ("negative", values < 0)):
             counts[word] += int(is_so.sum())
-    if faulty := ", ".join(f"{count:,} are {word}" for word, count in counts.items() if count):
-        yield found("bad-scale", f"of {plural(part.tensor.elements, 'scale')}, {faulty}", tensor=part.tensor.name)
+    yield from bad_scale(part.tensor, counts)
 
 
 def _groups_of_zeros(tensor: Tensor, worker: Worker) -> Iterator[Finding]:

@@ -36,6 +36,10 @@ class ExpectedParameters:
         """The bytes of these parameters."""
         return sum(self.tensors[key].nbytes for key in keys)
 
+    def sort(self, key: str) -> tuple[str, int]:
+        """The element type of a parameter, and the number of its axes."""
+        return self.tensors[key].dtype.name, len(self.tensors[key].shape)
+
     def repacked(self, key: str, way: Repacking) -> str | None:
         """The digest of a parameter that is arranged in a way; None if its shape does not allow it."""
         digest, found = self.new_hash(), False
@@ -106,61 +110,33 @@ class ServerComparison(Comparison):
 
 def compare_with_server(expected: ExpectedParameters, held: Mapping[str, str], checker: WeightChecker) -> ServerComparison:
     """Compare what is expected with the digests that a server answers to the weight checker's action `checksum`."""
-    digests, kernels = expected.digests, _Kernels(expected, held, checker)
-    renamed = _renamed(digests, held)
+    digests, renamed = expected.digests, _renamed(expected.digests, held)
+    as_loaded = {key for key, digest in digests.items() if held.get(key) == digest}
+    rest = [key for key in digests if key not in as_loaded and key not in {*renamed.values()}]
+    nothing = {new_hash().hexdigest() for new_hash in checker.hashes}
+    emptied = {_module_of(key) for key, digest in held.items() if digest in nothing and key not in as_loaded}
+    repacked = {key for key, tensor in expected.tensors.items() if not checker.keeps(tensor, expected.new_hash)}
+    # Nothing is concluded from one parameter that another one contradicts: where one of an element type and number of axes is held as
+    # loaded, none of them is expected in another form.
+    sorts = {expected.sort(key) for key in as_loaded}
+    rearranged = {key for key in rest if _module_of(key) in emptied or (key in repacked and expected.sort(key) not in sorts)}
+    equal = as_loaded | {
+        key for key in rearranged if key in held and held[key] in (expected.repacked(key, way) for way in checker.repackings)
+    }
+    modules, families = {_module_of(key) for key in repacked}, {_family_of(key) for key in equal}
     result = ServerComparison(renamed=renamed, parameters=len(digests), total_nbytes=expected.nbytes(digests))
-    found = kernels.equal | {*renamed.values()}
-    rest = [key for key in digests if key not in found]
-    kernels.find_repacked(rest)
-    for key in rest:
-        if kernels.may_repack(key):
+    for key in [key for key in rest if key not in equal]:
+        if _module_of(key) in emptied or (_module_of(key) in modules and _family_of(key) not in families):
             result.not_comparable.append(key)
         elif key not in held:
             result.differences.append(Difference(key, "missing", "the server does not hold it under any name"))
-        elif key not in kernels.equal:
+        else:
             result.differences.append(Difference(key, "values", "the server holds other bytes"))
     result.unknown += [key for key in held if key not in digests and key not in renamed and not checker.own.search(key)]
-    result.matching = len(kernels.equal)
+    result.matching = len(equal)
     result.tensors = result.found + len(result.differences)
-    result.nbytes = expected.nbytes((*kernels.equal, *renamed.values(), *result.keys("values")))
+    result.nbytes = expected.nbytes((*equal, *renamed.values(), *result.keys("values")))
     return result
-
-
-class _Kernels:
-    """What the digests tell about the kernels of a server: which parameters they arrange anew. Nothing is concluded from one parameter that
-    another one contradicts: where one of an element type and number of axes is held as loaded, none of them is expected in another form."""
-
-    def __init__(self, expected: ExpectedParameters, held: Mapping[str, str], checker: WeightChecker) -> None:
-        self._expected, self._held, self._checker = expected, held, checker
-        self.equal = {key for key, digest in expected.digests.items() if held.get(key) == digest}
-        self._as_loaded = {self._sort(key) for key in self.equal}
-        nothing = {new_hash().hexdigest() for new_hash in checker.hashes}
-        self._emptied = {_module_of(key) for key, digest in held.items() if digest in nothing and key not in self.equal}
-        self._kept = {key: checker.keeps(tensor, expected.new_hash) for key, tensor in expected.tensors.items()}
-        self._families: set[str] = set()
-        self._arranged = {_module_of(key) for key, is_kept in self._kept.items() if not is_kept}
-
-    def find_repacked(self, keys: Iterable[str]) -> None:
-        """Add to `equal` those of these parameters that are held as a known kernel arranges them."""
-        for key in keys:
-            is_emptied = _module_of(key) in self._emptied
-            if key in self._held and (is_emptied or (not self._kept[key] and self._sort(key) not in self._as_loaded)):
-                digests = (self._expected.repacked(key, way) for way in self._checker.repackings)
-                if self._held[key] in digests:
-                    self.equal.add(key)
-        self._families = {_family_of(key) for key in self.equal}
-
-    def may_repack(self, key: str) -> bool:
-        """Whether a parameter that is not equal may be the right one, in a form that is not known."""
-        if key in self.equal:
-            return False
-        if _module_of(key) in self._emptied:
-            return True
-        return _module_of(key) in self._arranged and _family_of(key) not in self._families
-
-    def _sort(self, key: str) -> tuple[str, int]:
-        tensor = self._expected.tensors[key]
-        return tensor.dtype.name, len(tensor.shape)
 
 
 def _renamed(digests: Mapping[str, str], held: Mapping[str, str]) -> dict[str, str]:

@@ -146,6 +146,12 @@ class TreeView:
 class Inspection:
     """An opened checkpoint, and what is derived from it for the lines and for the document."""
 
+    JSON = (
+        "path=checkpoint.path format=index.format detected_by=checkpoint.detected producer=facts.producer version=facts.version "
+        "step=facts.step parallel=facts.parallel model_type architecture_known parameters experts bytes=nbytes files=index.files kinds "
+        "models=checkpoint.models quantized adapter tensor_count withheld_count object_count notes=facts.notes mesh outlook tree shares"
+    )
+
     def __init__(self, checkpoint: Checkpoint, view: TreeView) -> None:
         self.checkpoint, self.view = checkpoint, view
         self.index, self.facts, self.tensors = checkpoint.index, checkpoint.index.facts, checkpoint.index.tensors
@@ -247,36 +253,24 @@ class Inspection:
         from reshard.models.lookup import model_type_of
         from reshard.plans import summary
 
-        facts, mesh, experts = self.facts, self.facts.mesh, self.experts
-        return {
-            "path": self.checkpoint.path,
-            "format": self.index.format,
-            "detected_by": self.checkpoint.detected,
-            "producer": facts.producer,
-            "version": facts.version,
-            "step": facts.step,
-            "parallel": dict(facts.parallel),
-            "model_type": model_type_of(self.config or {}),
-            "architecture_known": self.checkpoint.model is not None,
-            "parameters": self.parameters,
-            "experts": experts and document(experts, active_parameters=self.active_parameters),
-            "bytes": self.nbytes,
-            "files": to_json(self.index.files),
-            "kinds": to_json(summary.kinds(self.index)),
-            "models": to_json(self.checkpoint.models),
-            "quantized": [document(family, stored=_stored(family)) for family in self.quantized],
-            "adapter": self._adapter(),
-            "tensor_count": len(self.tensors),
-            "withheld_count": len(self.withheld),
-            "object_count": len(self.index.objects),
-            "notes": list(facts.notes),
-            "mesh": [{"dimension": name, "ranks": size} for name, size in zip(mesh.names, mesh.sizes, strict=True)] if mesh else None,
-            "outlook": document(self.outlook, next=self.next(None)),
-            "tree": [_branch(level, branch) for level, branch in self.view.rows(self.checkpoint.tree, _MOST_ROWS_OF_JSON)[0]],
-            "shares": to_json(self.shares),
-            **({} if tensors is None else {"tensors": Streamed(_tensor, tensors)}),
-            **({} if tensors is None else {"withheld": to_json(self.withheld), "objects": list(self.index.objects)}),
-        }
+        mesh, experts = self.facts.mesh, self.experts
+        found = document(
+            self,
+            model_type=model_type_of(self.config or {}),
+            architecture_known=self.checkpoint.model is not None,
+            experts=experts and document(experts, active_parameters=self.active_parameters),
+            kinds=summary.kinds(self.index),
+            quantized=[document(family, stored=_stored(family)) for family in self.quantized],
+            adapter=self._adapter(),
+            tensor_count=len(self.tensors),
+            withheld_count=len(self.withheld),
+            object_count=len(self.index.objects),
+            mesh=[{"dimension": name, "ranks": size} for name, size in zip(mesh.names, mesh.sizes, strict=True)] if mesh else None,
+            outlook=document(self.outlook, next=self.next(None)),
+            tree=[_branch(level, branch) for level, branch in self.view.rows(self.checkpoint.tree, _MOST_ROWS_OF_JSON)[0]],
+        )
+        every = {"withheld": to_json(self.withheld), "objects": list(self.index.objects)}
+        return found if tensors is None else {**found, "tensors": Streamed(_tensor, tensors), **every}
 
     def _adapter(self) -> dict[str, Any] | None:
         from reshard.plans import summary
