@@ -8,7 +8,6 @@ from typing import Any
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found
 from reshard.health.values import Measured, place_of
-from reshard.index.index import Tensor
 from reshard.index.name_parts import expert_of, is_scale, is_stacked_experts, is_table
 
 # The largest number of fp16. Weights that are trained in 16 bits are far smaller.
@@ -26,7 +25,7 @@ def bad_numbers(measured: Sequence[Measured]) -> Iterator[Finding]:
             continue  # exponents, or integers that stored_forms.py knows how to read
         if is_scale(tensor.name):
             counts = {"NaN": statistics.nan, "infinite": statistics.inf, "zero": statistics.zeros, "negative": statistics.negatives}
-            yield from bad_scale(tensor, counts)
+            yield from bad_scale(tensor.name, statistics.elements, counts)
             continue
         if statistics.nan:
             detail = f"{statistics.nan:,} of {statistics.elements:,} elements{what} are NaN{_first_at(statistics.first_nan)}"
@@ -42,10 +41,10 @@ def bad_numbers(measured: Sequence[Measured]) -> Iterator[Finding]:
             )
 
 
-def bad_scale(tensor: Tensor, counts: Mapping[str, int]) -> Iterator[Finding]:
-    """A finding about scales that are no positive numbers, if there are some. counts: by the word for them."""
+def bad_scale(name: str, number: int, counts: Mapping[str, int]) -> Iterator[Finding]:
+    """A finding about scales that are no positive numbers, if there are some. number: of all. counts: by the word for them."""
     if faulty := ", ".join(f"{count:,} are {word}" for word, count in counts.items() if count):
-        yield found("bad-scale", f"of {plural(tensor.elements, 'scale')}, {faulty}", tensor=tensor.name)
+        yield found("bad-scale", f"of {plural(number, 'scale')}, {faulty}", tensor=name)
 
 
 def _first_at(element: tuple[int, ...] | None) -> str:

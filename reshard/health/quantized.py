@@ -58,7 +58,7 @@ def _scales(part: EncodedPart, worker: Worker) -> Iterator[Finding]:
         values = component_values(part, worker.gather(pieces, box))
         for word, is_so in (("NaN", np.isnan(values)), ("infinite", np.isinf(values)), ("zero", values == 0), ("negative", values < 0)):
             counts[word] += int(is_so.sum())
-    yield from bad_scale(part.tensor, counts)
+    yield from bad_scale(part.tensor.name, part.tensor.elements, counts)
 
 
 def _groups_of_zeros(tensor: Tensor, worker: Worker) -> Iterator[Finding]:

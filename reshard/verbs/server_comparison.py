@@ -119,10 +119,8 @@ def compare_with_server(expected: ExpectedParameters, held: Mapping[str, str], c
     # Nothing is concluded from one parameter that another one contradicts: where one of an element type and number of axes is held as
     # loaded, none of them is expected in another form.
     sorts = {expected.sort(key) for key in as_loaded}
-    rearranged = {key for key in rest if _module_of(key) in emptied or (key in repacked and expected.sort(key) not in sorts)}
-    equal = as_loaded | {
-        key for key in rearranged if key in held and held[key] in (expected.repacked(key, way) for way in checker.repackings)
-    }
+    asked = [key for key in rest if key in held and (_module_of(key) in emptied or (key in repacked and expected.sort(key) not in sorts))]
+    equal = as_loaded | {key for key in asked if held[key] in (expected.repacked(key, way) for way in checker.repackings)}
     modules, families = {_module_of(key) for key in repacked}, {_family_of(key) for key in equal}
     result = ServerComparison(renamed=renamed, parameters=len(digests), total_nbytes=expected.nbytes(digests))
     for key in [key for key in rest if key not in equal]:
