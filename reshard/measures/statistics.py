@@ -112,7 +112,7 @@ def statistics_of(block: Block, dtype: DType, box: Box, shape: tuple[int, ...], 
     values: also sums of squares, a sample, and judgements of rows, which only weights need. signs: also count zeros and negatives.
     A type that is not floating point gets no statistics.
     """
-    found = Statistics(elements=block.size)
+    found, dtype = Statistics(elements=block.size), dtype.of("")  # as it is stored, also if that is a function of the values
     if not dtype.floating or not block.size:
         return found
     has_rows = values and len(shape) > 1 and box.sizes[-1] == shape[-1] >= _SHORTEST_ROW
