@@ -31,10 +31,10 @@ from reshard.plans.manifest import (
     Ranges,
     constants_by_path,
     digests_bytes,
+    fixed_bytes,
     fixed_ranges,
     manifest_bytes,
     parts,
-    planned_bytes,
     sample_ranges,
     usable_manifest,
 )
@@ -137,10 +137,10 @@ def _fixed_bytes(plan: Plan) -> _FixedBytes:
     constants, found = constants_by_path(plan.target_index.constants), {}
     for file in plan.layout.files:
         of_file = constants.get(file.path, ())
-        ranges, running = fixed_ranges(file, of_file), CURRENT.new()
-        for part in planned_bytes(file, of_file, ranges):
+        running = CURRENT.new()
+        for _, part in fixed_bytes(file, of_file):
             running.update(part)
-        found[file.path] = ranges, CURRENT.text(running.digest())
+        found[file.path] = fixed_ranges(file, of_file), CURRENT.text(running.digest())
     return found
 
 
