@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from reshard.engine.events import event
-from reshard.engine.pool import run_jobs, workers_within
+from reshard.engine.pool import Effort, run_jobs
 from reshard.engine.read_ahead import run_reading
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.transfer import Pieces, Sink, Worker, bytes_of, strips
@@ -65,13 +65,13 @@ def widest_element(plan: Plan) -> int:
     return max((dtype.itemsize for route in plan.routes for dtype in route.dtypes), default=1)
 
 
-def workers_of(plan: Plan, workers: int | None, memory: int | None) -> int:
-    """The number of threads that run a plan. Raises: as `workers_within` does."""
+def workers_of(plan: Plan, effort: Effort) -> int:
+    """The number of threads that run a plan. Raises: as `Effort.threads` does."""
     if any(route.quantized_by for route in plan.routes):
         buffers = _BUFFERS_OF_RECIPES
     else:
         buffers = 3 if any(route.is_cast for route in plan.routes) else 2
-    return workers_within(memory, workers, widest_element(plan), buffers=buffers)
+    return effort.threads(widest_element(plan), buffers=buffers)
 
 
 def block_jobs(plan: Plan, routes: Iterable[int] | None = None, tiles: Tiles | None = None) -> Iterator[Job]:

@@ -16,29 +16,11 @@ from reshard.geometry import dtypes
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.value import value
-from reshard.requests.keywords import PathLike, PlanOptions, Progress, SelectionOptions, unknown_keyword
+from reshard.requests.keywords import PathLike, PlanOptions, SelectionOptions, unknown_keyword
 
 OWN_ADAPTER = "self"
 """The value of --merge-adapter for the adapter that the checkpoint itself holds."""
 Opened = TypeVar("Opened")
-
-
-@value
-class Effort:
-    """How much of the machine a verb may use."""
-
-    workers: int | None = None
-    memory: int | None = None
-    progress: Progress | None = None
-
-    def __post_init__(self) -> None:
-        if self.workers is not None and self.workers < 1:
-            raise RequestError(f"`workers={self.workers}`: at least one thread is needed", do="Leave it out for one per processor")
-
-    def report(self, nbytes: int) -> None:
-        """Tell the caller that `nbytes` more bytes are done."""
-        if self.progress:
-            self.progress(nbytes)
 
 
 @value

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
 from reshard.adapter import registry
 from reshard.engine.compare import Comparison, Difference, Side, wrong_constants
-from reshard.engine.hashing import BlockDigests, block_digests, tensor_digest
+from reshard.engine.pool import Effort
 from reshard.engine.recorded import changed_files, files_of
+from reshard.engine.walk import BlockDigests, block_digests, tensor_digest
+from reshard.errors import CheckpointError
 from reshard.index.index import Tensor
 from reshard.plans.digests import CURRENT, DigestVersion
 from reshard.plans.manifest import MANIFEST, RECORDS, Digests, FileRecord, Manifest, listed_files, parts
@@ -62,16 +64,9 @@ def check_fixed_bytes(files: Files, records: Mapping[str, FileRecord], result: C
 
 
 def check_tensors(
-    side: Side,
-    tensors: Mapping[str, Tensor],
-    digests: Digests,
-    result: Comparison,
-    *,
-    known: KnownDigests,
-    workers: int | None,
-    memory: int | None,
-) -> Iterator[int]:
-    """Compare every tensor, its replicas and the constants around it. Yields the bytes of each block that was read.
+    side: Side, tensors: Mapping[str, Tensor], digests: Digests, result: Comparison, known: KnownDigests, effort: Effort
+) -> None:
+    """Compare every tensor, its replicas and the constants around it.
 
     tensors: by the keys under which the digests were recorded. known: of tensors that are not read again.
     """
@@ -83,8 +78,7 @@ def check_tensors(
         del stored[name]
     chosen = {found: tensors[found] for found in dict.fromkeys(stored.values())}
     found: BlockDigests = {name: dict(of_blocks) for name, tensor in chosen.items() if (of_blocks := known(tensor))}
-    unread = {name: tensor for name, tensor in chosen.items() if name not in found}
-    yield from hash_blocks(side.files, unread, found, result, version=CURRENT, workers=workers, memory=memory)
+    found |= hash_blocks(side.files, {name: tensor for name, tensor in chosen.items() if name not in found}, result, effort)
     named = {difference.name for difference in result.differences}
     for name, source in stored.items():
         result.tensors += 1
@@ -97,25 +91,14 @@ def check_tensors(
 
 
 def hash_blocks(
-    files: Files,
-    tensors: Mapping[str, Tensor],
-    found: BlockDigests,
-    result: Comparison,
-    *,
-    version: DigestVersion,
-    workers: int | None,
-    memory: int | None,
-) -> Iterator[int]:
-    """Fill `found` with the digests of all blocks, and yield the bytes of each. A tensor whose copies differ is added to `result`."""
-    unreadable: set[str] = set()
-    for name, number, nbytes, digest in block_digests(files, tensors, version=version, workers=workers, memory=memory):
-        result.nbytes += nbytes
-        if isinstance(digest, bytes):
-            found.setdefault(name, {})[number] = digest
-        elif name not in unreadable:
-            unreadable.add(name)
-            result.differences.append(Difference(name, "values", digest.what))
-        yield nbytes
+    files: Files, tensors: Mapping[str, Tensor], result: Comparison, effort: Effort, version: DigestVersion = CURRENT
+) -> BlockDigests:
+    """The digests of all blocks. A tensor whose copies differ is added to `result`."""
+    unreadable: dict[str, CheckpointError] = {}
+    found = block_digests(files, tensors, effort, version=version, unreadable=unreadable)
+    result.nbytes += sum(tensor.nbytes for tensor in tensors.values())
+    result.differences.extend(Difference(name, "values", error.what) for name, error in unreadable.items())
+    return found
 
 
 def _digest_of(files: Files, path: str, ranges: tuple[tuple[int, int], ...]) -> str:

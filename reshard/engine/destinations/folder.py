@@ -17,6 +17,7 @@ from reshard.engine.blocks import Job, block_jobs, copied_blocks, read_back, sou
 from reshard.engine.destinations.destination import Begun, FinishedBlocks, Replaces, check_empty, check_same, complete_result
 from reshard.engine.destinations.journal import Journal, RunHeader, Unfinished, journal_of_part, progress, read_header, read_journal
 from reshard.engine.events import event
+from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Read
 from reshard.errors import RequestError, TargetError, TargetInUse
@@ -34,14 +35,11 @@ from reshard.storage.system_calls import system_errors
 
 
 class LocalFolder:
-    """A directory as a `Destination`.
+    """A directory as a `Destination`. replaces: called when no other run can write there any more."""
 
-    workers: threads. memory: the most bytes of buffers. replaces: called when no other run can write there any more.
-    """
-
-    def __init__(self, root: Path, *, workers: int | None = None, memory: int | None = None, replaces: Replaces = tuple) -> None:
+    def __init__(self, root: Path, effort: Effort = NO_LIMITS, *, replaces: Replaces = tuple) -> None:
         self.root, self.place = root, str(root)
-        self._workers, self._memory, self._replaces = workers, memory, replaces
+        self._effort, self._replaces = effort, replaces
         self._staging = Staging(root)
         self._is_alone = False
         self._unfinished: Unfinished | None = None
@@ -61,7 +59,7 @@ class LocalFolder:
         return is_locked(self.root)
 
     def workers(self, plan: Plan, tasks: Sequence[Task]) -> int:
-        return workers_of(plan, self._workers, self._memory)
+        return workers_of(plan, self._effort)
 
     def tasks(self, plan: Plan) -> tuple[Task, ...]:
         return plan.tasks()
