@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import merge
 from itertools import groupby
 from operator import itemgetter
@@ -14,6 +14,7 @@ from reshard.engine.read_ahead import run_reading
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.transfer import Pieces, Sink, Worker, bytes_of, strips
 from reshard.engine.values import Values
+from reshard.engine.walk import BlockDigests, fingerprint_of
 from reshard.errors import CheckpointError, TargetError
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.quantities import plural
@@ -190,21 +191,15 @@ def _is_source_of(plan: Plan, digests: Mapping[BlockKey, bytes], workers: int) -
     return all(digests[job.key] == digest for job, digest in found)
 
 
-def digests_of_routes(plan: Plan, digests: Mapping[BlockKey, bytes]) -> list[list[bytes]]:
-    """The digests of each route's blocks in canonical order."""
-    found: list[list[tuple[int, bytes]]] = [[] for _ in plan.routes]
+def digests_by_tensor(plan: Plan, digests: Mapping[BlockKey, bytes]) -> BlockDigests:
+    """The digests of blocks by tensor. An alias has those of the tensor that is stored."""
+    found: BlockDigests = {route.name: {} for route in plan.routes}
     for (i, j), digest in digests.items():
-        found[i].append((j, digest))
-    return [[digest for _, digest in sorted(of_route)] for of_route in found]
+        found[plan.routes[i].name][j] = digest
+    return found | {alias: found[stored] for alias, stored in plan.layout.aliases.items()}
 
 
-def fingerprint_of_blocks(plan: Plan, digests: Sequence[Sequence[bytes]]) -> Fingerprint:
-    """The fingerprint of the result, from the digests of each route's blocks."""
-    aliases: dict[str, list[str]] = {}
-    for alias, stored in plan.layout.aliases.items():
-        aliases.setdefault(stored, []).append(alias)
-    by_tensor: dict[str, bytes] = {}
-    for route, of_route in zip(plan.routes, digests, strict=True):
-        for name in (route.name, *aliases.get(route.name, ())):
-            by_tensor[name] = CURRENT.tensor(name, route.target.dtype, route.target.shape, of_route)
-    return CURRENT.checkpoint(by_tensor)
+def fingerprint_of_blocks(plan: Plan, digests: BlockDigests) -> Fingerprint:
+    """The fingerprint of the result, from the digests of its blocks."""
+    targets = {route.name: route.target for route in plan.routes}
+    return fingerprint_of(targets | {alias: targets[stored] for alias, stored in plan.layout.aliases.items()}, digests)

@@ -17,7 +17,7 @@ from reshard.engine.blocks import (
     block_jobs,
     check_same_source,
     check_source_is_unchanged,
-    digests_of_routes,
+    digests_by_tensor,
     fingerprint_of_blocks,
 )
 from reshard.engine.destinations.destination import Destination, FinishedBlocks, Replaces
@@ -147,7 +147,7 @@ class Conversion:
         everything = (self._everything,)
         try:
             yield from self._copied(everything, self._finished(everything), is_all=True, reads_back=reads_back)
-            digests = digests_of_routes(self.plan, self._digests)
+            digests = digests_by_tensor(self.plan, self._digests)
             self.notes += tuple(notes_on_source(self.plan, digests))
         except CheckpointError:
             # The input is wrong, so this run can never be resumed.

@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from reshard.engine.record import samples
+from reshard.engine.walk import BlockDigests, tensor_digest
 from reshard.errors import CheckpointError, ReshardError
 from reshard.geometry.quantities import plural
 from reshard.index.index import Tensor
@@ -23,17 +24,17 @@ from reshard.storage.files import Files, read_range
 Error = TypeVar("Error", bound=ReshardError)
 
 
-def notes_on_source(plan: Plan, digests: Sequence[Sequence[bytes]]) -> Iterator[str]:
+def notes_on_source(plan: Plan, digests: BlockDigests) -> Iterator[str]:
     """Compare the tensors that a conversion has read with what reshard recorded when it wrote the source. Sentences on what cannot be.
 
-    digests: of each route's blocks. Raises: CheckpointError if a tensor differs.
+    Raises: CheckpointError if a tensor differs.
     """
     recorded = plan.content.recorded()
     if not recorded and MANIFEST not in plan.source_files.list():
         return
     different: list[Tensor] = []
     compared = cast = merged = unknown = 0
-    for route, of_route in zip(plan.routes, digests, strict=True):
+    for route in plan.routes:
         tensor, expected = route.source, recorded.get(route.name)
         if expected is None:
             unknown += 1
@@ -43,7 +44,7 @@ def notes_on_source(plan: Plan, digests: Sequence[Sequence[bytes]]) -> Iterator[
             cast += 1
         else:
             compared += 1
-            if CURRENT.text(CURRENT.tensor(route.name, tensor.dtype, tensor.shape, of_route)) != expected:
+            if CURRENT.text(tensor_digest(route.name, tensor, digests[route.name])) != expected:
                 different.append(tensor)
     if different:
         raise mismatch(CheckpointError, plan.source_files, different, compared)
