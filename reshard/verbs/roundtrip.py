@@ -35,7 +35,7 @@ def roundtrip(plan: Plan) -> RoundTrip:
     """
     virtual = VirtualFiles(f"the planned {plan.layout.format} checkpoint")
     for file in plan.layout.files:
-        virtual.add(file.path, file.nbytes, file.literals)
+        virtual.add(file.path, file.nbytes, tuple(file.literals))
     for sidecar in plan.layout.sidecars:
         virtual.add(sidecar.path, len(sidecar.content), ((0, sidecar.content),))
     model = plan.content.model
