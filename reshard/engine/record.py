@@ -171,7 +171,7 @@ def _document(plan: Plan, identity: str, provenance: Provenance) -> dict[str, An
     return {
         "schema_version": SCHEMA_VERSION,
         "format": layout.format,
-        **{axis: getattr(layout.parallel, axis) for axis in ("tp", "pp", "ep", "dp")},
+        **asdict(layout.parallel),
         "engine_version": plan.target.engine_version,
         "source": {
             "path": _absolute(plan.source_files)[:_LONGEST_TEXT],

@@ -15,6 +15,7 @@ import numpy as np
 
 from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, UnsupportedError
+from reshard.geometry import documents
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import can_cast
 from reshard.geometry.quantities import plural
@@ -31,6 +32,8 @@ from reshard.storage.files import Files
 @value
 class Copy:
     """A box of a canonical tensor that goes from one source file to one target file."""
+
+    JSON = "tensor=name offsets=box.offsets sizes=box.sizes source target replica"
 
     name: str
     """The canonical tensor."""
@@ -166,10 +169,7 @@ class Plan(Drawn):
             "adapter": self.content.merged.to_json() if self.content.merged else None,
             "target": {
                 "format": self.layout.format,
-                "tp": self.layout.parallel.tp,
-                "pp": self.layout.parallel.pp,
-                "ep": self.layout.parallel.ep,
-                "dp": self.layout.parallel.dp,
+                **asdict(self.layout.parallel),
                 "dtype": str(self.target.dtype) if self.target.dtype else None,
                 "engine_version": self.target.engine_version,
                 "options": dict(self.target.options),
@@ -202,19 +202,15 @@ class Plan(Drawn):
                 for route in self.routes
             ]
             document["dropped"] = [asdict(drop) for drop in self.drops]
-            document["tasks"] = [_task_json([self.routes[i] for i in task.routes]) for task in self.tasks()]
-        if copies:
-            document["copies"] = [
+            document["tasks"] = [
                 {
-                    "tensor": copy.name,
-                    "offsets": list(copy.box.offsets),
-                    "sizes": list(copy.box.sizes),
-                    "source": copy.source,
-                    "target": copy.target,
-                    "replica": copy.replica,
+                    "files": list(dict.fromkeys(path for i in task.routes for path in self.routes[i].target.shards.holders)),
+                    "tensors": [self.routes[i].name for i in task.routes],
                 }
-                for copy in self.copies()
+                for task in self.tasks()
             ]
+        if copies:
+            document["copies"] = list(map(documents.document, self.copies()))
         return document
 
     def identity(self) -> str:
@@ -245,14 +241,6 @@ class Plan(Drawn):
         for file in self.source.files:
             digest.update(f"{file.path}\0{file.nbytes}\0{self.source_files.stamp(file.path)}\0".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
-
-
-def _task_json(routes: Sequence[Route]) -> dict[str, Any]:
-    """A task as plain values: the files that it writes into, and the tensors that it converts."""
-    return {
-        "files": list(dict.fromkeys(path for route in routes for path in route.target.shards.holders)),
-        "tensors": [route.name for route in routes],
-    }
 
 
 def make_plan(source: Index, source_files: Files, content: Content, target: Target, layout: Layout) -> Plan:

@@ -21,7 +21,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,7 @@ def _log_planned(plan: Plan, seconds: float) -> None:
         f"{plural(len(layout.files), 'file')}, {nbytes:,} bytes, {casts} cast, {len(plan.drops)} left out, in {seconds:.2f} s",
         source_format=plan.source.format,
         format=layout.format,
-        parallel={axis: getattr(layout.parallel, axis) for axis in ("tp", "pp", "ep", "dp")},
+        parallel=asdict(layout.parallel),
         tensors=len(plan.routes),
         files=len(layout.files),
         bytes=nbytes,

@@ -48,12 +48,9 @@ def verify_server(
     Raises: SystemRefusal if the server cannot be reached, CheckpointError if it has no weight checker or its answer is damaged.
     """
     held, checkpoint = held_weights(Server.at(address)), opened(source)
-    request = replace(
-        ConversionRequest.of(held.format, {"dtype": _cast(checkpoint, held.dtype)}),
-        parallel=held.parallel,
-        selection=selection or Selection(),
-        drop_adapter=bool(checkpoint.content(selection).adapter),
-    )
+    asked = ConversionRequest.of(held.format, {"dtype": _cast(checkpoint, held.dtype)})
+    target, has_adapter = replace(asked.target, parallel=held.parallel), bool(checkpoint.content(selection).adapter)
+    request = replace(asked, target=target, selection=selection or Selection(), drop_adapter=has_adapter)
     planned = plan_conversion(checkpoint, request)
     expected = expected_parameters(planned, held.digests, held.checker, progress)
     result = compare_with_server(_on_replicas(expected, held.digests, address), held.digests, held.checker)
