@@ -88,8 +88,13 @@ def records(plan: Plan, identity: str, fingerprint: Fingerprint, read: Read, pro
 
 def samples(path: str, nbytes: int, read: Read) -> str:
     """The digest of the sampled parts of a file of that length."""
+    return digest_of(path, sample_ranges(nbytes), read)
+
+
+def digest_of(path: str, ranges: Ranges, read: Read) -> str:
+    """The digest of the bytes of a file in these ranges."""
     running = CURRENT.new()
-    for start, stop in sample_ranges(nbytes):
+    for start, stop in parts(ranges):
         running.update(read(path, start, stop - start))
     return CURRENT.text(running.digest())
 

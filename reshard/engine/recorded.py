@@ -7,6 +7,7 @@ parts of the files read again, to name the files that were changed or exchanged.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -97,7 +98,7 @@ def changed_files(files: Files, records: Mapping[str, FileRecord]) -> dict[str, 
         if size is None:
             found[path] = "is missing"
             continue
-        stored = samples(path, size, lambda path, start, nbytes: read_range(files, path, start, nbytes))
+        stored = samples(path, size, partial(read_range, files))
         if size == record.nbytes and stored == record.samples:
             continue
         others = written.get(stored, [])

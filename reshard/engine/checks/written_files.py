@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 
 from reshard.adapter import registry
 from reshard.engine.compare import Comparison, Difference, Side, wrong_constants
 from reshard.engine.pool import Effort
+from reshard.engine.record import digest_of
 from reshard.engine.recorded import changed_files, files_of
 from reshard.engine.walk import BlockDigests, block_digests, tensor_digest
 from reshard.errors import CheckpointError
 from reshard.index.index import Tensor
 from reshard.plans.digests import CURRENT, DigestVersion
-from reshard.plans.manifest import MANIFEST, RECORDS, Digests, FileRecord, Manifest, listed_files, parts
+from reshard.plans.manifest import MANIFEST, RECORDS, Digests, FileRecord, Manifest, listed_files
 from reshard.storage.files import Files, read_range
 
 KnownDigests = Callable[[Tensor], Mapping[int, bytes] | None]
@@ -47,7 +49,7 @@ def check_small_files(files: Files, small_files: Mapping[str, str], result: Comp
         size = files.size(path)
         if size is None:
             result.differences.append(Difference(path, "missing", "the file is missing"))
-        elif _digest_of(files, path, ((0, size),)) != expected:
+        elif digest_of(path, ((0, size),), partial(read_range, files)) != expected:
             result.differences.append(Difference(path, "values", "the file has changed since reshard wrote it"))
 
 
@@ -58,7 +60,7 @@ def check_fixed_bytes(files: Files, records: Mapping[str, FileRecord], result: C
             result.differences.append(Difference(path, "values", f"the file {change}"))
     named = {difference.name for difference in result.differences}
     for path, record in records.items():
-        if path not in named and _digest_of(files, path, record.fixed) != record.fixed_digest:
+        if path not in named and digest_of(path, record.fixed, partial(read_range, files)) != record.fixed_digest:
             detail = "bytes around the tensors (header, padding or constants) have changed since reshard wrote the file"
             result.differences.append(Difference(path, "values", detail))
 
@@ -99,14 +101,6 @@ def hash_blocks(
     result.nbytes += sum(tensor.nbytes for tensor in tensors.values())
     result.differences.extend(Difference(name, "values", error.what) for name, error in unreadable.items())
     return found
-
-
-def _digest_of(files: Files, path: str, ranges: tuple[tuple[int, int], ...]) -> str:
-    """The digest of the bytes of a file in these ranges."""
-    running = CURRENT.new()
-    for start, stop in parts(ranges):
-        running.update(read_range(files, path, start, stop - start))
-    return CURRENT.text(running.digest())
 
 
 def _other_files(files: Files, known: set[str]) -> list[str]:
