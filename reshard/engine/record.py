@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import reshard
 from reshard.canonical.content import Drop
 from reshard.engine.pool import run_jobs
+from reshard.geometry.groups import grouped
 from reshard.geometry.value import value
 from reshard.plans.digests import CURRENT, Fingerprint, content_digest
 from reshard.plans.layout import Sidecar, TargetFile
@@ -29,7 +31,6 @@ from reshard.plans.manifest import (
     Digests,
     FileRecord,
     Ranges,
-    constants_by_path,
     digests_bytes,
     fixed_bytes,
     fixed_ranges,
@@ -139,7 +140,7 @@ def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
 
 
 def _fixed_bytes(plan: Plan) -> _FixedBytes:
-    constants, found = constants_by_path(plan.target_index.constants), {}
+    constants, found = grouped(plan.target_index.constants, attrgetter("path")), {}
     for file in plan.layout.files:
         of_file = constants.get(file.path, ())
         running = CURRENT.new()
@@ -199,9 +200,7 @@ def _document(plan: Plan, identity: str, provenance: Provenance) -> dict[str, An
 
 def _drops_by_reason(drops: Sequence[Drop]) -> list[dict[str, Any]]:
     """The drops by kind and reason, with the first names of each."""
-    grouped: dict[tuple[str, str], list[Drop]] = {}
-    for drop in drops:
-        grouped.setdefault((drop.kind, drop.reason), []).append(drop)
+    groups = grouped(drops, lambda drop: (drop.kind, drop.reason))
     return [
         {
             "kind": kind,
@@ -210,5 +209,5 @@ def _drops_by_reason(drops: Sequence[Drop]) -> list[dict[str, Any]]:
             "bytes": sum(drop.nbytes for drop in group),
             "examples": [drop.name[:_LONGEST_REASON] for drop in group[:_MOST_EXAMPLES]],
         }
-        for (kind, reason), group in list(grouped.items())[:_MOST_REASONS]
+        for (kind, reason), group in list(groups.items())[:_MOST_REASONS]
     ]

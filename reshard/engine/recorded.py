@@ -15,6 +15,7 @@ import numpy as np
 from reshard.engine.record import samples
 from reshard.engine.walk import BlockDigests, tensor_digest
 from reshard.errors import CheckpointError, ReshardError
+from reshard.geometry.groups import grouped
 from reshard.geometry.quantities import plural
 from reshard.index.index import Tensor
 from reshard.plans.digests import CURRENT
@@ -89,9 +90,7 @@ def changed_files(files: Files, records: Mapping[str, FileRecord]) -> dict[str, 
 
     A few changed bytes may lie between the samples. A file that was exchanged with another one, or comes from another conversion, is found.
     """
-    written: dict[str, list[str]] = {}
-    for path, record in records.items():
-        written.setdefault(record.samples, []).append(path)
+    written = grouped(records, lambda path: records[path].samples)
     found: dict[str, str] = {}
     for path, record in records.items():
         size = files.size(path)

@@ -20,6 +20,7 @@ from reshard.canonical.globs import matches
 from reshard.containers import safetensors
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
+from reshard.geometry.groups import grouped
 from reshard.geometry.meshes import ONE_RANK, Parallel, chunk
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, Pattern, Sections, StoredTensor
@@ -231,11 +232,9 @@ class FileForm:
     @cached_property
     def sections(self) -> tuple[tuple[FileSections, Columns], ...]:
         """The sections of the first file, those of one element type and number of axes together, and the step of each section."""
-        groups: dict[tuple[DType, int], list[tuple[PlacedTensor, int]]] = {}
-        for item, step in zip(self.tensors, self.steps, strict=True):
-            if len(item.tensor.sections):
-                groups.setdefault((item.tensor.dtype, item.tensor.sections.pattern.sizes.shape[1]), []).append((item, step))
-        return tuple(_joined(dtype, alike) for (dtype, _), alike in groups.items())
+        items = [(item, step) for item, step in zip(self.tensors, self.steps, strict=True) if len(item.tensor.sections)]
+        alike = grouped(items, lambda each: (each[0].tensor.dtype, each[0].tensor.sections.pattern.sizes.shape[1]))
+        return tuple(_joined(dtype, group) for (dtype, _), group in alike.items())
 
 
 def _joined(dtype: DType, items: list[tuple[PlacedTensor, int]]) -> tuple[FileSections, Columns]:

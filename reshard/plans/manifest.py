@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -121,14 +121,6 @@ def sample_ranges(nbytes: int) -> Ranges:
 
 
 # ---- fixed bytes: framing, padding and constants, those that the plan knows and no source tensor fills ----
-
-
-def constants_by_path(constants: Iterable[Constant]) -> Mapping[str, Sequence[Constant]]:
-    """The constants of each file that has some."""
-    found: dict[str, list[Constant]] = {}
-    for constant in constants:
-        found.setdefault(constant.path, []).append(constant)
-    return found
 
 
 def fixed_ranges(file: TargetFile, constants: Sequence[Constant]) -> Ranges:

@@ -18,10 +18,11 @@ from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry import documents
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import can_cast
+from reshard.geometry.groups import grouped
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import Drawn, value
 from reshard.index.index import Index, Tensor
-from reshard.index.shards import PieceTable, meetings, primary_rows
+from reshard.index.shards import meetings, primary_rows
 from reshard.plans.digests import CURRENT
 from reshard.plans.layout import Layout, PlacedTensor, Target
 from reshard.plans.layout_index import index_of_layout
@@ -250,12 +251,11 @@ def make_plan(source: Index, source_files: Files, content: Content, target: Targ
     source holds a function of a weight in place of the weight, and the target does not.
     """
     target_index = index_of_layout(layout, content.shapes)
-    aliases: dict[str, list[Tensor]] = {}
-    for alias, stored in layout.aliases.items():
-        aliases.setdefault(stored, []).append(content.tensors[alias])
+    aliases = grouped(layout.aliases, layout.aliases.__getitem__)
     routes = [Route(content.tensors[t.name], t) for t in target_index.tensors]
     if aliases:
-        routes = [replace(route, source=_with_aliases(route.source, aliases.get(route.name, []))) for route in routes]
+        replicas = {stored: [content.tensors[alias] for alias in names] for stored, names in aliases.items()}
+        routes = [replace(route, source=_with_aliases(route.source, replicas.get(route.name, []))) for route in routes]
     for route in routes:
         if route.source.dtype.function:
             _check_function(route)
@@ -293,22 +293,15 @@ def _with_aliases(tensor: Tensor, aliases: list[Tensor]) -> Tensor:
 def _order_in_files(tensors: Sequence[Tensor]) -> list[int]:
     """The numbers of the tensors in the order in which files hold their first pieces: by path, then by position. Tensors without pieces
     come first."""
-    # The rows of the first pieces, by table; most tensors are windows on a few tables.
-    rows: dict[int, tuple[PieceTable, list[int], list[int]]] = {}
-    for i, tensor in enumerate(tensors):
-        shards = tensor.shards
-        if count := len(shards):
-            first = int(np.argmin(shards.files)) if count > 1 else 0
-            _, numbers, of_table = rows.setdefault(id(shards.table), (shards.table, [], []))
-            numbers.append(i)
-            of_table.append(shards.start + first)
-    order_of_path = {path: i for i, path in enumerate(sorted({path for table, _, _ in rows.values() for path in table.paths}))}
-    files, positions = np.full(len(tensors), -1, np.int64), np.zeros(len(tensors), np.int64)
-    for table, numbers, of_table in rows.values():
-        files[numbers] = np.array([order_of_path[path] for path in table.paths], np.int64)[table.files[of_table]]
-        positions[numbers] = table.positions[of_table]
-    order: list[int] = np.lexsort((positions, files)).tolist()
-    return order
+
+    def place(i: int) -> tuple[str, int]:
+        shards = tensors[i].shards
+        if not len(shards):
+            return "", 0
+        row = shards.start + (int(np.argmin(shards.files)) if len(shards) > 1 else 0)
+        return shards.table.paths[shards.table.files[row]], int(shards.table.positions[row])
+
+    return sorted(range(len(tensors)), key=place)
 
 
 def _stored_json(item: PlacedTensor) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from reshard.canonical.dequantization import quantized_families, quantized_names
 from reshard.canonical.renaming import is_of_adapter
 from reshard.geometry.documents import document
+from reshard.geometry.groups import grouped
 from reshard.geometry.value import value
-from reshard.index.index import Index, Tensor, element_count
+from reshard.index.index import Index, element_count
 
 if TYPE_CHECKING:
-    from reshard.canonical.content import Content, Drop
+    from reshard.canonical.content import Content
     from reshard.models.model import Model
     from reshard.plans.layout import TargetFile
     from reshard.plans.plan import Plan
@@ -116,11 +117,8 @@ class RankSummary:
 
 def kinds(index: Index) -> tuple[KindSummary, ...]:
     """The tensors of an index by kind and element type, in the order in which these first occur."""
-    groups: dict[tuple[str, str], list[Tensor]] = {}
-    for tensor in index.tensors:
-        groups.setdefault((tensor.kind, tensor.dtype.name), []).append(tensor)
     found = []
-    for (kind, dtype), tensors in groups.items():
+    for (kind, dtype), tensors in grouped(index.tensors, lambda tensor: (tensor.kind, tensor.dtype.name)).items():
         elements = element_count(tensors)
         found.append(KindSummary(kind, dtype, len(tensors), elements, elements * tensors[0].dtype.itemsize))
     return tuple(found)
@@ -156,19 +154,13 @@ def adapter(index: Index) -> AdapterSummary | None:
 
 def drops(plan: Plan) -> tuple[DropSummary, ...]:
     """What the plan leaves out, by reason and kind, in the order of the plan."""
-    groups: dict[tuple[str, str], list[Drop]] = {}
-    for drop in plan.drops:
-        groups.setdefault((drop.reason, drop.kind), []).append(drop)
-    return tuple(
-        DropSummary(reason, kind, len(group), sum(drop.nbytes for drop in group), group[0].name) for (reason, kind), group in groups.items()
-    )
+    groups = grouped(plan.drops, lambda drop: (drop.reason, drop.kind))
+    return tuple(DropSummary(*key, len(group), sum(drop.nbytes for drop in group), group[0].name) for key, group in groups.items())
 
 
 def ranks(plan: Plan) -> tuple[RankSummary, ...]:
     """The content of each rank of a target. Files that belong to no rank are one entry."""
-    by_rank: dict[tuple[tuple[str, int], ...], list[TargetFile]] = {}
-    for file in plan.layout.files:
-        by_rank.setdefault(tuple(file.ranks.items()), []).append(file)
+    by_rank = grouped(plan.layout.files, lambda file: tuple(file.ranks.items()))
     facts = _facts_of(plan.content.model)
     return tuple(_rank(dict(key), files, plan.content.model, facts) for key, files in by_rank.items())
 

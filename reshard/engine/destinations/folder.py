@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from reshard.engine.blocks import Job, block_jobs, copied_blocks, read_back, source_trace, widest_element, workers_of
@@ -22,9 +23,10 @@ from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Read
 from reshard.errors import RequestError, TargetError, TargetInUse
 from reshard.geometry.boxes import blocks
+from reshard.geometry.groups import grouped
 from reshard.geometry.quantities import plural
 from reshard.plans.layout import Sidecar
-from reshard.plans.manifest import MANIFEST, Manifest, constants_by_path, fixed_bytes
+from reshard.plans.manifest import MANIFEST, Manifest, fixed_bytes
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey, Task
 from reshard.storage.files import Files, LocalFiles, read_range
@@ -269,5 +271,5 @@ class LocalFolder:
 
 def _fixed_bytes(plan: Plan) -> Iterator[tuple[str, int, bytes]]:
     """The bytes that a plan knows, such as headers and padding, in parts: (path, byte offset, bytes)."""
-    constants = constants_by_path(plan.target_index.constants)
+    constants = grouped(plan.target_index.constants, attrgetter("path"))
     return ((file.path, *part) for file in plan.layout.files for part in fixed_bytes(file, constants.get(file.path, ())))
