@@ -9,6 +9,7 @@ from itertools import product
 import numpy as np
 
 from reshard.engine.casts import Block, cast, numpy_type
+from reshard.engine.recipes.dequantizer import spread
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16, F8, F32, DType
 from reshard.geometry.value import value
@@ -64,12 +65,6 @@ def largest_of_blocks(magnitudes: Block, block: tuple[int, int]) -> Block:
     if block[0] > 1:  # reduceat along the first axis takes 50 times as long
         by_rows = np.stack([magnitudes[row : row + block[0]].max(axis=0) for row in range(0, len(magnitudes), block[0])])
     return np.maximum.reduceat(by_rows, np.arange(0, magnitudes.shape[1], block[1]), axis=1)
-
-
-def spread(scales: Block, shape: tuple[int, ...], block: tuple[int, int]) -> Block:
-    """The scales of blocks as an array that numpy broadcasts to the elements."""
-    by_column = np.repeat(scales, block[1], axis=1)[:, : shape[1]]
-    return by_column if block[0] == 1 or len(scales) == 1 else np.repeat(by_column, block[0], axis=0)[: shape[0]]
 
 
 def bfloat16_of(values: Block) -> Block:
@@ -171,7 +166,7 @@ def _codes_by_values(words: Block, exponents: Block) -> Block:
     values = float32_of(words)
     scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
     with np.errstate(all="ignore"):
-        quotients = np.clip(float32_of(bfloat16_of(values / spread(scales, values.shape, (1, _GROUP)))), -6, 6)
+        quotients = np.clip(float32_of(bfloat16_of(values / spread(scales, (1, _GROUP), (1, _GROUP), Box.whole(values.shape)))), -6, 6)
     magnitudes, codes = np.abs(quotients), np.zeros(values.shape, np.uint8)
     for bound, is_closed in _BOUNDS:
         codes += (magnitudes >= bound) if is_closed else (magnitudes > bound)
@@ -256,7 +251,8 @@ def _moved(words: Block, magnitudes: Block, exponents: Block) -> Block | None:
 
 def _exact(values: Block, scales: Block) -> tuple[Block, Block]:
     with np.errstate(all="ignore"):
-        quotients = values * spread(1 / scales, values.shape, _BLOCK)  # powers of two: exact, unless a quotient becomes 0
+        # Powers of two: exact, unless a quotient becomes 0.
+        quotients = values * spread(1 / scales, _BLOCK, _BLOCK, Box.whole(values.shape))
     halves = quotients.view(np.uint16)
     codes: Block = np.take(_exact_fp8_of_bfloat16(), halves[:, 1::2])
     if halves[:, ::2].any() or (codes == _NAN).any() or np.count_nonzero(quotients) != np.count_nonzero(values):
