@@ -12,9 +12,9 @@ from reshard.engine.events import event
 from reshard.engine.pool import Effort, run_jobs
 from reshard.engine.read_ahead import run_reading
 from reshard.engine.recipes.quantizer import Tiles
+from reshard.engine.recorded import BlockDigests, fingerprint_of
 from reshard.engine.transfer import Pieces, Sink, Worker, bytes_of, strips
 from reshard.engine.values import Values
-from reshard.engine.walk import BlockDigests, fingerprint_of
 from reshard.errors import CheckpointError, TargetError
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.quantities import plural

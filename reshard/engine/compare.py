@@ -11,9 +11,9 @@ from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import is_master_key
 from reshard.engine.casts import cast
 from reshard.engine.pool import NO_LIMITS, Effort
-from reshard.engine.recorded import mismatch
+from reshard.engine.recorded import BlockDigests, mismatch, tensor_digest
 from reshard.engine.transfer import Block, bytes_of
-from reshard.engine.walk import BlockDigests, BlockPlace, Read, tensor_digest, walk
+from reshard.engine.walk import BlockPlace, Read, walk
 from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType

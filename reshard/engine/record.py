@@ -19,7 +19,7 @@ import numpy as np
 import reshard
 from reshard.canonical.content import Drop
 from reshard.engine.pool import run_jobs
-from reshard.geometry.groups import grouped
+from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
 from reshard.plans.digests import CURRENT, Fingerprint, content_digest
 from reshard.plans.layout import Sidecar, TargetFile

@@ -1,4 +1,5 @@
-"""Comparing what is read with the digests that reshard recorded when it wrote the checkpoint (plans/manifest.py).
+"""Digests of tensors from those of their blocks, and comparing what is read with the digests that reshard recorded when it wrote the
+checkpoint (plans/manifest.py).
 
 A conversion, a fingerprint and a comparison hash each block anyway, so the comparison costs no further pass. Only if a tensor differs are
 parts of the files read again, to name the files that were changed or exchanged.
@@ -13,17 +14,27 @@ from typing import TypeVar
 import numpy as np
 
 from reshard.engine.record import samples
-from reshard.engine.walk import BlockDigests, tensor_digest
 from reshard.errors import CheckpointError, ReshardError
-from reshard.geometry.groups import grouped
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import grouped, plural
 from reshard.index.index import Tensor
-from reshard.plans.digests import CURRENT
+from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
 from reshard.plans.manifest import MANIFEST, FileRecord, read_digests, read_manifest
 from reshard.plans.plan import Plan
 from reshard.storage.files import Files, read_range
 
+BlockDigests = dict[str, dict[int, bytes]]
+"""Tensor -> number of the block -> digest."""
 Error = TypeVar("Error", bound=ReshardError)
+
+
+def tensor_digest(name: str, tensor: Tensor, digests: Mapping[int, bytes], version: DigestVersion = CURRENT) -> bytes:
+    """The digest of a tensor under a name. digests: those of its blocks, by their numbers."""
+    return version.tensor(name, tensor.dtype, tensor.shape, (digest for _, digest in sorted(digests.items())))
+
+
+def fingerprint_of(tensors: Mapping[str, Tensor], digests: BlockDigests, version: DigestVersion = CURRENT) -> Fingerprint:
+    """The fingerprint of these tensors, from the digests of their blocks."""
+    return version.checkpoint({name: tensor_digest(name, tensor, digests.get(name, {}), version) for name, tensor in tensors.items()})
 
 
 def notes_on_source(plan: Plan, digests: BlockDigests) -> Iterator[str]:

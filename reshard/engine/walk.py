@@ -8,11 +8,12 @@ from typing import TypeVar
 
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.read_ahead import BoxOfTensor, run_reading
+from reshard.engine.recorded import BlockDigests
 from reshard.engine.transfer import Block, Pieces, Worker, bytes_of, strips
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, blocks
 from reshard.index.index import Tensor
-from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
+from reshard.plans.digests import CURRENT, DigestVersion
 from reshard.storage.files import Files
 
 Result = TypeVar("Result")
@@ -23,8 +24,6 @@ Read = Iterator[tuple[Box, tuple[Block, ...]]]
 be read or replicas differ."""
 Measure = Callable[[BlockPlace, Read], Result]
 """What is made of a block: called with the block and its strips."""
-BlockDigests = dict[str, dict[int, bytes]]
-"""Tensor -> number of the block -> digest."""
 
 
 def walk(
@@ -103,13 +102,3 @@ def block_digests(
         elif unreadable is not None:
             unreadable.setdefault(names[i], digest)
     return found
-
-
-def tensor_digest(name: str, tensor: Tensor, digests: Mapping[int, bytes], version: DigestVersion = CURRENT) -> bytes:
-    """The digest of a tensor under a name. digests: those of its blocks, by their numbers."""
-    return version.tensor(name, tensor.dtype, tensor.shape, (digest for _, digest in sorted(digests.items())))
-
-
-def fingerprint_of(tensors: Mapping[str, Tensor], digests: BlockDigests, version: DigestVersion = CURRENT) -> Fingerprint:
-    """The fingerprint of these tensors, from the digests of their blocks."""
-    return version.checkpoint({name: tensor_digest(name, tensor, digests.get(name, {}), version) for name, tensor in tensors.items()})

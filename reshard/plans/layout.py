@@ -20,9 +20,8 @@ from reshard.canonical.globs import matches
 from reshard.containers import safetensors
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
-from reshard.geometry.groups import grouped
 from reshard.geometry.meshes import ONE_RANK, Parallel, chunk
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import grouped, plural
 from reshard.geometry.sections import Columns, Pattern, Sections, StoredTensor
 from reshard.geometry.value import value
 from reshard.index.index import Tensor

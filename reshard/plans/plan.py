@@ -18,8 +18,7 @@ from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry import documents
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import can_cast
-from reshard.geometry.groups import grouped
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import grouped, plural
 from reshard.geometry.value import Drawn, value
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import meetings, primary_rows

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.canonical.dequantization import quantized_families, quantized_names
 from reshard.canonical.renaming import is_of_adapter
 from reshard.geometry.documents import document
-from reshard.geometry.groups import grouped
+from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
 from reshard.index.index import Index, element_count
 

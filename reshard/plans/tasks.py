@@ -29,8 +29,7 @@ from collections.abc import Sequence
 
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType
-from reshard.geometry.groups import grouped
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import grouped, plural
 from reshard.geometry.value import value
 from reshard.index.index import Tensor
 from reshard.plans.layout import TargetFile

@@ -22,7 +22,7 @@ from reshard.engine.checks.written_files import (
 from reshard.engine.compare import Comparison, Difference, Side, compare
 from reshard.engine.events import details, event
 from reshard.engine.pool import Effort
-from reshard.engine.walk import fingerprint_of
+from reshard.engine.recorded import fingerprint_of
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.quantities import plural
 from reshard.index.coverage import check_index

@@ -17,8 +17,9 @@ from reshard.canonical.content import Content
 from reshard.engine.casts import cast
 from reshard.engine.compare import Comparison, Side, compare
 from reshard.engine.pool import Effort
+from reshard.engine.recorded import fingerprint_of
 from reshard.engine.transfer import Pieces, Worker, strips
-from reshard.engine.walk import block_digests, fingerprint_of
+from reshard.engine.walk import block_digests
 from reshard.errors import CheckpointError
 from reshard.geometry import dtypes as dtype_table
 from reshard.geometry.boxes import blocks

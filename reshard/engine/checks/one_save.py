@@ -10,7 +10,7 @@ from operator import attrgetter
 import numpy as np
 
 from reshard.errors import MixedSaves
-from reshard.geometry.groups import grouped
+from reshard.geometry.quantities import grouped
 from reshard.geometry.sections import Columns
 from reshard.index.index import Index, StoredFile, Tensor
 from reshard.storage.files import Files, read_range, side_by_side

@@ -10,8 +10,8 @@ from reshard.adapter import registry
 from reshard.engine.compare import Comparison, Difference, Side, wrong_constants
 from reshard.engine.pool import Effort
 from reshard.engine.record import digest_of
-from reshard.engine.recorded import changed_files, files_of
-from reshard.engine.walk import BlockDigests, block_digests, tensor_digest
+from reshard.engine.recorded import BlockDigests, changed_files, files_of, tensor_digest
+from reshard.engine.walk import block_digests
 from reshard.errors import CheckpointError
 from reshard.index.index import Tensor
 from reshard.plans.digests import CURRENT, DigestVersion

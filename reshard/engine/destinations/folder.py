@@ -23,8 +23,7 @@ from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Read
 from reshard.errors import RequestError, TargetError, TargetInUse
 from reshard.geometry.boxes import blocks
-from reshard.geometry.groups import grouped
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import grouped, plural
 from reshard.plans.layout import Sidecar
 from reshard.plans.manifest import MANIFEST, Manifest, fixed_bytes
 from reshard.plans.plan import Plan

@@ -19,7 +19,7 @@ from reshard.engine.blocks import Job, copied_blocks, widest_element
 from reshard.engine.destinations.visit_order import Pass, most_open
 from reshard.engine.read_ahead import MEMORY_OF_STORES
 from reshard.errors import RequestError
-from reshard.geometry.groups import grouped
+from reshard.geometry.quantities import grouped
 from reshard.plans.layout import TargetFile
 from reshard.plans.manifest import fixed_bytes
 from reshard.plans.plan import Plan

@@ -28,7 +28,7 @@ from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.transfer import Pieces
 from reshard.engine.values import Values
 from reshard.geometry.boxes import blocks
-from reshard.geometry.groups import grouped
+from reshard.geometry.quantities import grouped
 from reshard.geometry.sections import Columns
 from reshard.plans.layout import TargetFile
 from reshard.plans.plan import Plan

@@ -7,7 +7,8 @@ from typing import Unpack
 from reshard.canonical.content import Selection, check_selected
 from reshard.engine.compare import Side, check_recorded
 from reshard.engine.pool import Effort
-from reshard.engine.walk import block_digests, fingerprint_of
+from reshard.engine.recorded import fingerprint_of
+from reshard.engine.walk import block_digests
 from reshard.errors import RequestError
 from reshard.plans.digests import CURRENT, VERSIONS, Fingerprint
 from reshard.requests.checkpoint import Checkpoint
