@@ -60,9 +60,9 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
 
     TARGET is written atomically: its files appear under their names only when all are complete.
     """
+    from reshard.engine.pool import Effort
     from reshard.engine.record import Provenance
     from reshard.requests.keywords import EffortOptions
-    from reshard.requests.request import Effort
     from reshard.verbs.convert import conversion, existing_target, part_result, result_of, target_place, unchanged_result
 
     metrics, arguments = current().metrics, current().arguments

@@ -54,11 +54,12 @@ def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool
     with exit code 1; --allow-not-comparable accepts it.
     """
     import reshard
+    from reshard.engine.pool import Effort
     from reshard.errors import RequestError
     from reshard.plans.manifest import usable_manifest
     from reshard.requests.keywords import ModelOptions, SelectionOptions
     from reshard.requests.opening import open_both
-    from reshard.requests.request import Effort, selection_of
+    from reshard.requests.request import selection_of
     from reshard.storage.server import is_server
     from reshard.storage.tar import open_tree
     from reshard.verbs.verify import verify_written

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import merge
 from itertools import groupby
 from operator import itemgetter
 
 from reshard.engine.events import event
-from reshard.engine.pool import run_jobs, workers_within
+from reshard.engine.pool import Effort, run_jobs
 from reshard.engine.read_ahead import run_reading
 from reshard.engine.recipes.quantizer import Tiles
+from reshard.engine.recorded import BlockDigests, fingerprint_of
 from reshard.engine.transfer import Pieces, Sink, Worker, bytes_of, strips
 from reshard.engine.values import Values
 from reshard.errors import CheckpointError, TargetError
@@ -65,13 +66,13 @@ def widest_element(plan: Plan) -> int:
     return max((dtype.itemsize for route in plan.routes for dtype in route.dtypes), default=1)
 
 
-def workers_of(plan: Plan, workers: int | None, memory: int | None) -> int:
-    """The number of threads that run a plan. Raises: as `workers_within` does."""
+def workers_of(plan: Plan, effort: Effort) -> int:
+    """The number of threads that run a plan. Raises: as `Effort.threads` does."""
     if any(route.quantized_by for route in plan.routes):
         buffers = _BUFFERS_OF_RECIPES
     else:
         buffers = 3 if any(route.is_cast for route in plan.routes) else 2
-    return workers_within(memory, workers, widest_element(plan), buffers=buffers)
+    return effort.threads(widest_element(plan), buffers=buffers)
 
 
 def block_jobs(plan: Plan, routes: Iterable[int] | None = None, tiles: Tiles | None = None) -> Iterator[Job]:
@@ -190,21 +191,15 @@ def _is_source_of(plan: Plan, digests: Mapping[BlockKey, bytes], workers: int) -
     return all(digests[job.key] == digest for job, digest in found)
 
 
-def digests_of_routes(plan: Plan, digests: Mapping[BlockKey, bytes]) -> list[list[bytes]]:
-    """The digests of each route's blocks in canonical order."""
-    found: list[list[tuple[int, bytes]]] = [[] for _ in plan.routes]
+def digests_by_tensor(plan: Plan, digests: Mapping[BlockKey, bytes]) -> BlockDigests:
+    """The digests of blocks by tensor. An alias has those of the tensor that is stored."""
+    found: BlockDigests = {route.name: {} for route in plan.routes}
     for (i, j), digest in digests.items():
-        found[i].append((j, digest))
-    return [[digest for _, digest in sorted(of_route)] for of_route in found]
+        found[plan.routes[i].name][j] = digest
+    return found | {alias: found[stored] for alias, stored in plan.layout.aliases.items()}
 
 
-def fingerprint_of_blocks(plan: Plan, digests: Sequence[Sequence[bytes]]) -> Fingerprint:
-    """The fingerprint of the result, from the digests of each route's blocks."""
-    aliases: dict[str, list[str]] = {}
-    for alias, stored in plan.layout.aliases.items():
-        aliases.setdefault(stored, []).append(alias)
-    by_tensor: dict[str, bytes] = {}
-    for route, of_route in zip(plan.routes, digests, strict=True):
-        for name in (route.name, *aliases.get(route.name, ())):
-            by_tensor[name] = CURRENT.tensor(name, route.target.dtype, route.target.shape, of_route)
-    return CURRENT.checkpoint(by_tensor)
+def fingerprint_of_blocks(plan: Plan, digests: BlockDigests) -> Fingerprint:
+    """The fingerprint of the result, from the digests of its blocks."""
+    targets = {route.name: route.target for route in plan.routes}
+    return fingerprint_of(targets | {alias: targets[stored] for alias, stored in plan.layout.aliases.items()}, digests)

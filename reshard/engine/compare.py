@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 
 import numpy as np
@@ -10,13 +10,12 @@ import numpy as np
 from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import is_master_key
 from reshard.engine.casts import cast
-from reshard.engine.hashing import BlockDigests, tensor_digest
-from reshard.engine.pool import workers_within
-from reshard.engine.read_ahead import run_reading
-from reshard.engine.recorded import mismatch
-from reshard.engine.transfer import Block, Pieces, Worker, bytes_of, strips
+from reshard.engine.pool import NO_LIMITS, Effort
+from reshard.engine.recorded import BlockDigests, mismatch, tensor_digest
+from reshard.engine.transfer import Block, bytes_of
+from reshard.engine.walk import BlockPlace, Read, walk
 from reshard.errors import DifferenceFound
-from reshard.geometry.boxes import Box, blocks
+from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.functions import INVERTIBLE
 from reshard.geometry.quantities import plural
@@ -90,10 +89,6 @@ class Comparison:
         return f"Comparison({result}, {plural(self.tensors, 'tensor')}, {plural(self.nbytes, 'byte')})"
 
 
-_Job = tuple[str, int, Box, tuple[Pieces, Pieces]]
-"""A block to compare: (tensor, number of the block, the block, the pieces of both sides)."""
-
-
 def check_recorded(side: Side, digests: BlockDigests) -> None:
     """Compare digests with those that reshard recorded when it wrote the checkpoint. digests: by CURRENT.
 
@@ -114,63 +109,46 @@ def _not_as_recorded(side: Side, recorded: Mapping[str, str], digests: BlockDige
     ]
 
 
-def compare(
-    left: Side, right: Side, result: Comparison, *, with_cast: bool = False, workers: int | None = None, memory: int | None = None
-) -> Iterator[int]:
-    """Compare every element of every tensor, including replicas and constants. Fills `result` and yields the bytes of each finished block.
+def compare(left: Side, right: Side, result: Comparison, *, with_cast: bool = False, effort: Effort = NO_LIMITS) -> None:
+    """Compare every element of every tensor, including replicas and constants, and fill `result`.
 
     with_cast: if element types differ, cast the left values to the right type, as torch does, and compare the bits. Where one side holds
     the values of a function of the weights, they are computed of the other side.
 
-    Raises: CheckpointError if a file cannot be read or replicas of one side differ, RequestError if `memory` is too small.
+    Raises: CheckpointError if a file cannot be read or replicas of one side differ, RequestError if the memory of `effort` is too small.
     """
     pairs = list(comparable(left, right, result, with_cast=with_cast))
     result.differences.extend(difference for side in (left, right) for difference in wrong_constants(side.files, side.index.constants))
-    itemsize = max((tensor.dtype.itemsize for pair in pairs for tensor in pair), default=1)
+    result.nbytes += sum(tensor.nbytes for _, tensor in pairs)
     recorded = left.content.recorded(), right.content.recorded()
     digests: tuple[BlockDigests, BlockDigests] = {}, {}
-    different: dict[str, tuple[int, str]] = {}
+    different: dict[str, dict[int, Box]] = {}
 
-    def jobs() -> Iterator[_Job]:
-        for a, b in pairs:
-            sides = Pieces(a), Pieces(b)
-            yield from ((a.name, number, box, sides) for number, box in enumerate(blocks(a.shape)))
+    def measure(place: BlockPlace, read: Read) -> tuple[Box | None, tuple[bytes | None, bytes | None]]:
+        pair = pairs[place[0]]
+        dtypes, name = [tensor.dtype for tensor in pair], pair[0].name
+        common, *others = _common_types(*dtypes, widest=is_master_key(name))
+        digests_of_block, element = _PairDigests([name in of_side for of_side in recorded]), None
+        for box, stored in read:
+            a, b = (cast(values, dtype, common) for values, dtype in zip(stored, dtypes, strict=True))
+            is_equal = _equal(a, b) or any(
+                _equal(*(cast(values, dtype, other) for values, dtype in zip(stored, dtypes, strict=True))) for other in others
+            )
+            digests_of_block.add(*stored, is_equal=is_equal and a is stored[0] and b is stored[1])
+            if not is_equal and element is None:
+                element = _first_difference(a, b, box)
+        return element, digests_of_block.result()
 
-    def make_worker() -> Callable[[_Job], tuple[_Job, int, Box | None, tuple[bytes | None, bytes | None]]]:
-        workers_pair = Worker(left.files, itemsize), Worker(right.files, itemsize)
-
-        def perform(job: _Job) -> tuple[_Job, int, Box | None, tuple[bytes | None, bytes | None]]:
-            name, _, box, sides = job
-            dtypes = sides[0].tensor.dtype, sides[1].tensor.dtype
-            common, *others = _common_types(*dtypes, widest=is_master_key(name))
-            digests_of_block, element = _PairDigests([name in of_side for of_side in recorded]), None
-            for strip, slab_pieces in strips(box, *sides):
-                stored = [worker.read(each, strip) for worker, each in zip(workers_pair, slab_pieces, strict=True)]
-                a, b = (
-                    cast(values, dtype, common, worker.converted(strip.sizes, common))
-                    for values, dtype, worker in zip(stored, dtypes, workers_pair, strict=True)
-                )
-                is_equal = _equal(a, b) or any(
-                    _equal(*(cast(values, dtype, other) for values, dtype in zip(stored, dtypes, strict=True))) for other in others
-                )
-                digests_of_block.add(*stored, is_equal=is_equal and a is stored[0] and b is stored[1])
-                if not is_equal and element is None:
-                    element = _first_difference(a, b, strip.box)
-            return job, box.volume * dtypes[1].itemsize, element, digests_of_block.result()
-
-        return perform
-
-    threads = workers_within(memory, workers, itemsize, buffers=5 if any(a.dtype != b.dtype for a, b in pairs) else 4)
-    reads = (left.files, lambda job: (job[3][0], job[2])), (right.files, lambda job: (job[3][1], job[2]))
-    for (name, number, _, _), nbytes, element, hashed in run_reading(jobs(), make_worker, threads, *reads):
-        result.nbytes += nbytes
-        if element is not None and (name not in different or number < different[name][0]):
-            different[name] = number, f"the values differ, first at element {list(element.offsets)}"
+    for (i, j, _), (element, hashed) in walk(pairs, (left.files, right.files), lambda: measure, effort=effort):
+        name = pairs[i][0].name
+        if element is not None:
+            different.setdefault(name, {})[j] = element
         for of_side, digest in zip(digests, hashed, strict=True):
             if digest is not None:
-                of_side.setdefault(name, {})[number] = digest
-        yield nbytes
-    result.differences.extend(Difference(name, "values", detail) for name, (_, detail) in sorted(different.items()))
+                of_side.setdefault(name, {})[j] = digest
+    for name, elements in sorted(different.items()):
+        first = elements[min(elements)]
+        result.differences.append(Difference(name, "values", f"the values differ, first at element {list(first.offsets)}"))
     for side, of_side, expected in zip((left, right), digests, recorded, strict=True):
         if changed := _not_as_recorded(side, expected, of_side):
             error = mismatch(DifferenceFound, side.files, changed, len(expected.keys() & of_side.keys()))
@@ -267,5 +245,5 @@ def _equal(a: Block, b: Block) -> bool:
 
 def _first_difference(a: Block, b: Block, box: Box) -> Box:
     """The box of the first element that differs, in the coordinates of the tensor. box: the box of the elements."""
-    at = np.argwhere(np.asarray(a != b).reshape(box.sizes))[0]
+    at = np.argwhere(np.asarray(a != b))[0]
     return Box(tuple(int(i) + start for i, start in zip(at, box.offsets, strict=True)), (1,) * len(box.sizes))

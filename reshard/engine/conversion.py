@@ -17,12 +17,13 @@ from reshard.engine.blocks import (
     block_jobs,
     check_same_source,
     check_source_is_unchanged,
-    digests_of_routes,
+    digests_by_tensor,
     fingerprint_of_blocks,
 )
 from reshard.engine.destinations.destination import Destination, FinishedBlocks, Replaces
 from reshard.engine.destinations.journal import RunHeader
 from reshard.engine.events import event
+from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Provenance, Read, records
 from reshard.engine.recorded import notes_on_source
@@ -146,7 +147,7 @@ class Conversion:
         everything = (self._everything,)
         try:
             yield from self._copied(everything, self._finished(everything), is_all=True, reads_back=reads_back)
-            digests = digests_of_routes(self.plan, self._digests)
+            digests = digests_by_tensor(self.plan, self._digests)
             self.notes += tuple(notes_on_source(self.plan, digests))
         except CheckpointError:
             # The input is wrong, so this run can never be resumed.
@@ -258,19 +259,19 @@ class Conversion:
         )
 
 
-def destination_at(place: str, *, workers: int | None = None, memory: int | None = None, replaces: Replaces = tuple) -> Destination:
-    """The directory or the folder of a store at a path or URL. workers: threads. memory: the most bytes of buffers.
+def destination_at(place: str, effort: Effort = NO_LIMITS, *, replaces: Replaces = tuple) -> Destination:
+    """The directory or the folder of a store at a path or URL.
 
     replaces: returns the files of an older checkpoint that a conversion removes, or raises TargetError if it may not write there.
     """
     if not is_url(place):
         from reshard.engine.destinations.folder import LocalFolder
 
-        return LocalFolder(Path(place), workers=workers, memory=memory, replaces=replaces)
+        return LocalFolder(Path(place), effort, replaces=replaces)
     from reshard.engine.destinations.store import StoreFolder
     from reshard.storage.stores.urls import open_store
 
-    return StoreFolder(open_store(place), workers=workers, memory=memory, replaces=replaces)
+    return StoreFolder(open_store(place), effort, replaces=replaces)
 
 
 def check_nothing_is_missing(plan: Plan, destination: Destination) -> None:

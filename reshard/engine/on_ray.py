@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from reshard.engine.conversion import Conversion, Executor, destination_at
 from reshard.engine.events import event
+from reshard.engine.pool import Effort
 from reshard.errors import ReshardError, SystemRefusal, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.plans.plan import Plan
@@ -30,21 +31,22 @@ class ShippedPlan(Hashable, Protocol):
         """The plan, for a source under that path."""
 
 
-def ray_executor(shipped: ShippedPlan, source: str, target: str, workers: int | None, memory: int | None) -> Executor:
+def ray_executor(shipped: ShippedPlan, source: str, target: str, effort: Effort) -> Executor:
     """An executor on the cluster that is connected.
 
-    shipped: the plan for the tasks. workers: threads of each task, for each of which Ray reserves a processor (default: 1).
+    shipped: the plan for the tasks. effort: of each task. For each of its threads, Ray reserves a processor (default: 1).
     """
+    each = Effort(effort.workers or 1, effort.memory)
 
     def run(tasks: Sequence[Task]) -> Iterator[Task]:
-        ray, threads, storage = connected(), workers or 1, dict(current_options())
+        ray, storage = connected(), dict(current_options())
         content = ray.put(shipped)
         remote = ray.remote(
-            num_cpus=threads, max_retries=_RETRIES, retry_exceptions=[SystemRefusal], scheduling_strategy="SPREAD", name="reshard"
+            num_cpus=each.workers, max_retries=_RETRIES, retry_exceptions=[SystemRefusal], scheduling_strategy="SPREAD", name="reshard"
         )(_convert_task)
         # The heaviest first, so that no large one is left at the end.
         order = sorted(tasks, key=lambda task: (-task.weight, task.number))
-        running = {remote.remote(content, source, target, task.number, threads, memory, storage): task for task in order}
+        running = {remote.remote(content, source, target, task.number, each, storage): task for task in order}
         nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         event("ray", f"runs {plural(len(running), 'task')} on {plural(len(nodes), 'node')} of Ray", tasks=len(running), nodes=len(nodes))
         try:
@@ -54,8 +56,8 @@ def ray_executor(shipped: ShippedPlan, source: str, target: str, workers: int | 
                 _result(ray, done)
                 yield task
         finally:
-            for each in running:
-                ray.cancel(each, force=True)
+            for under_way in running:
+                ray.cancel(under_way, force=True)
 
     return run
 
@@ -110,13 +112,11 @@ def _result(ray: Any, done: Any) -> None:
 # ---- inside a task ----
 
 
-def _convert_task(
-    shipped: ShippedPlan, source: str, target: str, number: int, workers: int, memory: int | None, storage: Mapping[str, str]
-) -> None:
+def _convert_task(shipped: ShippedPlan, source: str, target: str, number: int, effort: Effort, storage: Mapping[str, str]) -> None:
     """Convert one task. Runs in a worker process of Ray."""
     with storage_options(storage):
         plan, tasks = _tasks_on_node(shipped, source, target)
-        for _ in Conversion(plan, destination_at(target, workers=workers, memory=memory), tasks=[tasks[number]]).copy():
+        for _ in Conversion(plan, destination_at(target, effort), tasks=[tasks[number]]).copy():
             pass
 
 

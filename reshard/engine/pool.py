@@ -1,4 +1,5 @@
-"""Jobs on threads. Each worker has its own buffers, results come in the order of completion, and an interruption stops all threads."""
+"""Effort: how much of the machine may be used. Jobs on threads: each worker has its own buffers, results come in the order of completion,
+and an interruption stops all threads."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import TypeVar
 
 from reshard.errors import RequestError
 from reshard.geometry.boxes import BLOCK_ELEMENTS
+from reshard.geometry.value import value
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -18,21 +20,41 @@ DEFAULT_MEMORY = 256 << 20
 """Bytes of buffers, if the caller sets no limit."""
 
 
-def workers_within(memory: int | None, workers: int | None, itemsize: int, *, buffers: int) -> int:
-    """The number of workers: `workers` (default: one per processor, at most 8), or fewer if their buffers do not fit into `memory` bytes.
+@value
+class Effort:
+    """How much of the machine a verb may use."""
 
-    itemsize: the bytes of the widest element. buffers: the blocks of such elements that each worker needs.
+    workers: int | None = None
+    memory: int | None = None
+    progress: Callable[[int], None] | None = None
 
-    Raises: RequestError if the buffers of one worker do not fit.
-    """
-    per_worker = buffers * BLOCK_ELEMENTS * itemsize
-    most = (DEFAULT_MEMORY if memory is None else memory) // per_worker
-    if most < 1 and memory is not None:
-        raise RequestError(
-            f"`memory=` of {memory:,} bytes is too little: one worker needs {per_worker:,}",
-            do=f"Use `memory=` {per_worker >> 20}MiB or more",
-        )
-    return max(1, min(workers or min(os.cpu_count() or 1, 8), max(most, 1)))
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise RequestError(f"`workers={self.workers}`: at least one thread is needed", do="Leave it out for one per processor")
+
+    def report(self, nbytes: int) -> None:
+        """Tell the caller that `nbytes` more bytes are done."""
+        if self.progress:
+            self.progress(nbytes)
+
+    def threads(self, itemsize: int, *, buffers: int) -> int:
+        """The number of threads: `workers` (default: one per processor, at most 8), or fewer if their buffers do not fit into the memory.
+
+        itemsize: the bytes of the widest element. buffers: the blocks of such elements that each thread needs.
+
+        Raises: RequestError if the buffers of one thread do not fit.
+        """
+        per_worker = buffers * BLOCK_ELEMENTS * itemsize
+        most = (DEFAULT_MEMORY if self.memory is None else self.memory) // per_worker
+        if most < 1 and self.memory is not None:
+            raise RequestError(
+                f"`memory=` of {self.memory:,} bytes is too little: one worker needs {per_worker:,}",
+                do=f"Use `memory=` {per_worker >> 20}MiB or more",
+            )
+        return max(1, min(self.workers or min(os.cpu_count() or 1, 8), max(most, 1)))
+
+
+NO_LIMITS = Effort()
 
 
 def run_jobs(jobs: Iterable[Job], make_worker: Callable[[], Callable[[Job], Result]], workers: int) -> Iterator[Result]:

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import reshard
 from reshard.canonical.content import Drop
 from reshard.engine.pool import run_jobs
+from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
 from reshard.plans.digests import CURRENT, Fingerprint, content_digest
 from reshard.plans.layout import Sidecar, TargetFile
@@ -29,12 +31,11 @@ from reshard.plans.manifest import (
     Digests,
     FileRecord,
     Ranges,
-    constants_by_path,
     digests_bytes,
+    fixed_bytes,
     fixed_ranges,
     manifest_bytes,
     parts,
-    planned_bytes,
     sample_ranges,
     usable_manifest,
 )
@@ -88,8 +89,13 @@ def records(plan: Plan, identity: str, fingerprint: Fingerprint, read: Read, pro
 
 def samples(path: str, nbytes: int, read: Read) -> str:
     """The digest of the sampled parts of a file of that length."""
+    return digest_of(path, sample_ranges(nbytes), read)
+
+
+def digest_of(path: str, ranges: Ranges, read: Read) -> str:
+    """The digest of the bytes of a file in these ranges."""
     running = CURRENT.new()
-    for start, stop in sample_ranges(nbytes):
+    for start, stop in parts(ranges):
         running.update(read(path, start, stop - start))
     return CURRENT.text(running.digest())
 
@@ -134,13 +140,13 @@ def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
 
 
 def _fixed_bytes(plan: Plan) -> _FixedBytes:
-    constants, found = constants_by_path(plan.target_index.constants), {}
+    constants, found = grouped(plan.target_index.constants, attrgetter("path")), {}
     for file in plan.layout.files:
         of_file = constants.get(file.path, ())
-        ranges, running = fixed_ranges(file, of_file), CURRENT.new()
-        for part in planned_bytes(file, of_file, ranges):
+        running = CURRENT.new()
+        for _, part in fixed_bytes(file, of_file):
             running.update(part)
-        found[file.path] = ranges, CURRENT.text(running.digest())
+        found[file.path] = fixed_ranges(file, of_file), CURRENT.text(running.digest())
     return found
 
 
@@ -171,7 +177,7 @@ def _document(plan: Plan, identity: str, provenance: Provenance) -> dict[str, An
     return {
         "schema_version": SCHEMA_VERSION,
         "format": layout.format,
-        **{axis: getattr(layout.parallel, axis) for axis in ("tp", "pp", "ep", "dp")},
+        **asdict(layout.parallel),
         "engine_version": plan.target.engine_version,
         "source": {
             "path": _absolute(plan.source_files)[:_LONGEST_TEXT],
@@ -194,9 +200,7 @@ def _document(plan: Plan, identity: str, provenance: Provenance) -> dict[str, An
 
 def _drops_by_reason(drops: Sequence[Drop]) -> list[dict[str, Any]]:
     """The drops by kind and reason, with the first names of each."""
-    grouped: dict[tuple[str, str], list[Drop]] = {}
-    for drop in drops:
-        grouped.setdefault((drop.kind, drop.reason), []).append(drop)
+    groups = grouped(drops, lambda drop: (drop.kind, drop.reason))
     return [
         {
             "kind": kind,
@@ -205,5 +209,5 @@ def _drops_by_reason(drops: Sequence[Drop]) -> list[dict[str, Any]]:
             "bytes": sum(drop.nbytes for drop in group),
             "examples": [drop.name[:_LONGEST_REASON] for drop in group[:_MOST_EXAMPLES]],
         }
-        for (kind, reason), group in list(grouped.items())[:_MOST_REASONS]
+        for (kind, reason), group in list(groups.items())[:_MOST_REASONS]
     ]

@@ -1,4 +1,5 @@
-"""Comparing what is read with the digests that reshard recorded when it wrote the checkpoint (plans/manifest.py).
+"""Digests of tensors from those of their blocks, and comparing what is read with the digests that reshard recorded when it wrote the
+checkpoint (plans/manifest.py).
 
 A conversion, a fingerprint and a comparison hash each block anyway, so the comparison costs no further pass. Only if a tensor differs are
 parts of the files read again, to name the files that were changed or exchanged.
@@ -7,33 +8,46 @@ parts of the files read again, to name the files that were changed or exchanged.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from reshard.engine.record import samples
 from reshard.errors import CheckpointError, ReshardError
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import grouped, plural
 from reshard.index.index import Tensor
-from reshard.plans.digests import CURRENT
+from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
 from reshard.plans.manifest import MANIFEST, FileRecord, read_digests, read_manifest
 from reshard.plans.plan import Plan
 from reshard.storage.files import Files, read_range
 
+BlockDigests = dict[str, dict[int, bytes]]
+"""Tensor -> number of the block -> digest."""
 Error = TypeVar("Error", bound=ReshardError)
 
 
-def notes_on_source(plan: Plan, digests: Sequence[Sequence[bytes]]) -> Iterator[str]:
+def tensor_digest(name: str, tensor: Tensor, digests: Mapping[int, bytes], version: DigestVersion = CURRENT) -> bytes:
+    """The digest of a tensor under a name. digests: those of its blocks, by their numbers."""
+    return version.tensor(name, tensor.dtype, tensor.shape, (digest for _, digest in sorted(digests.items())))
+
+
+def fingerprint_of(tensors: Mapping[str, Tensor], digests: BlockDigests, version: DigestVersion = CURRENT) -> Fingerprint:
+    """The fingerprint of these tensors, from the digests of their blocks."""
+    return version.checkpoint({name: tensor_digest(name, tensor, digests.get(name, {}), version) for name, tensor in tensors.items()})
+
+
+def notes_on_source(plan: Plan, digests: BlockDigests) -> Iterator[str]:
     """Compare the tensors that a conversion has read with what reshard recorded when it wrote the source. Sentences on what cannot be.
 
-    digests: of each route's blocks. Raises: CheckpointError if a tensor differs.
+    Raises: CheckpointError if a tensor differs.
     """
     recorded = plan.content.recorded()
     if not recorded and MANIFEST not in plan.source_files.list():
         return
     different: list[Tensor] = []
     compared = cast = merged = unknown = 0
-    for route, of_route in zip(plan.routes, digests, strict=True):
+    for route in plan.routes:
         tensor, expected = route.source, recorded.get(route.name)
         if expected is None:
             unknown += 1
@@ -43,7 +57,7 @@ def notes_on_source(plan: Plan, digests: Sequence[Sequence[bytes]]) -> Iterator[
             cast += 1
         else:
             compared += 1
-            if CURRENT.text(CURRENT.tensor(route.name, tensor.dtype, tensor.shape, of_route)) != expected:
+            if CURRENT.text(tensor_digest(route.name, tensor, digests[route.name])) != expected:
                 different.append(tensor)
     if different:
         raise mismatch(CheckpointError, plan.source_files, different, compared)
@@ -87,16 +101,14 @@ def changed_files(files: Files, records: Mapping[str, FileRecord]) -> dict[str, 
 
     A few changed bytes may lie between the samples. A file that was exchanged with another one, or comes from another conversion, is found.
     """
-    written: dict[str, list[str]] = {}
-    for path, record in records.items():
-        written.setdefault(record.samples, []).append(path)
+    written = grouped(records, lambda path: records[path].samples)
     found: dict[str, str] = {}
     for path, record in records.items():
         size = files.size(path)
         if size is None:
             found[path] = "is missing"
             continue
-        stored = samples(path, size, lambda path, start, nbytes: read_range(files, path, start, nbytes))
+        stored = samples(path, size, partial(read_range, files))
         if size == record.nbytes and stored == record.samples:
             continue
         others = written.get(stored, [])

@@ -1,10 +1,15 @@
-"""Quantities as people write them: 512MiB, 5GB, 7B, 3 files."""
+"""Quantities as people write them: 512MiB, 5GB, 7B, 3 files; and groups of what is counted."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from reshard.errors import RequestError
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 # A smaller number of bytes needs a unit. GPU tools print 80000 for 80000 MB.
@@ -15,6 +20,14 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 def plural(number: int, one: str, several: str | None = None) -> str:
     """A count with its noun: "1 file", "3 files", "2 boxes"."""
     return f"{number:,} {one if number == 1 else several or one + 's'}"
+
+
+def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, list[Value]]:
+    """The values of each key, in their order. The keys are in the order in which they first occur."""
+    found: dict[Key, list[Value]] = {}
+    for value in values:
+        found.setdefault(key(value), []).append(value)
+    return found
 
 
 def parse_size(value: str | int, option: str) -> int:

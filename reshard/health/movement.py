@@ -7,7 +7,9 @@ from dataclasses import field
 
 import numpy as np
 
+from reshard.engine.pool import Effort
 from reshard.engine.transfer import Block
+from reshard.engine.walk import BlockPlace, Read, walk
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.quantities import plural
@@ -15,8 +17,6 @@ from reshard.geometry.value import mutable
 from reshard.health.findings import Finding, found, of_error
 from reshard.index.index import Index, Kind, Tensor
 from reshard.index.name_parts import expert_of, is_scale, is_stacked_experts
-from reshard.measures.walk import Read, walk
-from reshard.requests.request import Effort
 from reshard.storage.files import Files
 
 
@@ -69,21 +69,20 @@ def _best_copies(index: Index) -> Mapping[str, tuple[Tensor, ...]]:
 def compare_pairs(pairs: list[Pair], files: tuple[Files, Files], effort: Effort) -> Iterator[Finding]:
     """Read both tensors of every pair and note what moved. Yields a finding for each tensor that cannot be read."""
 
-    def measure(number: int, read: Read) -> tuple[int, set[int] | None, Finding | None]:
-        nbytes, moved = 0, set[int]()
+    def measure(place: BlockPlace, read: Read) -> tuple[set[int] | None, Finding | None]:
+        moved = set[int]()
         try:
             for box, (a, b) in read:
-                nbytes += a.nbytes
                 moved |= _moved(a, b, box)
         except CheckpointError as error:
-            return 0, None, of_error(error)
-        return nbytes, moved, None
+            return None, of_error(error)
+        return moved, None
 
     def is_wanted(number: int) -> bool:
         return not pairs[number].moved or _has_slices(pairs[number])  # one difference is enough
 
     groups = [(pair.now, pair.before) for pair in pairs]
-    for number, (nbytes, moved, fault) in walk(groups, files, measure, effort=effort, is_wanted=is_wanted):
+    for (number, _, _), (moved, fault) in walk(groups, files, lambda: measure, effort=effort, is_wanted=is_wanted):
         pair = pairs[number]
         if moved is None:
             pair.is_complete = False
@@ -92,7 +91,6 @@ def compare_pairs(pairs: list[Pair], files: tuple[Files, Files], effort: Effort)
             pair.moved_slices |= moved if _has_slices(pair) else set()
         if fault:
             yield fault
-        effort.report(nbytes)
 
 
 def _has_slices(pair: Pair) -> bool:

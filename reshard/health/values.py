@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, replace
 
-from reshard.engine.pool import workers_within
+from reshard.engine.pool import Effort
 from reshard.engine.read_ahead import run_reading
 from reshard.engine.transfer import Block, Pieces, Worker, bytes_of
 from reshard.errors import CheckpointError, ReplicasDiffer
@@ -17,7 +17,6 @@ from reshard.index.name_parts import is_scale
 from reshard.index.shards import primary_rows
 from reshard.measures.statistics import Statistics, statistics_of
 from reshard.plans.digests import CURRENT
-from reshard.requests.request import Effort
 from reshard.storage.files import Files
 
 
@@ -82,7 +81,7 @@ def measure(
 
         return perform
 
-    threads = workers_within(effort.memory, effort.workers, itemsize, buffers=3)
+    threads = effort.threads(itemsize, buffers=3)
     finished = run_reading(jobs(), make_worker, threads, (files, lambda job: (job[3], job[2])))
     for (number, block, box, _), statistics, digest, fault in finished:
         entry = measured[number]

@@ -26,8 +26,8 @@ from reshard.engine.casts import cast
 from reshard.engine.transfer import Block
 from reshard.geometry.dtypes import DType
 from reshard.geometry.value import mutable
+from reshard.measures.gathered import Gathered
 from reshard.measures.statistics import INTEGERS, numbers
-from reshard.measures.walk import Gathered
 
 _STRIP = 1 << 17
 _ONES = np.ones(_STRIP, np.float32)

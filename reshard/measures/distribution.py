@@ -19,8 +19,8 @@ from reshard.engine.transfer import Block
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.value import mutable
+from reshard.measures.gathered import Gathered
 from reshard.measures.statistics import INTEGERS, constant_rows
-from reshard.measures.walk import Gathered
 
 _F64 = from_torch("float64", where="distribution")
 

@@ -19,7 +19,7 @@ from reshard.engine.transfer import Block
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16, F32, DType
 from reshard.geometry.value import mutable
-from reshard.measures.walk import Gathered
+from reshard.measures.gathered import Gathered
 
 _STRIP = 1 << 16
 # Elements of each block from which the shape of the distribution is taken.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from reshard.containers import safetensors
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import ONE_RANK, Parallel, chunk
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import grouped, plural
 from reshard.geometry.sections import Columns, Pattern, Sections, StoredTensor
 from reshard.geometry.value import value
 from reshard.index.index import Tensor
@@ -117,9 +117,9 @@ class TargetFile:
     """Its path, relative to the target."""
     nbytes: int
     """Its length in bytes."""
-    literals: Sequence[Literal]
+    literals: Iterable[Literal]
     """The framing, as (byte offset, bytes)."""
-    tensors: Sequence[PlacedTensor]
+    tensors: Sequence[PlacedTensor] | AlikeTensors
     """The tensors that it holds."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """The rank that reads it, such as {"pp": 0, "tp": 3}; empty if the file belongs to no rank."""
@@ -135,7 +135,7 @@ class TargetFile:
         return self.form.nbytes if self.form else sum(item.tensor.nbytes for item in self.tensors)
 
     @property
-    def filled(self) -> Sequence[PlacedTensor]:
+    def filled(self) -> Iterable[PlacedTensor]:
         """Its tensors that hold fill."""
         return self.form.filled if self.form else [item for item in self.tensors if item.tensor.filled]
 
@@ -231,11 +231,9 @@ class FileForm:
     @cached_property
     def sections(self) -> tuple[tuple[FileSections, Columns], ...]:
         """The sections of the first file, those of one element type and number of axes together, and the step of each section."""
-        groups: dict[tuple[DType, int], list[tuple[PlacedTensor, int]]] = {}
-        for item, step in zip(self.tensors, self.steps, strict=True):
-            if len(item.tensor.sections):
-                groups.setdefault((item.tensor.dtype, item.tensor.sections.pattern.sizes.shape[1]), []).append((item, step))
-        return tuple(_joined(dtype, alike) for (dtype, _), alike in groups.items())
+        items = [(item, step) for item, step in zip(self.tensors, self.steps, strict=True) if len(item.tensor.sections)]
+        alike = grouped(items, lambda each: (each[0].tensor.dtype, each[0].tensor.sections.pattern.sizes.shape[1]))
+        return tuple(_joined(dtype, group) for (dtype, _), group in alike.items())
 
 
 def _joined(dtype: DType, items: list[tuple[PlacedTensor, int]]) -> tuple[FileSections, Columns]:
@@ -250,7 +248,7 @@ def _joined(dtype: DType, items: list[tuple[PlacedTensor, int]]) -> tuple[FileSe
 
 
 @value(eq=False)
-class AlikeTensors(Sequence[PlacedTensor]):
+class AlikeTensors:
     """The tensors of the file of one of the ranks of a form."""
 
     form: FileForm
@@ -266,21 +264,13 @@ class AlikeTensors(Sequence[PlacedTensor]):
     def __len__(self) -> int:
         return len(self.form.tensors)
 
-    @overload
-    def __getitem__(self, index: int) -> PlacedTensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[PlacedTensor]: ...
-
-    def __getitem__(self, index: int | slice) -> PlacedTensor | Sequence[PlacedTensor]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(len(self))[index])
-        item, by = self.form.tensors[index], self.form.steps[index] * self.number
-        sections = item.tensor.sections
-        if not by or not len(sections):
-            return item
-        moved = Sections(sections.names, _moved(sections.pattern, np.full(len(sections), by, np.int64)))
-        return replace(item, tensor=replace(item.tensor, sections=moved))
+    def __iter__(self) -> Iterator[PlacedTensor]:
+        for item, step in zip(self.form.tensors, self.form.steps, strict=True):
+            sections, by = item.tensor.sections, step * self.number
+            if by and len(sections):
+                moved = Sections(sections.names, _moved(sections.pattern, np.full(len(sections), by, np.int64)))
+                item = replace(item, tensor=replace(item.tensor, sections=moved))
+            yield item
 
 
 def _moved(pattern: Pattern, by: Columns) -> Pattern:
@@ -293,7 +283,7 @@ def _moved(pattern: Pattern, by: Columns) -> Pattern:
 
 
 @value(eq=False)
-class LazyFraming(Sequence[Literal]):
+class LazyFraming:
     """The framing of a file, which is made anew whenever it is needed: a thousand pickles do not fit into memory."""
 
     places: tuple[tuple[int, int], ...]
@@ -305,18 +295,6 @@ class LazyFraming(Sequence[Literal]):
         made = self.make()
         assert tuple((offset, len(data)) for offset, data in made) == self.places, "the framing has the length that was planned"
         return iter(made)
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    @overload
-    def __getitem__(self, index: int) -> Literal: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Literal]: ...
-
-    def __getitem__(self, index: int | slice) -> Literal | Sequence[Literal]:
-        return tuple(self)[index]
 
 
 # transformers and the serving engines look for it; "pt" stands for torch.

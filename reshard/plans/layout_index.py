@@ -23,45 +23,27 @@ def index_of(
     shapes: Mapping[str, tuple[int, ...]],
     *,
     files: tuple[TargetFile, ...],
-    facts: RunFacts | None = None,
+    facts: RunFacts,
 ) -> Index:
     """The index of stored tensors.
 
     placed: each tensor with the file that holds it. shapes: the global shapes of the canonical tensors. files: all files of the index.
     """
-    tables = _Tables(tuple(file.path for file in files))
-    constants: list[Constant] = []
+    tables = _Tables(files)
     for file, item in placed:
-        constants.extend(_constants(file.path, item))
         sections = item.tensor.sections
-        tables.add(file.path, FileSections(sections.names, sections.pattern, item.tensor.dtype, item.byte_offset))
-    return _index(format_name, tables, constants, shapes, files, facts or RunFacts())
-
-
-def _index(
-    format_name: str,
-    tables: _Tables,
-    constants: list[Constant],
-    shapes: Mapping[str, tuple[int, ...]],
-    files: tuple[TargetFile, ...],
-    facts: RunFacts,
-) -> Index:
-    stored_files = tuple(StoredFile(file.path, file.nbytes) for file in files)
-    return Index(format_name, tables.tensors(shapes), stored_files, facts, constants=tuple(constants))
+        tables.add(file.path, [item], [FileSections(sections.names, sections.pattern, item.tensor.dtype, item.byte_offset)])
+    return tables.index(format_name, shapes, facts)
 
 
 def index_of_layout(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> Index:
     """The index of the files of a layout once they are written. shapes: the global shapes of the canonical tensors."""
-    tables = _Tables(tuple(file.path for file in layout.files))
-    constants: list[Constant] = []
+    tables = _Tables(layout.files)
     for file in layout.files:
-        for item in file.filled:
-            constants.extend(_constants(file.path, item))
         if file.form:
             tables.number(file.form.names)
-        for sections in file.sections():
-            tables.add(file.path, sections)
-    return _index(layout.format, tables, constants, shapes, layout.files, RunFacts())
+        tables.add(file.path, file.filled, file.sections())
+    return tables.index(layout.format, shapes, RunFacts())
 
 
 # Some sections of a file: the numbers of their canonical tensors, where they lie in their stored tensor, where that starts in the file, its
@@ -72,29 +54,41 @@ _Rows = tuple[Columns, Pattern, int, DType, int]
 class _Tables:
     """Collects stored tensors, and sorts their sections by canonical tensor at the end."""
 
-    def __init__(self, paths: tuple[str, ...]) -> None:
-        self._paths = paths
-        self._files = {path: i for i, path in enumerate(paths)}
+    def __init__(self, files: tuple[TargetFile, ...]) -> None:
+        self._stored = tuple(StoredFile(file.path, file.nbytes) for file in files)
+        self._paths = tuple(file.path for file in files)
+        self._files = {path: i for i, path in enumerate(self._paths)}
+        self._constants: list[Constant] = []
         self._numbers: dict[str, int] = {}
         # Ranks share their lists of names.
         self._numbers_of: dict[tuple[str, ...], Columns] = {}
         # By the number of axes.
         self._rows: dict[int, list[_Rows]] = {}
 
-    def add(self, path: str, sections: FileSections) -> None:
-        """Add some sections of a file."""
-        if not len(sections.names):
-            return
-        numbers = self._numbers_of_names(sections.names)
-        for ndim, chosen, pattern in sections.pattern.with_ndim():
-            row = numbers[chosen], pattern, sections.byte_offset, sections.dtype, self._files[path]
-            self._rows.setdefault(ndim, []).append(row)
+    def add(self, path: str, filled: Iterable[PlacedTensor], sections: Iterable[FileSections]) -> None:
+        """Add tensors of a file that hold fill, and sections."""
+        for item in filled:
+            self._constants.extend(_constants(path, item))
+        for each in sections:
+            if len(each.names):
+                numbers = self.number(each.names)
+                for ndim, chosen, pattern in each.pattern.with_ndim():
+                    row = numbers[chosen], pattern, each.byte_offset, each.dtype, self._files[path]
+                    self._rows.setdefault(ndim, []).append(row)
 
-    def number(self, names: tuple[str, ...]) -> None:
-        """Number canonical tensors in this order, which `tensors` follows, if they are new."""
-        self._numbers_of_names(names)
+    def number(self, names: tuple[str, ...]) -> Columns:
+        """The numbers of canonical tensors. New ones get the next numbers, in whose order the index has them."""
+        numbers = self._numbers_of.get(names)
+        if numbers is None:
+            known = self._numbers
+            numbers = self._numbers_of[names] = np.array([known.setdefault(name, len(known)) for name in names], np.int64)
+        return numbers
 
-    def tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tensor, ...]:
+    def index(self, format_name: str, shapes: Mapping[str, tuple[int, ...]], facts: RunFacts) -> Index:
+        """The index of everything that was added."""
+        return Index(format_name, self._tensors(shapes), self._stored, facts, constants=tuple(self._constants))
+
+    def _tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tensor, ...]:
         """The canonical tensors, in the order in which they were first added."""
         names, found = list(self._numbers), dict[int, Tensor]()
         while self._rows:
@@ -104,14 +98,6 @@ class _Tables:
                 name = names[number]
                 found[number] = Tensor(name, dtype, shapes[name], "weight", Shards(table, start, stop))
         return tuple(map(found.__getitem__, range(len(names))))
-
-    def _numbers_of_names(self, names: tuple[str, ...]) -> Columns:
-        numbers = self._numbers_of.get(names)
-        if numbers is None:
-            known = self._numbers
-            numbers = np.array([known.setdefault(name, len(known)) for name in names], np.int64)
-            self._numbers_of[names] = numbers
-        return numbers
 
 
 def _sorted(rows: list[_Rows], paths: tuple[str, ...]) -> tuple[PieceTable, Iterable[DType], list[int], list[int], list[int]]:

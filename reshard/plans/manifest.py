@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -123,14 +123,6 @@ def sample_ranges(nbytes: int) -> Ranges:
 # ---- fixed bytes: framing, padding and constants, those that the plan knows and no source tensor fills ----
 
 
-def constants_by_path(constants: Iterable[Constant]) -> Mapping[str, Sequence[Constant]]:
-    """The constants of each file that has some."""
-    found: dict[str, list[Constant]] = {}
-    for constant in constants:
-        found.setdefault(constant.path, []).append(constant)
-    return found
-
-
 def fixed_ranges(file: TargetFile, constants: Sequence[Constant]) -> Ranges:
     """The ranges of the fixed bytes of a file. constants: those of this file."""
     ranges, end = [(constant.byte_offset, constant.byte_offset + constant.nbytes) for constant in constants], 0
@@ -153,13 +145,13 @@ def parts(ranges: Ranges) -> Iterator[tuple[int, int]]:
         yield from ((at, min(at + _PART, stop)) for at in range(start, stop, _PART))
 
 
-def planned_bytes(file: TargetFile, constants: Sequence[Constant], ranges: Ranges) -> Iterator[bytes]:
-    """The fixed bytes of a file as they will be written, in parts: the literals, the constants, and zeros elsewhere."""
+def fixed_bytes(file: TargetFile, constants: Sequence[Constant]) -> Iterator[tuple[int, bytes]]:
+    """The fixed bytes of a file as they will be written, in parts: literals, constants, and zeros elsewhere."""
     known = [(offset, len(data), data) for offset, data in file.literals if data]
     known += [(constant.byte_offset, constant.nbytes, constant.expected) for constant in constants if constant.expected.strip(b"\0")]
     known.sort(key=lambda each: each[0])
     starts = [start for start, _, _ in known]
-    for start, stop in parts(ranges):
+    for start, stop in parts(fixed_ranges(file, constants)):
         content = bytearray(stop - start)
         for at, nbytes, repeated in known[max(0, bisect_right(starts, start) - 1) :]:
             if at >= stop:
@@ -168,7 +160,7 @@ def planned_bytes(file: TargetFile, constants: Sequence[Constant], ranges: Range
             if first < last:
                 phase = (first - at) % len(repeated)
                 content[first - start : last - start] = (repeated * ((last - first + phase) // len(repeated) + 1))[phase:][: last - first]
-        yield bytes(content)
+        yield start, bytes(content)
 
 
 # ---- writing ----

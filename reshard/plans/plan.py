@@ -15,12 +15,13 @@ import numpy as np
 
 from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, UnsupportedError
+from reshard.geometry import documents
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import can_cast
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import grouped, plural
 from reshard.geometry.value import Drawn, value
 from reshard.index.index import Index, Tensor
-from reshard.index.shards import PieceTable, meetings, primary_rows
+from reshard.index.shards import meetings, primary_rows
 from reshard.plans.digests import CURRENT
 from reshard.plans.layout import Layout, PlacedTensor, Target
 from reshard.plans.layout_index import index_of_layout
@@ -31,6 +32,8 @@ from reshard.storage.files import Files
 @value
 class Copy:
     """A box of a canonical tensor that goes from one source file to one target file."""
+
+    JSON = "tensor=name offsets=box.offsets sizes=box.sizes source target replica"
 
     name: str
     """The canonical tensor."""
@@ -166,10 +169,7 @@ class Plan(Drawn):
             "adapter": self.content.merged.to_json() if self.content.merged else None,
             "target": {
                 "format": self.layout.format,
-                "tp": self.layout.parallel.tp,
-                "pp": self.layout.parallel.pp,
-                "ep": self.layout.parallel.ep,
-                "dp": self.layout.parallel.dp,
+                **asdict(self.layout.parallel),
                 "dtype": str(self.target.dtype) if self.target.dtype else None,
                 "engine_version": self.target.engine_version,
                 "options": dict(self.target.options),
@@ -202,19 +202,15 @@ class Plan(Drawn):
                 for route in self.routes
             ]
             document["dropped"] = [asdict(drop) for drop in self.drops]
-            document["tasks"] = [_task_json([self.routes[i] for i in task.routes]) for task in self.tasks()]
-        if copies:
-            document["copies"] = [
+            document["tasks"] = [
                 {
-                    "tensor": copy.name,
-                    "offsets": list(copy.box.offsets),
-                    "sizes": list(copy.box.sizes),
-                    "source": copy.source,
-                    "target": copy.target,
-                    "replica": copy.replica,
+                    "files": list(dict.fromkeys(path for i in task.routes for path in self.routes[i].target.shards.holders)),
+                    "tensors": [self.routes[i].name for i in task.routes],
                 }
-                for copy in self.copies()
+                for task in self.tasks()
             ]
+        if copies:
+            document["copies"] = list(map(documents.document, self.copies()))
         return document
 
     def identity(self) -> str:
@@ -247,14 +243,6 @@ class Plan(Drawn):
         return digest.hexdigest()
 
 
-def _task_json(routes: Sequence[Route]) -> dict[str, Any]:
-    """A task as plain values: the files that it writes into, and the tensors that it converts."""
-    return {
-        "files": list(dict.fromkeys(path for route in routes for path in route.target.shards.holders)),
-        "tensors": [route.name for route in routes],
-    }
-
-
 def make_plan(source: Index, source_files: Files, content: Content, target: Target, layout: Layout) -> Plan:
     """The plan that fills `layout` with `content`. Its routes are in the order in which the source's files hold the tensors.
 
@@ -262,12 +250,11 @@ def make_plan(source: Index, source_files: Files, content: Content, target: Targ
     source holds a function of a weight in place of the weight, and the target does not.
     """
     target_index = index_of_layout(layout, content.shapes)
-    aliases: dict[str, list[Tensor]] = {}
-    for alias, stored in layout.aliases.items():
-        aliases.setdefault(stored, []).append(content.tensors[alias])
+    aliases = grouped(layout.aliases, layout.aliases.__getitem__)
     routes = [Route(content.tensors[t.name], t) for t in target_index.tensors]
     if aliases:
-        routes = [replace(route, source=_with_aliases(route.source, aliases.get(route.name, []))) for route in routes]
+        replicas = {stored: [content.tensors[alias] for alias in names] for stored, names in aliases.items()}
+        routes = [replace(route, source=_with_aliases(route.source, replicas.get(route.name, []))) for route in routes]
     for route in routes:
         if route.source.dtype.function:
             _check_function(route)
@@ -305,22 +292,15 @@ def _with_aliases(tensor: Tensor, aliases: list[Tensor]) -> Tensor:
 def _order_in_files(tensors: Sequence[Tensor]) -> list[int]:
     """The numbers of the tensors in the order in which files hold their first pieces: by path, then by position. Tensors without pieces
     come first."""
-    # The rows of the first pieces, by table; most tensors are windows on a few tables.
-    rows: dict[int, tuple[PieceTable, list[int], list[int]]] = {}
-    for i, tensor in enumerate(tensors):
-        shards = tensor.shards
-        if count := len(shards):
-            first = int(np.argmin(shards.files)) if count > 1 else 0
-            _, numbers, of_table = rows.setdefault(id(shards.table), (shards.table, [], []))
-            numbers.append(i)
-            of_table.append(shards.start + first)
-    order_of_path = {path: i for i, path in enumerate(sorted({path for table, _, _ in rows.values() for path in table.paths}))}
-    files, positions = np.full(len(tensors), -1, np.int64), np.zeros(len(tensors), np.int64)
-    for table, numbers, of_table in rows.values():
-        files[numbers] = np.array([order_of_path[path] for path in table.paths], np.int64)[table.files[of_table]]
-        positions[numbers] = table.positions[of_table]
-    order: list[int] = np.lexsort((positions, files)).tolist()
-    return order
+
+    def place(i: int) -> tuple[str, int]:
+        shards = tensors[i].shards
+        if not len(shards):
+            return "", 0
+        row = shards.start + (int(np.argmin(shards.files)) if len(shards) > 1 else 0)
+        return shards.table.paths[shards.table.files[row]], int(shards.table.positions[row])
+
+    return sorted(range(len(tensors)), key=place)
 
 
 def _stored_json(item: PlacedTensor) -> dict[str, Any]:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from reshard.canonical.dequantization import quantized_families, quantized_names
 from reshard.canonical.renaming import is_of_adapter
 from reshard.geometry.documents import document
+from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
-from reshard.index.index import Index, Tensor, element_count
+from reshard.index.index import Index, element_count
 
 if TYPE_CHECKING:
-    from reshard.canonical.content import Content, Drop
+    from reshard.canonical.content import Content
     from reshard.models.model import Model
     from reshard.plans.layout import TargetFile
     from reshard.plans.plan import Plan
-
-_Facts = Callable[[tuple[str, ...]], tuple[frozenset[int], tuple[tuple[int, str], ...]]]
 
 
 @value
@@ -116,11 +114,8 @@ class RankSummary:
 
 def kinds(index: Index) -> tuple[KindSummary, ...]:
     """The tensors of an index by kind and element type, in the order in which these first occur."""
-    groups: dict[tuple[str, str], list[Tensor]] = {}
-    for tensor in index.tensors:
-        groups.setdefault((tensor.kind, tensor.dtype.name), []).append(tensor)
     found = []
-    for (kind, dtype), tensors in groups.items():
+    for (kind, dtype), tensors in grouped(index.tensors, lambda tensor: (tensor.kind, tensor.dtype.name)).items():
         elements = element_count(tensors)
         found.append(KindSummary(kind, dtype, len(tensors), elements, elements * tensors[0].dtype.itemsize))
     return tuple(found)
@@ -156,49 +151,30 @@ def adapter(index: Index) -> AdapterSummary | None:
 
 def drops(plan: Plan) -> tuple[DropSummary, ...]:
     """What the plan leaves out, by reason and kind, in the order of the plan."""
-    groups: dict[tuple[str, str], list[Drop]] = {}
-    for drop in plan.drops:
-        groups.setdefault((drop.reason, drop.kind), []).append(drop)
-    return tuple(
-        DropSummary(reason, kind, len(group), sum(drop.nbytes for drop in group), group[0].name) for (reason, kind), group in groups.items()
-    )
+    groups = grouped(plan.drops, lambda drop: (drop.reason, drop.kind))
+    return tuple(DropSummary(*key, len(group), sum(drop.nbytes for drop in group), group[0].name) for key, group in groups.items())
 
 
 def ranks(plan: Plan) -> tuple[RankSummary, ...]:
     """The content of each rank of a target. Files that belong to no rank are one entry."""
-    by_rank: dict[tuple[tuple[str, int], ...], list[TargetFile]] = {}
-    for file in plan.layout.files:
-        by_rank.setdefault(tuple(file.ranks.items()), []).append(file)
-    facts = _facts_of(plan.content.model)
-    return tuple(_rank(dict(key), files, plan.content.model, facts) for key, files in by_rank.items())
+    by_rank = grouped(plan.layout.files, lambda file: tuple(file.ranks.items()))
+    return tuple(_rank(dict(key), files, plan.content.model) for key, files in by_rank.items())
 
 
 _ROLES_OF_RANKS = ("attention.q", "attention.k", "embedding", "head")
 
 
-def _facts_of(model: Model | None) -> _Facts:
-    """A function from some weights to their layers, and (place among the weights, role) of those whose rows are listed."""
-    declared = model.weights if model else {}
-
-    @cache  # Ranks share their tuples of names.
-    def facts(names: tuple[str, ...]) -> tuple[frozenset[int], tuple[tuple[int, str], ...]]:
-        weights = [(place, weight) for place, name in enumerate(names) if (weight := declared.get(name)) is not None]
-        layers = frozenset(weight.layer for _, weight in weights if weight.layer is not None)
-        return layers, tuple((place, weight.role) for place, weight in weights if weight.role in _ROLES_OF_RANKS)
-
-    return facts
-
-
-def _rank(numbers: dict[str, int], files: list[TargetFile], model: Model | None, facts: _Facts) -> RankSummary:
+def _rank(numbers: dict[str, int], files: list[TargetFile], model: Model | None) -> RankSummary:
     rows: dict[str, list[tuple[int, int]]] = {}
     layers: set[int] = set()
+    declared = model.weights if model else {}
     for sections in (each for file in files for each in file.sections()):
-        of_sections, roles = facts(sections.names)
-        layers |= of_sections
-        for row, role in roles:
-            if sections.pattern.ndim_of(row):
-                start = int(sections.pattern.offsets[row, 0])
-                rows.setdefault(role, []).append((start, start + int(sections.pattern.sizes[row, 0])))
+        pattern, weights = sections.pattern, [declared.get(name) for name in sections.names]
+        layers |= {weight.layer for weight in weights if weight is not None and weight.layer is not None}
+        for row, weight in enumerate(weights):
+            if weight is not None and weight.role in _ROLES_OF_RANKS and pattern.ndim_of(row):
+                start = int(pattern.offsets[row, 0])
+                rows.setdefault(weight.role, []).append((start, start + int(pattern.sizes[row, 0])))
     padded = (item.tensor for file in files for item in file.filled if len(item.tensor.shape) > 1)
     padding = max((tensor.filled // max(1, math.prod(tensor.shape[1:])) for tensor in padded), default=0)
     head_dim = model.dimensions.get("head_dim", 1) if model else 1

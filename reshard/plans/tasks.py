@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import grouped, plural
 from reshard.geometry.value import value
 from reshard.index.index import Tensor
 from reshard.plans.layout import TargetFile
@@ -171,10 +171,7 @@ def files_sharing_tensors(files: Sequence[TargetFile], routes: Sequence[Route]) 
         first, *others = route.target.shards.holders or ("",)
         for other in others:
             parent[root(other)] = root(first)
-    sets: dict[str, list[str]] = {}
-    for file in files:
-        sets.setdefault(root(file.path), []).append(file.path)
-    return list(sets.values())
+    return list(grouped(parent, root).values())
 
 
 def owners(weights: Sequence[int], parts: int) -> list[int]:

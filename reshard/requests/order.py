@@ -20,8 +20,9 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class PlanFile:
     @staticmethod
     def of(plan: Plan) -> PlanFile:
         """The file of a plan. Raises UnsupportedError if an option names another checkpoint."""
-        order = plan.order
+        order, files, sizes = plan.order, plan.source_files, [(file.path, file.nbytes) for file in plan.source.files]
         assert order is not None, "a plan that can be run was asked for"
         attached = order.attached()
         _check_is_attached({**order.opened, **order.asked}, {name.partition("/")[0] for name in attached})
@@ -89,7 +90,7 @@ class PlanFile:
                 "plan": dict(order.asked),
                 "identity": plan.identity(),
                 "request": request_digest(plan),
-                "files": list(_looks(plan)),
+                "files": [(path, nbytes, files.stamp(path), _samples(files, path, nbytes)) for path, nbytes in sizes],
             },
             default=os.fspath,
         )
@@ -124,7 +125,10 @@ class PlanFile:
         remade = Order(order["source"], opened, asked, lambda: attached, held)
         found = replace(found, order=remade, target=replace(found.target, options=options))
         if (found.identity(), request_digest(found)) != (order["identity"], order["request"]):
-            raise self._another_plan(str(order["reshard"]))
+            version, own = str(order["reshard"]), reshard.__version__
+            if version != own:
+                raise self._unsupported(f"reshard {version} wrote it, and this version, {own}, plans the conversion otherwise")
+            raise self._damaged("its options give another plan for this source than the one that it names")
         return found
 
     def _read(self) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -161,11 +165,6 @@ class PlanFile:
                 do="Give the directory that was planned, or plan it again",
             )
 
-    def _another_plan(self, version: str) -> Exception:
-        if version != reshard.__version__:
-            return self._unsupported(f"reshard {version} wrote it, and this version, {reshard.__version__}, plans the conversion otherwise")
-        return self._damaged("its options give another plan for this source than the one that it names")
-
     def _unsupported(self, what: str) -> UnsupportedError:
         return UnsupportedError(what, where=self.path, do="Write the file again with this version of reshard")
 
@@ -201,7 +200,7 @@ def _log_planned(plan: Plan, seconds: float) -> None:
         f"{plural(len(layout.files), 'file')}, {nbytes:,} bytes, {casts} cast, {len(plan.drops)} left out, in {seconds:.2f} s",
         source_format=plan.source.format,
         format=layout.format,
-        parallel={axis: getattr(layout.parallel, axis) for axis in ("tp", "pp", "ep", "dp")},
+        parallel=asdict(layout.parallel),
         tensors=len(plan.routes),
         files=len(layout.files),
         bytes=nbytes,
@@ -236,15 +235,9 @@ def _check_is_attached(keywords: Mapping[str, Any], attached: Collection[str]) -
             )
 
 
-def _looks(plan: Plan) -> Iterator[tuple[str, int, str, str | None]]:
-    """Each file of the source: path, length, stamp, and the digest of its samples."""
-    files = plan.source_files
-    return ((file.path, file.nbytes, files.stamp(file.path), _samples(files, file.path, file.nbytes)) for file in plan.source.files)
-
-
 def _samples(files: Files, path: str, nbytes: int) -> str | None:
     """The digest of the samples of a file; None in a store, whose stamp changes with the content (ETag)."""
-    return None if files.store else samples(path, nbytes, lambda path, start, length: read_range(files, path, start, length))
+    return None if files.store else samples(path, nbytes, partial(read_range, files))
 
 
 def _digest(order: str, attached: Mapping[str, bytes]) -> str:

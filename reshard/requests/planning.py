@@ -85,8 +85,7 @@ class Draft:
     @property
     def target(self) -> Target:
         """What the format lays out."""
-        asked = self.request
-        return Target(asked.to.name, asked.parallel, asked.dtype, asked.keep_dtype, self.kept_for, asked.options, asked.only_rank)
+        return replace(self.request.target, dtype_kept_for=self.kept_for)
 
     def noting(self, *notes: str) -> Draft:
         """The draft with further notes."""
@@ -127,7 +126,7 @@ def resolve(draft: Draft) -> Draft:
         selection = replace(selection, weights="master")
     keep_adapter = format.keeps_names and not request.drop_adapter and request.merge_adapter is None
     draft = replace(draft, selection=replace(selection, masters=format.keeps_masters, keep_adapter=keep_adapter))
-    if (adapter_config := request.options.get("adapter_config")) is not None:
+    if (adapter_config := request.target.options.get("adapter_config")) is not None:
         return replace(draft, companions=replace(draft.companions, adapter_config=adapter_config_at(adapter_config)))
     return draft
 
@@ -167,7 +166,7 @@ def examine(draft: Draft) -> Draft:
     request, content = draft.request, draft.content
     check_selected(content)
     check_counted(content)
-    check_globs("`keep_dtype=`", request.keep_dtype, content.weights)
+    check_globs("`keep_dtype=`", request.target.keep_dtype, content.weights)
     draft = draft.noting(*_about_unknown(draft), *_about_trainer(draft))
     if draft.selection.weights != request.selection.weights and not request.to.keeps_optimizer and draft.source.index.keeps_both_copies:
         draft = draft.noting(_WEIGHTS_ARE_MASTERS)
@@ -306,7 +305,7 @@ def _notes_on_copies(draft: Draft, layout: Layout) -> Iterator[str]:
 
 def _chosen_adapter(draft: Draft) -> str | None:
     """The name of the adapter that is taken; None if the checkpoint holds one. Raises RequestError if it holds several."""
-    chosen, names = draft.request.options.get("adapter"), adapters_of(draft.source.index.tensors)
+    chosen, names = draft.request.target.options.get("adapter"), adapters_of(draft.source.index.tensors)
     if len(names) > 1 and chosen not in names:
         raise RequestError(
             f"the checkpoint holds {plural(len(names), 'adapter')}: {', '.join(names)}",
@@ -381,7 +380,7 @@ def _with_own_adapter(draft: Draft) -> Draft:
 
     content = draft.content
     own = {name: tensor for name, tensor in content.adapter.items() if not adapters_of([tensor])}
-    settings = LoraSettings(draft.companions.adapter_config or {}).with_alpha(draft.request.options.get("lora_alpha"))
+    settings = LoraSettings(draft.companions.adapter_config or {}).with_alpha(draft.request.target.options.get("lora_alpha"))
     settings.check_parameters(found.module for name in own if (found := adapter_name(name)) is not None)
     drops = tuple(drop for drop in content.drops if drop.name not in own or drop.reason != ADAPTER_LEFT_OUT)
     draft = replace(draft, content=replace(content, drops=drops))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from reshard.adapter import registry
@@ -16,29 +16,12 @@ from reshard.geometry import dtypes
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.value import value
-from reshard.requests.keywords import PathLike, PlanOptions, Progress, SelectionOptions, take, unknown_keyword
+from reshard.plans.layout import Target
+from reshard.requests.keywords import PathLike, PlanOptions, SelectionOptions, take, unknown_keyword
 
 OWN_ADAPTER = "self"
 """The value of --merge-adapter for the adapter that the checkpoint itself holds."""
 Opened = TypeVar("Opened")
-
-
-@value
-class Effort:
-    """How much of the machine a verb may use."""
-
-    workers: int | None = None
-    memory: int | None = None
-    progress: Progress | None = None
-
-    def __post_init__(self) -> None:
-        if self.workers is not None and self.workers < 1:
-            raise RequestError(f"`workers={self.workers}`: at least one thread is needed", do="Leave it out for one per processor")
-
-    def report(self, nbytes: int) -> None:
-        """Tell the caller that `nbytes` more bytes are done."""
-        if self.progress:
-            self.progress(nbytes)
 
 
 @value
@@ -47,28 +30,20 @@ class ConversionRequest:
 
     to: Format
     """The target format."""
-    parallel: Parallel
-    """The target's parallel sizes."""
-    dtype: DType | None
-    """Cast floating-point weights to this type; None: each weight keeps its own type."""
-    keep_dtype: tuple[str, ...]
-    """Globs of tensors that `dtype` does not cast."""
-    dequantize: bool
-    """Whether quantized weights become values."""
-    merge_adapter: PathLike | None
-    """The directory of the LoRA adapter to merge into the weights; "self": the checkpoint's own; None: none."""
-    drop_adapter: bool
-    """Whether the checkpoint's own LoRA adapter is left out."""
+    target: Target
+    """What the format lays out."""
+    selection: Selection
+    """Which tensors are meant."""
     quantize: str
     """The form to which linear layers are quantized; empty: none."""
     requantize: str
     """The form, with the same values, in which quantized weights are stored; empty: their own."""
-    selection: Selection
-    """Which tensors are meant."""
-    only_rank: Mapping[str, int]
-    """The one rank to lay out; empty for all."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """The target format's own options."""
+    dequantize: bool = False
+    """Whether quantized weights become values."""
+    merge_adapter: PathLike | None = None
+    """The directory of the LoRA adapter to merge into the weights; "self": the checkpoint's own; None: none."""
+    drop_adapter: bool = False
+    """Whether the checkpoint's own LoRA adapter is left out."""
 
     @staticmethod
     def of(to: str, given: Mapping[str, Any]) -> ConversionRequest:
@@ -76,26 +51,17 @@ class ConversionRequest:
 
         Raises: RequestError for a format that is not written, an option that it does not know, or a value of the wrong type.
         """
-        target = registry.target(to)
-        rest = dict(given)
+        format, rest = registry.target(to), dict(given)
         sizes = {axis: rest.pop(axis, 1) for axis in ("tp", "pp", "ep", "dp")}
         dtype = dtype_named(rest.pop("dtype", None))
         _check_one_form(rest)
-        merge_adapter = rest.pop("merge_adapter", None)
-        return ConversionRequest(
-            to=target,
-            parallel=Parallel(**sizes),
-            dtype=dtype,
-            keep_dtype=kept_globs(rest.pop("keep_dtype", ()), dtype),
-            dequantize=rest.pop("dequantize", False),
-            merge_adapter=merge_adapter,
-            drop_adapter=rest.pop("drop_adapter", False),
-            quantize=_form(rest.pop("quantize", None), "`quantize=`", QUANTIZE),
-            requantize=_form(rest.pop("requantize", None), "`requantize=`", REQUANTIZE),
-            selection=selection_of(rest),
-            only_rank=rest.pop("only", None) or {},
-            options=_options_of(target, rest, ADAPTER if merge_adapter == OWN_ADAPTER else ()),
-        )
+        target = Target(format.name, Parallel(**sizes), dtype, kept_globs(rest.pop("keep_dtype", ()), dtype))
+        quantize = _form(rest.pop("quantize", None), "`quantize=`", QUANTIZE)
+        requantize = _form(rest.pop("requantize", None), "`requantize=`", REQUANTIZE)
+        about = {name: rest.pop(name) for name in ("dequantize", "merge_adapter", "drop_adapter") if name in rest}
+        selection, only_rank = selection_of(rest), rest.pop("only", None) or {}
+        options = _options_of(format, rest, ADAPTER if about.get("merge_adapter") == OWN_ADAPTER else ())
+        return ConversionRequest(format, replace(target, options=options, only_rank=only_rank), selection, quantize, requantize, **about)
 
     @property
     def merges_own_adapter(self) -> bool:

@@ -14,6 +14,7 @@ from reshard.adapter.model_files import CARRIED, CONFIG
 from reshard.engine.conversion import Conversion, check_nothing_is_missing, destination_at
 from reshard.engine.destinations.destination import Destination
 from reshard.engine.events import event
+from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.record import Provenance
 from reshard.errors import RequestError, TargetError, TargetInUse, UnsupportedError, check_word
 from reshard.geometry.documents import document
@@ -27,7 +28,6 @@ from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
 from reshard.plans.tasks import PartNumber, imbalance, tasks_of_part
 from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
-from reshard.requests.request import Effort
 from reshard.requests.unchanged import files_of_target, own_files, reason_to_convert
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import is_url, local_path, system_errors
@@ -54,7 +54,6 @@ class Sharing:
 
 
 _ALONE = Sharing()
-_NO_LIMITS = Effort()
 _NO_PROVENANCE = Provenance()
 _IMBALANCE = 0.1
 """From here on, a part says that there are too few tasks."""
@@ -267,7 +266,7 @@ def conversion(
     target: PathLike,
     *,
     existing: Existing = "refuse",
-    effort: Effort = _NO_LIMITS,
+    effort: Effort = NO_LIMITS,
     provenance: Provenance = _NO_PROVENANCE,
     sharing: Sharing = _ALONE,
 ) -> Conversion:
@@ -308,7 +307,7 @@ def _shared_conversion(
         from reshard.requests.order import PlanFile
 
         connected(sharing.ray_address)
-        executor = ray_executor(PlanFile.of(plan), str(plan.source_files.root), destination.place, effort.workers, effort.memory)
+        executor = ray_executor(PlanFile.of(plan), str(plan.source_files.root), destination.place, effort)
         return Conversion(plan, destination, tasks=tasks, executor=executor, provenance=provenance)
     more = imbalance([task.weight for task in tasks], sharing.part.of)
     if more > _IMBALANCE and is_url(target):
@@ -328,7 +327,7 @@ def _destination(plan: Plan, target: PathLike, existing: Existing, effort: Effor
     check_whole(plan)
     place = target_place(target)
     _check_apart(place, str(plan.source_files.root))
-    found = destination_at(place, workers=effort.workers, memory=effort.memory, replaces=lambda: may_replace(found, plan, existing))
+    found = destination_at(place, effort, replaces=lambda: may_replace(found, plan, existing))
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Unpack
 from reshard.adapter import registry
 from reshard.adapter.serving_format import ServingFormat
 from reshard.adapter.serving_format.weight_checker import ParameterHash, ServingRank, WeightChecker
-from reshard.engine.pool import run_jobs, workers_within
+from reshard.engine.pool import NO_LIMITS, run_jobs
 from reshard.engine.views import LazyTensor
 from reshard.errors import RequestError, UnsupportedError
 from reshard.plans.plan import Plan
@@ -80,7 +80,7 @@ def digests_of(of: Mapping[str, LazyTensor], new_hash: Callable[[], ParameterHas
         return key, _digest(tensor, new_hash), tensor.nbytes
 
     found: dict[str, str] = {}
-    for key, digest, nbytes in run_jobs(of.items(), lambda: perform, workers_within(None, None, 8, buffers=3)):
+    for key, digest, nbytes in run_jobs(of.items(), lambda: perform, NO_LIMITS.threads(8, buffers=3)):
         found[key] = digest
         if progress:
             progress(nbytes)

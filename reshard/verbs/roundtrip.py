@@ -13,13 +13,13 @@ from reshard.canonical.content import Selection
 from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.optimizer_state import is_master_key
 from reshard.engine.compare import Comparison, Side, compare
+from reshard.engine.pool import Effort
 from reshard.models.lookup import find_model
 from reshard.plans.plan import Plan
 from reshard.plans.proof import RoundTrip, compose, widens
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
 from reshard.requests.opening import open
-from reshard.requests.request import Effort
 from reshard.storage.files import VirtualFiles
 from reshard.verbs.convert import convert
 from reshard.verbs.plan import plan as plan_of
@@ -35,7 +35,7 @@ def roundtrip(plan: Plan) -> RoundTrip:
     """
     virtual = VirtualFiles(f"the planned {plan.layout.format} checkpoint")
     for file in plan.layout.files:
-        virtual.add(file.path, file.nbytes, file.literals)
+        virtual.add(file.path, file.nbytes, tuple(file.literals))
     for sidecar in plan.layout.sidecars:
         virtual.add(sidecar.path, len(sidecar.content), ((0, sidecar.content),))
     model = plan.content.model
@@ -84,8 +84,7 @@ def materialize(plan: Plan, source: Checkpoint, *, work: PathLike | None = None,
         ):
             result = Comparison()
             right = Side(found.files, found.index, found.content(selection, model=content.model))
-            for nbytes in compare(left, right, result, with_cast=wider, workers=effort.workers, memory=effort.memory):
-                effort.report(nbytes)
+            compare(left, right, result, with_cast=wider, effort=effort)
             losses.extend(f"{difference.name}: {name}: {difference.detail}" for difference in result.differences)
         return losses
 

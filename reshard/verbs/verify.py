@@ -21,7 +21,8 @@ from reshard.engine.checks.written_files import (
 )
 from reshard.engine.compare import Comparison, Difference, Side, compare
 from reshard.engine.events import details, event
-from reshard.engine.hashing import BlockDigests, fingerprint_of
+from reshard.engine.pool import Effort
+from reshard.engine.recorded import fingerprint_of
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.quantities import plural
 from reshard.index.coverage import check_index
@@ -31,7 +32,6 @@ from reshard.plans.manifest import MANIFEST, Digests, Manifest, read_digests, re
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords
 from reshard.requests.opening import classified_checkpoint, open_both, opened, unchecked
-from reshard.requests.request import Effort
 from reshard.storage.files import Files
 from reshard.storage.server import is_server
 from reshard.storage.tar import open_tree
@@ -66,8 +66,7 @@ def verify(
         return verify_written(left, effort)
     left_side, right_side = sides_of(left, right, selection)
     result = Comparison()
-    for nbytes in compare(left_side, right_side, result, with_cast=cast, workers=effort.workers, memory=effort.memory):
-        effort.report(nbytes)
+    compare(left_side, right_side, result, with_cast=cast, effort=effort)
     compare_counts(left_side, right_side, result)
     _forgive_implied(result, left_side, right_side)
     result.notes.extend(notes_on_masters(left_side, right_side))
@@ -162,8 +161,7 @@ def verify_written(
     try:
         named: OpenOptions = {**options, "format": manifest.format}
         checkpoint = source if isinstance(source, Checkpoint) else _unchecked(source, named)
-        for nbytes in _compare_tensors(checkpoint, manifest, digests, result, effort, known):
-            effort.report(nbytes)
+        _compare_tensors(checkpoint, manifest, digests, result, effort, known)
     except (CheckpointError, RequestError) as error:
         if isinstance(error, RequestError) and result.equal:
             raise
@@ -201,16 +199,15 @@ def _as_difference(error: ReshardError, files: Files) -> Difference:
 
 def _compare_tensors(
     checkpoint: Checkpoint, manifest: Manifest, digests: Digests, result: Comparison, effort: Effort, known: KnownDigests
-) -> Iterator[int]:
+) -> None:
     index = checkpoint.index if registry.named(checkpoint.format).keeps_names else checkpoint.named()
     tensors = tensors_by_key(index)
     if manifest.digests:
         side = Side(checkpoint.files, index, Content(tensors, (), checkpoint.model))
-        yield from check_tensors(side, tensors, digests, result, known=known, workers=effort.workers, memory=effort.memory)
+        check_tensors(side, tensors, digests, result, known, effort)
         return
     # Version 1 recorded the digest of all tensors together, but not which tensors these are.
-    found: BlockDigests = {}
-    yield from hash_blocks(checkpoint.files, tensors, found, result, version=VERSION_1, workers=effort.workers, memory=effort.memory)
+    found = hash_blocks(checkpoint.files, tensors, result, effort, VERSION_1)
     result.tensors = len(tensors)
     if manifest.fingerprint not in {fingerprint_of(chosen, found, VERSION_1).root for chosen in _choices(checkpoint, index)}:
         result.differences.append(Difference("fingerprint", "values", f"the weights are not those of the fingerprint in {MANIFEST}"))

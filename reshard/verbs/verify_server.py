@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from reshard.adapter.serving_format.weight_checker import ServerFacts, ServingRank, WeightChecker, digests_in, split_key
 from reshard.canonical.content import Selection
@@ -23,6 +24,21 @@ from reshard.verbs.digests import expected_parameters, weight_checkers
 from reshard.verbs.server_comparison import ExpectedParameters, ServerComparison, compare_with_server
 
 
+class HeldWeights(NamedTuple):
+    """What a live server answers about its weights."""
+
+    format: str
+    """The format that its engine loads."""
+    checker: WeightChecker
+    """The weight checker that answered."""
+    digests: dict[str, str]
+    """The digest of every parameter on every rank."""
+    parallel: Parallel
+    """The server's parallel sizes, as far as its weights depend on them."""
+    dtype: str | None
+    """The element type to which the server casts weights, if it says so."""
+
+
 def verify_server(
     source: Checkpoint | PathLike, address: str, *, selection: Selection | None = None, progress: Progress | None = None
 ) -> ServerComparison:
@@ -31,34 +47,31 @@ def verify_server(
 
     Raises: SystemRefusal if the server cannot be reached, CheckpointError if it has no weight checker or its answer is damaged.
     """
-    server = Server.at(address)
-    format, checker, held = _answered(server)
-    try:
-        facts = checker.about(server.ask(checker.info_path) or {})
-    except (CheckpointError, KeyError, TypeError, ValueError):
-        facts = ServerFacts()
-    parallel, checkpoint = _parallel(server, facts, held), opened(source)
-    request = replace(
-        ConversionRequest.of(format, {"dtype": _cast(checkpoint, facts.dtype)}),
-        parallel=parallel,
-        selection=selection or Selection(),
-        drop_adapter=bool(checkpoint.content(selection).adapter),
-    )
+    held, checkpoint = held_weights(Server.at(address)), opened(source)
+    asked = ConversionRequest.of(held.format, {"dtype": _cast(checkpoint, held.dtype)})
+    target, has_adapter = replace(asked.target, parallel=held.parallel), bool(checkpoint.content(selection).adapter)
+    request = replace(asked, target=target, selection=selection or Selection(), drop_adapter=has_adapter)
     planned = plan_conversion(checkpoint, request)
-    expected = expected_parameters(planned, held, checker, progress)
-    result = compare_with_server(_on_replicas(expected, held, address), held, checker)
-    result.notes.append(f"the server runs {format} on {parallel}")
+    expected = expected_parameters(planned, held.digests, held.checker, progress)
+    result = compare_with_server(_on_replicas(expected, held.digests, address), held.digests, held.checker)
+    result.notes.append(f"the server runs {held.format} on {held.parallel}")
     if planned.content.adapter:
         result.notes.append("the LoRA adapter of the checkpoint was not compared: the base weights were")
     result.notes += [f"compared after a cast of {count} from {a} to {b}, as the server casts" for a, b, count in casts(planned)]
     return result
 
 
-def _answered(server: Server) -> tuple[str, WeightChecker, dict[str, str]]:
-    """The format that a server's engine loads, the weight checker that answers, and the digest of every parameter on every rank."""
+def held_weights(server: Server) -> HeldWeights:
+    """What a server answers. Raises CheckpointError if it has no weight checker."""
     for name, checker in weight_checkers().items():
-        if (answer := server.ask(checker.path, {"action": "checksum"})) is not None:
-            return name, checker, digests_in(answer, [checker], where=server.address)
+        if (answer := server.ask(checker.path, {"action": "checksum"})) is None:
+            continue
+        digests = digests_in(answer, [checker], where=server.address)
+        try:
+            facts = checker.about(server.ask(checker.info_path) or {})
+        except (CheckpointError, KeyError, TypeError, ValueError):
+            facts = ServerFacts()
+        return HeldWeights(name, checker, digests, _parallel(server, facts, digests), facts.dtype)
     starts = "; ".join(checker.start for checker in weight_checkers().values())
     raise CheckpointError("the server has no weight checker", where=server.address, do=f"Start it with one. {starts}")
 

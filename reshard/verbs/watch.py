@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import Any, Unpack
 
 from reshard.engine.events import event
+from reshard.engine.pool import Effort
 from reshard.errors import DifferenceFound, RequestError, ReshardError, UnsupportedError
 from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.requests.keywords import PathLike, PlanOptions, checked_keywords
-from reshard.requests.request import Effort
 from reshard.runs.local_outputs import LocalOutputs
 from reshard.runs.outputs import LATEST, Outputs, WatchRecord
 from reshard.runs.steps import QUIET_SECONDS, Seen, Step, find_steps

@@ -12,7 +12,7 @@ from helpers.fixture_places import HF
 from helpers.reshard_command import reshard, tree
 
 import reshard as library
-from reshard.requests.request import Effort
+from reshard.engine.pool import Effort
 from reshard.verbs.convert import conversion
 
 

@@ -12,7 +12,7 @@ from helpers.reshard_command import reshard, result_tree, tree
 
 import reshard as library
 from reshard.engine.destinations.journal import read_journal
-from reshard.requests.request import Effort
+from reshard.engine.pool import Effort
 from reshard.verbs.convert import conversion
 
 

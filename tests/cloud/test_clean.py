@@ -13,7 +13,7 @@ from helpers.fixture_places import HF
 from helpers.reshard_command import reshard as run
 
 import reshard
-from reshard.requests.request import Effort
+from reshard.engine.pool import Effort
 from reshard.verbs.convert import conversion
 
 BEGUN = "out/.reshard/begun.json"

@@ -15,12 +15,12 @@ import reshard
 from reshard.adapter.serving_format.writing import _starts
 from reshard.engine.conversion import Conversion
 from reshard.engine.destinations.store import BEGUN, StoreFolder
+from reshard.engine.pool import Effort
 from reshard.errors import CheckpointError, RequestError, TargetError
 from reshard.geometry.dtypes import BF16
 from reshard.geometry.sections import StoredTensor
 from reshard.plans.manifest import MANIFEST
 from reshard.plans.tasks import PartNumber, by_files
-from reshard.requests.request import Effort
 from reshard.storage.stores.store import Store
 from reshard.storage.stores.urls import open_store
 from reshard.verbs.convert import Sharing, conversion

@@ -16,8 +16,10 @@ import reshard.geometry.boxes
 from reshard.canonical.content import Content
 from reshard.engine.casts import cast
 from reshard.engine.compare import Comparison, Side, compare
-from reshard.engine.hashing import block_digests, fingerprint_of
+from reshard.engine.pool import Effort
+from reshard.engine.recorded import fingerprint_of
 from reshard.engine.transfer import Pieces, Worker, strips
+from reshard.engine.walk import block_digests
 from reshard.errors import CheckpointError
 from reshard.geometry import dtypes as dtype_table
 from reshard.geometry.boxes import blocks
@@ -138,9 +140,7 @@ def test_the_fingerprint_does_not_know_the_layout(small_blocks, tmp_path_factory
     for workers in (1, 3):
         root = tmp_path_factory.mktemp("world")
         tensor = worlds.store(root, "w", values, dtype, data.draw(partitions(shape)), transposed=data.draw(st.booleans()))
-        digests = {}
-        for name, number, _, digest in block_digests(LocalFiles(root), {"w": tensor}, workers=workers):
-            digests.setdefault(name, {})[number] = digest
+        digests = block_digests(LocalFiles(root), {"w": tensor}, Effort(workers))
         prints.append(fingerprint_of({"w": tensor}, digests).root)
     assert prints[0] == prints[1]
 
@@ -160,7 +160,7 @@ def test_compare_finds_any_single_bit(small_blocks, tmp_path_factory, data, shap
         tensor = worlds.store(root, "w", each, dtype, data.draw(partitions(shape)))
         sides.append(Side(LocalFiles(root), worlds.index(root, [tensor]), Content({"w": tensor}, (), None)))
     result = Comparison()
-    list(compare(sides[0], sides[1], result, workers=2))
+    compare(sides[0], sides[1], result, effort=Effort(2))
     assert [difference.kind for difference in result.differences] == ["values"]
     assert str(list(element)) in result.differences[0].detail
 

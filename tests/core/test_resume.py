@@ -17,9 +17,9 @@ from helpers.sampled import sampled
 
 import reshard
 from reshard.containers import safetensors
+from reshard.engine.pool import Effort
 from reshard.errors import CheckpointError, RequestError, TargetError
 from reshard.geometry.dtypes import from_safetensors
-from reshard.requests.request import Effort
 from reshard.verbs.convert import conversion
 
 MEGABYTES = 96

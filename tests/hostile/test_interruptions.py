@@ -26,8 +26,8 @@ from helpers.sampled import sampled
 
 import reshard
 from reshard.engine.destinations.journal import Journal, read_journal
+from reshard.engine.pool import Effort
 from reshard.errors import CheckpointError, RequestError, SystemRefusal, TargetError
-from reshard.requests.request import Effort
 from reshard.storage import lock
 from reshard.storage.files import LocalFiles
 from reshard.storage.staging import Staging

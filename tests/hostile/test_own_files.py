@@ -12,7 +12,7 @@ from helpers.reshard_command import Result, reshard, tree
 from hostile.limits import ON_LINUX, limited
 
 import reshard as library
-from reshard.requests.request import Effort
+from reshard.engine.pool import Effort
 from reshard.storage.staging import Staging
 from reshard.verbs.convert import conversion
 

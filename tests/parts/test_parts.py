@@ -89,7 +89,7 @@ def test_another_number_of_parts_finishes_what_some_parts_have_begun(plan, whole
 def test_one_process_resumes_what_parts_have_begun_and_parts_what_one_has(plan, whole, tmp_path):
     parts(plan, tmp_path / "a", 4, [0, 3])
     reshard.convert(plan, tmp_path / "a", resume=True)
-    from reshard.requests.request import Effort
+    from reshard.engine.pool import Effort
 
     running = conversion(plan, tmp_path / "b", effort=Effort(workers=1)).run()
     for _ in range(6):

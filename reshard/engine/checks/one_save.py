@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
+from operator import attrgetter
 
 import numpy as np
 
 from reshard.errors import MixedSaves
+from reshard.geometry.quantities import grouped
 from reshard.geometry.sections import Columns
-from reshard.index.index import Index, Tensor
+from reshard.index.index import Index, StoredFile, Tensor
 from reshard.storage.files import Files, read_range, side_by_side
 
 # A file of another step is recognized by this many counts that agree among themselves. More than `_MOST_COUNTS` of a file are not read.
@@ -120,19 +122,15 @@ def _files_with_equal_ends(files: Files, index: Index) -> list[list[str]]:
     for (paths, numbers), count in patterns.items():
         if len(numbers) > 1:
             tensors_of.update({paths[number]: count for number in numbers})
-    by_size: dict[int, list[str]] = {}
-    for file in index.files:
-        if file.nbytes and tensors_of[file.path] > 1:
-            by_size.setdefault(file.nbytes, []).append(file.path)
-    compared = [(size, path) for size, paths_of_size in by_size.items() if len(paths_of_size) > 1 for path in paths_of_size]
+    by_size = grouped([file for file in index.files if file.nbytes and tensors_of[file.path] > 1], attrgetter("nbytes"))
+    compared = [file for of_size in by_size.values() if len(of_size) > 1 for file in of_size]
 
-    def last_bytes(file: tuple[int, str]) -> bytes:
-        size, path = file
-        return read_range(files, path, max(0, size - _TAIL), min(size, _TAIL))
+    def last_bytes(file: StoredFile) -> tuple[str, bytes]:
+        return file.path, read_range(files, file.path, max(0, file.nbytes - _TAIL), min(file.nbytes, _TAIL))
 
-    groups: dict[tuple[int, bytes], list[str]] = {}
-    for (size, path), tail in zip(compared, side_by_side(files, last_bytes, compared), strict=True):
-        groups.setdefault((size, tail), []).append(path)
+    tails = dict(side_by_side(files, last_bytes, compared))
+    sizes = {file.path: file.nbytes for file in compared}
+    groups = grouped(sizes, lambda path: (sizes[path], tails[path]))
     # Files of zeros were never written. Whoever reads their tensors says so.
     return [
         group for (_, tail), group in groups.items() if len(group) > 1 and (any(tail) or any(read_range(files, group[0], 0, len(tail))))

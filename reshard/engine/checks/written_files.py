@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 
 from reshard.adapter import registry
 from reshard.engine.compare import Comparison, Difference, Side, wrong_constants
-from reshard.engine.hashing import BlockDigests, block_digests, tensor_digest
-from reshard.engine.recorded import changed_files, files_of
+from reshard.engine.pool import Effort
+from reshard.engine.record import digest_of
+from reshard.engine.recorded import BlockDigests, changed_files, files_of, tensor_digest
+from reshard.engine.walk import block_digests
+from reshard.errors import CheckpointError
 from reshard.index.index import Tensor
 from reshard.plans.digests import CURRENT, DigestVersion
-from reshard.plans.manifest import MANIFEST, RECORDS, Digests, FileRecord, Manifest, listed_files, parts
+from reshard.plans.manifest import MANIFEST, RECORDS, Digests, FileRecord, Manifest, listed_files
 from reshard.storage.files import Files, read_range
 
 KnownDigests = Callable[[Tensor], Mapping[int, bytes] | None]
@@ -45,7 +49,7 @@ def check_small_files(files: Files, small_files: Mapping[str, str], result: Comp
         size = files.size(path)
         if size is None:
             result.differences.append(Difference(path, "missing", "the file is missing"))
-        elif _digest_of(files, path, ((0, size),)) != expected:
+        elif digest_of(path, ((0, size),), partial(read_range, files)) != expected:
             result.differences.append(Difference(path, "values", "the file has changed since reshard wrote it"))
 
 
@@ -56,22 +60,15 @@ def check_fixed_bytes(files: Files, records: Mapping[str, FileRecord], result: C
             result.differences.append(Difference(path, "values", f"the file {change}"))
     named = {difference.name for difference in result.differences}
     for path, record in records.items():
-        if path not in named and _digest_of(files, path, record.fixed) != record.fixed_digest:
+        if path not in named and digest_of(path, record.fixed, partial(read_range, files)) != record.fixed_digest:
             detail = "bytes around the tensors (header, padding or constants) have changed since reshard wrote the file"
             result.differences.append(Difference(path, "values", detail))
 
 
 def check_tensors(
-    side: Side,
-    tensors: Mapping[str, Tensor],
-    digests: Digests,
-    result: Comparison,
-    *,
-    known: KnownDigests,
-    workers: int | None,
-    memory: int | None,
-) -> Iterator[int]:
-    """Compare every tensor, its replicas and the constants around it. Yields the bytes of each block that was read.
+    side: Side, tensors: Mapping[str, Tensor], digests: Digests, result: Comparison, known: KnownDigests, effort: Effort
+) -> None:
+    """Compare every tensor, its replicas and the constants around it.
 
     tensors: by the keys under which the digests were recorded. known: of tensors that are not read again.
     """
@@ -83,8 +80,7 @@ def check_tensors(
         del stored[name]
     chosen = {found: tensors[found] for found in dict.fromkeys(stored.values())}
     found: BlockDigests = {name: dict(of_blocks) for name, tensor in chosen.items() if (of_blocks := known(tensor))}
-    unread = {name: tensor for name, tensor in chosen.items() if name not in found}
-    yield from hash_blocks(side.files, unread, found, result, version=CURRENT, workers=workers, memory=memory)
+    found |= hash_blocks(side.files, {name: tensor for name, tensor in chosen.items() if name not in found}, result, effort)
     named = {difference.name for difference in result.differences}
     for name, source in stored.items():
         result.tensors += 1
@@ -97,33 +93,14 @@ def check_tensors(
 
 
 def hash_blocks(
-    files: Files,
-    tensors: Mapping[str, Tensor],
-    found: BlockDigests,
-    result: Comparison,
-    *,
-    version: DigestVersion,
-    workers: int | None,
-    memory: int | None,
-) -> Iterator[int]:
-    """Fill `found` with the digests of all blocks, and yield the bytes of each. A tensor whose copies differ is added to `result`."""
-    unreadable: set[str] = set()
-    for name, number, nbytes, digest in block_digests(files, tensors, version=version, workers=workers, memory=memory):
-        result.nbytes += nbytes
-        if isinstance(digest, bytes):
-            found.setdefault(name, {})[number] = digest
-        elif name not in unreadable:
-            unreadable.add(name)
-            result.differences.append(Difference(name, "values", digest.what))
-        yield nbytes
-
-
-def _digest_of(files: Files, path: str, ranges: tuple[tuple[int, int], ...]) -> str:
-    """The digest of the bytes of a file in these ranges."""
-    running = CURRENT.new()
-    for start, stop in parts(ranges):
-        running.update(read_range(files, path, start, stop - start))
-    return CURRENT.text(running.digest())
+    files: Files, tensors: Mapping[str, Tensor], result: Comparison, effort: Effort, version: DigestVersion = CURRENT
+) -> BlockDigests:
+    """The digests of all blocks. A tensor whose copies differ is added to `result`."""
+    unreadable: dict[str, CheckpointError] = {}
+    found = block_digests(files, tensors, effort, version=version, unreadable=unreadable)
+    result.nbytes += sum(tensor.nbytes for tensor in tensors.values())
+    result.differences.extend(Difference(name, "values", error.what) for name, error in unreadable.items())
+    return found
 
 
 def _other_files(files: Files, known: set[str]) -> list[str]:

@@ -11,20 +11,21 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from reshard.engine.blocks import Job, block_jobs, copied_blocks, read_back, source_trace, widest_element, workers_of
-from reshard.engine.compare import wrong_constants
 from reshard.engine.destinations.destination import Begun, FinishedBlocks, Replaces, check_empty, check_same, complete_result
 from reshard.engine.destinations.journal import Journal, RunHeader, Unfinished, journal_of_part, progress, read_header, read_journal
 from reshard.engine.events import event
+from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Read
 from reshard.errors import RequestError, TargetError, TargetInUse
 from reshard.geometry.boxes import blocks
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import grouped, plural
 from reshard.plans.layout import Sidecar
-from reshard.plans.manifest import MANIFEST, Manifest
+from reshard.plans.manifest import MANIFEST, Manifest, fixed_bytes
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey, Task
 from reshard.storage.files import Files, LocalFiles, read_range
@@ -35,14 +36,11 @@ from reshard.storage.system_calls import system_errors
 
 
 class LocalFolder:
-    """A directory as a `Destination`.
+    """A directory as a `Destination`. replaces: called when no other run can write there any more."""
 
-    workers: threads. memory: the most bytes of buffers. replaces: called when no other run can write there any more.
-    """
-
-    def __init__(self, root: Path, *, workers: int | None = None, memory: int | None = None, replaces: Replaces = tuple) -> None:
+    def __init__(self, root: Path, effort: Effort = NO_LIMITS, *, replaces: Replaces = tuple) -> None:
         self.root, self.place = root, str(root)
-        self._workers, self._memory, self._replaces = workers, memory, replaces
+        self._effort, self._replaces = effort, replaces
         self._staging = Staging(root)
         self._is_alone = False
         self._unfinished: Unfinished | None = None
@@ -62,7 +60,7 @@ class LocalFolder:
         return is_locked(self.root)
 
     def workers(self, plan: Plan, tasks: Sequence[Task]) -> int:
-        return workers_of(plan, self._workers, self._memory)
+        return workers_of(plan, self._effort)
 
     def tasks(self, plan: Plan) -> tuple[Task, ...]:
         return plan.tasks()
@@ -233,7 +231,8 @@ class LocalFolder:
 
     def _check_is_all_there(self, plan: Plan, jobs: Iterator[Job]) -> None:
         """Raises TargetError if blocks or framing are lacking, although the files were about to get their final names."""
-        if next(jobs, None) is not None or not _has_framing(plan, self._staging.files()):
+        files = self._staging.files()
+        if next(jobs, None) or any(read_range(files, path, at, len(data)) != data for path, at, data in _fixed_bytes(plan)):
             raise TargetError(
                 "bytes have changed since the interrupted run wrote them",
                 where=self.place,
@@ -242,17 +241,10 @@ class LocalFolder:
             )
 
     def _write_framing(self, plan: Plan, *, again: bool = False) -> None:
-        """Write the bytes that the plan knows: headers, and constants that are not zero. New files are already filled with zeros.
-
-        again: whether the files are not new, so that all constants are written.
-        """
-        for file in plan.layout.files:
-            for offset, data in file.literals:
-                self._staging.write(file.path, offset, memoryview(data))
-        for constant in plan.target_index.constants:
-            if again or constant.expected.strip(b"\0"):
-                data = constant.expected * (constant.nbytes // len(constant.expected))
-                self._staging.write(constant.path, constant.byte_offset, memoryview(data))
+        """Write the bytes that the plan knows. again: zeros, too, with which new files are already filled."""
+        for path, byte_offset, data in _fixed_bytes(plan):
+            if again or data.strip(b"\0"):
+                self._staging.write(path, byte_offset, memoryview(data))
 
     def commit(self, plan: Plan, made: Callable[[Read], Iterator[Sidecar]]) -> None:
         # The old checkpoint goes, then the new one comes. Index, config and manifest are the first to go and the last to come.
@@ -276,8 +268,7 @@ class LocalFolder:
         self._journal = self._resumed = None
 
 
-def _has_framing(plan: Plan, files: Files) -> bool:
-    """Whether written files hold the bytes that the plan knows."""
-    literals = ((file.path, offset, data) for file in plan.layout.files for offset, data in file.literals)
-    is_there = all(read_range(files, path, offset, len(data)) == data for path, offset, data in literals)
-    return is_there and not any(wrong_constants(files, plan.target_index.constants))
+def _fixed_bytes(plan: Plan) -> Iterator[tuple[str, int, bytes]]:
+    """The bytes that a plan knows, such as headers and padding, in parts: (path, byte offset, bytes)."""
+    constants = grouped(plan.target_index.constants, attrgetter("path"))
+    return ((file.path, *part) for file in plan.layout.files for part in fixed_bytes(file, constants.get(file.path, ())))

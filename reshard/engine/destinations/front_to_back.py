@@ -12,15 +12,16 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from reshard.engine.blocks import Job, copied_blocks, widest_element
 from reshard.engine.destinations.visit_order import Pass, most_open
 from reshard.engine.read_ahead import MEMORY_OF_STORES
 from reshard.errors import RequestError
-from reshard.index.index import Constant
+from reshard.geometry.quantities import grouped
 from reshard.plans.layout import TargetFile
-from reshard.plans.manifest import constants_by_path, fixed_ranges, parts, planned_bytes
+from reshard.plans.manifest import fixed_bytes
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey
 from reshard.storage.stores.file_fronts import FileFronts, FrontFile, part_bytes
@@ -62,8 +63,8 @@ class Budget:
 def filled(plan: Plan, store: Store, work: Pass, budget: Budget, workers: int, end: End) -> Iterator[tuple[Job, bytes]]:
     """Fill the files of a pass, and end each when its last block has been written. Yields each block with its digest."""
     files, jobs = work
-    constants = constants_by_path(plan.target_index.constants)
-    front_files = {file.path: FrontFile(file.path, file.nbytes, partial(_fixed, file, constants.get(file.path, ()))) for file in files}
+    constants = grouped(plan.target_index.constants, attrgetter("path"))
+    front_files = {file.path: FrontFile(file.path, file.nbytes, partial(fixed_bytes, file, constants.get(file.path, ()))) for file in files}
     fronts = FileFronts(store, front_files, at_once=budget.at_once)
     blocks_of: dict[str, list[BlockKey]] = {file.path: [] for file in files}
     for job in jobs:
@@ -116,9 +117,3 @@ class _Turn:
         with self._changed:
             self._under_way -= 1
             self._changed.notify_all()
-
-
-def _fixed(file: TargetFile, constants: Sequence[Constant]) -> Iterator[tuple[int, bytes]]:
-    """The bytes of a file that the plan knows: (byte offset, bytes), in order."""
-    ranges = fixed_ranges(file, constants)
-    return zip((start for start, _ in parts(ranges)), planned_bytes(file, constants, ranges), strict=True)

@@ -136,7 +136,7 @@ class Journal:
             if not header and not path:
                 _remove_incomplete_line(staging.root, name)
             flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if header else os.O_APPEND)
-            self._file = open(open_own(staging.root, name, flags), "w")  # noqa: SIM115  (closed by `_end`)
+            self._file = open(open_own(staging.root, name, flags), "w")  # noqa: SIM115  (closed by `end`)
             if header:
                 self._append(header.record())
             if header or path:
@@ -155,20 +155,17 @@ class Journal:
     def stop(self) -> None:
         """Stop after an error or an interruption. Pending blocks are written if that is possible. May be called twice."""
         with suppress(Exception):
-            self._end()
-
-    def end(self) -> None:
-        """Write the pending blocks and stop. Raises SystemRefusal if they, or any blocks before them, could not be written."""
-        self._end()
+            self.end()
 
     def begin_commit(self) -> None:
-        """Write the pending blocks and the line that says that the commit begins, and stop.
+        """Write the pending blocks and the line that says that the commit begins, and stop. Raises: as `end` does."""
+        self.end({"commit": "begun"})
+
+    def end(self, *records: dict[str, object]) -> None:
+        """Write the pending blocks and these records, and stop.
 
         Raises: SystemRefusal if they, or any blocks before them, could not be written.
         """
-        self._end({"commit": "begun"})
-
-    def _end(self, *records: dict[str, object]) -> None:
         self._stop.set()
         self._thread.join()
         try:

@@ -27,6 +27,7 @@ from reshard.engine.destinations.front_to_back import Budget, filled
 from reshard.engine.destinations.journal import RunHeader, blocks_of
 from reshard.engine.destinations.visit_order import passes
 from reshard.engine.events import event
+from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Read
 from reshard.engine.transfer import Pieces
@@ -96,11 +97,11 @@ class _FinishedFile:
 
 
 class StoreFolder:
-    """A folder of a store as a `Destination`. workers: threads. memory: the most bytes of buffers."""
+    """A folder of a store as a `Destination`."""
 
-    def __init__(self, store: Store, *, workers: int | None = None, memory: int | None = None, replaces: Replaces = tuple) -> None:
+    def __init__(self, store: Store, effort: Effort = NO_LIMITS, *, replaces: Replaces = tuple) -> None:
         self.store, self.place = store, store.url
-        self._workers, self._memory, self._replaces = workers, memory, replaces
+        self._effort, self._replaces = effort, replaces
         self._identity = ""
         self._listed: dict[str, Entry] | None = None
         self._records: dict[str, _FinishedFile | None] = {}
@@ -129,11 +130,11 @@ class StoreFolder:
 
     def workers(self, plan: Plan, tasks: Sequence[Task]) -> int:
         self._budget(plan, tasks)
-        return workers_of(plan, self._workers or _WORKERS, None)
+        return workers_of(plan, Effort(self._effort.workers or _WORKERS))
 
     def _budget(self, plan: Plan, tasks: Sequence[Task]) -> Budget:
         paths = {path for task in tasks for path in task.paths}
-        return Budget(self._memory, [file for file in plan.layout.files if file.path in paths])
+        return Budget(self._effort.memory, [file for file in plan.layout.files if file.path in paths])
 
     def tasks(self, plan: Plan) -> tuple[Task, ...]:
         return by_files(plan.layout.files, plan.routes)

@@ -28,6 +28,7 @@ from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.transfer import Pieces
 from reshard.engine.values import Values
 from reshard.geometry.boxes import blocks
+from reshard.geometry.quantities import grouped
 from reshard.geometry.sections import Columns
 from reshard.plans.layout import TargetFile
 from reshard.plans.plan import Plan
@@ -93,10 +94,7 @@ def _groups(plan: Plan, most: int) -> list[tuple[TargetFile, ...]]:
 
 
 def _by_rank(files: Sequence[TargetFile]) -> list[list[TargetFile]]:
-    ranks: dict[object, list[TargetFile]] = {}
-    for file in files:
-        ranks.setdefault(tuple(sorted(file.ranks.items())), []).append(file)
-    return list(ranks.values())
+    return list(grouped(files, lambda file: tuple(sorted(file.ranks.items()))).values())
 
 
 def _starts(files: Sequence[TargetFile]) -> dict[str, int]:

@@ -239,7 +239,7 @@ def _values(stored: StoredWords, box: Box) -> Block:
     else:
         assert part.packed_axis is not None
         values = packing.unpacked(words, part.packed_axis)
-    return _spread(_in_axes(part, values), part.block_shape, part.grid, box)
+    return spread(_in_axes(part, values), part.block_shape, part.grid, box)
 
 
 def _in_axes(part: EncodedPart, values: Block) -> Block:
@@ -252,7 +252,7 @@ def _in_axes(part: EncodedPart, values: Block) -> Block:
     return values.transpose(part.axes)
 
 
-def _spread(values: Block, block_shape: BlockShape, grid: BlockShape, box: Box) -> Block:
+def spread(values: Block, block_shape: BlockShape, grid: BlockShape, box: Box) -> Block:
     """The values of blocks as an array that numpy broadcasts to the elements of a box.
 
     values: those of all stored elements that hold some of the box. grid: elements per stored element along each axis.

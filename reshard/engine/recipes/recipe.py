@@ -9,6 +9,7 @@ from itertools import product
 import numpy as np
 
 from reshard.engine.casts import Block, cast, numpy_type
+from reshard.engine.recipes.dequantizer import spread
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16, F8, F32, DType
 from reshard.geometry.value import value
@@ -64,12 +65,6 @@ def largest_of_blocks(magnitudes: Block, block: tuple[int, int]) -> Block:
     if block[0] > 1:  # reduceat along the first axis takes 50 times as long
         by_rows = np.stack([magnitudes[row : row + block[0]].max(axis=0) for row in range(0, len(magnitudes), block[0])])
     return np.maximum.reduceat(by_rows, np.arange(0, magnitudes.shape[1], block[1]), axis=1)
-
-
-def spread(scales: Block, shape: tuple[int, ...], block: tuple[int, int]) -> Block:
-    """The scales of blocks as an array that numpy broadcasts to the elements."""
-    by_column = np.repeat(scales, block[1], axis=1)[:, : shape[1]]
-    return by_column if block[0] == 1 or len(scales) == 1 else np.repeat(by_column, block[0], axis=0)[: shape[0]]
 
 
 def bfloat16_of(values: Block) -> Block:
@@ -171,7 +166,7 @@ def _codes_by_values(words: Block, exponents: Block) -> Block:
     values = float32_of(words)
     scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
     with np.errstate(all="ignore"):
-        quotients = np.clip(float32_of(bfloat16_of(values / spread(scales, values.shape, (1, _GROUP)))), -6, 6)
+        quotients = np.clip(float32_of(bfloat16_of(values / spread(scales, (1, _GROUP), (1, _GROUP), Box.whole(values.shape)))), -6, 6)
     magnitudes, codes = np.abs(quotients), np.zeros(values.shape, np.uint8)
     for bound, is_closed in _BOUNDS:
         codes += (magnitudes >= bound) if is_closed else (magnitudes > bound)
@@ -179,16 +174,12 @@ def _codes_by_values(words: Block, exponents: Block) -> Block:
 
 
 # ---- FP8 in blocks of 128 x 128 ----
-# Codes are computed as 16-bit integers, because numpy handles 32 of them at once. The few values for which this does not work, such as
-# those below the smallest normal number of FP8, are looked up in a table.
 
 _BLOCK = (128, 128)
 _LARGEST_FP8 = np.float32(448)
 # torch.finfo(torch.bfloat16).eps, 2^-7, which stands in for a scale of zero.
 _EPSILON = np.uint16(0x3C00)
 _NAN = np.uint8(0x7F)
-# Words of bfloat16: the smallest normal number of FP8, 2^-6, and the largest number that is not above 448 when it is rounded.
-_NORMAL, _FITS = np.uint16(0x3C80), np.uint16(0x43E7)
 # (the bias of bfloat16's exponents, less that of FP8) in the place of bfloat16's exponents.
 _BIAS = 120 << 7
 
@@ -212,50 +203,7 @@ def fp8_block(words: Block) -> tuple[Block, Block]:
             of_block /= by_column
         np.copyto(quotients.view(numpy_type(BF16)), values, casting="unsafe")
     del values
-    return _rounded(quotients), scales
-
-
-def _rounded(words: Block) -> Block:
-    """bfloat16 words rounded to FP8, ties to even.
-
-    bfloat16 has 7 bits after the point and FP8 3, so 4 bits are rounded away; and the exponent's bias is 127 there and 7 here. For 38.5:
-
-        word 0x421a = exponent 0x84, fraction 0011010    the last bit that stays (0x421a >> 4) is odd: + 1 -> 0x421b
-        - (120 << 7) for the bias, + 7 to round          0x421b - 0x3c00 + 7 = 0x0622
-        >> 4                                             0x62 = exponent 12 (2^5), fraction 010: 1.25 * 32 = 40
-
-    36.0 + 2 = 38.0 is a tie: 0x4218, odd, becomes 0x0620 as well, the even neighbour 40. Values below the smallest normal number, and those
-    that are too large, are looked up.
-    """
-    magnitudes = words & _MAGNITUDE
-    if magnitudes.max(initial=0) > _FITS:
-        return np.take(_fp8_of_bfloat16(), words)
-    small = np.flatnonzero(magnitudes < _NORMAL)
-    if len(small) > words.size // 8:
-        return np.take(_fp8_of_bfloat16(), words)
-    odd = magnitudes >> np.uint16(4)
-    odd &= np.uint16(1)
-    magnitudes += odd
-    magnitudes -= np.uint16(_BIAS - 7)
-    magnitudes >>= np.uint16(4)
-    codes = _with_signs(magnitudes, words)
-    codes.reshape(-1)[small] = np.take(_fp8_of_bfloat16(), words.reshape(-1)[small])
-    return codes
-
-
-def _with_signs(magnitudes: Block, words: Block) -> Block:
-    """FP8 words of these magnitudes, which are overwritten, with the signs of bfloat16 words."""
-    signs = words >> np.uint16(8)
-    signs &= np.uint16(0x80)
-    magnitudes |= signs
-    return magnitudes.astype(np.uint8)
-
-
-@cache
-def _fp8_of_bfloat16() -> Block:
-    """The FP8 word of every bfloat16 word, clipped to the largest values."""
-    values = cast(np.arange(1 << 16, dtype=np.uint32).astype(np.uint16), BF16, F32).view(np.float32)
-    return cast(np.clip(values, -_LARGEST_FP8, _LARGEST_FP8).view(F32.word), F32, F8)
+    return cast(quotients, BF16, F8), scales
 
 
 def exact_fp8_block(words: Block) -> tuple[Block, Block]:
@@ -295,12 +243,16 @@ def _moved(words: Block, magnitudes: Block, exponents: Block) -> Block | None:
         return None
     codes >>= np.int16(4)
     codes *= is_nonzero
-    return _with_signs(codes.view(np.uint16), words)
+    signs = words >> np.uint16(8)
+    signs &= np.uint16(0x80)
+    signs |= codes.view(np.uint16)
+    return signs.astype(np.uint8)
 
 
 def _exact(values: Block, scales: Block) -> tuple[Block, Block]:
     with np.errstate(all="ignore"):
-        quotients = values * spread(1 / scales, values.shape, _BLOCK)  # powers of two: exact, unless a quotient becomes 0
+        # Powers of two: exact, unless a quotient becomes 0.
+        quotients = values * spread(1 / scales, _BLOCK, _BLOCK, Box.whole(values.shape))
     halves = quotients.view(np.uint16)
     codes: Block = np.take(_exact_fp8_of_bfloat16(), halves[:, 1::2])
     if halves[:, ::2].any() or (codes == _NAN).any() or np.count_nonzero(quotients) != np.count_nonzero(values):
@@ -312,7 +264,7 @@ def _exact(values: Block, scales: Block) -> tuple[Block, Block]:
 def _exact_fp8_of_bfloat16() -> Block:
     """The FP8 word of every bfloat16 word with the same value, and _NAN for others."""
     words = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
-    codes = _fp8_of_bfloat16()
+    codes = cast(words, BF16, F8)
     return np.where(cast(cast(codes, F8, F32), F32, BF16) == words, codes, _NAN)
 
 

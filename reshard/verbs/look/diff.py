@@ -9,15 +9,15 @@ from typing import Unpack
 
 from reshard.canonical.content import Selection
 from reshard.engine.compare import Comparison, Difference, Side, comparable
+from reshard.engine.pool import Effort
+from reshard.engine.walk import BlockPlace, Read, walk
 from reshard.errors import RequestError, choices
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import Drawn, mutable, value
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.changes import Change, change_of, sum_of
-from reshard.measures.walk import Read, walk
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
-from reshard.requests.request import Effort
 from reshard.verbs.resumed import compare_counts
 from reshard.verbs.verify import log_compared, not_compared, sides_of
 
@@ -133,17 +133,16 @@ def _measure(result: Diff, pairs: Sequence[tuple], sides: tuple[Side, Side], eff
     """Read the pairs and fill in how they changed."""
     result.changes = [_unmeasured(a.name, sides) for a, _ in pairs]
 
-    def measure(number: int, read: Read) -> tuple[int, Change]:
-        dtypes, change = [tensor.dtype for tensor in pairs[number]], Change()
+    def measure(place: BlockPlace, read: Read) -> Change:
+        dtypes, change = [tensor.dtype for tensor in pairs[place[0]]], Change()
         for _, (left, right) in read:
             change.add(change_of(left, right, *dtypes))
-        return change.elements * dtypes[1].itemsize, change
+        return change
 
     files = sides[0].files, sides[1].files
-    for number, (nbytes, change) in walk(pairs, files, measure, effort=effort):
+    for (number, _, _), change in walk(pairs, files, lambda: measure, effort=effort):
         result.changes[number].add(change)
-        result.nbytes += nbytes
-        effort.report(nbytes)
+    result.nbytes += sum(tensor.nbytes for _, tensor in pairs)
     result.differences += [Difference(each.name, "values", _sentence(each)) for each in result.changes if each.changed]
 
 

@@ -16,7 +16,7 @@ from reshard.canonical.tied_head import with_replica
 from reshard.engine.checks.one_save import check_copied_files, check_steps
 from reshard.engine.compare import wrong_constants
 from reshard.engine.events import details, event
-from reshard.engine.pool import workers_within
+from reshard.engine.pool import Effort
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
@@ -28,7 +28,6 @@ from reshard.plans.manifest import usable_manifest
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords, take
 from reshard.requests.opening import classified_checkpoint, open, unchecked
-from reshard.requests.request import Effort
 from reshard.storage.files import Files
 from reshard.storage.tar import open_tree
 from reshard.verbs.verify import verify_written
@@ -121,9 +120,7 @@ def _problems(patient: Patient) -> Iterator[Finding]:
 
 
 def _wrong_checksums(patient: Patient) -> Iterator[Finding]:
-    effort = patient.effort
-    workers = workers_within(effort.memory, effort.workers, 1, buffers=1)
-    return files.wrong_checksums(patient.files, patient.paths, workers, effort.report)
+    return files.wrong_checksums(patient.files, patient.paths, patient.effort.threads(1, buffers=1), patient.effort.report)
 
 
 def _config_shapes(patient: Patient) -> Iterator[Finding]:

@@ -6,13 +6,14 @@ from typing import Unpack
 
 from reshard.canonical.content import Selection, check_selected
 from reshard.engine.compare import Side, check_recorded
-from reshard.engine.hashing import BlockDigests, block_digests, fingerprint_of
-from reshard.errors import CheckpointError, RequestError
+from reshard.engine.pool import Effort
+from reshard.engine.recorded import fingerprint_of
+from reshard.engine.walk import block_digests
+from reshard.errors import RequestError
 from reshard.plans.digests import CURRENT, VERSIONS, Fingerprint
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
 from reshard.requests.opening import opened
-from reshard.requests.request import Effort
 
 
 @checked_keywords
@@ -35,13 +36,8 @@ def fingerprint(
     effort, checkpoint = Effort(**options), opened(source)
     side = Side(checkpoint.files, checkpoint.index, checkpoint.content(selection))
     check_selected(side.content)
-    digests: BlockDigests = {}
     tensors = side.content.tensors
-    for name, number, nbytes, digest in block_digests(side.files, tensors, version=version, workers=effort.workers, memory=effort.memory):
-        if isinstance(digest, CheckpointError):
-            raise digest
-        digests.setdefault(name, {})[number] = digest
-        effort.report(nbytes)
+    digests = block_digests(side.files, tensors, effort, version=version)
     if version is CURRENT:
         check_recorded(side, digests)
     return fingerprint_of(tensors, digests, version)

@@ -7,15 +7,15 @@ from typing import Any, Unpack
 
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs, check_globs, matches
+from reshard.engine.pool import Effort
+from reshard.engine.walk import BlockPlace, Read, walk
 from reshard.geometry.boxes import blocks
 from reshard.geometry.value import value
 from reshard.index.index import Tensor
 from reshard.measures.distribution import ValueDistribution, measure_distribution
-from reshard.measures.walk import Read, walk
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords, take
 from reshard.requests.opening import open
-from reshard.requests.request import Effort
 
 BINS = 16
 """The intervals of a histogram."""
@@ -81,18 +81,16 @@ def stats(
     parts = {number: ValueDistribution() for number in range(len(tensors))}
     left = {number: sum(1 for _ in blocks(tensor.shape)) for number, tensor in enumerate(tensors)}
 
-    def measure(number: int, read: Read) -> tuple[int, ValueDistribution]:
-        tensor = tensors[number]
-        part = measure_distribution(((box, strip) for box, (strip,) in read), tensor.dtype, tensor.shape)
-        return part.elements * tensor.dtype.itemsize, part
+    def measure(place: BlockPlace, read: Read) -> ValueDistribution:
+        tensor = tensors[place[0]]
+        return measure_distribution(((box, strip) for box, (strip,) in read), tensor.dtype, tensor.shape)
 
     files = (checkpoint.files,)
-    for number, (nbytes, part) in walk([(tensor,) for tensor in tensors], files, measure, effort=effort):
+    for (number, _, _), part in walk([(tensor,) for tensor in tensors], files, lambda: measure, effort=effort):
         parts[number].add(part)
         left[number] -= 1
         if not left[number]:  # only the tensors that are being read keep their counts
             found[number] = _statistics(tensors[number], parts.pop(number))
-        effort.report(nbytes)
     return [found.get(number) or _statistics(tensor, ValueDistribution()) for number, tensor in enumerate(tensors)]
 
 

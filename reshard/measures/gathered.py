@@ -1,0 +1,20 @@
+"""Gathered: what is known of a part of a tensor, which is added to what is known of another part."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import fields
+from typing import Any, Self
+
+
+class Gathered:
+    """What is known of a part of a tensor. A field is added to that of another part, or combined as its metadata says."""
+
+    __slots__ = ()
+
+    def add(self, part: Self) -> None:
+        """Take in another part."""
+        whole: Any = self
+        for each in fields(whole):
+            combine = each.metadata.get("combine", operator.add)
+            setattr(self, each.name, combine(getattr(self, each.name), getattr(part, each.name)))
