@@ -243,7 +243,8 @@ class MegatronModel:
         # By the first layer of a kind (None: outside of the layers), then by expert.
         self._parts: dict[int | None, dict[int | None, list[Part]]] = {}
         self._cache: dict[tuple[object, ...], Tensors] = {}
-        self._experts_alike: dict[int, list[int]] = {}
+        # Whether each expert has weights of its own, by the first layer of a kind; otherwise one weight holds those of all experts.
+        self._has_separate_experts: dict[int, bool] = {}
 
     def __repr__(self) -> str:
         return f"<Megatron's {self.model.architecture.model_type} model: {self.layers} layers, vocabulary padded to {self.padded_vocab}>"
@@ -330,21 +331,12 @@ class MegatronModel:
         return kind.layers[0] if kind else layer
 
     def first_expert_alike(self, layer: int, expert: int) -> int:
-        """The first expert of a layer whose weights are like those of `expert`."""
+        """The first expert of a layer whose weights have the same patterns of names as those of `expert`."""
         first = self.first_alike(layer)
-        if first not in self._experts_alike:
-            forms: dict[tuple[object, ...], int] = {}
-            self._experts_alike[first] = [forms.setdefault(self._form(first, number), number) for number in range(self.experts)]
-        alike = self._experts_alike[first]
-        return alike[expert] if 0 <= expert < len(alike) else expert
-
-    def _form(self, layer: int, expert: int) -> tuple[object, ...]:
-        """What experts that are alike share."""
-        return tuple(
-            (name, block.shape, tuple((self.model.weights[tile.name].pattern, tile.box, tile.at, tile.axes) for tile in block.tiles))
-            for name, tensor in self._tensors(_EXPERT, layer, expert).items()
-            for block in tensor.blocks
-        )
+        if first not in self._has_separate_experts:
+            names = (name for tensor in self._tensors(_EXPERT, first, 0).values() for name in tensor.names)
+            self._has_separate_experts[first] = all(self.model.weights[name].expert == 0 for name in names)
+        return 0 if self._has_separate_experts[first] and 0 <= expert < self.experts else expert
 
     def _tensors(self, rules: Sequence[_TensorRule], layer: int | None, expert: int | None) -> Tensors:
         """The tensors of a layer or expert. Those of layers that are alike are made once, and get the names of each layer."""
