@@ -21,7 +21,6 @@ from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.canonical.optimizer_state import plain_settings, state_kind
 from reshard.containers import torch_zip
-from reshard.containers.dcp_metadata import TensorItem
 from reshard.containers.inert_pickle import shown
 from reshard.errors import CheckpointError
 from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
@@ -36,7 +35,7 @@ from ..layout.stages import Args, ParallelSizes, Rank, split_into_chunks
 from ..layout.tensors import EMBEDDING
 from .flat_buffers import bucket_tensors
 from .keyed_tensors import array_subviews, canonical_tensors, is_run_key, keyed_tensors, with_stored_adapters
-from .optimizer import OF_ADAPTER, OptimizerState, common_optimizer, folder_optimizer
+from .optimizer import OF_ADAPTER, OptimizerState, as_one, common_optimizer, folder_optimizer
 from .run_model import RunModel, check_complete, describe_model, layout_question
 from .zarr import StoredFolder, ZarrFolder
 
@@ -97,7 +96,7 @@ def _stored_parameters(stored: StoredFolder, model: RunModel, args: Args) -> lis
     return [replace(parameter, dtype=dtypes[parameter.name]) for parameter in parameters if parameter.name in dtypes]
 
 
-def _numbered_tensors(stored: StoredFolder, optimizer: OptimizerState[TensorItem], model: RunModel) -> Iterator[Tensor]:
+def _numbered_tensors(stored: StoredFolder, optimizer: OptimizerState, model: RunModel) -> Iterator[Tensor]:
     """The canonical tensors of the state of numbered parameters.
 
     A state of another shape than its parameter, such as a step count, belongs to each canonical tensor that is fused in the parameter.
@@ -152,8 +151,7 @@ def read_common(files: Files, stored: StoredFolder, backend: str) -> Mapping[str
     if files.size(path) is not None:
         common = torch_zip.read(files, path)
     elif (entry := stored.metadata.objects.get(_COMMON_ENTRY)) is not None:
-        common = stored.value(entry)
-        common = common[0] if isinstance(common, list) and common else common
+        common = as_one(stored.value(entry))
     else:
         raise CheckpointError(
             f"there is neither {COMMON} nor an entry {_COMMON_ENTRY}",

@@ -38,7 +38,7 @@ from .arrays import (
     whole_tensor,
 )
 from .flat_buffers import buffered_optimizer
-from .optimizer import OF_ADAPTER, OptimizerState, merged_param_groups, rank_optimizer
+from .optimizer import OF_ADAPTER, OptimizerState, merged_param_groups, numbered_optimizer
 from .ranks import LegacySave, MegatronRank, read_ranks
 from .run_model import RunModel, check_complete, describe_model, layout_question
 
@@ -84,7 +84,7 @@ def _index(files: Files, save: LegacySave, model: RunModel, unread: Sequence[str
     builder = IndexBuilder(_FORMAT, files)
     builder.add_files(rank.path for rank in save.ranks)
     chunks = stored_chunks(save, model.megatron)
-    optimizers: list[OptimizerState[AnyTensor]] = []
+    optimizers: list[OptimizerState] = []
     for number, rank in enumerate(save.ranks):
         tensors = rank_tensors(rank, model.megatron, save.sizes, chunks)
         for tensor, stored in tensors:
@@ -108,9 +108,7 @@ def _index(files: Files, save: LegacySave, model: RunModel, unread: Sequence[str
     return index
 
 
-def read_optimizer(
-    files: Files, rank: MegatronRank, args: Args, model: RunModel, tensors: Sequence[ChunkTensor]
-) -> OptimizerState[AnyTensor]:
+def read_optimizer(files: Files, rank: MegatronRank, args: Args, model: RunModel, tensors: Sequence[ChunkTensor]) -> OptimizerState:
     """The optimizer of a rank: the distributed one if the rank has its file, otherwise the plain one. Not that of a LoRA adapter, which
     numbers other parameters.
 
@@ -119,7 +117,7 @@ def read_optimizer(
     if model.adapters:
         return OptimizerState(rank.path, notes=(OF_ADAPTER,) if rank.optimizer else ())
     parameters = [tensor for tensor in tensors if tensor.is_parameter]
-    return buffered_optimizer(files, rank, args, parameters) or rank_optimizer(rank, parameters)
+    return buffered_optimizer(files, rank, args, parameters) or numbered_optimizer(rank.optimizer, parameters, rank.path)
 
 
 def _index_as_stored(files: Files, save: LegacySave, unanswered: tuple[str, ...]) -> Index:
