@@ -38,7 +38,7 @@ all q of a rank, then all k, then all v; or row 0 of q, of k and of v, then row 
 
 @value
 class MegatronTensor:
-    """A tensor of a Megatron model: arrays that follow each other along axis 0. Each array is split over the ranks separately."""
+    """A tensor of a Megatron model: arrays that follow each other along an axis. Each array is split over the ranks separately."""
 
     blocks: tuple[Mosaic, ...]
     """The arrays, such as gate and up."""
@@ -46,23 +46,30 @@ class MegatronTensor:
     """The axis that the ranks split; None: every rank holds all of it."""
     segments: tuple[str, ...] = ()
     """What a distributed save adds to the key for each array, which is a tensor of its own there; empty: all are one tensor."""
+    along: int = 0
+    """The axis along which the arrays follow each other."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The global shape."""
         first = self.blocks[0].shape
-        return (sum(block.shape[0] for block in self.blocks), *first[1:])
+        return (*first[: self.along], sum(block.shape[self.along] for block in self.blocks), *first[self.along + 1 :])
 
     @property
     def whole(self) -> Mosaic:
         """The array that the shards of all ranks make."""
-        return joined(self.blocks)
+        return self._joined(self.blocks)
 
     def shard(self, tp: int, tp_rank: int) -> Mosaic:
         """The array of one of `tp` ranks. Raises ValueError if the size does not divide by the ranks."""
         if self.axis is None:
             return self.whole
-        return joined([block.part(self.axis, tp, tp_rank) for block in self.blocks])
+        return self._joined([block.part(self.axis, tp, tp_rank) for block in self.blocks])
+
+    def _joined(self, arrays: Sequence[Mosaic]) -> Mosaic:
+        array = joined(arrays, self.along)
+        # The tiles follow the first axis, whatever the axis of the arrays.
+        return Mosaic(array.shape, tuple(sorted(array.tiles, key=lambda tile: tile.at[0]))) if self.along else array
 
     def renamed(self, new: Callable[[str], str]) -> MegatronTensor:
         """The same tensor of other canonical tensors."""
@@ -320,10 +327,11 @@ class MegatronModel:
         """The tensors of a routed expert."""
         return self._tensors(_EXPERT, layer, expert)
 
-    def grouped_experts(self, layer: int, experts: range, which: str, etp: int, etp_rank: int) -> Mosaic:
-        """A rank's GroupedMLP weight ("weight1" or "weight2") as an array [experts, in, out]."""
-        name = {"weight1": "linear_fc1.weight", "weight2": "linear_fc2.weight"}[which]
-        return stacked(self.expert(layer, expert)[name].shard(etp, etp_rank).transposed() for expert in experts)
+    def grouped_experts(self, layer: int, experts: range, which: str) -> MegatronTensor:
+        """A GroupedMLP weight ("weight1" or "weight2") of these experts, [experts, in, out]."""
+        name, axis = {"weight1": ("linear_fc1.weight", 2), "weight2": ("linear_fc2.weight", 1)}[which]
+        blocks_of_experts = zip(*(self.expert(layer, expert)[name].blocks for expert in experts), strict=True)
+        return MegatronTensor(tuple(stacked(block.transposed() for block in blocks) for blocks in blocks_of_experts), axis, along=2)
 
     def first_alike(self, layer: int) -> int:
         """The first layer whose weights are like those of `layer`."""

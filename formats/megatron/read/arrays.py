@@ -20,22 +20,15 @@ from ..layout.tensors import MegatronModel, MegatronTensor, Tensors
 Shape = tuple[int, ...]
 
 
-def model_tensor(model: MegatronModel, parsed: ParsedName, layer: int | None, expert: int | None, where: str) -> MegatronTensor:
-    """The tensor that a stored name means in this layer and expert, as the model numbers them. Raises what `named_tensor` raises."""
-    if layer is None:
+def model_tensor(model: MegatronModel, parsed: ParsedName, where: str) -> MegatronTensor:
+    """The tensor that a stored name means, with the numbers of layer and expert in the model. Raises what `named_tensor` raises."""
+    if parsed.layer is None:
         tensors = model.outside_layers
     elif parsed.is_expert:
-        tensors = model.expert(layer, expert or 0)
+        tensors = model.expert(parsed.layer, parsed.expert or 0)
     else:
-        tensors = {**model.layer(layer), **(model.mtp_module(layer - model.layers) if parsed.is_mtp else {})}
+        tensors = {**model.layer(parsed.layer), **(model.mtp_module(parsed.layer - model.layers) if parsed.is_mtp else {})}
     return named_tensor(tensors, parsed.name, where)
-
-
-def model_layer(model: MegatronModel, parsed: ParsedName, first: int = 0) -> int | None:
-    """The layer that a stored name means, as the model numbers layers. first: the number of the layer that the name calls 0."""
-    if parsed.layer is None:
-        return None
-    return parsed.layer + (model.layers if parsed.is_mtp else first)
 
 
 def named_tensor(tensors: Tensors, name: str, where: str) -> MegatronTensor:

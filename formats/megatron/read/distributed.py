@@ -12,18 +12,18 @@ numbers. Source: megatron/core/transformer/*.py (sharded_state_dict) and dist_ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from reshard.adapter.dcp_reader import DcpFolder
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
-from reshard.canonical.optimizer_state import plain_settings, state_kind
+from reshard.canonical.optimizer_state import plain_settings
 from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import shown
 from reshard.errors import CheckpointError
-from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
+from reshard.index.index import Index, RunFacts, Tensor
 from reshard.storage.files import Files, read_whole
 from reshard.storage.json_input import parsed
 
@@ -34,7 +34,7 @@ from ..layout.save_folders import COMMON, METADATA_JSON
 from ..layout.stages import Args, ParallelSizes, Rank, split_into_chunks
 from ..layout.tensors import EMBEDDING
 from .flat_buffers import bucket_tensors
-from .keyed_tensors import array_subviews, canonical_tensors, is_run_key, keyed_tensors, with_stored_adapters
+from .keyed_tensors import is_run_key, keyed_tensors, with_stored_adapters
 from .optimizer import OF_ADAPTER, OptimizerState, as_one, common_optimizer, folder_optimizer
 from .run_model import RunModel, check_complete, describe_model, layout_question
 from .zarr import StoredFolder, ZarrFolder
@@ -61,30 +61,21 @@ def read_distributed(files: Files, folder: str, hints: Hints) -> Index:
         model = with_stored_adapters(stored, describe_model(args, hints, _stored_vocab(stored), folder + COMMON))
     except NotUnderstoodError as error:
         return _index_as_stored(builder, stored, RunFacts("Megatron-Core", backend, unanswered=layout_question(error)))
-    tensors = list(keyed_tensors(stored, model))
-    states, builder.param_groups, notes = _optimizer(stored, common, args, model, tensors)
+    numbered = OptimizerState("") if model.adapters else folder_optimizer(stored, lambda: _stored_parameters(stored, model, args))
+    tensors = list(keyed_tensors(stored, model, numbered.states))
     check_complete(model, tensors, files.root, with_optimizer=False)
-    for tensor in (*tensors, *states):
+    if model.adapters:
+        builder.add_notes([OF_ADAPTER] if any(map(is_run_key, stored.metadata.tensors)) else [])
+    else:
+        weights = {tensor.name for tensor in tensors if tensor.kind == "weight"}
+        groups, steps = common_optimizer(stored, common, model.megatron.model, weights)
+        builder.param_groups = tuple(numbered.groups.values()) or groups
+        tensors += [*bucket_tensors(stored, model, args), *steps]
+        builder.add_notes(numbered.notes)
+    for tensor in tensors:
         builder.add_tensor(model.as_stored(tensor))
-    builder.add_notes(notes)
     builder.add_files([folder + COMMON] if files.size(folder + COMMON) is not None else [])
     return builder.build(_facts(backend, common, args, model))
-
-
-def _optimizer(
-    stored: StoredFolder, common: Mapping[str, Any], args: Args, model: RunModel, tensors: Sequence[Tensor]
-) -> tuple[list[Tensor], tuple[ParamGroup, ...], tuple[str, ...]]:
-    """(optimizer state that is stored under no weight's name, param groups, notes). tensors: those under the names of weights.
-
-    Raises: CheckpointError if the parameters that the settings describe do not fill the buckets.
-    """
-    if model.adapters:
-        return [], (), (OF_ADAPTER,) if any(map(is_run_key, stored.metadata.tensors)) else ()
-    numbered = folder_optimizer(stored, lambda: _stored_parameters(stored, model, args))
-    weights = {tensor.name for tensor in tensors if tensor.kind == "weight"}
-    groups, steps = common_optimizer(stored, common, model.megatron.model, weights)
-    states = [*_numbered_tensors(stored, numbered, model), *bucket_tensors(stored, model, args), *steps]
-    return states, tuple(numbered.groups.values()) or groups, numbered.notes
 
 
 def _stored_parameters(stored: StoredFolder, model: RunModel, args: Args) -> list[ChunkTensor]:
@@ -94,20 +85,6 @@ def _stored_parameters(stored: StoredFolder, model: RunModel, args: Args) -> lis
     spec = LayerSpec.from_args(args, str(args.get("transformer_impl", "local")))
     parameters = RankView(model.megatron, chunk, ParallelSizes(), Rank(), spec).parameters()
     return [replace(parameter, dtype=dtypes[parameter.name]) for parameter in parameters if parameter.name in dtypes]
-
-
-def _numbered_tensors(stored: StoredFolder, optimizer: OptimizerState, model: RunModel) -> Iterator[Tensor]:
-    """The canonical tensors of the state of numbered parameters.
-
-    A state of another shape than its parameter, such as a step count, belongs to each canonical tensor that is fused in the parameter.
-    """
-    for parameter, kind, item in optimizer.states:
-        if item.shape == parameter.array.shape:
-            yield from canonical_tensors(stored, item, array_subviews(parameter.array, item), model, kind)
-        else:
-            for name in parameter.array.names:
-                tensor_kind, known_as = state_kind(name, name, kind)
-                yield Tensor(known_as, item.dtype, item.shape, tensor_kind, stored.shards(item))
 
 
 def read_backend(files: Files, folder: str) -> str:

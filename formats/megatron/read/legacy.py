@@ -5,7 +5,7 @@ rank folders -> LegacySave -> RunModel -> per rank: ChunkTensors -> OptimizerSta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,28 +15,17 @@ from reshard.canonical.optimizer_state import plain_settings, state_kind
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.value import value
 from reshard.index.index import Index, RunFacts
 from reshard.storage.files import Files
 
 from ..layout.adapters import factor_of
 from ..layout.arguments import NotUnderstoodError
-from ..layout.chunks import ChunkTensor, shares_tables
+from ..layout.chunks import ChunkTensor, shared_tables
 from ..layout.names import ParsedName, parse_name
 from ..layout.save_folders import unread_optimizers
 from ..layout.stages import Args, Chunk, ParallelSizes, chunks_of_files
-from ..layout.tensors import EMBEDDING, HEAD, MegatronModel, QkvOrder
-from .arrays import (
-    check_shape,
-    local_tensors,
-    model_layer,
-    model_tensor,
-    no_such_tensor,
-    shared_expert,
-    state_tensors,
-    stored_shard,
-    whole_tensor,
-)
+from ..layout.tensors import EMBEDDING, MegatronModel, QkvOrder
+from .arrays import Shape, local_tensors, model_tensor, no_such_tensor, shared_expert, state_tensors, stored_shard, whole_tensor
 from .flat_buffers import buffered_optimizer
 from .optimizer import OF_ADAPTER, OptimizerState, merged_param_groups, numbered_optimizer
 from .ranks import LegacySave, MegatronRank, read_ranks
@@ -182,69 +171,46 @@ def rank_tensors(
     Raises: CheckpointError if the model does not have a stored tensor, or has it with another shape.
     """
     found: list[tuple[ChunkTensor, AnyTensor]] = []
+    shared = shared_tables(model, sizes)
     for chunk in (chunk for chunk in chunks if chunk.stage == rank.pp_rank):
-        stored_by_name, located = rank.chunks[chunk.number], _RankChunk(rank, chunk, model, sizes)
-        outside_layers = {parsed.name for parsed in map(parse_name, stored_by_name) if parsed.layer is None}
-        found.extend((located.tensor(name, stored, outside_layers), stored) for name, stored in stored_by_name.items())
+        for name, stored in rank.chunks[chunk.number].items():
+            parsed, where = parse_name(name).in_model(model.layers, chunk.layers.start), f"{name} in {rank.path}"
+            if parsed.layer is None and not model.mtp_layers:
+                _check_stage(parsed, chunk, sizes, name, rank.path)
+            array = _array(parsed, rank, model, sizes, stored.shape, where)
+            is_shared = parsed.layer is None and parsed.name in shared
+            found.append((ChunkTensor(name, array, stored.shape, chunk.number, parsed.is_expert, is_shared, stored.dtype), stored))
     return found
 
 
-@value
-class _RankChunk:
-    """A chunk of one rank, in which it finds arrays."""
+def _check_stage(parsed: ParsedName, chunk: Chunk, sizes: ParallelSizes, name: str, path: str) -> None:
+    """Raises CheckpointError if a tensor outside of layers is in a chunk that has none of its kind."""
+    if not (chunk.is_first if parsed.name.startswith("embedding.") else chunk.is_last):
+        raise CheckpointError(
+            f"{name} is in stage {chunk.stage}{f', chunk {chunk.number}' if sizes.vp > 1 else ''}",
+            where=path,
+            why="Only the first stage has embeddings, and only the last one a final norm and a head, so folders have changed places",
+            do="Copy all rank folders again from where the checkpoint was written",
+        )
 
-    rank: MegatronRank
-    chunk: Chunk
-    model: MegatronModel
-    sizes: ParallelSizes
 
-    def tensor(self, name: str, stored: AnyTensor, outside_layers: Collection[str]) -> ChunkTensor:
-        """The tensor of that name. outside_layers: the names in the chunk that belong to no layer."""
-        parsed = parse_name(name)
-        self._check_stage(parsed, name)
-        array = self._array(parsed, stored, f"{name} in {self.rank.path}")
-        is_shared = self._is_shared(parsed, outside_layers)
-        return ChunkTensor(name, array, stored.shape, self.chunk.number, parsed.is_expert, is_shared, stored.dtype)
-
-    def _check_stage(self, parsed: ParsedName, name: str) -> None:
-        """Raises CheckpointError if a tensor outside of layers is in a chunk that has none of its kind."""
-        if parsed.layer is not None or self.model.mtp_layers:
-            return
-        chunk = self.chunk
-        if not (chunk.is_first if parsed.name.startswith("embedding.") else chunk.is_last):
-            raise CheckpointError(
-                f"{name} is in stage {chunk.stage}{f', chunk {chunk.number}' if self.sizes.vp > 1 else ''}",
-                where=self.rank.path,
-                why="Only the first stage has embeddings, and only the last one a final norm and a head, so folders have changed places",
-                do="Copy all rank folders again from where the checkpoint was written",
-            )
-
-    def _is_shared(self, parsed: ParsedName, outside_layers: Collection[str]) -> bool:
-        """Whether it is an embedding or head that other stages hold, too (language_module.py, setup_embeddings_and_output_layer)."""
-        if parsed.layer is not None or not shares_tables(self.model, self.sizes):
-            return False
-        if self.rank.pp_rank == 0:
-            return parsed.name == EMBEDDING and HEAD not in outside_layers
-        return parsed.name == (EMBEDDING if self.model.mtp_layers else HEAD)
-
-    def _array(self, parsed: ParsedName, stored: AnyTensor, where: str) -> Mosaic:
-        rank, sizes, layer = self.rank, self.sizes, model_layer(self.model, parsed, self.chunk.layers.start)
-        if layer is None or not parsed.is_expert:
-            return stored_shard(model_tensor(self.model, parsed, layer, None, where), stored.shape, sizes.tp, rank.tp_rank, where)
-        experts, etp_rank = sizes.experts_of(rank.ep_rank, self.model.experts), rank.tp_rank % sizes.etp
-        if parsed.name in _GROUPED_EXPERTS:
-            array = self.model.grouped_experts(layer, experts, _GROUPED_EXPERTS[parsed.name], sizes.etp, etp_rank)
-            check_shape(array, stored.shape, where)
-            return array
-        if parsed.expert is None:
-            raise no_such_tensor({}, parsed.name, where)  # in a rank's file, every expert has its number
-        if parsed.expert >= len(experts):
-            raise CheckpointError(
-                f"it is expert {parsed.expert} of its rank, which has {len(experts)}",
-                where=where,
-                why=f"The model has {self.model.experts} experts on {sizes.ep} ranks",
-            )
-        tensor = model_tensor(self.model, parsed, layer, experts[parsed.expert], where)
-        if factor_of(parsed.name) and sizes.etp > 1:
-            raise shared_expert(where)
-        return stored_shard(tensor, stored.shape, sizes.etp, etp_rank, where)
+def _array(parsed: ParsedName, rank: MegatronRank, model: MegatronModel, sizes: ParallelSizes, shape: Shape, where: str) -> Mosaic:
+    """The array of the model that a rank's tensor of this shape holds."""
+    if parsed.layer is None or not parsed.is_expert:
+        return stored_shard(model_tensor(model, parsed, where), shape, sizes.tp, rank.tp_rank, where)
+    experts, etp_rank = sizes.experts_of(rank.ep_rank, model.experts), rank.tp_rank % sizes.etp
+    if parsed.name in _GROUPED_EXPERTS:
+        tensor = model.grouped_experts(parsed.layer, experts, _GROUPED_EXPERTS[parsed.name])
+        return stored_shard(tensor, shape, sizes.etp, etp_rank, where)
+    if parsed.expert is None:
+        raise no_such_tensor({}, parsed.name, where)  # in a rank's file, every expert has its number
+    if parsed.expert >= len(experts):
+        raise CheckpointError(
+            f"it is expert {parsed.expert} of its rank, which has {len(experts)}",
+            where=where,
+            why=f"The model has {model.experts} experts on {sizes.ep} ranks",
+        )
+    tensor = model_tensor(model, replace(parsed, expert=experts[parsed.expert]), where)
+    if factor_of(parsed.name) and sizes.etp > 1:
+        raise shared_expert(where)
+    return stored_shard(tensor, shape, sizes.etp, etp_rank, where)
