@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from reshard.adapter.state_dicts import flat
@@ -140,22 +141,19 @@ def _check_folders(folders: Sequence[MegatronRankFolder], sizes: ParallelSizes, 
                 why="The folder is left over from a save with other sizes, so its values are from another step",
                 do="Move it away",
             )
-    for pp_rank in range(sizes.pp):
-        for tp_rank in range(sizes.tp):
-            if not any((tp_rank, pp_rank) == ranks[:2] for ranks in by_ranks):
-                raise IncompleteError(
-                    f"the folder of tensor-parallel rank {tp_rank}" + (f" of stage {pp_rank}" if sizes.pp > 1 else "") + " is not there",
-                    where=where,
-                    why=f"The run had {_sizes_text(sizes)}; without this rank a part of the weights would be left unset",
-                    do="Copy it from where the checkpoint was written",
-                )
+    missing = (
+        f"tensor-parallel rank {tp_rank}" + (f" of stage {pp_rank}" if sizes.pp > 1 else "")
+        for pp_rank in range(sizes.pp)
+        for tp_rank in range(sizes.tp)
+        if not any((tp_rank, pp_rank) == ranks[:2] for ranks in by_ranks)
+    )
     present = {ep_rank for _, _, ep_rank in by_ranks}
-    if len(present) < sizes.ep:
-        missing = next(rank for rank in range(sizes.ep) if rank not in present)
+    missing_experts = (f"expert-parallel rank {ep_rank}" for ep_rank in range(sizes.ep) if ep_rank not in present)
+    if first := next(chain(missing, missing_experts), None):
         raise MissingFile(
-            f"there is no folder of expert-parallel rank {missing}",
+            f"the folder of {first} is not there",
             where=where,
-            why=f"The run had {_sizes_text(sizes)}; without this rank experts would be missing",
+            why=f"The run had {_sizes_text(sizes)}; without this rank a part of the weights would be left unset",
             do="Copy it from where the checkpoint was written",
         )
 
@@ -209,40 +207,28 @@ def _check_writers(ranks: Sequence[MegatronRank], sizes: ParallelSizes) -> None:
 
     A file tells which rank of the run wrote it. Ranks are numbered along the tensor-parallel axis first, and ascend along the others.
     """
-    paths: dict[int, str] = {}
+    last: dict[tuple[object, ...], tuple[int, str]] = {}
     for rank in ranks:
-        if rank.writer is None:
+        if (writer := rank.writer) is None:
             continue
-        if rank.writer in paths or rank.writer % sizes.tp != rank.tp_rank:
+        if writer % sizes.tp != rank.tp_rank:
             raise CheckpointError(
-                f"it was written by rank {rank.writer} of the run" + (f", as was {paths[rank.writer]}" if rank.writer in paths else ""),
+                f"it was written by rank {writer} of the run",
                 where=rank.path,
                 why=f"The folder is that of tensor-parallel rank {rank.tp_rank} of {sizes.tp}, so files have changed places",
                 do="Copy all rank folders again from where the checkpoint was written",
             )
-        paths[rank.writer] = rank.path
-    _check_order(ranks, "expert-parallel rank", lambda rank: (rank.tp_rank, rank.pp_rank))
-    _check_order(ranks, "stage", lambda rank: (rank.tp_rank, rank.ep_rank))
-
-
-def _check_order(ranks: Sequence[MegatronRank], axis: str, group: Callable[[MegatronRank], tuple[int, int]]) -> None:
-    """Raises CheckpointError if the ranks that wrote the files do not ascend along an axis, whatever the order of the axes was.
-
-    group: equal for the ranks that differ only along this axis.
-    """
-    last: dict[tuple[int, int], MegatronRank] = {}
-    for rank in ranks:
-        if rank.writer is None:
-            continue
-        before = last.get(group(rank))
-        if before is not None and before.writer is not None and before.writer > rank.writer:
-            raise CheckpointError(
-                f"it was written by rank {rank.writer} of the run, and {before.path}, of a lower {axis}, by rank {before.writer}",
-                where=rank.path,
-                why="The ranks of a run ascend along each parallel axis, so files have changed places",
-                do="Copy all rank folders again from where the checkpoint was written",
-            )
-        last[group(rank)] = rank
+        # The ranks that differ only along the axis, which ascend here.
+        for key in (("expert-parallel rank", rank.tp_rank, rank.pp_rank), ("stage", rank.tp_rank, rank.ep_rank)):
+            before, path = last.get(key, (-1, ""))
+            if before >= writer:
+                raise CheckpointError(
+                    f"it was written by rank {writer} of the run, and {path}, of a lower {key[0]}, by rank {before}",
+                    where=rank.path,
+                    why="The ranks of a run ascend along each parallel axis, so files have changed places",
+                    do="Copy all rank folders again from where the checkpoint was written",
+                )
+            last[key] = writer, rank.path
 
 
 def _check_one_save(ranks: Sequence[MegatronRank]) -> None:

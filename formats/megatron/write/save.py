@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from reshard.models.model import Model
 from reshard.plans.layout import Sidecar, Target
 
 from ..layout.arguments import sparse_layers
-from ..layout.chunks import Entry, RankView
+from ..layout.chunks import ChunkTensor, Entry, RankView
 from ..layout.names import LayerSpec
 from ..layout.save_folders import TRACKER
 from ..layout.settings import model_settings, namespace, rank_settings
@@ -105,10 +105,6 @@ class OptimizerContent:
         """The array with each weight replaced by its state of that kind."""
         return array.renamed(lambda name: self.keys[name][kind])
 
-    def master_aliases(self, names: Sequence[str]) -> dict[str, str]:
-        """The masters of weights that are their own full-precision copies: master -> weight."""
-        return {self.keys[name]["master_param"]: name for name in names if name in self.keys}
-
     def step_tensor(self, file: TorchFile, names: Sequence[str]) -> Call:
         """Add the step count of these weights to the file: that of the first weight with a step count, or else `step`."""
         keys = self._step_keys_of(names)
@@ -116,21 +112,36 @@ class OptimizerContent:
             return file.tensor(step_count(STEP, self.step))
         return file.whole(keys[0], self.content.tensors[keys[0]])
 
-    def step_aliases(self, names: Sequence[str]) -> dict[str, str]:
-        """The step counts of these weights that are not stored -> the step count that `step_tensor` stores for all of them."""
-        keys = self._step_keys_of(names)
-        return dict.fromkeys(keys[1:], keys[0]) if keys else {}
+    def aliases(self, parameters: Iterable[ChunkTensor], steps_shared_by: Iterable[Sequence[str]]) -> dict[str, str]:
+        """The masters and step counts that the plain optimizer does not store -> the stored tensor with the same values: a weight that is
+        its own master; the step count that `step_tensor` stores for several weights."""
+        own = (name for parameter in parameters if parameter.is_own_master for name in parameter.array.names)
+        aliases = {self.keys[name]["master_param"]: name for name in own if name in self.keys}
+        for names in steps_shared_by:
+            if keys := self._step_keys_of(names):
+                aliases |= dict.fromkeys(keys[1:], keys[0])
+        return aliases
 
     def _step_keys_of(self, names: Sequence[str]) -> list[str]:
         return [self.keys[name][STEP] for name in dict.fromkeys(names) if STEP in self.keys.get(name, {})]
 
-    def group_settings(self, names: Sequence[str], *, is_decayed: bool, is_expert: bool) -> dict[str, Any]:
-        """The settings of a param group of these weights: those of the source's group of the first weight that is in one."""
+    def param_groups(self, parameters: Sequence[ChunkTensor], *, is_expert: bool) -> list[tuple[dict[str, Any], list[ChunkTensor]]]:
+        """(settings, parameters) of an optimizer's groups with and without weight decay. Dense weights have both, even if one is empty.
+
+        The settings are those of the source's group of the first weight that is in one.
+        """
         groups = self.content.param_groups()
-        group = next((group for name in names for group in groups if name in group.names), groups[0] if groups else None)
-        flags = {"wd_mult": 1.0 if is_decayed else 0.0, "lr_mult": 1.0, "is_expert_parallel": is_expert, "is_decoupled_lr": False}
-        source = plain_settings(group.settings) if group else {}
-        return {**_ADAM, "default_config": True, **flags, **source, "is_expert_parallel": is_expert, STEP: self.step}
+        found: list[tuple[dict[str, Any], list[ChunkTensor]]] = []
+        for is_decayed in (True, False):
+            members = [parameter for parameter in parameters if parameter.is_decayed is is_decayed]
+            names = (name for member in members for name in member.array.names)
+            group = next((group for name in names for group in groups if name in group.names), groups[0] if groups else None)
+            flags = {"wd_mult": 1.0 if is_decayed else 0.0, "lr_mult": 1.0, "is_expert_parallel": is_expert, "is_decoupled_lr": False}
+            source = plain_settings(group.settings) if group else {}
+            settings = {**_ADAM, "default_config": True, **flags, **source, "is_expert_parallel": is_expert, STEP: self.step}
+            if members or is_decayed or not is_expert:
+                found.append((settings, members))
+        return found
 
 
 @value(slots=False, eq=False, repr=False)
@@ -213,6 +224,12 @@ class MegatronSave:
         is_fused_adam = any("bias_correction" in group.settings for group in self.content.param_groups())
         uses_torch_adam = bool(self.optimizer.step_keys) or not is_fused_adam
         return not self.is_distributed_optimizer and not self.spec.te and uses_torch_adam
+
+    def by_optimizer(self, parameters: Sequence[ChunkTensor]) -> list[list[ChunkTensor]]:
+        """The parameters of each of the chained optimizers: with expert parallelism, experts have an optimizer of their own."""
+        if self.sizes.ep == 1:
+            return [list(parameters)]
+        return [[parameter for parameter in parameters if parameter.is_expert is is_expert] for is_expert in (False, True)]
 
     @property
     def inlined_scalars(self) -> tuple[str, ...]:
