@@ -93,7 +93,11 @@ class RankView:
     def entries(self) -> Iterator[Entry]:
         """All entries, in the order of the state dict."""
         model, chunk = self.model, self.chunk
-        yield from self._embeddings()
+        for name, tensor in model.outside_layers.items():
+            # The word embeddings are also in the last chunk if the model has multi-token prediction.
+            is_here = chunk.is_first or (name == EMBEDDING and chunk.is_last and model.mtp_layers)
+            if is_here and name.startswith("embedding."):
+                yield self._entry(name, tensor)
         for number, layer in enumerate(chunk.layers):
             yield from self._layer(f"decoder.layers.{number}.", layer)
         # With multi-token prediction the final norm follows the last decoder layer, in whatever chunk that is (transformer_block.py).
@@ -107,20 +111,10 @@ class RankView:
                 yield from self._module(prefix, {name: tensor for name, tensor in module.items() if name not in final})
                 yield from self._layer(prefix + "transformer_layer.", model.layers + mtp_layer)
                 yield from self._module(prefix, final)
-            yield from self._head()
-
-    def _embeddings(self) -> Iterator[Entry]:
-        """All embeddings in the first chunk; the word embeddings also in the last one if the model has multi-token prediction."""
-        for name, tensor in self.model.outside_layers.items():
-            is_here = self.chunk.is_first or (name == EMBEDDING and self.chunk.is_last and self.model.mtp_layers)
-            if is_here and name.startswith("embedding."):
-                yield self._entry(name, tensor)
-
-    def _head(self) -> Iterator[Entry]:
-        for name, tensor in self.model.outside_layers.items():
-            if name.startswith("output_layer.") and not (self.model.model.is_tied and self.chunk.is_first):
-                yield self._entry(name, tensor)
-        yield "output_layer._extra_state", None
+            for name, tensor in model.outside_layers.items():
+                if name.startswith("output_layer.") and not (model.model.is_tied and chunk.is_first):
+                    yield self._entry(name, tensor)
+            yield "output_layer._extra_state", None
 
     def _layer(self, prefix: str, layer: int) -> Iterator[Entry]:
         """A transformer layer: attention, norms and MLP or router, then the routed experts, then the shared expert."""

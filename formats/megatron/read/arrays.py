@@ -59,7 +59,7 @@ def stored_shard(tensor: MegatronTensor, stored_shape: Shape, tp: int, tp_rank: 
     """The array of the model that a rank's stored tensor of this shape holds.
 
     Some Megatron versions split a tensor that others replicate (the down projections of latent attention): the shape tells which.
-    Raises: CheckpointError if the shape is neither the whole tensor's nor the shard's.
+    Raises: CheckpointError if the shape is neither the whole tensor's nor the shard's, nor has fewer axes and as many elements.
     """
     if tensor.axis is not None and tp > 1 and stored_shape == tensor.shape:
         return tensor.whole
@@ -67,15 +67,10 @@ def stored_shard(tensor: MegatronTensor, stored_shape: Shape, tp: int, tp_rank: 
         array = tensor.shard(tp, tp_rank)
     except ValueError as error:
         raise CheckpointError(f"{tp} tensor-parallel ranks cannot share it: {error}", where=where) from None
-    check_shape(array, stored_shape, where)
-    return array
-
-
-def check_shape(array: Mosaic, stored_shape: Shape, where: str) -> None:
-    """Raises CheckpointError unless the stored shape is the array's, or has fewer axes and the same number of elements."""
     has_fewer_axes = len(stored_shape) < len(array.shape) and math.prod(stored_shape) == math.prod(array.shape)
     if stored_shape != array.shape and not has_fewer_axes:
         raise wrong_shape(array, stored_shape, where)
+    return array
 
 
 def wrong_shape(array: Mosaic, stored_shape: Shape, where: str) -> CheckpointError:
