@@ -247,8 +247,6 @@ class MegatronModel:
     def __init__(self, model: Model, padded_vocab: int, qkv_order: QkvOrder = "by_group") -> None:
         self.model, self.padded_vocab, self.qkv_order = model, padded_vocab, qkv_order
         self._kind_of = {layer: kind for kind in model.layer_kinds for layer in kind.layers}
-        # By the first layer of a kind (None: outside of the layers), then by expert.
-        self._parts: dict[int | None, dict[int | None, list[Part]]] = {}
         self._cache: dict[tuple[object, ...], Tensors] = {}
         # Whether each expert has weights of its own, by the first layer of a kind; otherwise one weight holds those of all experts.
         self._has_separate_experts: dict[int, bool] = {}
@@ -352,7 +350,7 @@ class MegatronModel:
         if key not in self._cache:
             first = None if layer is None else self.first_alike(layer)
             if layer == first:
-                self._cache[key] = self._made(rules, self._parts_in(layer).get(expert, ()))
+                self._cache[key] = self._made(rules, self._parts.get(layer, {}).get(expert, ()))
             else:
                 self._cache[key] = {
                     name: tensor.renamed(lambda own: self.name_in(own, layer, None))
@@ -360,16 +358,16 @@ class MegatronModel:
                 }
         return self._cache[key]
 
-    def _parts_in(self, layer: int | None) -> dict[int | None, list[Part]]:
-        """The parts of the first layer of a kind by expert; with None, those outside of the layers."""
-        if layer not in self._parts:
-            kind = None if layer is None else self._kind_of.get(layer)
-            weights = self.model.weights_outside_layers if layer is None else kind.weights if kind else ()
-            found: dict[int | None, list[Part]] = {}
-            for part in self.model.parts_of(weights):
-                found.setdefault(part.expert, []).append(part)
-            self._parts[layer] = found
-        return self._parts[layer]
+    @cached_property
+    def _parts(self) -> dict[int | None, dict[int | None, list[Part]]]:
+        """The parts outside of the layers (None) and of the first layer of each kind, by expert."""
+        first: list[int | None] = [None, *(kind.layers[0] for kind in self.model.layer_kinds)]
+        weights = [self.model.weights_outside_layers, *(kind.weights for kind in self.model.layer_kinds)]
+        found: dict[int | None, dict[int | None, list[Part]]] = {layer: {} for layer in first}
+        for layer, of_layer in zip(first, weights, strict=True):
+            for part in self.model.parts_of(of_layer):
+                found[layer].setdefault(part.expert, []).append(part)
+        return found
 
     def _made(self, rules: Sequence[_TensorRule], parts: Iterable[Part]) -> Tensors:
         by_role: dict[str, dict[str, Mosaic]] = {}

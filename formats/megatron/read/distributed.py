@@ -34,9 +34,9 @@ from ..layout.save_folders import COMMON, METADATA_JSON
 from ..layout.stages import Args, ParallelSizes, Rank, split_into_chunks
 from ..layout.tensors import EMBEDDING
 from .flat_buffers import bucket_tensors
-from .keyed_tensors import is_run_key, keyed_tensors, with_stored_adapters
+from .keyed_tensors import is_run_key, keyed_tensors, stored_factors
 from .optimizer import OF_ADAPTER, OptimizerState, as_one, common_optimizer, folder_optimizer
-from .run_model import RunModel, check_complete, describe_model, layout_question
+from .run_model import RunModel, completed, describe_model
 from .zarr import StoredFolder, ZarrFolder
 
 # Written as torch_dcp or fsdp_dtensor: a plain folder of torch.distributed.checkpoint, without metadata.json.
@@ -58,12 +58,13 @@ def read_distributed(files: Files, folder: str, hints: Hints) -> Index:
     builder.add_objects(stored.metadata.objects)
     builder.add_files(file.path for file in stored.files)
     try:
-        model = with_stored_adapters(stored, describe_model(args, hints, _stored_vocab(stored), folder + COMMON))
+        model = describe_model(args, hints, _stored_vocab(stored), folder + COMMON).with_adapters(stored_factors(stored))
     except NotUnderstoodError as error:
-        return _index_as_stored(builder, stored, RunFacts("Megatron-Core", backend, unanswered=layout_question(error)))
+        for key, item in stored.metadata.tensors.items():
+            builder.add_tensor(Tensor(key, item.dtype, item.shape, "state" if is_run_key(key) else "weight", stored.shards(item)))
+        return builder.build(RunFacts("Megatron-Core", backend, unanswered=(error.question,)))
     numbered = OptimizerState("") if model.adapters else folder_optimizer(stored, lambda: _stored_parameters(stored, model, args))
     tensors = list(keyed_tensors(stored, model, numbered.states))
-    check_complete(model, tensors, files.root, with_optimizer=False)
     if model.adapters:
         builder.add_notes([OF_ADAPTER] if any(map(is_run_key, stored.metadata.tensors)) else [])
     else:
@@ -73,9 +74,19 @@ def read_distributed(files: Files, folder: str, hints: Hints) -> Index:
         tensors += [*bucket_tensors(stored, model, args), *steps]
         builder.add_notes(numbered.notes)
     for tensor in tensors:
-        builder.add_tensor(model.as_stored(tensor))
+        builder.add_tensor(tensor)
     builder.add_files([folder + COMMON] if files.size(folder + COMMON) is not None else [])
-    return builder.build(_facts(backend, common, args, model))
+    step = common.get("iteration", common.get("global_step"))
+    facts = RunFacts(
+        producer="Megatron-Core",
+        version=backend,
+        step=step if type(step) is int else None,
+        config=model.config,
+        state={**plain_settings(common), "args": plain_settings(args)},
+        parallel={name: size for name, size in ParallelSizes.from_args(args).by_name.items() if size > 1},
+        unanswered=model.unanswered,
+    )
+    return completed(builder.build(facts), model, files.root, with_optimizer=False)
 
 
 def _stored_parameters(stored: StoredFolder, model: RunModel, args: Args) -> list[ChunkTensor]:
@@ -154,23 +165,3 @@ def _stored_vocab(stored: StoredFolder) -> int | None:
     shapes = (item.shape for key, item in stored.metadata.tensors.items() if strip_wrappers(key) == EMBEDDING)
     shape = next(shapes, None)
     return shape[0] if shape else None
-
-
-def _index_as_stored(builder: IndexBuilder, stored: StoredFolder, facts: RunFacts) -> Index:
-    """Every tensor under its key."""
-    for key, item in stored.metadata.tensors.items():
-        builder.add_tensor(Tensor(key, item.dtype, item.shape, "state" if is_run_key(key) else "weight", stored.shards(item)))
-    return builder.build(facts)
-
-
-def _facts(backend: str, common: Mapping[str, Any], args: Args, model: RunModel) -> RunFacts:
-    step = common.get("iteration", common.get("global_step"))
-    return RunFacts(
-        producer="Megatron-Core",
-        version=backend,
-        step=step if type(step) is int else None,
-        config=model.config,
-        state={**plain_settings(common), "args": plain_settings(args)},
-        parallel={name: size for name, size in ParallelSizes.from_args(args).by_name.items() if size > 1},
-        unanswered=model.unanswered,
-    )

@@ -70,7 +70,17 @@ def buffered_optimizer(files: Files, rank: MegatronRank, args: Args, parameters:
             continue  # another rank's file has it
         groups |= link.param_groups(link.members(parameters))
         for buffered, arrays in _stored_buffers(by_chunk, link.parameters(parameters), path):
-            offsets = _parameter_offsets(buffered, arrays, sizes, path)
+            layouts = [buffer_of(buffered, size) for size in sizes]
+            offsets = {offsets for offsets, elements in layouts if elements == arrays.get("numel_unpadded")}
+            if not offsets:
+                raise CheckpointError(
+                    f"a buffer of the distributed optimizer has {arrays.get('numel_unpadded')} elements, "
+                    f"its {len(buffered)} parameters need {layouts[0][1]}",
+                    where=path,
+                    why="The bucket boundaries depend on settings that the file does not tell, and without them the parameters cannot be "
+                    "located",
+                    do="Save with --ckpt-format torch_dist, or take the weights alone: move distrib_optim.pt away",
+                )
             if len(offsets) > 1:
                 notes.append(f"the distributed optimizer's state is left out: it can have {len(offsets)} different bucket layouts ({path})")
                 continue
@@ -107,26 +117,6 @@ def _stored_buffers(
         )
     for members, (_, arrays) in zip(buffers, stored, strict=True):
         yield members, arrays
-
-
-def _parameter_offsets(
-    parameters: Sequence[ChunkTensor], arrays: Mapping[str, Any], bucket_sizes: Sequence[int | None], path: str
-) -> set[tuple[int, ...]]:
-    """The offsets of the parameters in their buffer, for each bucket size that explains the buffer's length.
-
-    Raises: CheckpointError if no bucket size explains it.
-    """
-    layouts = [buffer_of(parameters, size) for size in bucket_sizes]
-    found = {offsets for offsets, elements in layouts if elements == arrays.get("numel_unpadded")}
-    if not found:
-        raise CheckpointError(
-            f"a buffer of the distributed optimizer has {arrays.get('numel_unpadded')} elements, "
-            f"its {len(parameters)} parameters need {layouts[0][1]}",
-            where=path,
-            why="The bucket boundaries depend on settings that the file does not tell, and without them the parameters cannot be located",
-            do="Save with --ckpt-format torch_dist, or take the weights alone: move distrib_optim.pt away",
-        )
-    return found
 
 
 # ---- the buckets of a distributed save ----

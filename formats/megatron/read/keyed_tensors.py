@@ -47,10 +47,10 @@ def is_run_key(key: str) -> bool:
     return key.startswith(_RUN_KEYS)
 
 
-def with_stored_adapters(stored: StoredFolder, model: RunModel) -> RunModel:
-    """The model with the LoRA adapters that the save holds."""
+def stored_factors(stored: StoredFolder) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name relative to the layer or expert, shape) of the weights, some of which may be factors of LoRA adapters."""
     weights = ((parse_key(key), item.shape) for key, item in stored.metadata.tensors.items() if is_weight_name(key) and not is_run_key(key))
-    return model.with_adapters((parsed.factor_name(shape), shape) for parsed, shape in weights)
+    return ((parsed.factor_name(shape), shape) for parsed, shape in weights)
 
 
 def keyed_tensors(stored: StoredFolder, model: RunModel, numbered: Iterable[tuple[ChunkTensor, str, TensorItem]]) -> Iterator[Tensor]:

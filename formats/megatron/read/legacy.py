@@ -23,13 +23,13 @@ from ..layout.arguments import NotUnderstoodError
 from ..layout.chunks import ChunkTensor, shared_tables
 from ..layout.names import ParsedName, parse_name
 from ..layout.save_folders import unread_optimizers
-from ..layout.stages import Args, Chunk, ParallelSizes, chunks_of_files
+from ..layout.stages import Args, Chunk, ParallelSizes, split_into_chunks
 from ..layout.tensors import EMBEDDING, MegatronModel, QkvOrder
 from .arrays import Shape, local_tensors, model_tensor, no_such_tensor, shared_expert, state_tensors, stored_shard, whole_tensor
 from .flat_buffers import buffered_optimizer
 from .optimizer import OF_ADAPTER, OptimizerState, merged_param_groups, numbered_optimizer
 from .ranks import LegacySave, MegatronRank, read_ranks
-from .run_model import RunModel, check_complete, describe_model, layout_question
+from .run_model import RunModel, completed, describe_model
 
 _FORMAT = "megatron"
 # The order of q, k and v by the version of the checkpoint (megatron/legacy, fix_query_key_value_ordering).
@@ -47,7 +47,7 @@ def read_legacy(files: Files, folder: str, hints: Hints) -> Index:
     try:
         model = legacy_model(save, hints)
     except NotUnderstoodError as error:
-        return _index_as_stored(files, save, layout_question(error))
+        return _index_as_stored(files, save, error)
     return _index(files, save, model, unread_optimizers(files, folder))
 
 
@@ -92,9 +92,7 @@ def _index(files: Files, save: LegacySave, model: RunModel, unread: Sequence[str
         builder.add_notes([f"the optimizer's state in {unread[0]}{others} is left out: reshard does not read its form"])
     builder.param_groups = merged_param_groups(optimizers, model.shapes)
     index = builder.build(_facts(save, config=model.config, unanswered=model.unanswered))
-    index = replace(index, tensors=tuple(map(model.as_stored, index.tensors)))
-    check_complete(model, index.tensors, files.root, with_optimizer=True)
-    return index
+    return completed(index, model, files.root, with_optimizer=True)
 
 
 def read_optimizer(files: Files, rank: MegatronRank, args: Args, model: RunModel, tensors: Sequence[ChunkTensor]) -> OptimizerState:
@@ -109,7 +107,7 @@ def read_optimizer(files: Files, rank: MegatronRank, args: Args, model: RunModel
     return buffered_optimizer(files, rank, args, parameters) or numbered_optimizer(rank.optimizer, parameters, rank.path)
 
 
-def _index_as_stored(files: Files, save: LegacySave, unanswered: tuple[str, ...]) -> Index:
+def _index_as_stored(files: Files, save: LegacySave, error: NotUnderstoodError) -> Index:
     """Each rank's tensors under their stored names, with the rank's folder before the name."""
     builder = IndexBuilder(_FORMAT, files)
     for number, rank in enumerate(save.ranks):
@@ -119,7 +117,7 @@ def _index_as_stored(files: Files, save: LegacySave, unanswered: tuple[str, ...]
                 builder.add("weight", prefix + name, whole_tensor(stored), rank.path, number)
     builder.add_files(rank.path for rank in save.ranks)
     builder.add_objects(save.first.objects)
-    return builder.build(_facts(save, unanswered=unanswered))
+    return builder.build(_facts(save, unanswered=(error.question,)))
 
 
 def _facts(save: LegacySave, **other: Any) -> RunFacts:
@@ -160,7 +158,16 @@ def stored_chunks(save: LegacySave, model: MegatronModel) -> tuple[Chunk, ...]:
                     where=rank.path,
                     do="Keep the folders of one save only",
                 )
-    return chunks_of_files(counts, save.sizes, model.layers, save.first.path)
+    if (stored := sum(counts.values())) != model.layers:
+        by_stage = sorted((stage, chunk, count) for (chunk, stage), count in counts.items())
+        text = ", ".join(f"stage {stage}{f' chunk {chunk}' if chunk else ''}: {count}" for stage, chunk, count in by_stage)
+        raise CheckpointError(
+            f"the stages hold {stored} layers ({text}), the model has {model.layers}",
+            where=save.first.path,
+            why="The files of a stage are missing or belong to another save, or the config belongs to another model",
+            do="Copy all rank folders from where the checkpoint was written",
+        )
+    return split_into_chunks([count for _, count in sorted(counts.items())], save.sizes.pp)
 
 
 def rank_tensors(

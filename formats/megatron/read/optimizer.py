@@ -17,7 +17,7 @@ Source: megatron/core/optimizer/{__init__,optimizer,distrib_optimizer}.py of 0.1
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -162,7 +162,9 @@ def numbered_optimizer(optimizer: Any, parameters: Sequence[ChunkTensor], path: 
             continue
         groups |= link.param_groups(members)
         for position, group_members in enumerate(members):
-            states.extend(_masters(link.masters, position, group_members))
+            masters = link.masters[position] if isinstance(link.masters, list) and position < len(link.masters) else None
+            narrow = (member for member in group_members if not member.is_own_master)  # others have no master
+            states.extend((member, "master_param", master) for member, master in zip(narrow, masters or (), strict=False))
             for member, parameter_number in zip(group_members, numbers[position], strict=True):
                 kept = link.state.get(parameter_number)
                 states.extend((member, kind, stored) for kind, stored in (kept.items() if isinstance(kept, Mapping) else ()))
@@ -172,14 +174,6 @@ def numbered_optimizer(optimizer: Any, parameters: Sequence[ChunkTensor], path: 
 
 def _lengths(groups: Iterable[Sequence[Any]]) -> str:
     return ", ".join(str(len(group)) for group in groups)
-
-
-def _masters(masters: Any, position: int, members: Sequence[ChunkTensor]) -> Iterator[tuple[ChunkTensor, str, Any]]:
-    """The masters of a param group; parameters of 4 bytes per element have none."""
-    stored = masters[position] if isinstance(masters, list) and position < len(masters) else []
-    narrow = [member for member in members if not member.is_own_master] if stored else []
-    for member, master in zip(narrow, stored, strict=False):
-        yield member, "master_param", master
 
 
 _ENTRY = re.compile(rf"optimizer\.(?:optimizer\.)?(state|param_groups|{_MASTERS})\.(\d+)\.(\w+)")

@@ -160,15 +160,10 @@ class MegatronSave:
     """The chunks of all stages, in the order of the model."""
     spec: LayerSpec
     """The layer classes of the run that will load it."""
-    padded_vocab: int
-    """The rows of the embedding, with padding."""
+    source_args: Args
+    """The settings of the run that wrote the source; empty if it was not Megatron's."""
     dtype: DType
     """The element type of the parameters."""
-
-    @property
-    def source_args(self) -> Args:
-        """The settings of the run that wrote the source; empty if it was not Megatron's."""
-        return _source_args(self.content)
 
     @property
     def step(self) -> int:
@@ -262,7 +257,7 @@ class MegatronSave:
             {
                 **self.source_args,
                 **self.model_settings,
-                **rank_settings(self.sizes, self.chunks, self.padded_vocab, mtp_layers),
+                **rank_settings(self.sizes, self.chunks, self.model.padded_vocab, mtp_layers),
                 "params_dtype": self.dtype.torch,
                 "transformer_impl": "transformer_engine" if self.spec.te else "local",
                 "make_vocab_size_divisible_by": _vocabulary_multiple(self.target, self.source_args),
@@ -329,8 +324,9 @@ class MegatronSave:
     def notes(self) -> tuple[str, ...]:
         """What someone who loads the save has to know."""
         notes = []
-        if padding := self.padded_vocab - self.model.model.dimensions["vocab"]:
-            notes.append(f"{padding} rows of zeros pad the vocabulary to {self.padded_vocab}, as Megatron does for `tp={self.sizes.tp}`")
+        padded_vocab = self.model.padded_vocab
+        if padding := padded_vocab - self.model.model.dimensions["vocab"]:
+            notes.append(f"{padding} rows of zeros pad the vocabulary to {padded_vocab}, as Megatron does for `tp={self.sizes.tp}`")
         buffers = [part.tensor for part in self.model.model.parts() if part.role in BUFFER_ROLES and part.tensor in self.content.tensors]
         if any(self.target.dtype_of(self.content.tensors[name]) != F32 for name in buffers):
             notes.append("the score corrections of the routers are widened to fp32, as Megatron stores them")
@@ -372,7 +368,8 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
             why="Its masters are of weights, some of which Megatron stores in another form",
             do="Leave out `optimizer=True`",
         )
-    options, parallel, args = target.options, target.parallel, _source_args(content)
+    options, parallel, args = target.options, target.parallel, content.facts.state.get("args")
+    args = args if isinstance(args, Mapping) else {}
     _refuse_unused(options, content, model)
     sizes = ParallelSizes(parallel.tp, parallel.pp, parallel.ep, options.get("vp") or 1, options.get("etp") or parallel.tp)
     check_sizes(model, sizes)
@@ -386,12 +383,7 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
         spec = replace(spec, experts="te-grouped")  # MambaModel's spec has no other experts
     spec = replace(spec, extra_state=bool(options.get("extra_state")))
     check_spec(model, spec)
-    return MegatronSave(content, target, MegatronModel(model, padded_vocab), sizes, chunks, spec, padded_vocab, target.dtype_of(embedding))
-
-
-def _source_args(content: Content) -> Args:
-    args = content.facts.state.get("args")
-    return args if isinstance(args, Mapping) else {}
+    return MegatronSave(content, target, MegatronModel(model, padded_vocab), sizes, chunks, spec, args, target.dtype_of(embedding))
 
 
 def _vocabulary_multiple(target: Target, args: Args) -> int:
