@@ -69,14 +69,14 @@ def stored_shard(tensor: MegatronTensor, stored_shape: Shape, tp: int, tp_rank: 
         raise CheckpointError(f"{tp} tensor-parallel ranks cannot share it: {error}", where=where) from None
     has_fewer_axes = len(stored_shape) < len(array.shape) and math.prod(stored_shape) == math.prod(array.shape)
     if stored_shape != array.shape and not has_fewer_axes:
-        raise wrong_shape(array, stored_shape, where)
+        raise wrong_shape(array.shape, stored_shape, where)
     return array
 
 
-def wrong_shape(array: Mosaic, stored_shape: Shape, where: str) -> CheckpointError:
+def wrong_shape(shape: Shape, stored_shape: Shape, where: str) -> CheckpointError:
     """The error for a stored tensor that has another shape than the model's."""
     return CheckpointError(
-        f"its stored shape is {list(stored_shape)}, the model's shape is {list(array.shape)}",
+        f"its stored shape is {list(stored_shape)}, the model's shape is {list(shape)}",
         where=where,
         why="The settings, or the config given with `model=`, belong to another model, or the file belongs to another save",
         do="Give the config that this model was trained with by `model=DIR`",

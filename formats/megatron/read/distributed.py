@@ -133,12 +133,15 @@ def read_common(files: Files, stored: StoredFolder, backend: str) -> Mapping[str
 
     Raises: CheckpointError if there are none.
     """
-    if backend == _PLAIN:
-        return _run_state(stored)
+    objects = stored.metadata.objects
+    if backend == _PLAIN:  # the plain values at the root, and the state of the schedule
+        state = {key: stored.value(objects[key]) for key in _RUN_STATE if key in objects}
+        schedule = {key.partition(".")[2]: stored.value(item) for key, item in objects.items() if key.startswith("opt_param_scheduler.")}
+        return {**state, "opt_param_scheduler": schedule} if schedule else state
     path = stored.prefix + COMMON
     if files.size(path) is not None:
         common = torch_zip.read(files, path)
-    elif (entry := stored.metadata.objects.get(_COMMON_ENTRY)) is not None:
+    elif (entry := objects.get(_COMMON_ENTRY)) is not None:
         common = as_one(stored.value(entry))
     else:
         raise CheckpointError(
@@ -150,14 +153,6 @@ def read_common(files: Files, stored: StoredFolder, backend: str) -> Mapping[str
     if not isinstance(common, Mapping):
         raise CheckpointError(f"it holds {shown(common)}, a dict is expected", where=path)
     return common
-
-
-def _run_state(stored: StoredFolder) -> dict[str, Any]:
-    """The plain values of the run in a folder with one entry each: those at the root, and the state of the schedule."""
-    objects = stored.metadata.objects
-    state = {key: stored.value(objects[key]) for key in _RUN_STATE if key in objects}
-    schedule = {key.partition(".")[2]: stored.value(item) for key, item in objects.items() if key.startswith("opt_param_scheduler.")}
-    return {**state, "opt_param_scheduler": schedule} if schedule else state
 
 
 def _stored_vocab(stored: StoredFolder) -> int | None:

@@ -33,7 +33,7 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import row_major
 from reshard.geometry.mosaics import Mosaic
 from reshard.index.index import ParamGroup, Tensor
-from reshard.index.shards import Shards, concatenated
+from reshard.index.shards import Shards
 from reshard.index.subviews import SubviewsBuilder
 from reshard.storage.files import Files
 
@@ -43,6 +43,7 @@ from ..layout.names import LayerSpec
 from ..layout.save_folders import DISTRIBUTED_OPTIMIZER
 from ..layout.stages import Args, ParallelSizes, chunks_of_run
 from .arrays import flat_sections
+from .keyed_tensors import merged
 from .optimizer import OptimizerState, chain_links
 from .ranks import MegatronRank
 from .run_model import RunModel
@@ -137,18 +138,13 @@ def bucket_tensors(stored: StoredFolder, model: RunModel, args: Args) -> Iterato
     Raises: CheckpointError if the parameters that the settings describe do not fill the buckets.
     """
     buffers, where = _bucketed_buffers(stored), f"{stored.prefix}.metadata"
-    if not buffers:
-        return
-    pieces: dict[tuple[str, str], list[Shards]] = {}
     is_chained = any(link is not None for link, _ in buffers)
-    for link, group, chunks in _groups_of_run(model, args, where, is_chained=is_chained):
-        in_group = buffers.get((link if is_chained else None, group), [])
-        for array, name, shards in _state_pieces(stored, in_group, group, chunks, where):
-            pieces.setdefault((name, array), []).append(shards)
-    dtypes = {array: buckets[0].dtype for in_group in buffers.values() for buffer in in_group for array, buckets in buffer.items()}
-    for (name, array), parts in pieces.items():
-        kind, known_as = state_kind(name, name, BUFFER_KINDS[array])
-        yield Tensor(known_as, dtypes[array], model.shapes[name], kind, concatenated(parts))
+    groups = _groups_of_run(model, args, where, is_chained=is_chained) if buffers else ()
+    return merged(
+        part
+        for link, group, chunks in groups
+        for part in _parts(stored, model, buffers.get((link if is_chained else None, group), []), group, chunks, where)
+    )
 
 
 def _bucketed_buffers(stored: StoredFolder) -> dict[tuple[int | None, int], list[_Buffer]]:
@@ -180,11 +176,11 @@ def _groups_of_run(model: RunModel, args: Args, where: str, *, is_chained: bool)
             yield 1, group, experts
 
 
-def _state_pieces(
-    stored: StoredFolder, buffers: Sequence[_Buffer], group: int, chunks: Sequence[Sequence[ChunkTensor]], where: str
-) -> Iterator[tuple[str, str, Shards]]:
-    """(array of a buffer, canonical tensor, its pieces there) of every parameter of a rank. The buffers follow the order of the chunks;
-    chunks without parameters have none."""
+def _parts(
+    stored: StoredFolder, model: RunModel, buffers: Sequence[_Buffer], group: int, chunks: Sequence[Sequence[ChunkTensor]], where: str
+) -> Iterator[Tensor]:
+    """What the buffers of a rank hold of the state of canonical tensors. The buffers follow the order of the chunks; chunks without
+    parameters have none."""
     chunks = [parameters for parameters in chunks if parameters]
     if len(chunks) != len(buffers):
         raise CheckpointError(
@@ -210,7 +206,8 @@ def _state_pieces(
             for parameter, offset in zip(parameters, offsets, strict=True):
                 bucket = bisect_right(starts, offset) - 1
                 for name, pieces in _array_pieces(parameter.array, parameter.elements, shards[bucket], offset - starts[bucket]):
-                    yield array_name, name, pieces
+                    kind, known_as = state_kind(name, name, BUFFER_KINDS[array_name])
+                    yield Tensor(known_as, buckets[0].dtype, model.shapes[name], kind, pieces)
 
 
 def _array_pieces(array: Mosaic, elements: int, bucket: Shards, offset: int) -> Iterator[tuple[str, Shards]]:

@@ -60,19 +60,19 @@ def keyed_tensors(stored: StoredFolder, model: RunModel, numbered: Iterable[tupl
     Raises: CheckpointError if the model does not have the tensor that a key names, or has it with another shape.
     """
     locator, items = _Locator(stored, model), stored.metadata.tensors
-    segments: dict[tuple[str, str], list[Tensor]] = {}
+    segments: list[Tensor] = []
     for key, item in items.items():
         match = _STATE_KEY.fullmatch(key) if not model.adapters else None
         if not is_weight_name(key) or (is_run_key(key) and not match):
             continue
         weight_key, kind = (match["key"], BUFFER_KINDS.get(match["kind"], match["kind"])) if match else (key, None)
         parsed = parse_key(weight_key)
-        for tensor in locator.tensors(parsed, item, items.get(weight_key, item), kind):
-            if parsed.segment:
-                segments.setdefault((tensor.kind, tensor.name), []).append(tensor)
-            else:
-                yield tensor
-    yield from map(_joined, segments.values())
+        tensors = locator.tensors(parsed, item, items.get(weight_key, item), kind)
+        if parsed.segment:
+            segments.extend(tensors)
+        else:
+            yield from tensors
+    yield from merged(segments)
     for parameter, kind, item in numbered:
         if item.shape == parameter.array.shape:
             yield from locator.tensors(parse_key(parameter.name), item, item, kind)
@@ -81,17 +81,20 @@ def keyed_tensors(stored: StoredFolder, model: RunModel, numbered: Iterable[tupl
             yield from (Tensor(known_as, item.dtype, item.shape, of_kind, stored.shards(item)) for of_kind, known_as in kinds_and_names)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """A canonical tensor of which several stored tensors hold a part each."""
-    first = parts[0]
-    if other := next((part for part in parts if part.dtype != first.dtype), None):
-        raise CheckpointError(
-            f"one part of it is stored as {first.dtype}, another as {other.dtype}",
-            where=first.name,
-            why="A run stores the parts of a projection in one element type, so files of several saves are mixed",
-            do="Copy the files of one save again",
-        )
-    return replace(first, shards=concatenated([part.shards for part in parts]))
+def merged(parts: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Each canonical tensor, of which several stored tensors hold a part each. Raises CheckpointError for parts of different types."""
+    by_tensor: dict[tuple[str, str], list[Tensor]] = {}
+    for part in parts:
+        by_tensor.setdefault((part.kind, part.name), []).append(part)
+    for first, *others in by_tensor.values():
+        if other := next((part for part in others if part.dtype != first.dtype), None):
+            raise CheckpointError(
+                f"one part of it is stored as {first.dtype}, another as {other.dtype}",
+                where=first.name,
+                why="A run stores the parts of a tensor in one element type, so files of several saves are mixed",
+                do="Copy the files of one save again",
+            )
+        yield replace(first, shards=concatenated([first.shards, *(part.shards for part in others)]))
 
 
 class _Locator:
@@ -135,8 +138,10 @@ class _Locator:
 
     def _tiles(self, parsed: ParsedName, item: TensorItem, where: str) -> SubviewsByTensor:
         """The tiles in each stored box. A box can span several layers and experts."""
-        self._check_stacked_axes(parsed, item, where)
         lead, found = parsed.stacked_axes, SubviewsBuilder()
+        stacked = ((self.model.layers,) if parsed.stacks_layers else ()) + ((self.model.experts,) if parsed.stacks_experts else ())
+        if item.shape[:lead] != stacked:
+            raise wrong_shape((*stacked, *item.shape[lead:]), item.shape, where)
         parts: dict[tuple[object, ...], Mosaic] = {}
         for i, offsets, sizes in _boxes(item):
             inner = *offsets[lead:], *sizes[lead:]
@@ -146,7 +151,7 @@ class _Locator:
                 if (first, inner) not in parts:
                     array = self._array(first, item, where)
                     if array.shape != item.shape[lead:]:
-                        raise wrong_shape(array, item.shape[lead:], where)
+                        raise wrong_shape((*stacked, *array.shape), item.shape, where)
                     parts[first, inner] = _cut(array, offsets[lead:], sizes[lead:])
                 for tile in parts[first, inner].tiles:
                     found.add_tile(i, self.model.name_in(tile.name, here.layer, here.expert), tile, position)
@@ -162,18 +167,6 @@ class _Locator:
             for section in flat_sections(block, offsets[-1], offsets[-1] + sizes[-1], 0):
                 found.add_section(i, section, len(offsets))
         return found.build()
-
-    def _check_stacked_axes(self, parsed: ParsedName, item: TensorItem, where: str) -> None:
-        """Raises CheckpointError unless the stacked axes count the layers and experts of the model."""
-        model, stacked = self.model, item.shape[: parsed.stacked_axes]
-        expected = ((model.layers,) if parsed.stacks_layers else ()) + ((model.experts,) if parsed.stacks_experts else ())
-        if stacked != expected:
-            raise CheckpointError(
-                f"its first axes are {list(stacked)}, but the model has {list(expected)} layers or experts",
-                where=where,
-                why="The settings, or the config given with `model=`, belong to another model",
-                do="Give the config that this model was trained with by `model=DIR`",
-            )
 
     def _array(self, parsed: ParsedName, item: TensorItem, where: str) -> Mosaic:
         """The array of a key in one layer and expert. Raises CheckpointError if there is none."""

@@ -56,17 +56,10 @@ def legacy_model(save: LegacySave, hints: Hints) -> RunModel:
     # The order of q, k and v depends on the version only for GPT models before Megatron-Core, which are recognized by their names.
     is_old = any("query_key_value" in name for chunk in save.first.chunks for name in chunk)
     qkv_order = _OLD_QKV_ORDERS.get(save.first.version, "by_group") if is_old else "by_group"
-    model = describe_model(save.args, hints, _stored_vocab(save), save.first.path, qkv_order=qkv_order)
-    stored = ((parse_name(name), stored.shape) for rank in save.ranks for chunk in rank.chunks for name, stored in chunk.items())
-    return model.with_adapters((parsed.factor_name(shape), shape) for parsed, shape in stored)
-
-
-def _stored_vocab(save: LegacySave) -> int | None:
-    """The rows of the embedding with padding: each tensor-parallel rank has an equal shard; None if no rank has any."""
-    chunks = (chunk for rank in save.ranks for chunk in rank.chunks)
-    embeddings = (stored for chunk in chunks for name, stored in chunk.items() if parse_name(name).name == EMBEDDING and stored.shape)
-    embedding = next(embeddings, None)
-    return embedding.shape[0] * save.sizes.tp if embedding else None
+    # Each tensor-parallel rank has an equal shard of the embedding.
+    vocab = next((stored.shape[0] * save.sizes.tp for parsed, stored in save.tensors() if parsed.name == EMBEDDING and stored.shape), None)
+    model = describe_model(save.args, hints, vocab, save.first.path, qkv_order=qkv_order)
+    return model.with_adapters((parsed.factor_name(stored.shape), stored.shape) for parsed, stored in save.tensors())
 
 
 def _index(files: Files, save: LegacySave, model: RunModel, unread: Sequence[str]) -> Index:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -16,7 +16,7 @@ from reshard.geometry.value import value
 from reshard.storage.files import Files
 
 from ..layout.arguments import MODEL_ARGS, nemo_args, plain_args
-from ..layout.names import is_weight_name
+from ..layout.names import ParsedName, is_weight_name, parse_name
 from ..layout.save_folders import MegatronRankFolder, rank_folders
 from ..layout.stages import Args, ParallelSizes
 
@@ -87,6 +87,11 @@ class LegacySave:
     @property
     def first(self) -> MegatronRank:
         return self.ranks[0]
+
+    def tensors(self) -> Iterator[tuple[ParsedName, AnyTensor]]:
+        """The tensors of all ranks, by the parts of their names."""
+        chunks = (chunk for rank in self.ranks for chunk in rank.chunks)
+        return ((parse_name(name), stored) for chunk in chunks for name, stored in chunk.items())
 
     def __repr__(self) -> str:
         return f"<legacy save: {len(self.ranks)} ranks, {_sizes_text(self.sizes)}>"
@@ -232,28 +237,20 @@ def _check_writers(ranks: Sequence[MegatronRank], sizes: ParallelSizes) -> None:
 
 
 def _check_one_save(ranks: Sequence[MegatronRank]) -> None:
-    """Raises CheckpointError if the files come from several saves or runs."""
-    first = ranks[0]
+    """Raises MixedSaves if the files come from several saves or runs."""
+    first, facts = ranks[0], _facts_of_save(ranks[0])
     for rank in ranks:
-        if rank.iteration != first.iteration or rank.version != first.version:
+        own = _facts_of_save(rank)
+        if differing := next((name for name in facts if name in own and own[name] != facts[name]), None):
             raise MixedSaves(
-                f"it is from iteration {rank.iteration}, {first.path} is from iteration {first.iteration}",
+                f"it has {differing} {own[differing]}, {first.path} has {differing} {facts[differing]}",
                 where=rank.path,
-                why="The folder holds files of several saves, which together are not the model at any step",
+                why="The folder holds files of several saves or runs, which together are not the model at any step",
                 do="Keep the folders of one save only",
             )
-        if len(rank.chunks) != len(first.chunks):
-            raise CheckpointError(
-                f"it holds {len(rank.chunks)} chunks of the model, {first.path} holds {len(first.chunks)}",
-                where=rank.path,
-                why="All stages of a run have the same number of chunks",
-                do="Keep the folders of one save only",
-            )
-        for key in MODEL_ARGS:
-            if key in rank.args and key in first.args and rank.args[key] != first.args[key]:
-                raise CheckpointError(
-                    f"it was trained with {key}={rank.args[key]}, {first.path} with {key}={first.args[key]}",
-                    where=rank.path,
-                    why="The folder holds files of several runs, which together are no model",
-                    do="Keep the folders of one run only",
-                )
+
+
+def _facts_of_save(rank: MegatronRank) -> dict[str, Any]:
+    """What the files of all ranks of a save tell alike."""
+    of_file = {"iteration": rank.iteration, "checkpoint version": rank.version, "chunk count": len(rank.chunks)}
+    return of_file | {f"setting {key}": rank.args[key] for key in MODEL_ARGS if key in rank.args}
