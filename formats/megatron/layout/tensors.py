@@ -237,7 +237,7 @@ def computation_of(model: Model) -> Computation:
 
 
 def is_hybrid(model: Model) -> bool:
-    """Whether Megatron's class for a model is MambaModel."""
+    """Whether Megatron's class for a model is MambaModel, in which a layer is a Mamba mixer, attention, an MLP or experts alone."""
     return "ssm_heads" in model.dimensions
 
 
@@ -269,14 +269,9 @@ class MegatronModel:
         """The number of routed experts in a sparse layer; 0 if there are none."""
         return self.model.dimensions.get("experts", 0)
 
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether it is a MambaModel, in which a layer is a Mamba mixer, attention, an MLP or experts alone."""
-        return is_hybrid(self.model)
-
     def stored_name(self, name: str) -> str:
         """The name in a file of a tensor outside of the layers."""
-        return name.replace("final_layernorm", "final_norm") if self.is_hybrid else name
+        return name.replace("final_layernorm", "final_norm") if is_hybrid(self.model) else name
 
     @cached_property
     def functions(self) -> Mapping[str, str]:

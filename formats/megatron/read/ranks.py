@@ -171,17 +171,21 @@ def _sizes_text(sizes: ParallelSizes) -> str:
 def _parse_rank(folder: MegatronRankFolder, root: Mapping[str, Any], sizes: ParallelSizes) -> MegatronRank:
     """A rank's file as plain values."""
     keys = _model_keys(root)
-    chunks = [_parse_chunk(root[key]) for key in keys] or [_parse_chunk(root)]
-    beside_model = [str(key) for key in root if key not in (*keys, "optimizer", *_RUN_STATE)] if keys else []
+    objects = [str(key) for key in root if key not in (*keys, "optimizer", *_RUN_STATE)] if keys else []
+    chunks: list[dict[str, AnyTensor]] = []
+    for state_dict in [root[key] for key in keys] or [root]:
+        entries = dict(flat(state_dict)) if isinstance(state_dict, Mapping) else {}
+        chunks.append({name: entry for name, entry in entries.items() if is_plain_tensor(entry) and is_weight_name(name)})
+        objects.extend(name for name, entry in entries.items() if entry is not None and name not in chunks[-1])
     return MegatronRank(
         folder.weights,
         folder.path,
         *_folder_ranks(folder, sizes),
-        tuple(tensors for tensors, _ in chunks),
+        tuple(chunks),
         root.get("optimizer"),
         plain_args(root.get("args")),
         {key: root[key] for key in _RUN_STATE if key in root},
-        (*beside_model, *(name for _, objects in chunks for name in objects)),
+        tuple(objects),
     )
 
 
@@ -193,18 +197,6 @@ def _model_keys(root: Mapping[str, Any]) -> list[str]:
     if numbered:
         return sorted(numbered, key=lambda key: int(key.removeprefix(_MODEL)))
     return ["state_dict"] if "state_dict" in root else []
-
-
-def _parse_chunk(state_dict: Any) -> tuple[dict[str, AnyTensor], list[str]]:
-    """The weights of a chunk by name, and the names of everything else in it."""
-    tensors: dict[str, AnyTensor] = {}
-    objects: list[str] = []
-    for name, value in flat(state_dict) if isinstance(state_dict, Mapping) else ():
-        if is_plain_tensor(value) and is_weight_name(name):
-            tensors[name] = value
-        elif value is not None:
-            objects.append(name)
-    return tensors, objects
 
 
 def _check_writers(ranks: Sequence[MegatronRank], sizes: ParallelSizes) -> None:

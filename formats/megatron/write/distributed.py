@@ -32,7 +32,7 @@ from ..layout.chunks import ChunkTensor, cannot_split
 from ..layout.names import CORE_ATTENTION
 from ..layout.save_folders import COMMON, DCP_METADATA, METADATA_JSON
 from ..layout.stages import Chunk, Rank
-from ..layout.tensors import BUFFERS, HEAD, MegatronTensor
+from ..layout.tensors import BUFFERS, HEAD, MegatronTensor, is_hybrid
 from .save import F32, MegatronSave, begin_save
 
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
@@ -93,12 +93,9 @@ def lay_out_distributed(content: Content, target: Target, companions: ModelFiles
     """
     save = begin_save(content, target)
     folder = f"{save.name}/"
-    files: list[DcpFile] = []
-    rank_files: list[TargetFile] = []
-    for rank in save.sizes.ranks():
-        file = _rank_file(save, f"__{len(files)}_0.distcp", rank)
-        files.append(file)
-        rank_files.append(file.close(rank.coordinates, folder=folder))
+    ranks = list(save.sizes.ranks())
+    files = [_rank_file(save, f"__{number}_0.distcp", rank) for number, rank in enumerate(ranks)]
+    rank_files = [file.close(rank.coordinates, folder=folder) for file, rank in zip(files, ranks, strict=True)]
     sidecars = (
         *companions.sidecars({save.dtype}),
         Sidecar(folder + DCP_METADATA, written_metadata(files)),
@@ -182,7 +179,7 @@ def _fp8_state_keys(save: MegatronSave, tensors: Sequence[_KeyedTensor], rank: R
     for tensor in tensors:
         is_own = rank.is_first_experts and not rank.etp_rank if tensor.is_expert else rank.is_first_dense and not rank.tp_rank
         module = re.sub(r"\.(weight|bias)(\.[A-Za-z]+)?$", "", tensor.key)
-        has_state = spec.has_fp8_state(module) or (save.model.is_hybrid and tensor.key == HEAD)
+        has_state = spec.has_fp8_state(module) or (is_hybrid(save.model.model) and tensor.key == HEAD)
         if is_own and module != tensor.key and has_state:
             lead = tensor.lead or ((0, 1),)
             shard = ".".join(str(number) for number, _ in lead) + "_" + ".".join(str(count) for _, count in lead)

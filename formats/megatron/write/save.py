@@ -248,7 +248,7 @@ class MegatronSave:
         """Whether a distributed save stacks the layers: not if the settings say that layers may differ (transformer_block.py)."""
         settings = self.model_settings
         frequencies = settings.get("moe_layer_freq", 1), settings.get("linear_attention_freq", 1)
-        return not self.model.is_hybrid and all(type(frequency) is int and frequency == 1 for frequency in frequencies)
+        return not is_hybrid(self.model.model) and all(type(frequency) is int and frequency == 1 for frequency in frequencies)
 
     def args(self, **format_settings: Any) -> Instance:
         """The settings of the run, as Megatron stores them. format_settings: settings of one format, which override all others."""
