@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType
@@ -139,15 +140,11 @@ class RankView:
                 for name in ("weight1", "weight2"):
                     yield self._entry(prefix + name, self.model.grouped_experts(layer, experts, name), is_expert=True)
             case "te-grouped":
-                yield from self._te_grouped_experts(prefix, layer, experts)
-
-    def _te_grouped_experts(self, prefix: str, layer: int, experts: range) -> Iterator[Entry]:
-        for module in ("linear_fc1", "linear_fc2"):
-            for parameter in ("weight", "bias"):
-                for number, expert in enumerate(experts):
-                    if tensor := self.model.expert(layer, expert).get(f"{module}.{parameter}"):
-                        yield self._entry(f"{prefix}{module}.{parameter}{number}", tensor, is_expert=True)
-            yield f"{prefix}{module}._extra_state", None
+                for module in ("linear_fc1", "linear_fc2"):
+                    for parameter, (number, expert) in product(("weight", "bias"), enumerate(experts)):
+                        if tensor := self.model.expert(layer, expert).get(f"{module}.{parameter}"):
+                            yield self._entry(f"{prefix}{module}.{parameter}{number}", tensor, is_expert=True)
+                    yield f"{prefix}{module}._extra_state", None
 
     def _module(self, prefix: str, tensors: Tensors, *, is_expert: bool = False) -> Iterator[Entry]:
         """The entries of a module's tensors; the FP8 state of a linear layer follows its tensors."""

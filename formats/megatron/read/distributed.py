@@ -29,12 +29,12 @@ from reshard.storage.json_input import parsed
 
 from ..layout.arguments import NotUnderstoodError, nemo_args, plain_args
 from ..layout.chunks import ChunkTensor, RankView
-from ..layout.names import LayerSpec, strip_wrappers
+from ..layout.names import LayerSpec, is_weight_name, parse_key, strip_wrappers
 from ..layout.save_folders import COMMON, METADATA_JSON
 from ..layout.stages import Args, ParallelSizes, Rank, split_into_chunks
 from ..layout.tensors import EMBEDDING
 from .flat_buffers import bucket_tensors
-from .keyed_tensors import is_run_key, keyed_tensors, stored_factors
+from .keyed_tensors import is_run_key, keyed_tensors
 from .optimizer import OF_ADAPTER, OptimizerState, as_one, common_optimizer, folder_optimizer
 from .run_model import RunModel, completed, describe_model
 from .zarr import StoredFolder, ZarrFolder
@@ -58,7 +58,10 @@ def read_distributed(files: Files, folder: str, hints: Hints) -> Index:
     builder.add_objects(stored.metadata.objects)
     builder.add_files(file.path for file in stored.files)
     try:
-        model = describe_model(args, hints, _stored_vocab(stored), folder + COMMON).with_adapters(stored_factors(stored))
+        items = stored.metadata.tensors.items()
+        named = ((parse_key(key), item.shape) for key, item in items if is_weight_name(key) and not is_run_key(key))
+        base = describe_model(args, hints, _stored_vocab(stored), folder + COMMON)
+        model = base.with_adapters((parsed.factor_name(shape), shape) for parsed, shape in named)
     except NotUnderstoodError as error:
         for key, item in stored.metadata.tensors.items():
             builder.add_tensor(Tensor(key, item.dtype, item.shape, "state" if is_run_key(key) else "weight", stored.shards(item)))

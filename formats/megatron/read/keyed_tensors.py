@@ -47,12 +47,6 @@ def is_run_key(key: str) -> bool:
     return key.startswith(_RUN_KEYS)
 
 
-def stored_factors(stored: StoredFolder) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name relative to the layer or expert, shape) of the weights, some of which may be factors of LoRA adapters."""
-    weights = ((parse_key(key), item.shape) for key, item in stored.metadata.tensors.items() if is_weight_name(key) and not is_run_key(key))
-    return ((parsed.factor_name(shape), shape) for parsed, shape in weights)
-
-
 def keyed_tensors(stored: StoredFolder, model: RunModel, numbered: Iterable[tuple[ChunkTensor, str, TensorItem]]) -> Iterator[Tensor]:
     """The canonical tensors that the stored tensors hold; without optimizer state if there are LoRA adapters.
 

@@ -111,7 +111,7 @@ class ChainLink:
 
 def chain_links(optimizer: Any, at_least: int = 1) -> list[ChainLink]:
     """The chained optimizers of a list, or of a dict by number; one if they are not chained. Megatron wraps torch's state dict, or stores
-    it alone."""
+    it alone. at_least: the number of links, of which the last ones may be empty."""
     if isinstance(optimizer, Mapping) and 0 in optimizer:
         optimizer = [link for _, link in sorted(optimizer.items(), key=lambda item: str(item[0]))]
     chain = list(optimizer) if isinstance(optimizer, list) else [optimizer]
