@@ -39,33 +39,50 @@ def bucket_size(args: Args) -> int:
     return size if isinstance(size, int) else max(40_000_000, 1_000_000 * data_parallel)
 
 
-def lay_out_buffer(parameters: Sequence[ChunkTensor], is_full: Callable[[ChunkTensor, int, int], bool]) -> tuple[tuple[int, ...], int]:
+def lay_out_buffer(
+    parameters: Sequence[ChunkTensor], closed_at: Callable[[ChunkTensor, int, int], int | None]
+) -> tuple[tuple[int, ...], int]:
     """The first element of each parameter in their buffer, and the length of the buffer without padding at its end.
 
-    parameters: in the order of the model. is_full: whether a bucket ends behind a parameter, given where the bucket starts and would end.
+    parameters: in the order of the model. closed_at: where a bucket ends that a parameter closes, given where the bucket starts and the
+    parameter ends; None: the bucket goes on.
     """
     offsets: list[int] = []
     bucket = end = 0  # the start of the current bucket, and the end of its last parameter
     for parameter in reversed(parameters):
-        offsets.append(bucket + -(-(end - bucket) // _ALIGNMENT) * _ALIGNMENT)
+        offsets.append(bucket + _aligned(end - bucket))
         end = offsets[-1] + parameter.elements
-        if is_full(parameter, bucket, end):
-            bucket = end
+        if (closed := closed_at(parameter, bucket, end)) is not None:
+            bucket = end = closed
     return tuple(reversed(offsets)), end
 
 
 def buffer_of(parameters: Sequence[ChunkTensor], bucket_size: int | None) -> tuple[tuple[int, ...], int]:
     """What `lay_out_buffer` returns for a run that closes a bucket when it holds `bucket_size` elements; None: for one without buckets."""
 
-    def is_full(parameter: ChunkTensor, start: int, end: int) -> bool:
-        return parameter.is_shared or (bucket_size is not None and end - start >= bucket_size)
+    def closed_at(parameter: ChunkTensor, start: int, end: int) -> int | None:
+        return end if parameter.is_shared or (bucket_size is not None and end - start >= bucket_size) else None
 
-    return lay_out_buffer(parameters, is_full)
+    return lay_out_buffer(parameters, closed_at)
 
 
 def offsets_in_buckets(parameters: Sequence[ChunkTensor], lengths: Iterable[int]) -> tuple[int, ...] | None:
-    """The first element of each parameter in the buffer that saved buckets of these lengths make; None if it does not fill the buckets."""
+    """The first element of each parameter in the buffer that saved buckets of these lengths make; None if it does not fill the buckets.
+
+    A bucket may end where the next parameter would start, and not where its last one ends: a shared embedding opens a bucket there.
+    """
     ends = list(accumulate(lengths))
-    offsets, _ = lay_out_buffer(parameters, lambda _, start, end: end in ends)
-    reached = {offset + parameter.elements for offset, parameter in zip(offsets, parameters, strict=True)}
-    return offsets if max(reached) == ends[-1] and reached.issuperset(ends) else None
+    closed: list[int] = []
+
+    def closed_at(_: ChunkTensor, start: int, end: int) -> int | None:
+        found = next((each for each in ends[len(closed) :] if end <= each <= start + _aligned(end - start)), None)
+        closed.extend([] if found is None else [found])
+        return found
+
+    offsets, _ = lay_out_buffer(parameters, closed_at)
+    is_filled = closed == ends and max(map(sum, zip(offsets, (each.elements for each in parameters), strict=True))) == ends[-1]
+    return offsets if is_filled else None
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // _ALIGNMENT) * _ALIGNMENT
