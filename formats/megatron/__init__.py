@@ -10,7 +10,7 @@ Measured on megatron-core 0.16.1 and 0.12.3 (fixtures/megatron, megatron_dist, m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from reshard.adapter.format import Format, Hints, Option
 from reshard.storage.files import Files
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Megatron(Format):
     name = "megatron"
     summary = "Megatron-LM legacy: mp_rank_*/model_optim_rng.pt of tensor-, pipeline- and expert-parallel ranks"
-    owns = (LEGACY_WEIGHTS, DISTRIBUTED_OPTIMIZER, TRACKER)
-    refines = ("pt",)
+    owns: ClassVar[tuple[str, ...]] = (LEGACY_WEIGHTS, DISTRIBUTED_OPTIMIZER, TRACKER)
+    refines: ClassVar[tuple[str, ...]] = ("pt",)
     needs_vocabulary = True
     keeps_masters = True
     # Choices that change the files, besides --tp, --pp and --ep.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.adapter.format import Format, Hints
+from reshard.adapter.format import Hints
 from reshard.storage.files import Files
 
 from . import Megatron
@@ -17,14 +17,11 @@ if TYPE_CHECKING:
     from reshard.plans.layout import Layout, Target
 
 
-class MegatronDist(Format):
+class MegatronDist(Megatron):
     name = "megatron-dist"
     summary = "Megatron-Core distributed checkpoints (torch_dist): iter_*/metadata.json, common.pt, *.distcp"
     owns = (METADATA_JSON, COMMON, DCP_METADATA, "*.distcp", TRACKER)
     refines = ("dcp", "pt")
-    needs_vocabulary = True
-    keeps_masters = True
-    options = Megatron.options
 
     def detect(self, files: Files) -> str | None:
         return find_distributed(files)

@@ -327,21 +327,22 @@ def test_each_step_of_reading_returns_a_value_that_prints_as_one_line(case):
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.sets(st.integers(0, 11)))
 def test_parameters_lie_in_their_buckets_where_the_buffer_has_them(elements, shared):
-    """The layout of a buffer, from its parameters, and the positions in its buckets, from the buckets' lengths, are one thing.
+    """The layout of a buffer, from the run's settings, and the one from the lengths of its buckets are one thing.
 
     A bucket ends behind each shared parameter; so the lengths of the buckets follow from the layout.
     """
-    flat_buckets = import_module("reshard.formats.megatron.layout.flat_buckets")
-    offsets, _ = flat_buckets.lay_out_buffer(elements, shared, None)
+    chunks, flat_buckets = (import_module(f"reshard.formats.megatron.layout.{name}") for name in ("chunks", "flat_buckets"))
+    array = import_module("reshard.geometry.mosaics").Mosaic((1,), ())
+    parameters = [chunks.ChunkTensor("", array, (size,), 0, is_shared=i in shared) for i, size in enumerate(elements)]
+    offsets, _ = flat_buckets.buffer_of(parameters, None)
     starts, end = [0], 0
     for i in reversed(range(len(elements))):
         end = offsets[i] + elements[i]
         if i in shared and i:
             starts.append(end)
     lengths = [stop - start for start, stop in itertools.pairwise([*starts, end])]
-    positions = flat_buckets.positions_in_buckets(elements, lengths)
-    assert [starts[bucket] + offset for bucket, offset in positions] == list(offsets)
-    assert flat_buckets.positions_in_buckets(elements, [*lengths[:-1], lengths[-1] + 1]) is None
+    assert flat_buckets.offsets_in_buckets(parameters, lengths) == offsets
+    assert flat_buckets.offsets_in_buckets(parameters, [*lengths[:-1], lengths[-1] + 1]) is None
 
 
 # ---- one save, all of it ----
@@ -525,4 +526,5 @@ def test_a_head_with_a_learning_rate_of_its_own_has_a_group_to_itself(head):
     names = (head, "decoder.layers.0.mlp.linear_fc1.weight")
     table, weight = (chunks.ChunkTensor(name, array, (8, 4), 0) for name in names)
     groups = [{"is_decoupled_lr": False}, {"is_decoupled_lr": True}]
-    assert optimizer.members_of([table, weight], groups) == [[weight], [table]]
+    (link,) = optimizer.chain_links({"param_groups": groups})
+    assert link.members([table, weight]) == [[weight], [table]]

@@ -46,6 +46,11 @@ _MOST_LAYERS = 4_096
 class NotUnderstoodError(CheckpointError):
     """The settings do not describe a model with a known layout. The stored tensors can be shown, but not converted."""
 
+    @property
+    def question(self) -> str:
+        """What the user has to tell before a conversion."""
+        return f"how the model's weights lie in it: {self}"
+
 
 def plain_args(value: Any) -> dict[str, Any]:
     """The settings in a dict, or in a Namespace as the inert unpickler reads it; empty for anything else."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType
@@ -12,7 +13,7 @@ from reshard.geometry.value import value
 
 from .names import CORE_ATTENTION, LayerSpec
 from .stages import Chunk, ParallelSizes, Rank
-from .tensors import BUFFERS, EMBEDDING, MegatronModel, MegatronTensor, Tensors, is_decayed
+from .tensors import BUFFERS, EMBEDDING, HEAD, MegatronModel, MegatronTensor, Tensors, is_decayed
 
 
 @value(eq=False, repr=False)
@@ -63,9 +64,12 @@ Entry = tuple[str, ChunkTensor | None]
 """A key of a chunk's state dict with its tensor; None for the unused state of an FP8 recipe, which is stored as None."""
 
 
-def shares_tables(model: MegatronModel, sizes: ParallelSizes) -> bool:
-    """Whether several stages hold the embedding, because the head or multi-token prediction uses it, too."""
-    return sizes.pp > 1 and (model.model.is_tied or model.mtp_layers > 0)
+def shared_tables(model: MegatronModel, sizes: ParallelSizes) -> tuple[str, ...]:
+    """The names of the embedding and head that several stages hold, because the head or multi-token prediction uses the embedding, too
+    (language_module.py, setup_embeddings_and_output_layer)."""
+    if sizes.pp == 1:
+        return ()
+    return (EMBEDDING,) if model.mtp_layers else (EMBEDDING, HEAD) if model.model.is_tied else ()
 
 
 @value
@@ -90,7 +94,11 @@ class RankView:
     def entries(self) -> Iterator[Entry]:
         """All entries, in the order of the state dict."""
         model, chunk = self.model, self.chunk
-        yield from self._embeddings()
+        for name, tensor in model.outside_layers.items():
+            # The word embeddings are also in the last chunk if the model has multi-token prediction.
+            is_here = chunk.is_first or (name == EMBEDDING and chunk.is_last and model.mtp_layers)
+            if is_here and name.startswith("embedding."):
+                yield self._entry(name, tensor)
         for number, layer in enumerate(chunk.layers):
             yield from self._layer(f"decoder.layers.{number}.", layer)
         # With multi-token prediction the final norm follows the last decoder layer, in whatever chunk that is (transformer_block.py).
@@ -104,23 +112,10 @@ class RankView:
                 yield from self._module(prefix, {name: tensor for name, tensor in module.items() if name not in final})
                 yield from self._layer(prefix + "transformer_layer.", model.layers + mtp_layer)
                 yield from self._module(prefix, final)
-            yield from self._head()
-
-    def _embeddings(self) -> Iterator[Entry]:
-        """All embeddings in the first chunk; the word embeddings also in the last one if the model has multi-token prediction."""
-        is_first, is_last = self.chunk.is_first, self.chunk.is_last
-        is_shared = shares_tables(self.model, self.sizes) and not (is_first and is_last)
-        for name, tensor in self.model.outside_layers.items():
-            if name.startswith("embedding.") and (is_first or (name == EMBEDDING and is_last and self.model.mtp_layers)):
-                yield self._dense(name, tensor, is_shared=is_shared and name == EMBEDDING)
-
-    def _head(self) -> Iterator[Entry]:
-        is_tied = self.model.model.is_tied
-        for name, tensor in self.model.outside_layers.items():
-            if name.startswith("output_layer.") and not (is_tied and self.chunk.is_first):
-                is_shared = shares_tables(self.model, self.sizes) and is_tied and not self.model.mtp_layers
-                yield self._dense(name, tensor, is_shared=is_shared)
-        yield "output_layer._extra_state", None
+            for name, tensor in model.outside_layers.items():
+                if name.startswith("output_layer.") and not (model.model.is_tied and chunk.is_first):
+                    yield self._entry(name, tensor)
+            yield "output_layer._extra_state", None
 
     def _layer(self, prefix: str, layer: int) -> Iterator[Entry]:
         """A transformer layer: attention, norms and MLP or router, then the routed experts, then the shared expert."""
@@ -142,43 +137,39 @@ class RankView:
                 for number, expert in enumerate(experts):
                     yield from self._module(f"{prefix}local_experts.{number}.", self.model.expert(layer, expert), is_expert=True)
             case "grouped":
-                yield from self._grouped_experts(prefix, layer, experts)
+                for name in ("weight1", "weight2"):
+                    yield self._entry(prefix + name, self.model.grouped_experts(layer, experts, name), is_expert=True)
             case "te-grouped":
-                yield from self._te_grouped_experts(prefix, layer, experts)
-
-    def _grouped_experts(self, prefix: str, layer: int, experts: range) -> Iterator[Entry]:
-        """The array [experts, hidden, 2 * intermediate], stored as [hidden, experts * 2 * intermediate], and the array
-        [experts, intermediate, hidden], stored as [experts * intermediate, hidden]."""
-        for name in ("weight1", "weight2"):
-            array = self.model.grouped_experts(layer, experts, name, self.sizes.etp, self.rank.etp_rank)
-            count, rows, columns = array.shape
-            shape = (rows, count * columns) if name == "weight1" else (count * rows, columns)
-            yield prefix + name, ChunkTensor(prefix + name, array, shape, self.chunk.number, is_expert=True)
-
-    def _te_grouped_experts(self, prefix: str, layer: int, experts: range) -> Iterator[Entry]:
-        for module in ("linear_fc1", "linear_fc2"):
-            for parameter in ("weight", "bias"):
-                for number, expert in enumerate(experts):
-                    if tensor := self.model.expert(layer, expert).get(f"{module}.{parameter}"):
-                        yield self._expert(f"{prefix}{module}.{parameter}{number}", tensor)
-            yield f"{prefix}{module}._extra_state", None
+                for module in ("linear_fc1", "linear_fc2"):
+                    for parameter, (number, expert) in product(("weight", "bias"), enumerate(experts)):
+                        if tensor := self.model.expert(layer, expert).get(f"{module}.{parameter}"):
+                            yield self._entry(f"{prefix}{module}.{parameter}{number}", tensor, is_expert=True)
+                    yield f"{prefix}{module}._extra_state", None
 
     def _module(self, prefix: str, tensors: Tensors, *, is_expert: bool = False) -> Iterator[Entry]:
         """The entries of a module's tensors; the FP8 state of a linear layer follows its tensors."""
-        entry, names = self._expert if is_expert else self._dense, list(tensors)
+        names = list(tensors)
         for i, name in enumerate(names):
-            yield entry(prefix + name, tensors[name])
+            yield self._entry(prefix + name, tensors[name], is_expert=is_expert)
             layer = name.rpartition(".")[0]
             if self.spec.has_fp8_state(layer) and layer not in [later.rpartition(".")[0] for later in names[i + 1 :]]:
                 yield f"{prefix}{layer}._extra_state", None
 
-    def _dense(self, name: str, tensor: MegatronTensor, *, is_shared: bool = False) -> Entry:
-        array = _shard(name, tensor, self.sizes.tp, self.rank.tp_rank)
-        return name, ChunkTensor(name, array, array.shape, self.chunk.number, is_shared=is_shared)
+    def _entry(self, name: str, tensor: MegatronTensor, *, is_expert: bool = False) -> Entry:
+        tp, tp_rank = (self.sizes.etp, self.rank.etp_rank) if is_expert else (self.sizes.tp, self.rank.tp_rank)
+        try:
+            array = tensor.shard(tp, tp_rank)
+        except ValueError as error:
+            raise cannot_split(name, tp, error) from None
+        is_shared = name in shared_tables(self.model, self.sizes)
+        return name, ChunkTensor(name, array, _stored_shape(name, array), self.chunk.number, is_expert, is_shared)
 
-    def _expert(self, name: str, tensor: MegatronTensor) -> Entry:
-        array = _shard(name, tensor, self.sizes.etp, self.rank.etp_rank)
-        return name, ChunkTensor(name, array, array.shape, self.chunk.number, is_expert=True)
+
+def _stored_shape(name: str, array: Mosaic) -> tuple[int, ...]:
+    """The shape under which an array is stored. GroupedMLP stores its [experts, in, out] as [in, experts * out] and [experts * in, out]."""
+    if name.endswith(".experts.weight1"):
+        return (array.shape[1], array.shape[0] * array.shape[2])
+    return (array.shape[0] * array.shape[1], array.shape[2]) if name.endswith(".experts.weight2") else array.shape
 
 
 def _fused_norms_first(tensors: Tensors) -> Tensors:
@@ -191,13 +182,6 @@ def _fused_norms_first(tensors: Tensors) -> Tensors:
             ordered |= {norm: norms[norm] for norm in norms if norm.startswith(module + ".layer_norm_") and norm not in ordered}
             ordered[name] = tensor
     return ordered
-
-
-def _shard(name: str, tensor: MegatronTensor, tp: int, tp_rank: int) -> Mosaic:
-    try:
-        return tensor.shard(tp, tp_rank)
-    except ValueError as error:
-        raise cannot_split(name, tp, error) from None
 
 
 def cannot_split(name: str, tp: int, error: ValueError) -> RequestError:

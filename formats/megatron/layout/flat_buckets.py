@@ -12,7 +12,8 @@ Source: megatron/core/distributed/param_and_grad_buffer.py and optimizer/distrib
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 from .chunks import ChunkTensor
 from .stages import Args, parallel_size
@@ -38,48 +39,49 @@ def bucket_size(args: Args) -> int:
     return size if isinstance(size, int) else max(40_000_000, 1_000_000 * data_parallel)
 
 
-def lay_out_buffer(elements: Sequence[int], shared: Collection[int], bucket_size: int | None) -> tuple[tuple[int, ...], int]:
+def lay_out_buffer(
+    parameters: Sequence[ChunkTensor], closed_at: Callable[[ChunkTensor, int, int], int | None]
+) -> tuple[tuple[int, ...], int]:
     """The first element of each parameter in their buffer, and the length of the buffer without padding at its end.
 
-    elements: the number of elements of each parameter, in the order of the model. shared: the positions of those that are embeddings which
-    other stages hold, too. A bucket is closed when it holds `bucket_size` elements or more; None: all parameters are in one bucket.
+    parameters: in the order of the model. closed_at: where a bucket ends that a parameter closes, given where the bucket starts and the
+    parameter ends; None: the bucket goes on.
     """
     offsets: list[int] = []
     bucket = end = 0  # the start of the current bucket, and the end of its last parameter
-    for i in reversed(range(len(elements))):
-        offset = bucket + _aligned(end - bucket)
-        offsets.append(offset)
-        end = offset + elements[i]
-        if i in shared or (bucket_size is not None and end - bucket >= bucket_size):
-            bucket = end
+    for parameter in reversed(parameters):
+        offsets.append(bucket + _aligned(end - bucket))
+        end = offsets[-1] + parameter.elements
+        if (closed := closed_at(parameter, bucket, end)) is not None:
+            bucket = end = closed
     return tuple(reversed(offsets)), end
 
 
 def buffer_of(parameters: Sequence[ChunkTensor], bucket_size: int | None) -> tuple[tuple[int, ...], int]:
-    """What `lay_out_buffer` returns for these parameters."""
-    shared = [i for i, parameter in enumerate(parameters) if parameter.is_shared]
-    return lay_out_buffer([parameter.elements for parameter in parameters], shared, bucket_size)
+    """What `lay_out_buffer` returns for a run that closes a bucket when it holds `bucket_size` elements; None: for one without buckets."""
+
+    def closed_at(parameter: ChunkTensor, start: int, end: int) -> int | None:
+        return end if parameter.is_shared or (bucket_size is not None and end - start >= bucket_size) else None
+
+    return lay_out_buffer(parameters, closed_at)
 
 
-def positions_in_buckets(parameters: Sequence[int], buckets: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
-    """(bucket, offset in the bucket) of each parameter, in the order of the model; None if the parameters do not fill the buckets.
+def offsets_in_buckets(parameters: Sequence[ChunkTensor], lengths: Iterable[int]) -> tuple[int, ...] | None:
+    """The first element of each parameter in the buffer that saved buckets of these lengths make; None if it does not fill the buckets.
 
-    parameters: the number of elements of each, in the order of the model. buckets: the length of each in elements.
+    A bucket may end where the next parameter would start, and not where its last one ends: a shared embedding opens a bucket there.
     """
-    positions: list[tuple[int, int]] = []
-    bucket = end = 0
-    for elements in reversed(parameters):
-        offset = _aligned(end)
-        if end and bucket < len(buckets) and offset + elements > buckets[bucket]:
-            if not end <= buckets[bucket] <= offset:
-                return None
-            bucket, offset = bucket + 1, 0
-        if bucket == len(buckets):
-            return None
-        positions.append((bucket, offset))
-        end = offset + elements
-    is_full = bucket == len(buckets) - 1 and end == buckets[bucket]
-    return tuple(reversed(positions)) if is_full else None
+    ends = list(accumulate(lengths))
+    closed: list[int] = []
+
+    def closed_at(_: ChunkTensor, start: int, end: int) -> int | None:
+        found = next((each for each in ends[len(closed) :] if end <= each <= start + _aligned(end - start)), None)
+        closed.extend([] if found is None else [found])
+        return found
+
+    offsets, _ = lay_out_buffer(parameters, closed_at)
+    is_filled = closed == ends and max(map(sum, zip(offsets, (each.elements for each in parameters), strict=True))) == ends[-1]
+    return offsets if is_filled else None
 
 
 def _aligned(elements: int) -> int:

@@ -139,7 +139,7 @@ class ParsedName:
     layer: int | None = None
     """The layer's number in the name, in its chunk (legacy) or in the model (distributed); None if it has none."""
     is_mtp: bool = False
-    """Whether that number counts the layers for multi-token prediction."""
+    """Whether it is a layer for multi-token prediction, which the name counts separately."""
     expert: int | None = None
     """The expert's number in the name, on its rank (legacy) or in the model (distributed); None if it has none."""
     stacks_layers: bool = False
@@ -160,6 +160,10 @@ class ParsedName:
     def is_expert(self) -> bool:
         """Whether it belongs to an expert, or to all experts of a rank."""
         return self.stacks_experts or self.expert is not None or self.name.startswith("mlp.experts.")
+
+    def in_model(self, layers: int, first: int = 0) -> ParsedName:
+        """The name with the layer's number in a model of so many layers. first: the layer that the name calls 0."""
+        return self if self.layer is None else replace(self, layer=self.layer + (layers if self.is_mtp else first))
 
     def factor_name(self, shape: tuple[int, ...]) -> str:
         """The name that tells a factor of an adapter, relative to the layer, or to the expert if it has an axis of experts."""

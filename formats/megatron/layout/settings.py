@@ -69,9 +69,7 @@ def model_settings(model: Model) -> dict[str, Any]:
         settings |= _experts(model, parts)
     if "kv_rank" in dimensions:
         settings |= {setting: dimensions.get(dimension) for setting, dimension in _LATENT.items()}
-    if is_hybrid(model):
-        settings |= _hybrid(model)
-    settings |= _declared(model)
+    settings |= _hybrid(model) | _declared(model)
     settings["apply_layernorm_1p"] = settings["layernorm_zero_centered_gamma"]
     return settings | _windows(model, settings.pop("window_size", None))
 
@@ -101,7 +99,7 @@ def other_setting(args: Mapping[str, Any], model: Model, *, is_inferred: bool) -
 
     is_inferred: whether the model was inferred from the settings. Then it also has to compute what the run computed.
     """
-    own = {**(_hybrid(model) if is_hybrid(model) else {}), **_declared(model)}
+    own = _hybrid(model) | _declared(model)
     for name, change in _OF_LAYOUT.items():
         if name in args and bool(args[name]) != bool(own.get(name)):
             return name, change
@@ -276,7 +274,9 @@ def _experts(model: Model, parts: Parts) -> dict[str, Any]:
 
 
 def _hybrid(model: Model) -> dict[str, Any]:
-    """MambaModel, whose layers are listed by a letter each (ssm/mamba_hybrid_layer_allocation.py)."""
+    """MambaModel, whose layers are listed by a letter each (ssm/mamba_hybrid_layer_allocation.py); empty for other models."""
+    if not is_hybrid(model):
+        return {}
     letters = {"ssm.out": "M", "attention.o": "*", "router": "E", "mlp.down": "-"}
     of_layer: dict[int, str] = {}
     for kind in model.layer_kinds:

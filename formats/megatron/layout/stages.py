@@ -130,24 +130,6 @@ def split_into_chunks(layers_per_chunk: Sequence[int], pp: int) -> tuple[Chunk, 
     )
 
 
-def chunks_of_files(layer_counts: Mapping[tuple[int, int], int], sizes: ParallelSizes, layers: int, where: str) -> tuple[Chunk, ...]:
-    """The chunks whose files hold these numbers of layers, by (number of the chunk in its stage, stage).
-
-    Raises: CheckpointError if they do not add up to `layers`.
-    """
-    counts = [count for _, count in sorted(layer_counts.items())]
-    if sum(counts) != layers:
-        by_stage = sorted((stage, chunk, count) for (chunk, stage), count in layer_counts.items())
-        text = ", ".join(f"stage {stage}{f' chunk {chunk}' if chunk else ''}: {count}" for stage, chunk, count in by_stage)
-        raise CheckpointError(
-            f"the stages hold {sum(counts)} layers ({text}), the model has {layers}",
-            where=where,
-            why="The files of a stage are missing or belong to another save, or the config belongs to another model",
-            do="Copy all rank folders from where the checkpoint was written",
-        )
-    return split_into_chunks(counts, sizes.pp)
-
-
 def chunks_of_run(args: Args, sizes: ParallelSizes, where: str) -> tuple[Chunk, ...]:
     """The chunks to which the settings of a run distribute its layers (get_num_layers_to_build, pipeline layout).
 

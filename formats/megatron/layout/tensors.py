@@ -38,7 +38,7 @@ all q of a rank, then all k, then all v; or row 0 of q, of k and of v, then row 
 
 @value
 class MegatronTensor:
-    """A tensor of a Megatron model: arrays that follow each other along axis 0. Each array is split over the ranks separately."""
+    """A tensor of a Megatron model: arrays that follow each other along an axis. Each array is split over the ranks separately."""
 
     blocks: tuple[Mosaic, ...]
     """The arrays, such as gate and up."""
@@ -46,23 +46,30 @@ class MegatronTensor:
     """The axis that the ranks split; None: every rank holds all of it."""
     segments: tuple[str, ...] = ()
     """What a distributed save adds to the key for each array, which is a tensor of its own there; empty: all are one tensor."""
+    along: int = 0
+    """The axis along which the arrays follow each other."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The global shape."""
         first = self.blocks[0].shape
-        return (sum(block.shape[0] for block in self.blocks), *first[1:])
+        return (*first[: self.along], sum(block.shape[self.along] for block in self.blocks), *first[self.along + 1 :])
 
     @property
     def whole(self) -> Mosaic:
         """The array that the shards of all ranks make."""
-        return joined(self.blocks)
+        return self._joined(self.blocks)
 
     def shard(self, tp: int, tp_rank: int) -> Mosaic:
         """The array of one of `tp` ranks. Raises ValueError if the size does not divide by the ranks."""
         if self.axis is None:
             return self.whole
-        return joined([block.part(self.axis, tp, tp_rank) for block in self.blocks])
+        return self._joined([block.part(self.axis, tp, tp_rank) for block in self.blocks])
+
+    def _joined(self, arrays: Sequence[Mosaic]) -> Mosaic:
+        array = joined(arrays, self.along)
+        # The tiles follow the first axis, whatever the axis of the arrays.
+        return Mosaic(array.shape, tuple(sorted(array.tiles, key=lambda tile: tile.at[0]))) if self.along else array
 
     def renamed(self, new: Callable[[str], str]) -> MegatronTensor:
         """The same tensor of other canonical tensors."""
@@ -230,7 +237,7 @@ def computation_of(model: Model) -> Computation:
 
 
 def is_hybrid(model: Model) -> bool:
-    """Whether Megatron's class for a model is MambaModel."""
+    """Whether Megatron's class for a model is MambaModel, in which a layer is a Mamba mixer, attention, an MLP or experts alone."""
     return "ssm_heads" in model.dimensions
 
 
@@ -240,10 +247,9 @@ class MegatronModel:
     def __init__(self, model: Model, padded_vocab: int, qkv_order: QkvOrder = "by_group") -> None:
         self.model, self.padded_vocab, self.qkv_order = model, padded_vocab, qkv_order
         self._kind_of = {layer: kind for kind in model.layer_kinds for layer in kind.layers}
-        # By the first layer of a kind (None: outside of the layers), then by expert.
-        self._parts: dict[int | None, dict[int | None, list[Part]]] = {}
         self._cache: dict[tuple[object, ...], Tensors] = {}
-        self._experts_alike: dict[int, list[int]] = {}
+        # Whether each expert has weights of its own, by the first layer of a kind; otherwise one weight holds those of all experts.
+        self._has_separate_experts: dict[int, bool] = {}
 
     def __repr__(self) -> str:
         return f"<Megatron's {self.model.architecture.model_type} model: {self.layers} layers, vocabulary padded to {self.padded_vocab}>"
@@ -263,14 +269,9 @@ class MegatronModel:
         """The number of routed experts in a sparse layer; 0 if there are none."""
         return self.model.dimensions.get("experts", 0)
 
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether it is a MambaModel, in which a layer is a Mamba mixer, attention, an MLP or experts alone."""
-        return is_hybrid(self.model)
-
     def stored_name(self, name: str) -> str:
         """The name in a file of a tensor outside of the layers."""
-        return name.replace("final_layernorm", "final_norm") if self.is_hybrid else name
+        return name.replace("final_layernorm", "final_norm") if is_hybrid(self.model) else name
 
     @cached_property
     def functions(self) -> Mapping[str, str]:
@@ -319,10 +320,11 @@ class MegatronModel:
         """The tensors of a routed expert."""
         return self._tensors(_EXPERT, layer, expert)
 
-    def grouped_experts(self, layer: int, experts: range, which: str, etp: int, etp_rank: int) -> Mosaic:
-        """A rank's GroupedMLP weight ("weight1" or "weight2") as an array [experts, in, out]."""
-        name = {"weight1": "linear_fc1.weight", "weight2": "linear_fc2.weight"}[which]
-        return stacked(self.expert(layer, expert)[name].shard(etp, etp_rank).transposed() for expert in experts)
+    def grouped_experts(self, layer: int, experts: range, which: str) -> MegatronTensor:
+        """A GroupedMLP weight ("weight1" or "weight2") of these experts, [experts, in, out]."""
+        name, axis = {"weight1": ("linear_fc1.weight", 2), "weight2": ("linear_fc2.weight", 1)}[which]
+        blocks_of_experts = zip(*(self.expert(layer, expert)[name].blocks for expert in experts), strict=True)
+        return MegatronTensor(tuple(stacked(block.transposed() for block in blocks) for blocks in blocks_of_experts), axis, along=2)
 
     def first_alike(self, layer: int) -> int:
         """The first layer whose weights are like those of `layer`."""
@@ -330,21 +332,12 @@ class MegatronModel:
         return kind.layers[0] if kind else layer
 
     def first_expert_alike(self, layer: int, expert: int) -> int:
-        """The first expert of a layer whose weights are like those of `expert`."""
+        """The first expert of a layer whose weights have the same patterns of names as those of `expert`."""
         first = self.first_alike(layer)
-        if first not in self._experts_alike:
-            forms: dict[tuple[object, ...], int] = {}
-            self._experts_alike[first] = [forms.setdefault(self._form(first, number), number) for number in range(self.experts)]
-        alike = self._experts_alike[first]
-        return alike[expert] if 0 <= expert < len(alike) else expert
-
-    def _form(self, layer: int, expert: int) -> tuple[object, ...]:
-        """What experts that are alike share."""
-        return tuple(
-            (name, block.shape, tuple((self.model.weights[tile.name].pattern, tile.box, tile.at, tile.axes) for tile in block.tiles))
-            for name, tensor in self._tensors(_EXPERT, layer, expert).items()
-            for block in tensor.blocks
-        )
+        if first not in self._has_separate_experts:
+            names = (name for tensor in self._tensors(_EXPERT, first, 0).values() for name in tensor.names)
+            self._has_separate_experts[first] = all(self.model.weights[name].expert == 0 for name in names)
+        return 0 if self._has_separate_experts[first] and 0 <= expert < self.experts else expert
 
     def _tensors(self, rules: Sequence[_TensorRule], layer: int | None, expert: int | None) -> Tensors:
         """The tensors of a layer or expert. Those of layers that are alike are made once, and get the names of each layer."""
@@ -352,7 +345,7 @@ class MegatronModel:
         if key not in self._cache:
             first = None if layer is None else self.first_alike(layer)
             if layer == first:
-                self._cache[key] = self._made(rules, self._parts_in(layer).get(expert, ()))
+                self._cache[key] = self._made(rules, self._parts.get(layer, {}).get(expert, ()))
             else:
                 self._cache[key] = {
                     name: tensor.renamed(lambda own: self.name_in(own, layer, None))
@@ -360,16 +353,16 @@ class MegatronModel:
                 }
         return self._cache[key]
 
-    def _parts_in(self, layer: int | None) -> dict[int | None, list[Part]]:
-        """The parts of the first layer of a kind by expert; with None, those outside of the layers."""
-        if layer not in self._parts:
-            kind = None if layer is None else self._kind_of.get(layer)
-            weights = self.model.weights_outside_layers if layer is None else kind.weights if kind else ()
-            found: dict[int | None, list[Part]] = {}
-            for part in self.model.parts_of(weights):
-                found.setdefault(part.expert, []).append(part)
-            self._parts[layer] = found
-        return self._parts[layer]
+    @cached_property
+    def _parts(self) -> dict[int | None, dict[int | None, list[Part]]]:
+        """The parts outside of the layers (None) and of the first layer of each kind, by expert."""
+        first: list[int | None] = [None, *(kind.layers[0] for kind in self.model.layer_kinds)]
+        weights = [self.model.weights_outside_layers, *(kind.weights for kind in self.model.layer_kinds)]
+        found: dict[int | None, dict[int | None, list[Part]]] = {layer: {} for layer in first}
+        for layer, of_layer in zip(first, weights, strict=True):
+            for part in self.model.parts_of(of_layer):
+                found[layer].setdefault(part.expert, []).append(part)
+        return found
 
     def _made(self, rules: Sequence[_TensorRule], parts: Iterable[Part]) -> Tensors:
         by_role: dict[str, dict[str, Mosaic]] = {}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
+from reshard.adapter.state_dicts import elements_of
 from reshard.containers.distributed_tensors import LocalTensor
-from reshard.containers.torch_zip import AnyTensor, LocatedTensor
+from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError, ReshardError, UnsupportedError
 from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.mosaics import Mosaic
@@ -20,22 +20,15 @@ from ..layout.tensors import MegatronModel, MegatronTensor, Tensors
 Shape = tuple[int, ...]
 
 
-def model_tensor(model: MegatronModel, parsed: ParsedName, layer: int | None, expert: int | None, where: str) -> MegatronTensor:
-    """The tensor that a stored name means in this layer and expert, as the model numbers them. Raises what `named_tensor` raises."""
-    if layer is None:
+def model_tensor(model: MegatronModel, parsed: ParsedName, where: str) -> MegatronTensor:
+    """The tensor that a stored name means, with the numbers of layer and expert in the model. Raises what `named_tensor` raises."""
+    if parsed.layer is None:
         tensors = model.outside_layers
     elif parsed.is_expert:
-        tensors = model.expert(layer, expert or 0)
+        tensors = model.expert(parsed.layer, parsed.expert or 0)
     else:
-        tensors = {**model.layer(layer), **(model.mtp_module(layer - model.layers) if parsed.is_mtp else {})}
+        tensors = {**model.layer(parsed.layer), **(model.mtp_module(parsed.layer - model.layers) if parsed.is_mtp else {})}
     return named_tensor(tensors, parsed.name, where)
-
-
-def model_layer(model: MegatronModel, parsed: ParsedName, first: int = 0) -> int | None:
-    """The layer that a stored name means, as the model numbers layers. first: the number of the layer that the name calls 0."""
-    if parsed.layer is None:
-        return None
-    return parsed.layer + (model.layers if parsed.is_mtp else first)
 
 
 def named_tensor(tensors: Tensors, name: str, where: str) -> MegatronTensor:
@@ -66,7 +59,7 @@ def stored_shard(tensor: MegatronTensor, stored_shape: Shape, tp: int, tp_rank: 
     """The array of the model that a rank's stored tensor of this shape holds.
 
     Some Megatron versions split a tensor that others replicate (the down projections of latent attention): the shape tells which.
-    Raises: CheckpointError if the shape is neither the whole tensor's nor the shard's.
+    Raises: CheckpointError if the shape is neither the whole tensor's nor the shard's, nor has fewer axes and as many elements.
     """
     if tensor.axis is not None and tp > 1 and stored_shape == tensor.shape:
         return tensor.whole
@@ -74,21 +67,16 @@ def stored_shard(tensor: MegatronTensor, stored_shape: Shape, tp: int, tp_rank: 
         array = tensor.shard(tp, tp_rank)
     except ValueError as error:
         raise CheckpointError(f"{tp} tensor-parallel ranks cannot share it: {error}", where=where) from None
-    check_shape(array, stored_shape, where)
+    has_fewer_axes = len(stored_shape) < len(array.shape) and math.prod(stored_shape) == math.prod(array.shape)
+    if stored_shape != array.shape and not has_fewer_axes:
+        raise wrong_shape(array.shape, stored_shape, where)
     return array
 
 
-def check_shape(array: Mosaic, stored_shape: Shape, where: str) -> None:
-    """Raises CheckpointError unless the stored shape is the array's, or has fewer axes and the same number of elements."""
-    has_fewer_axes = len(stored_shape) < len(array.shape) and math.prod(stored_shape) == math.prod(array.shape)
-    if stored_shape != array.shape and not has_fewer_axes:
-        raise wrong_shape(array, stored_shape, where)
-
-
-def wrong_shape(array: Mosaic, stored_shape: Shape, where: str) -> CheckpointError:
+def wrong_shape(shape: Shape, stored_shape: Shape, where: str) -> CheckpointError:
     """The error for a stored tensor that has another shape than the model's."""
     return CheckpointError(
-        f"its stored shape is {list(stored_shape)}, the model's shape is {list(array.shape)}",
+        f"its stored shape is {list(stored_shape)}, the model's shape is {list(shape)}",
         where=where,
         why="The settings, or the config given with `model=`, belong to another model, or the file belongs to another save",
         do="Give the config that this model was trained with by `model=DIR`",
@@ -132,14 +120,6 @@ def state_tensors(parameter: ChunkTensor, stored: AnyTensor, shapes: Mapping[str
 def whole_tensor(stored: AnyTensor) -> LocalTensor:
     """A stored tensor as a whole tensor, in one box."""
     return LocalTensor(stored.dtype, stored.shape, ((Box.whole(stored.shape), stored),))
-
-
-def elements_of(stored: AnyTensor, start: int, sizes: Shape, strides: Shape) -> AnyTensor:
-    """A view of a stored tensor's memory, from element `start` on."""
-    skipped = start * stored.dtype.itemsize
-    if isinstance(stored, LocatedTensor):
-        return replace(stored, byte_offset=stored.byte_offset + skipped, shape=sizes, strides=strides)
-    return replace(stored, skipped=stored.skipped + skipped, shape=sizes, strides=strides)
 
 
 def flat_sections(array: Mosaic, start: int, stop: int, position: int) -> Iterator[Section]:

@@ -12,32 +12,31 @@ numbers. Source: megatron/core/transformer/*.py (sharded_state_dict) and dist_ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from reshard.adapter.dcp_reader import DcpFolder
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
-from reshard.canonical.optimizer_state import plain_settings, state_kind
+from reshard.canonical.optimizer_state import plain_settings
 from reshard.containers import torch_zip
-from reshard.containers.dcp_metadata import TensorItem
 from reshard.containers.inert_pickle import shown
 from reshard.errors import CheckpointError
-from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
+from reshard.index.index import Index, RunFacts, Tensor
 from reshard.storage.files import Files, read_whole
 from reshard.storage.json_input import parsed
 
 from ..layout.arguments import NotUnderstoodError, nemo_args, plain_args
 from ..layout.chunks import ChunkTensor, RankView
-from ..layout.names import LayerSpec, strip_wrappers
+from ..layout.names import LayerSpec, is_weight_name, parse_key, strip_wrappers
 from ..layout.save_folders import COMMON, METADATA_JSON
 from ..layout.stages import Args, ParallelSizes, Rank, split_into_chunks
 from ..layout.tensors import EMBEDDING
 from .flat_buffers import bucket_tensors
-from .keyed_tensors import array_subviews, canonical_tensors, is_run_key, keyed_tensors, with_stored_adapters
-from .optimizer import OF_ADAPTER, OptimizerState, common_optimizer, folder_optimizer
-from .run_model import RunModel, check_complete, describe_model, layout_question
+from .keyed_tensors import is_run_key, keyed_tensors
+from .optimizer import OF_ADAPTER, OptimizerState, as_one, common_optimizer, folder_optimizer
+from .run_model import RunModel, completed, describe_model
 from .zarr import StoredFolder, ZarrFolder
 
 # Written as torch_dcp or fsdp_dtensor: a plain folder of torch.distributed.checkpoint, without metadata.json.
@@ -59,33 +58,38 @@ def read_distributed(files: Files, folder: str, hints: Hints) -> Index:
     builder.add_objects(stored.metadata.objects)
     builder.add_files(file.path for file in stored.files)
     try:
-        model = with_stored_adapters(stored, describe_model(args, hints, _stored_vocab(stored), folder + COMMON))
+        items = stored.metadata.tensors.items()
+        named = ((parse_key(key), item.shape) for key, item in items if is_weight_name(key) and not is_run_key(key))
+        base = describe_model(args, hints, _stored_vocab(stored), folder + COMMON)
+        model = base.with_adapters((parsed.factor_name(shape), shape) for parsed, shape in named)
     except NotUnderstoodError as error:
-        return _index_as_stored(builder, stored, RunFacts("Megatron-Core", backend, unanswered=layout_question(error)))
-    tensors = list(keyed_tensors(stored, model))
-    states, builder.param_groups, notes = _optimizer(stored, common, args, model, tensors)
-    check_complete(model, tensors, files.root, with_optimizer=False)
-    for tensor in (*tensors, *states):
-        builder.add_tensor(model.as_stored(tensor))
-    builder.add_notes(notes)
-    builder.add_files([folder + COMMON] if files.size(folder + COMMON) is not None else [])
-    return builder.build(_facts(backend, common, args, model))
-
-
-def _optimizer(
-    stored: StoredFolder, common: Mapping[str, Any], args: Args, model: RunModel, tensors: Sequence[Tensor]
-) -> tuple[list[Tensor], tuple[ParamGroup, ...], tuple[str, ...]]:
-    """(optimizer state that is stored under no weight's name, param groups, notes). tensors: those under the names of weights.
-
-    Raises: CheckpointError if the parameters that the settings describe do not fill the buckets.
-    """
+        for key, item in stored.metadata.tensors.items():
+            builder.add_tensor(Tensor(key, item.dtype, item.shape, "state" if is_run_key(key) else "weight", stored.shards(item)))
+        return builder.build(RunFacts("Megatron-Core", backend, unanswered=(error.question,)))
+    numbered = OptimizerState("") if model.adapters else folder_optimizer(stored, lambda: _stored_parameters(stored, model, args))
+    tensors = list(keyed_tensors(stored, model, numbered.states))
     if model.adapters:
-        return [], (), (OF_ADAPTER,) if any(map(is_run_key, stored.metadata.tensors)) else ()
-    numbered = folder_optimizer(stored, lambda: _stored_parameters(stored, model, args))
-    weights = {tensor.name for tensor in tensors if tensor.kind == "weight"}
-    groups, steps = common_optimizer(stored, common, model.megatron.model, weights)
-    states = [*_numbered_tensors(stored, numbered, model), *bucket_tensors(stored, model, args), *steps]
-    return states, tuple(numbered.groups.values()) or groups, numbered.notes
+        builder.add_notes([OF_ADAPTER] if any(map(is_run_key, stored.metadata.tensors)) else [])
+    else:
+        weights = {tensor.name for tensor in tensors if tensor.kind == "weight"}
+        groups, steps = common_optimizer(stored, common, model.megatron.model, weights)
+        builder.param_groups = tuple(numbered.groups.values()) or groups
+        tensors += [*bucket_tensors(stored, model, args), *steps]
+        builder.add_notes(numbered.notes)
+    for tensor in tensors:
+        builder.add_tensor(tensor)
+    builder.add_files([folder + COMMON] if files.size(folder + COMMON) is not None else [])
+    step = common.get("iteration", common.get("global_step"))
+    facts = RunFacts(
+        producer="Megatron-Core",
+        version=backend,
+        step=step if type(step) is int else None,
+        config=model.config,
+        state={**plain_settings(common), "args": plain_settings(args)},
+        parallel={name: size for name, size in ParallelSizes.from_args(args).by_name.items() if size > 1},
+        unanswered=model.unanswered,
+    )
+    return completed(builder.build(facts), model, files.root, with_optimizer=False)
 
 
 def _stored_parameters(stored: StoredFolder, model: RunModel, args: Args) -> list[ChunkTensor]:
@@ -95,20 +99,6 @@ def _stored_parameters(stored: StoredFolder, model: RunModel, args: Args) -> lis
     spec = LayerSpec.from_args(args, str(args.get("transformer_impl", "local")))
     parameters = RankView(model.megatron, chunk, ParallelSizes(), Rank(), spec).parameters()
     return [replace(parameter, dtype=dtypes[parameter.name]) for parameter in parameters if parameter.name in dtypes]
-
-
-def _numbered_tensors(stored: StoredFolder, optimizer: OptimizerState[TensorItem], model: RunModel) -> Iterator[Tensor]:
-    """The canonical tensors of the state of numbered parameters.
-
-    A state of another shape than its parameter, such as a step count, belongs to each canonical tensor that is fused in the parameter.
-    """
-    for parameter, kind, item in optimizer.states:
-        if item.shape == parameter.array.shape:
-            yield from canonical_tensors(stored, item, array_subviews(parameter.array, item), model, kind)
-        else:
-            for name in parameter.array.names:
-                tensor_kind, known_as = state_kind(name, name, kind)
-                yield Tensor(known_as, item.dtype, item.shape, tensor_kind, stored.shards(item))
 
 
 def read_backend(files: Files, folder: str) -> str:
@@ -146,14 +136,16 @@ def read_common(files: Files, stored: StoredFolder, backend: str) -> Mapping[str
 
     Raises: CheckpointError if there are none.
     """
-    if backend == _PLAIN:
-        return _run_state(stored)
+    objects = stored.metadata.objects
+    if backend == _PLAIN:  # the plain values at the root, and the state of the schedule
+        state = {key: stored.value(objects[key]) for key in _RUN_STATE if key in objects}
+        schedule = {key.partition(".")[2]: stored.value(item) for key, item in objects.items() if key.startswith("opt_param_scheduler.")}
+        return {**state, "opt_param_scheduler": schedule} if schedule else state
     path = stored.prefix + COMMON
     if files.size(path) is not None:
         common = torch_zip.read(files, path)
-    elif (entry := stored.metadata.objects.get(_COMMON_ENTRY)) is not None:
-        common = stored.value(entry)
-        common = common[0] if isinstance(common, list) and common else common
+    elif (entry := objects.get(_COMMON_ENTRY)) is not None:
+        common = as_one(stored.value(entry))
     else:
         raise CheckpointError(
             f"there is neither {COMMON} nor an entry {_COMMON_ENTRY}",
@@ -166,36 +158,8 @@ def read_common(files: Files, stored: StoredFolder, backend: str) -> Mapping[str
     return common
 
 
-def _run_state(stored: StoredFolder) -> dict[str, Any]:
-    """The plain values of the run in a folder with one entry each: those at the root, and the state of the schedule."""
-    objects = stored.metadata.objects
-    state = {key: stored.value(objects[key]) for key in _RUN_STATE if key in objects}
-    schedule = {key.partition(".")[2]: stored.value(item) for key, item in objects.items() if key.startswith("opt_param_scheduler.")}
-    return {**state, "opt_param_scheduler": schedule} if schedule else state
-
-
 def _stored_vocab(stored: StoredFolder) -> int | None:
     """The rows of the embedding with padding; None if there is no embedding."""
     shapes = (item.shape for key, item in stored.metadata.tensors.items() if strip_wrappers(key) == EMBEDDING)
     shape = next(shapes, None)
     return shape[0] if shape else None
-
-
-def _index_as_stored(builder: IndexBuilder, stored: StoredFolder, facts: RunFacts) -> Index:
-    """Every tensor under its key."""
-    for key, item in stored.metadata.tensors.items():
-        builder.add_tensor(Tensor(key, item.dtype, item.shape, "state" if is_run_key(key) else "weight", stored.shards(item)))
-    return builder.build(facts)
-
-
-def _facts(backend: str, common: Mapping[str, Any], args: Args, model: RunModel) -> RunFacts:
-    step = common.get("iteration", common.get("global_step"))
-    return RunFacts(
-        producer="Megatron-Core",
-        version=backend,
-        step=step if type(step) is int else None,
-        config=model.config,
-        state={**plain_settings(common), "args": plain_settings(args)},
-        parallel={name: size for name, size in ParallelSizes.from_args(args).by_name.items() if size > 1},
-        unanswered=model.unanswered,
-    )

@@ -19,9 +19,12 @@ optimizer/__init__.py of 0.16.1.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
+from reshard.adapter.state_dicts import elements_of
 from reshard.canonical.optimizer_state import state_kind
 from reshard.containers import torch_zip
 from reshard.containers.dcp_metadata import TensorItem
@@ -29,19 +32,19 @@ from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import row_major
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.value import value
 from reshard.index.index import ParamGroup, Tensor
-from reshard.index.shards import Shards, concatenated
+from reshard.index.shards import Shards
 from reshard.index.subviews import SubviewsBuilder
 from reshard.storage.files import Files
 
 from ..layout.chunks import ChunkTensor, RankView
-from ..layout.flat_buckets import BUFFER_KINDS, bucket_size, buffer_of, by_buffer, positions_in_buckets
+from ..layout.flat_buckets import BUFFER_KINDS, bucket_size, buffer_of, by_buffer, offsets_in_buckets
 from ..layout.names import LayerSpec
 from ..layout.save_folders import DISTRIBUTED_OPTIMIZER
 from ..layout.stages import Args, ParallelSizes, chunks_of_run
-from .arrays import elements_of, flat_sections
-from .optimizer import OptimizerState, chain_links, link_parameters, members_of, param_groups_of
+from .arrays import flat_sections
+from .keyed_tensors import merged
+from .optimizer import OptimizerState, chain_links
 from .ranks import MegatronRank
 from .run_model import RunModel
 from .zarr import StoredFolder
@@ -49,7 +52,7 @@ from .zarr import StoredFolder
 # ---- the buffers of a rank's file ----
 
 
-def buffered_optimizer(files: Files, rank: MegatronRank, args: Args, parameters: Sequence[ChunkTensor]) -> OptimizerState[AnyTensor] | None:
+def buffered_optimizer(files: Files, rank: MegatronRank, args: Args, parameters: Sequence[ChunkTensor]) -> OptimizerState | None:
     """The distributed optimizer of a rank; None if the rank has no file of it.
 
     Raises: CheckpointError if the buffers do not fit the parameters.
@@ -58,18 +61,27 @@ def buffered_optimizer(files: Files, rank: MegatronRank, args: Args, parameters:
     if files.size(path) is None:
         return None
     buffers = torch_zip.read(files, path, locate=False)
-    links, is_chain, sizes = chain_links(rank.optimizer), isinstance(buffers, list), _bucket_sizes(rank, args, parameters)
+    by_link = buffers if isinstance(buffers, list) else [buffers]
+    sizes = _bucket_sizes(rank, args, parameters)
     states: list[tuple[ChunkTensor, str, AnyTensor]] = []
     groups: dict[tuple[int, int], ParamGroup] = {}
     notes: list[str] = []
-    for number, by_chunk in enumerate(buffers if is_chain else [buffers]):
+    for by_chunk, link in zip(by_link, chain_links(rank.optimizer, len(by_link)), strict=False):
         if not isinstance(by_chunk, Mapping):
             continue  # another rank's file has it
-        settings = links[number].groups if number < len(links) else []
-        members = link_parameters(parameters, settings, is_chain=is_chain, number=number)
-        groups |= param_groups_of(number, settings, members_of(members, settings))
-        for buffered, arrays in _stored_buffers(by_chunk, members, path):
-            offsets = _parameter_offsets(buffered, arrays, sizes, path)
+        groups |= link.param_groups(link.members(parameters))
+        for buffered, arrays in _stored_buffers(by_chunk, link.parameters(parameters), path):
+            layouts = [buffer_of(buffered, size) for size in sizes]
+            offsets = {offsets for offsets, elements in layouts if elements == arrays.get("numel_unpadded")}
+            if not offsets:
+                raise CheckpointError(
+                    f"a buffer of the distributed optimizer has {arrays.get('numel_unpadded')} elements, "
+                    f"its {len(buffered)} parameters need {layouts[0][1]}",
+                    where=path,
+                    why="The bucket boundaries depend on settings that the file does not tell, and without them the parameters cannot be "
+                    "located",
+                    do="Save with --ckpt-format torch_dist, or take the weights alone: move distrib_optim.pt away",
+                )
             if len(offsets) > 1:
                 notes.append(f"the distributed optimizer's state is left out: it can have {len(offsets)} different bucket layouts ({path})")
                 continue
@@ -108,26 +120,6 @@ def _stored_buffers(
         yield members, arrays
 
 
-def _parameter_offsets(
-    parameters: Sequence[ChunkTensor], arrays: Mapping[str, Any], bucket_sizes: Sequence[int | None], path: str
-) -> set[tuple[int, ...]]:
-    """The offsets of the parameters in their buffer, for each bucket size that explains the buffer's length.
-
-    Raises: CheckpointError if no bucket size explains it.
-    """
-    layouts = [buffer_of(parameters, size) for size in bucket_sizes]
-    found = {offsets for offsets, elements in layouts if elements == arrays.get("numel_unpadded")}
-    if not found:
-        raise CheckpointError(
-            f"a buffer of the distributed optimizer has {arrays.get('numel_unpadded')} elements, "
-            f"its {len(parameters)} parameters need {layouts[0][1]}",
-            where=path,
-            why="The bucket boundaries depend on settings that the file does not tell, and without them the parameters cannot be located",
-            do="Save with --ckpt-format torch_dist, or take the weights alone: move distrib_optim.pt away",
-        )
-    return found
-
-
 # ---- the buckets of a distributed save ----
 
 _KEY = re.compile(
@@ -136,20 +128,8 @@ _KEY = re.compile(
 )
 
 
-@value
-class _Buffer:
-    """A buffer of the distributed optimizer."""
-
-    link: int | None
-    """The optimizer in the chain; None if there is only one."""
-    group: int
-    """The number of the data-parallel group that holds it (dp_group_idx)."""
-    number: int
-    """The number of the buffer in that group (gbuf_idx)."""
-    dtype: str
-    """The element type of its parameters."""
-    arrays: Mapping[str, Sequence[TensorItem]]
-    """The buckets of each array ("param", "exp_avg", "exp_avg_sq"), in order."""
+_Buffer = Mapping[str, Sequence[TensorItem]]
+"""The buckets of each array ("param", "exp_avg", "exp_avg_sq") of a buffer, in order."""
 
 
 def bucket_tensors(stored: StoredFolder, model: RunModel, args: Args) -> Iterator[Tensor]:
@@ -158,32 +138,27 @@ def bucket_tensors(stored: StoredFolder, model: RunModel, args: Args) -> Iterato
     Raises: CheckpointError if the parameters that the settings describe do not fill the buckets.
     """
     buffers, where = _bucketed_buffers(stored), f"{stored.prefix}.metadata"
-    if not buffers:
-        return
-    pieces: dict[tuple[str, str], list[Shards]] = {}
-    is_chained = any(buffer.link is not None for buffer in buffers)
-    for link, group, chunks in _groups_of_run(model, args, where, is_chained=is_chained):
-        in_group = [buffer for buffer in buffers if buffer.group == group and buffer.link in (None, link)]
-        for array, name, shards in _state_pieces(stored, in_group, chunks, where):
-            pieces.setdefault((name, array), []).append(shards)
-    dtypes = {array: buckets[0].dtype for buffer in buffers for array, buckets in buffer.arrays.items()}
-    for (name, array), parts in pieces.items():
-        kind, known_as = state_kind(name, name, BUFFER_KINDS[array])
-        yield Tensor(known_as, dtypes[array], model.shapes[name], kind, concatenated(parts))
+    is_chained = any(link is not None for link, _ in buffers)
+    groups = _groups_of_run(model, args, where, is_chained=is_chained) if buffers else ()
+    return merged(
+        part
+        for link, group, chunks in groups
+        for part in _parts(stored, model, buffers.get((link if is_chained else None, group), []), group, chunks, where)
+    )
 
 
-def _bucketed_buffers(stored: StoredFolder) -> list[_Buffer]:
-    """The buffers of all ranks, sorted by data-parallel group and number."""
-    by_key: dict[tuple[int | None, int, int, str], dict[str, dict[int, TensorItem]]] = {}
+def _bucketed_buffers(stored: StoredFolder) -> dict[tuple[int | None, int], list[_Buffer]]:
+    """The buffers in order by (the optimizer in the chain, None if there is only one; the number of the data-parallel group)."""
+    by_key: dict[tuple[int | None, int], dict[tuple[int, str], dict[str, dict[int, TensorItem]]]] = {}
     for key, item in stored.metadata.tensors.items():
         if match := _KEY.fullmatch(key):
-            link = int(match["link"]) if match["link"] else None
-            arrays = by_key.setdefault((link, int(match["group"]), int(match["buffer"]), match["dtype"]), {})
+            buffers = by_key.setdefault((int(match["link"]) if match["link"] else None, int(match["group"])), {})
+            arrays = buffers.setdefault((int(match["buffer"]), match["dtype"]), {})
             arrays.setdefault(match["name"], {})[int(match["bucket"])] = item
-    return [
-        _Buffer(*key, {name: [buckets[number] for number in sorted(buckets)] for name, buckets in arrays.items()})
-        for key, arrays in sorted(by_key.items(), key=lambda item: item[0][1:3])
-    ]
+    return {
+        key: [{name: [buckets[i] for i in sorted(buckets)] for name, buckets in buffers[number].items()} for number in sorted(buffers)]
+        for key, buffers in by_key.items()
+    }
 
 
 def _groups_of_run(model: RunModel, args: Args, where: str, *, is_chained: bool) -> Iterator[tuple[int, int, list[list[ChunkTensor]]]]:
@@ -201,11 +176,11 @@ def _groups_of_run(model: RunModel, args: Args, where: str, *, is_chained: bool)
             yield 1, group, experts
 
 
-def _state_pieces(
-    stored: StoredFolder, buffers: Sequence[_Buffer], chunks: Sequence[Sequence[ChunkTensor]], where: str
-) -> Iterator[tuple[str, str, Shards]]:
-    """(array of a buffer, canonical tensor, its pieces there) of every parameter of a rank. The buffers follow the order of the chunks;
-    chunks without parameters have none."""
+def _parts(
+    stored: StoredFolder, model: RunModel, buffers: Sequence[_Buffer], group: int, chunks: Sequence[Sequence[ChunkTensor]], where: str
+) -> Iterator[Tensor]:
+    """What the buffers of a rank hold of the state of canonical tensors. The buffers follow the order of the chunks; chunks without
+    parameters have none."""
     chunks = [parameters for parameters in chunks if parameters]
     if len(chunks) != len(buffers):
         raise CheckpointError(
@@ -214,22 +189,25 @@ def _state_pieces(
             why="In this form, parameters of several element types in one chunk cannot be told apart",
             do="Save with --dist-ckpt-optim-fully-reshardable",
         )
-    for buffer, parameters in zip(buffers, chunks, strict=True):
-        lengths = [bucket.shape[0] for bucket in next(iter(buffer.arrays.values()))]
-        positions = positions_in_buckets([parameter.elements for parameter in parameters], lengths)
-        if positions is None:
+    for number, (buffer, parameters) in enumerate(zip(buffers, chunks, strict=True)):
+        lengths = [bucket.shape[0] for bucket in next(iter(buffer.values()))]
+        offsets = offsets_in_buckets(parameters, lengths)
+        if offsets is None:
             raise CheckpointError(
-                f"the buckets of buffer {buffer.number} of rank {buffer.group} hold {', '.join(map(str, lengths))} elements, which its "
+                f"the buckets of buffer {number} of rank {group} hold {', '.join(map(str, lengths))} elements, which its "
                 f"{len(parameters)} parameters do not fill",
                 where=where,
                 why="The settings describe another model or other stages than those that were saved",
                 do="Save with --dist-ckpt-optim-fully-reshardable",
             )
-        for array_name, buckets in buffer.arrays.items():
+        starts = list(accumulate(lengths, initial=0))
+        for array_name, buckets in buffer.items():
             shards = [stored.shards(bucket) for bucket in buckets]
-            for parameter, (bucket, offset) in zip(parameters, positions, strict=True):
-                for name, pieces in _array_pieces(parameter.array, parameter.elements, shards[bucket], offset):
-                    yield array_name, name, pieces
+            for parameter, offset in zip(parameters, offsets, strict=True):
+                bucket = bisect_right(starts, offset) - 1
+                for name, pieces in _array_pieces(parameter.array, parameter.elements, shards[bucket], offset - starts[bucket]):
+                    kind, known_as = state_kind(name, name, BUFFER_KINDS[array_name])
+                    yield Tensor(known_as, buckets[0].dtype, model.shapes[name], kind, pieces)
 
 
 def _array_pieces(array: Mosaic, elements: int, bucket: Shards, offset: int) -> Iterator[tuple[str, Shards]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -28,10 +28,11 @@ from reshard.index.shards import concatenated
 from reshard.index.subviews import SubviewsBuilder, SubviewsByTensor
 
 from ..layout.adapters import Factor, by_halves, factor_of, is_saved_by_halves
+from ..layout.chunks import ChunkTensor
 from ..layout.flat_buckets import BUFFER_KINDS
 from ..layout.names import ParsedName, is_weight_name, parse_key
-from ..layout.tensors import MegatronModel, MegatronTensor
-from .arrays import flat_sections, model_layer, model_tensor, named_tensor, shared_expert, wrong_shape
+from ..layout.tensors import MegatronTensor
+from .arrays import flat_sections, model_tensor, named_tensor, shared_expert, wrong_shape
 from .run_model import RunModel
 from .zarr import StoredFolder
 
@@ -46,63 +47,136 @@ def is_run_key(key: str) -> bool:
     return key.startswith(_RUN_KEYS)
 
 
-def with_stored_adapters(stored: StoredFolder, model: RunModel) -> RunModel:
-    """The model with the LoRA adapters that the save holds."""
-    weights = ((parse_key(key), item.shape) for key, item in stored.metadata.tensors.items() if is_weight_name(key) and not is_run_key(key))
-    return model.with_adapters((parsed.factor_name(shape), shape) for parsed, shape in weights)
-
-
-def keyed_tensors(stored: StoredFolder, model: RunModel) -> Iterator[Tensor]:
+def keyed_tensors(stored: StoredFolder, model: RunModel, numbered: Iterable[tuple[ChunkTensor, str, TensorItem]]) -> Iterator[Tensor]:
     """The canonical tensors that the stored tensors hold; without optimizer state if there are LoRA adapters.
 
+    numbered: (parameter, torch's name of the kind of state, item) of optimizer state that is stored under the parameters' numbers.
     Raises: CheckpointError if the model does not have the tensor that a key names, or has it with another shape.
     """
-    locator, items = _Locator(model.megatron, f"{stored.prefix}.metadata"), stored.metadata.tensors
-    segments: dict[tuple[str, str], list[Tensor]] = {}
+    locator, items = _Locator(stored, model), stored.metadata.tensors
+    segments: list[Tensor] = []
     for key, item in items.items():
         match = _STATE_KEY.fullmatch(key) if not model.adapters else None
         if not is_weight_name(key) or (is_run_key(key) and not match):
             continue
         weight_key, kind = (match["key"], BUFFER_KINDS.get(match["kind"], match["kind"])) if match else (key, None)
         parsed = parse_key(weight_key)
-        subviews = locator.subviews(parsed, item, items.get(weight_key, item))
-        for tensor in canonical_tensors(stored, item, subviews, model, kind):
-            if parsed.segment:
-                segments.setdefault((tensor.kind, tensor.name), []).append(tensor)
-            else:
-                yield tensor
-    yield from map(_joined, segments.values())
+        tensors = locator.tensors(parsed, item, items.get(weight_key, item), kind)
+        if parsed.segment:
+            segments.extend(tensors)
+        else:
+            yield from tensors
+    yield from merged(segments)
+    for parameter, kind, item in numbered:
+        if item.shape == parameter.array.shape:
+            yield from locator.tensors(parse_key(parameter.name), item, item, kind)
+        else:  # such as a step count: it belongs to each canonical tensor that is fused in the parameter
+            kinds_and_names = (state_kind(name, name, kind) for name in parameter.array.names)
+            yield from (Tensor(known_as, item.dtype, item.shape, of_kind, stored.shards(item)) for of_kind, known_as in kinds_and_names)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """A canonical tensor of which several stored tensors hold a part each."""
-    first = parts[0]
-    if other := next((part for part in parts if part.dtype != first.dtype), None):
-        raise CheckpointError(
-            f"one part of it is stored as {first.dtype}, another as {other.dtype}",
-            where=first.name,
-            why="A run stores the parts of a projection in one element type, so files of several saves are mixed",
-            do="Copy the files of one save again",
-        )
-    return replace(first, shards=concatenated([part.shards for part in parts]))
+def merged(parts: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Each canonical tensor, of which several stored tensors hold a part each. Raises CheckpointError for parts of different types."""
+    by_tensor: dict[tuple[str, str], list[Tensor]] = {}
+    for part in parts:
+        by_tensor.setdefault((part.kind, part.name), []).append(part)
+    for first, *others in by_tensor.values():
+        if other := next((part for part in others if part.dtype != first.dtype), None):
+            raise CheckpointError(
+                f"one part of it is stored as {first.dtype}, another as {other.dtype}",
+                where=first.name,
+                why="A run stores the parts of a tensor in one element type, so files of several saves are mixed",
+                do="Copy the files of one save again",
+            )
+        yield replace(first, shards=concatenated([first.shards, *(part.shards for part in others)]))
 
 
-def canonical_tensors(
-    stored: StoredFolder, item: TensorItem, subviews: SubviewsByTensor, model: RunModel, kind: str | None = None
-) -> Iterator[Tensor]:
-    """The canonical tensors in a stored tensor: weights, or optimizer state if `kind`, torch's name for a kind of state, is given."""
-    for name, pieces in subviews.of(stored.shards(item)):
-        tensor_kind, known_as = state_kind(name, name, kind) if kind else ("weight", name)
-        yield Tensor(known_as, item.dtype, model.shapes[name], tensor_kind, pieces)
+class _Locator:
+    """Finds the canonical tensors in the stored boxes of keyed tensors. What layers and experts that are alike share is found once."""
+
+    def __init__(self, stored: StoredFolder, model: RunModel) -> None:
+        self.stored, self.shapes, self.model = stored, model.shapes, model.megatron
+        self._found: dict[tuple[object, ...], SubviewsByTensor] = {}
+
+    def tensors(self, parsed: ParsedName, item: TensorItem, weight: TensorItem, kind: str | None) -> Iterator[Tensor]:
+        """The canonical tensors in a stored tensor with this key: weights, or optimizer state if `kind`, torch's name for a kind of state,
+        is given. weight: the weight that it is state of, or itself.
+
+        Raises: CheckpointError if the model does not have the tensor, or has it with another shape.
+        """
+        for name, pieces in self._subviews(parsed.in_model(self.model.layers), item, weight).of(self.stored.shards(item)):
+            tensor_kind, known_as = state_kind(name, name, kind) if kind else ("weight", name)
+            yield Tensor(known_as, item.dtype, self.shapes[name], tensor_kind, pieces)
+
+    def _subviews(self, parsed: ParsedName, item: TensorItem, weight: TensorItem) -> SubviewsByTensor:
+        """The canonical tensors in each stored box of a tensor. For the keys of layers and experts that are alike and cut alike, they are
+        found once, and get the names of each."""
+        first = self._first_alike(parsed)
+        form = (first, item.shape, item.chunks.offsets.tobytes(), item.chunks.sizes.tobytes())
+        if form not in self._found:
+            where = f"{item.fqn} in {self.stored.prefix}.metadata"
+            is_flat = len(item.shape) == len(weight.shape) + 1
+            self._found[form] = self._flat_runs(first, item, weight, where) if is_flat else self._tiles(first, item, where)
+        found = self._found[form]
+        if first == parsed:
+            return found
+        return found.renamed({name: self.model.name_in(name, parsed.layer, parsed.expert) for name in found.names})
+
+    def _first_alike(self, parsed: ParsedName) -> ParsedName:
+        """The same tensor of the first layer and expert that are like these."""
+        layer, expert = parsed.layer, parsed.expert
+        if layer is None:
+            return parsed
+        expert = None if expert is None else self.model.first_expert_alike(layer, expert)
+        return replace(parsed, layer=self.model.first_alike(layer), expert=expert)
+
+    def _tiles(self, parsed: ParsedName, item: TensorItem, where: str) -> SubviewsByTensor:
+        """The tiles in each stored box. A box can span several layers and experts."""
+        lead, found = parsed.stacked_axes, SubviewsBuilder()
+        stacked = ((self.model.layers,) if parsed.stacks_layers else ()) + ((self.model.experts,) if parsed.stacks_experts else ())
+        if item.shape[:lead] != stacked:
+            raise wrong_shape((*stacked, *item.shape[lead:]), item.shape, where)
+        parts: dict[tuple[object, ...], Mosaic] = {}
+        for i, offsets, sizes in _boxes(item):
+            inner = *offsets[lead:], *sizes[lead:]
+            for position in product(*(range(size) for size in sizes[:lead])):
+                here = _at(parsed, [offset + step for offset, step in zip(offsets, position, strict=False)])
+                first = self._first_alike(here)
+                if (first, inner) not in parts:
+                    array = self._array(first, item, where)
+                    if array.shape != item.shape[lead:]:
+                        raise wrong_shape((*stacked, *array.shape), item.shape, where)
+                    parts[first, inner] = _cut(array, offsets[lead:], sizes[lead:])
+                for tile in parts[first, inner].tiles:
+                    found.add_tile(i, self.model.name_in(tile.name, here.layer, here.expert), tile, position)
+        return found.build()
+
+    def _flat_runs(self, parsed: ParsedName, item: TensorItem, weight: TensorItem, where: str) -> SubviewsByTensor:
+        """The sections in each stored box of state in blocks."""
+        lead, found = parsed.stacked_axes, SubviewsBuilder()
+        block_shape = _block_shape(item, weight, lead, where)
+        for i, offsets, sizes in _boxes(item):
+            array = self._array(_at(parsed, offsets[:lead]), item, where)
+            block = _cut(array, [number * size for number, size in zip(offsets[lead:-1], block_shape, strict=True)], block_shape)
+            for section in flat_sections(block, offsets[-1], offsets[-1] + sizes[-1], 0):
+                found.add_section(i, section, len(offsets))
+        return found.build()
+
+    def _array(self, parsed: ParsedName, item: TensorItem, where: str) -> Mosaic:
+        """The array of a key in one layer and expert. Raises CheckpointError if there is none."""
+        tensor = model_tensor(self.model, parsed, where)
+        if parsed.segment:
+            segments = {name.rpartition(".")[2]: part for name, part in tensor.by_segment(parsed.name).items()}
+            return named_tensor(segments, parsed.segment, where).whole
+        if (factor := factor_of(parsed.name)) is not None:
+            return _as_saved(factor, tensor, parsed, item, where)
+        return tensor.whole if parsed.half is None else tensor.blocks[parsed.half]
 
 
-def array_subviews(array: Mosaic, item: TensorItem) -> SubviewsByTensor:
-    """The tiles in each stored box of a tensor that holds this array."""
-    found = SubviewsBuilder()
-    for i, offsets, sizes in _boxes(item):
-        for tile in _cut(array, offsets, sizes).tiles:
-            found.add_tile(i, tile.name, tile)
-    return found.build()
+def _at(parsed: ParsedName, stacked: Sequence[int]) -> ParsedName:
+    """The key of one layer and expert, from its positions along the stacked axes."""
+    layer = stacked[0] if parsed.stacks_layers else parsed.layer
+    return replace(parsed, layer=layer, expert=stacked[-1] if parsed.stacks_experts else parsed.expert)
 
 
 def _boxes(item: TensorItem) -> Iterator[tuple[int, list[int], list[int]]]:
@@ -117,102 +191,6 @@ def _cut(array: Mosaic, offsets: Sequence[int], sizes: Sequence[int]) -> Mosaic:
         if size != array.shape[axis]:
             array = array.cut(axis, offset, offset + size)
     return array
-
-
-class _Locator:
-    """Finds the canonical tensors in the stored boxes of keyed tensors. What layers and experts that are alike share is found once."""
-
-    def __init__(self, model: MegatronModel, path: str) -> None:
-        self.model, self.path = model, path
-        self._found: dict[tuple[object, ...], SubviewsByTensor] = {}
-
-    def subviews(self, parsed: ParsedName, item: TensorItem, weight: TensorItem) -> SubviewsByTensor:
-        """The tiles in each stored box of a tensor with this key, or of state of the weight with this key. A box can span several layers
-        and experts.
-
-        Raises: CheckpointError if the model does not have the tensor, or has it with another shape.
-        """
-        where = f"{item.fqn} in {self.path}"
-        if len(item.shape) == len(weight.shape) + 1:
-            block_shape = _block_shape(item, weight, parsed.stacked_axes, where)
-            return self._of_alike(parsed, item, lambda first: self._flat_runs(first, item, block_shape, where))
-        self._check_stacked_axes(parsed, item, where)
-        return self._of_alike(parsed, item, lambda first: self._tiles(first, item, where))
-
-    def _of_alike(self, parsed: ParsedName, item: TensorItem, find: Callable[[ParsedName], SubviewsByTensor]) -> SubviewsByTensor:
-        """What `find` finds for a key; for the first one of the keys of layers and experts that are alike and cut alike, under the names
-        of this one."""
-        first, layer = parsed, model_layer(self.model, parsed)
-        first_layer, first_expert = self._first_alike(layer, parsed.expert)
-        if first_layer is not None:
-            first = replace(parsed, layer=first_layer - (self.model.layers if parsed.is_mtp else 0), expert=first_expert)
-        form = (first, item.shape, item.chunks.offsets.tobytes(), item.chunks.sizes.tobytes())
-        if form not in self._found:
-            self._found[form] = find(first)
-        found = self._found[form]
-        if first == parsed:
-            return found
-        return found.renamed({name: self.model.name_in(name, layer, parsed.expert) for name in found.names})
-
-    def _first_alike(self, layer: int | None, expert: int | None) -> tuple[int | None, int | None]:
-        """The first layer and expert that are like these."""
-        if layer is None:
-            return None, expert
-        return self.model.first_alike(layer), None if expert is None else self.model.first_expert_alike(layer, expert)
-
-    def _tiles(self, parsed: ParsedName, item: TensorItem, where: str) -> SubviewsByTensor:
-        lead, found = parsed.stacked_axes, SubviewsBuilder()
-        parts: dict[tuple[object, ...], Mosaic] = {}
-        for i, offsets, sizes in _boxes(item):
-            inner = *offsets[lead:], *sizes[lead:]
-            for position in product(*(range(size) for size in sizes[:lead])):
-                layer, expert = self._numbers(parsed, [offset + step for offset, step in zip(offsets, position, strict=False)])
-                first = self._first_alike(layer, expert)
-                if (first, inner) not in parts:
-                    array = self._array(parsed, *first, item, where)
-                    if array.shape != item.shape[lead:]:
-                        raise wrong_shape(array, item.shape[lead:], where)
-                    parts[first, inner] = _cut(array, offsets[lead:], sizes[lead:])
-                for tile in parts[first, inner].tiles:
-                    found.add_tile(i, self.model.name_in(tile.name, layer, expert), tile, position)
-        return found.build()
-
-    def _flat_runs(self, parsed: ParsedName, item: TensorItem, block_shape: Sequence[int], where: str) -> SubviewsByTensor:
-        lead, found = parsed.stacked_axes, SubviewsBuilder()
-        for i, offsets, sizes in _boxes(item):
-            layer, expert = self._numbers(parsed, offsets[:lead])
-            array = self._array(parsed, layer, expert, item, where)
-            block = _cut(array, [number * size for number, size in zip(offsets[lead:-1], block_shape, strict=True)], block_shape)
-            for section in flat_sections(block, offsets[-1], offsets[-1] + sizes[-1], 0):
-                found.add_section(i, section, len(offsets))
-        return found.build()
-
-    def _check_stacked_axes(self, parsed: ParsedName, item: TensorItem, where: str) -> None:
-        """Raises CheckpointError unless the stacked axes count the layers and experts of the model."""
-        model, stacked = self.model, item.shape[: parsed.stacked_axes]
-        expected = ((model.layers,) if parsed.stacks_layers else ()) + ((model.experts,) if parsed.stacks_experts else ())
-        if stacked != expected:
-            raise CheckpointError(
-                f"its first axes are {list(stacked)}, but the model has {list(expected)} layers or experts",
-                where=where,
-                why="The settings, or the config given with `model=`, belong to another model",
-                do="Give the config that this model was trained with by `model=DIR`",
-            )
-
-    def _numbers(self, parsed: ParsedName, stacked: Sequence[int]) -> tuple[int | None, int | None]:
-        """The layer and the expert that a key has at these positions of its stacked axes."""
-        layer = stacked[0] if parsed.stacks_layers else model_layer(self.model, parsed)
-        return layer, stacked[-1] if parsed.stacks_experts else parsed.expert
-
-    def _array(self, parsed: ParsedName, layer: int | None, expert: int | None, item: TensorItem, where: str) -> Mosaic:
-        """The array of a key in one layer and expert. Raises CheckpointError if there is none."""
-        tensor = model_tensor(self.model, parsed, layer, expert, where)
-        if parsed.segment:
-            segments = {name.rpartition(".")[2]: part for name, part in tensor.by_segment(parsed.name).items()}
-            return named_tensor(segments, parsed.segment, where).whole
-        if (factor := factor_of(parsed.name)) is not None:
-            return _as_saved(factor, tensor, parsed, item, where)
-        return tensor.whole if parsed.half is None else tensor.blocks[parsed.half]
 
 
 def _block_shape(item: TensorItem, weight: TensorItem, lead: int, where: str) -> list[int]:

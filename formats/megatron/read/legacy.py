@@ -5,7 +5,7 @@ rank folders -> LegacySave -> RunModel -> per rank: ChunkTensors -> OptimizerSta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,32 +15,21 @@ from reshard.canonical.optimizer_state import plain_settings, state_kind
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.value import value
 from reshard.index.index import Index, RunFacts
 from reshard.storage.files import Files
 
 from ..layout.adapters import factor_of
 from ..layout.arguments import NotUnderstoodError
-from ..layout.chunks import ChunkTensor, shares_tables
+from ..layout.chunks import ChunkTensor, shared_tables
 from ..layout.names import ParsedName, parse_name
 from ..layout.save_folders import unread_optimizers
-from ..layout.stages import Args, Chunk, ParallelSizes, chunks_of_files
-from ..layout.tensors import EMBEDDING, HEAD, MegatronModel, QkvOrder
-from .arrays import (
-    check_shape,
-    local_tensors,
-    model_layer,
-    model_tensor,
-    no_such_tensor,
-    shared_expert,
-    state_tensors,
-    stored_shard,
-    whole_tensor,
-)
+from ..layout.stages import Args, Chunk, ParallelSizes, split_into_chunks
+from ..layout.tensors import EMBEDDING, MegatronModel, QkvOrder
+from .arrays import Shape, local_tensors, model_tensor, no_such_tensor, shared_expert, state_tensors, stored_shard, whole_tensor
 from .flat_buffers import buffered_optimizer
-from .optimizer import OF_ADAPTER, OptimizerState, merged_param_groups, rank_optimizer
+from .optimizer import OF_ADAPTER, OptimizerState, merged_param_groups, numbered_optimizer
 from .ranks import LegacySave, MegatronRank, read_ranks
-from .run_model import RunModel, check_complete, describe_model, layout_question
+from .run_model import RunModel, completed, describe_model
 
 _FORMAT = "megatron"
 # The order of q, k and v by the version of the checkpoint (megatron/legacy, fix_query_key_value_ordering).
@@ -58,7 +47,7 @@ def read_legacy(files: Files, folder: str, hints: Hints) -> Index:
     try:
         model = legacy_model(save, hints)
     except NotUnderstoodError as error:
-        return _index_as_stored(files, save, layout_question(error))
+        return _index_as_stored(files, save, error)
     return _index(files, save, model, unread_optimizers(files, folder))
 
 
@@ -67,24 +56,17 @@ def legacy_model(save: LegacySave, hints: Hints) -> RunModel:
     # The order of q, k and v depends on the version only for GPT models before Megatron-Core, which are recognized by their names.
     is_old = any("query_key_value" in name for chunk in save.first.chunks for name in chunk)
     qkv_order = _OLD_QKV_ORDERS.get(save.first.version, "by_group") if is_old else "by_group"
-    model = describe_model(save.args, hints, _stored_vocab(save), save.first.path, qkv_order=qkv_order)
-    stored = ((parse_name(name), stored.shape) for rank in save.ranks for chunk in rank.chunks for name, stored in chunk.items())
-    return model.with_adapters((parsed.factor_name(shape), shape) for parsed, shape in stored)
-
-
-def _stored_vocab(save: LegacySave) -> int | None:
-    """The rows of the embedding with padding: each tensor-parallel rank has an equal shard; None if no rank has any."""
-    chunks = (chunk for rank in save.ranks for chunk in rank.chunks)
-    embeddings = (stored for chunk in chunks for name, stored in chunk.items() if parse_name(name).name == EMBEDDING and stored.shape)
-    embedding = next(embeddings, None)
-    return embedding.shape[0] * save.sizes.tp if embedding else None
+    # Each tensor-parallel rank has an equal shard of the embedding.
+    vocab = next((stored.shape[0] * save.sizes.tp for parsed, stored in save.tensors() if parsed.name == EMBEDDING and stored.shape), None)
+    model = describe_model(save.args, hints, vocab, save.first.path, qkv_order=qkv_order)
+    return model.with_adapters((parsed.factor_name(stored.shape), stored.shape) for parsed, stored in save.tensors())
 
 
 def _index(files: Files, save: LegacySave, model: RunModel, unread: Sequence[str]) -> Index:
     builder = IndexBuilder(_FORMAT, files)
     builder.add_files(rank.path for rank in save.ranks)
     chunks = stored_chunks(save, model.megatron)
-    optimizers: list[OptimizerState[AnyTensor]] = []
+    optimizers: list[OptimizerState] = []
     for number, rank in enumerate(save.ranks):
         tensors = rank_tensors(rank, model.megatron, save.sizes, chunks)
         for tensor, stored in tensors:
@@ -103,14 +85,10 @@ def _index(files: Files, save: LegacySave, model: RunModel, unread: Sequence[str
         builder.add_notes([f"the optimizer's state in {unread[0]}{others} is left out: reshard does not read its form"])
     builder.param_groups = merged_param_groups(optimizers, model.shapes)
     index = builder.build(_facts(save, config=model.config, unanswered=model.unanswered))
-    index = replace(index, tensors=tuple(map(model.as_stored, index.tensors)))
-    check_complete(model, index.tensors, files.root, with_optimizer=True)
-    return index
+    return completed(index, model, files.root, with_optimizer=True)
 
 
-def read_optimizer(
-    files: Files, rank: MegatronRank, args: Args, model: RunModel, tensors: Sequence[ChunkTensor]
-) -> OptimizerState[AnyTensor]:
+def read_optimizer(files: Files, rank: MegatronRank, args: Args, model: RunModel, tensors: Sequence[ChunkTensor]) -> OptimizerState:
     """The optimizer of a rank: the distributed one if the rank has its file, otherwise the plain one. Not that of a LoRA adapter, which
     numbers other parameters.
 
@@ -119,10 +97,10 @@ def read_optimizer(
     if model.adapters:
         return OptimizerState(rank.path, notes=(OF_ADAPTER,) if rank.optimizer else ())
     parameters = [tensor for tensor in tensors if tensor.is_parameter]
-    return buffered_optimizer(files, rank, args, parameters) or rank_optimizer(rank, parameters)
+    return buffered_optimizer(files, rank, args, parameters) or numbered_optimizer(rank.optimizer, parameters, rank.path)
 
 
-def _index_as_stored(files: Files, save: LegacySave, unanswered: tuple[str, ...]) -> Index:
+def _index_as_stored(files: Files, save: LegacySave, error: NotUnderstoodError) -> Index:
     """Each rank's tensors under their stored names, with the rank's folder before the name."""
     builder = IndexBuilder(_FORMAT, files)
     for number, rank in enumerate(save.ranks):
@@ -132,7 +110,7 @@ def _index_as_stored(files: Files, save: LegacySave, unanswered: tuple[str, ...]
                 builder.add("weight", prefix + name, whole_tensor(stored), rank.path, number)
     builder.add_files(rank.path for rank in save.ranks)
     builder.add_objects(save.first.objects)
-    return builder.build(_facts(save, unanswered=unanswered))
+    return builder.build(_facts(save, unanswered=(error.question,)))
 
 
 def _facts(save: LegacySave, **other: Any) -> RunFacts:
@@ -173,7 +151,16 @@ def stored_chunks(save: LegacySave, model: MegatronModel) -> tuple[Chunk, ...]:
                     where=rank.path,
                     do="Keep the folders of one save only",
                 )
-    return chunks_of_files(counts, save.sizes, model.layers, save.first.path)
+    if (stored := sum(counts.values())) != model.layers:
+        by_stage = sorted((stage, chunk, count) for (chunk, stage), count in counts.items())
+        text = ", ".join(f"stage {stage}{f' chunk {chunk}' if chunk else ''}: {count}" for stage, chunk, count in by_stage)
+        raise CheckpointError(
+            f"the stages hold {stored} layers ({text}), the model has {model.layers}",
+            where=save.first.path,
+            why="The files of a stage are missing or belong to another save, or the config belongs to another model",
+            do="Copy all rank folders from where the checkpoint was written",
+        )
+    return split_into_chunks([count for _, count in sorted(counts.items())], save.sizes.pp)
 
 
 def rank_tensors(
@@ -184,69 +171,46 @@ def rank_tensors(
     Raises: CheckpointError if the model does not have a stored tensor, or has it with another shape.
     """
     found: list[tuple[ChunkTensor, AnyTensor]] = []
+    shared = shared_tables(model, sizes)
     for chunk in (chunk for chunk in chunks if chunk.stage == rank.pp_rank):
-        stored_by_name, located = rank.chunks[chunk.number], _RankChunk(rank, chunk, model, sizes)
-        outside_layers = {parsed.name for parsed in map(parse_name, stored_by_name) if parsed.layer is None}
-        found.extend((located.tensor(name, stored, outside_layers), stored) for name, stored in stored_by_name.items())
+        for name, stored in rank.chunks[chunk.number].items():
+            parsed, where = parse_name(name).in_model(model.layers, chunk.layers.start), f"{name} in {rank.path}"
+            if parsed.layer is None and not model.mtp_layers:
+                _check_stage(parsed, chunk, sizes, name, rank.path)
+            array = _array(parsed, rank, model, sizes, stored.shape, where)
+            is_shared = parsed.layer is None and parsed.name in shared
+            found.append((ChunkTensor(name, array, stored.shape, chunk.number, parsed.is_expert, is_shared, stored.dtype), stored))
     return found
 
 
-@value
-class _RankChunk:
-    """A chunk of one rank, in which it finds arrays."""
+def _check_stage(parsed: ParsedName, chunk: Chunk, sizes: ParallelSizes, name: str, path: str) -> None:
+    """Raises CheckpointError if a tensor outside of layers is in a chunk that has none of its kind."""
+    if not (chunk.is_first if parsed.name.startswith("embedding.") else chunk.is_last):
+        raise CheckpointError(
+            f"{name} is in stage {chunk.stage}{f', chunk {chunk.number}' if sizes.vp > 1 else ''}",
+            where=path,
+            why="Only the first stage has embeddings, and only the last one a final norm and a head, so folders have changed places",
+            do="Copy all rank folders again from where the checkpoint was written",
+        )
 
-    rank: MegatronRank
-    chunk: Chunk
-    model: MegatronModel
-    sizes: ParallelSizes
 
-    def tensor(self, name: str, stored: AnyTensor, outside_layers: Collection[str]) -> ChunkTensor:
-        """The tensor of that name. outside_layers: the names in the chunk that belong to no layer."""
-        parsed = parse_name(name)
-        self._check_stage(parsed, name)
-        array = self._array(parsed, stored, f"{name} in {self.rank.path}")
-        is_shared = self._is_shared(parsed, outside_layers)
-        return ChunkTensor(name, array, stored.shape, self.chunk.number, parsed.is_expert, is_shared, stored.dtype)
-
-    def _check_stage(self, parsed: ParsedName, name: str) -> None:
-        """Raises CheckpointError if a tensor outside of layers is in a chunk that has none of its kind."""
-        if parsed.layer is not None or self.model.mtp_layers:
-            return
-        chunk = self.chunk
-        if not (chunk.is_first if parsed.name.startswith("embedding.") else chunk.is_last):
-            raise CheckpointError(
-                f"{name} is in stage {chunk.stage}{f', chunk {chunk.number}' if self.sizes.vp > 1 else ''}",
-                where=self.rank.path,
-                why="Only the first stage has embeddings, and only the last one a final norm and a head, so folders have changed places",
-                do="Copy all rank folders again from where the checkpoint was written",
-            )
-
-    def _is_shared(self, parsed: ParsedName, outside_layers: Collection[str]) -> bool:
-        """Whether it is an embedding or head that other stages hold, too (language_module.py, setup_embeddings_and_output_layer)."""
-        if parsed.layer is not None or not shares_tables(self.model, self.sizes):
-            return False
-        if self.rank.pp_rank == 0:
-            return parsed.name == EMBEDDING and HEAD not in outside_layers
-        return parsed.name == (EMBEDDING if self.model.mtp_layers else HEAD)
-
-    def _array(self, parsed: ParsedName, stored: AnyTensor, where: str) -> Mosaic:
-        rank, sizes, layer = self.rank, self.sizes, model_layer(self.model, parsed, self.chunk.layers.start)
-        if layer is None or not parsed.is_expert:
-            return stored_shard(model_tensor(self.model, parsed, layer, None, where), stored.shape, sizes.tp, rank.tp_rank, where)
-        experts, etp_rank = sizes.experts_of(rank.ep_rank, self.model.experts), rank.tp_rank % sizes.etp
-        if parsed.name in _GROUPED_EXPERTS:
-            array = self.model.grouped_experts(layer, experts, _GROUPED_EXPERTS[parsed.name], sizes.etp, etp_rank)
-            check_shape(array, stored.shape, where)
-            return array
-        if parsed.expert is None:
-            raise no_such_tensor({}, parsed.name, where)  # in a rank's file, every expert has its number
-        if parsed.expert >= len(experts):
-            raise CheckpointError(
-                f"it is expert {parsed.expert} of its rank, which has {len(experts)}",
-                where=where,
-                why=f"The model has {self.model.experts} experts on {sizes.ep} ranks",
-            )
-        tensor = model_tensor(self.model, parsed, layer, experts[parsed.expert], where)
-        if factor_of(parsed.name) and sizes.etp > 1:
-            raise shared_expert(where)
-        return stored_shard(tensor, stored.shape, sizes.etp, etp_rank, where)
+def _array(parsed: ParsedName, rank: MegatronRank, model: MegatronModel, sizes: ParallelSizes, shape: Shape, where: str) -> Mosaic:
+    """The array of the model that a rank's tensor of this shape holds."""
+    if parsed.layer is None or not parsed.is_expert:
+        return stored_shard(model_tensor(model, parsed, where), shape, sizes.tp, rank.tp_rank, where)
+    experts, etp_rank = sizes.experts_of(rank.ep_rank, model.experts), rank.tp_rank % sizes.etp
+    if parsed.name in _GROUPED_EXPERTS:
+        tensor = model.grouped_experts(parsed.layer, experts, _GROUPED_EXPERTS[parsed.name])
+        return stored_shard(tensor, shape, sizes.etp, etp_rank, where)
+    if parsed.expert is None:
+        raise no_such_tensor({}, parsed.name, where)  # in a rank's file, every expert has its number
+    if parsed.expert >= len(experts):
+        raise CheckpointError(
+            f"it is expert {parsed.expert} of its rank, which has {len(experts)}",
+            where=where,
+            why=f"The model has {model.experts} experts on {sizes.ep} ranks",
+        )
+    tensor = model_tensor(model, replace(parsed, expert=experts[parsed.expert]), where)
+    if factor_of(parsed.name) and sizes.etp > 1:
+        raise shared_expert(where)
+    return stored_shard(tensor, shape, sizes.etp, etp_rank, where)

@@ -17,13 +17,13 @@ Source: megatron/core/optimizer/{__init__,optimizer,distrib_optimizer}.py of 0.1
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, Generic, TypeGuard, TypeVar
+from typing import Any
 
 from reshard.canonical.optimizer_state import plain_settings
 from reshard.containers.dcp_metadata import TensorItem
-from reshard.containers.torch_zip import AnyTensor, LocatedTensor, is_plain_tensor
+from reshard.containers.torch_zip import LocatedTensor, is_plain_tensor
 from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.value import value
@@ -34,23 +34,20 @@ from reshard.models.model import Model
 from ..layout.chunks import ChunkTensor
 from ..layout.names import parse_name
 from ..layout.tensors import BUFFER_ROLES, EMBEDDING, HEAD, is_decayed
-from .ranks import MegatronRank
 from .zarr import StoredFolder
 
 OF_ADAPTER = "the optimizer's state is left out: of a run that trains a LoRA adapter, reshard does not read it"
 """A note on a checkpoint."""
 _MASTERS = "fp32_from_fp16_params"
 
-T = TypeVar("T", AnyTensor, TensorItem)
-
 
 @value(eq=False, repr=False)
-class OptimizerState(Generic[T]):
+class OptimizerState:
     """What the optimizer of one rank keeps, or that of a whole run."""
 
     path: str
     """The file that holds it."""
-    states: tuple[tuple[ChunkTensor, str, T], ...] = ()
+    states: tuple[tuple[ChunkTensor, str, Any], ...] = ()
     """(parameter, torch's name of the kind of state such as "exp_avg", where it is stored) of each tensor."""
     groups: Mapping[tuple[int, int], ParamGroup] = field(default_factory=dict)
     """(the optimizer in the chain, the group's number in it) -> the group, with the canonical names of the parameters here."""
@@ -65,6 +62,10 @@ class OptimizerState(Generic[T]):
 class ChainLink:
     """One of the chained optimizers, as stored."""
 
+    number: int
+    """Its number in the chain."""
+    is_alone: bool
+    """Whether it is the only one."""
     state: Any
     """State by number of the parameter."""
     groups: list[Mapping[str, Any]]
@@ -72,24 +73,61 @@ class ChainLink:
     masters: Any
     """The masters, group by group."""
 
+    def parameters(self, parameters: Sequence[ChunkTensor]) -> list[ChunkTensor]:
+        """Those of the parameters that it updates: experts have an optimizer to themselves."""
+        flags = {bool(group.get("is_expert_parallel")) for group in self.groups}
+        if self.is_alone or len(flags) > 1:
+            return list(parameters)
+        is_expert = flags.pop() if flags else self.number > 0
+        return [parameter for parameter in parameters if parameter.is_expert is is_expert]
 
-def chain_links(optimizer: Any) -> list[ChainLink]:
+    def members(self, parameters: Sequence[ChunkTensor]) -> list[list[ChunkTensor]]:
+        """The parameters of each param group, by the groups' settings.
+
+        Experts, parameters without weight decay and those with a learning rate of their own have groups to themselves.
+        """
+        has_experts = any(group.get("is_expert_parallel") for group in self.groups)
+        has_decoupled = any(group.get("is_decoupled_lr") for group in self.groups)
+
+        def belongs(parameter: ChunkTensor, group: Mapping[str, Any]) -> bool:
+            is_table = parse_name(parameter.name).name in (EMBEDDING, HEAD)
+            return (
+                (parameter.is_expert and has_experts) is bool(group.get("is_expert_parallel"))
+                and parameter.is_decayed is _has_decay(group)
+                and (is_table and has_decoupled) is bool(group.get("is_decoupled_lr"))
+            )
+
+        own = self.parameters(parameters)
+        return [[parameter for parameter in own if belongs(parameter, group)] for group in self.groups]
+
+    def param_groups(self, members: Sequence[Sequence[ChunkTensor]]) -> dict[tuple[int, int], ParamGroup]:
+        """Its param groups by its number and theirs. members: the result of `members`."""
+        found = {}
+        for number, (group, parameters) in enumerate(zip(self.groups, members, strict=True)):
+            names = dict.fromkeys(name for parameter in parameters for name in parameter.array.names)
+            found[self.number, number] = ParamGroup(tuple(names), plain_settings(group, without=("params",)))
+        return found
+
+
+def chain_links(optimizer: Any, at_least: int = 1) -> list[ChainLink]:
     """The chained optimizers of a list, or of a dict by number; one if they are not chained. Megatron wraps torch's state dict, or stores
-    it alone."""
+    it alone. at_least: the number of links, of which the last ones may be empty."""
     if isinstance(optimizer, Mapping) and 0 in optimizer:
         optimizer = [link for _, link in sorted(optimizer.items(), key=lambda item: str(item[0]))]
+    chain = list(optimizer) if isinstance(optimizer, list) else [optimizer]
+    chain += [None] * (at_least - len(chain))
     links = []
-    for stored in optimizer if isinstance(optimizer, list) else [optimizer]:
+    for number, stored in enumerate(chain):
         outer = stored if isinstance(stored, Mapping) else {}
         inner = outer.get("optimizer", outer)
         inner = inner if isinstance(inner, Mapping) else {}
         groups = inner.get("param_groups")
         listed = [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list | tuple) else []
-        links.append(ChainLink(inner.get("state"), listed, outer.get(_MASTERS)))
+        links.append(ChainLink(number, len(chain) == 1, inner.get("state"), listed, outer.get(_MASTERS)))
     return links
 
 
-def merged_param_groups(states: Iterable[OptimizerState[T]], order: Iterable[str]) -> tuple[ParamGroup, ...]:
+def merged_param_groups(states: Iterable[OptimizerState], order: Iterable[str]) -> tuple[ParamGroup, ...]:
     """The param groups of a run, from the parts of all ranks. The settings are those of the first rank.
 
     order: the model's weights in its order, which each group follows: ZeRO-3 and torch's optimizers load state by position in the group.
@@ -106,126 +144,64 @@ def merged_param_groups(states: Iterable[OptimizerState[T]], order: Iterable[str
 # ---- torch's state dict, whose numbers follow the order of the parameters ----
 
 
-def rank_optimizer(rank: MegatronRank, parameters: Sequence[ChunkTensor]) -> OptimizerState[AnyTensor]:
-    """The optimizer in a rank's file."""
-    return _numbered_optimizer(rank.optimizer, parameters, rank.path, is_plain_tensor)
-
-
-def folder_optimizer(stored: StoredFolder, parameters: Callable[[], Sequence[ChunkTensor]]) -> OptimizerState[TensorItem]:
-    """The optimizer in a folder that has one entry per tensor and object of a legacy state dict; empty if it has no param groups.
-
-    parameters: finds the parameters of the run.
-    """
-    groups: dict[int, dict[str, Any]] = {}
-    for key, item in stored.metadata.objects.items():
-        if match := re.fullmatch(r"optimizer\.(?:optimizer\.)?param_groups\.(\d+)\.(\w+)", key):
-            groups.setdefault(int(match[1]), {})[match[2]] = stored.value(item)
-    groups = {number: group for number, group in groups.items() if isinstance(group.get("params"), list)}
-    path = f"{stored.prefix}.metadata"
-    if not groups:
-        return OptimizerState(path)
-    state: dict[int, dict[str, TensorItem]] = {}
-    masters: dict[int, dict[int, TensorItem]] = {}
-    for key, tensor in stored.metadata.tensors.items():
-        if match := re.fullmatch(r"optimizer\.(?:optimizer\.)?state\.(\d+)\.([a-z0-9_]+)", key):
-            state.setdefault(int(match[1]), {})[match[2]] = tensor
-        elif match := re.fullmatch(rf"optimizer\.{_MASTERS}\.(\d+)\.(\d+)", key):
-            masters.setdefault(int(match[1]), {})[int(match[2])] = tensor
-    inner = {"state": state, "param_groups": _in_order(groups)}
-    by_group = [_in_order(masters.get(number, {})) for number in sorted(groups)]
-    return _numbered_optimizer({"optimizer": inner, _MASTERS: by_group}, parameters(), path, _is_item)
-
-
-def _in_order(by_number: Mapping[int, Any]) -> list[Any]:
-    return [item for _, item in sorted(by_number.items())]
-
-
-def _is_item(stored: Any) -> TypeGuard[TensorItem]:
-    return isinstance(stored, TensorItem)
-
-
-def _numbered_optimizer(
-    optimizer: Any, parameters: Sequence[ChunkTensor], path: str, is_tensor: Callable[[Any], TypeGuard[T]]
-) -> OptimizerState[T]:
+def numbered_optimizer(optimizer: Any, parameters: Sequence[ChunkTensor], path: str) -> OptimizerState:
+    """The optimizer in the file at `path`, from its state dict."""
     states: list[tuple[ChunkTensor, str, Any]] = []
     groups: dict[tuple[int, int], ParamGroup] = {}
     notes: list[str] = []
-    for number, link in enumerate(chain_links(optimizer)):
+    for link in chain_links(optimizer):
         numbers = [list(group["params"]) for group in link.groups if isinstance(group.get("params"), list)]
         if not isinstance(link.state, Mapping) or len(numbers) != len(link.groups):
             continue
-        members = members_of(link_parameters(parameters, link.groups, is_chain=isinstance(optimizer, list), number=number), link.groups)
+        members = link.members(parameters)
         if list(map(len, members)) != list(map(len, numbers)):
             notes.append(
                 f"the optimizer's state is left out: it has groups of {_lengths(numbers)} parameters, "
                 f"and by their settings they would be {_lengths(members)} ({path})"
             )
             continue
-        groups |= param_groups_of(number, link.groups, members)
+        groups |= link.param_groups(members)
         for position, group_members in enumerate(members):
-            states.extend(_masters(link.masters, position, group_members))
+            masters = link.masters[position] if isinstance(link.masters, list) and position < len(link.masters) else None
+            narrow = (member for member in group_members if not member.is_own_master)  # others have no master
+            states.extend((member, "master_param", master) for member, master in zip(narrow, masters or (), strict=False))
             for member, parameter_number in zip(group_members, numbers[position], strict=True):
                 kept = link.state.get(parameter_number)
                 states.extend((member, kind, stored) for kind, stored in (kept.items() if isinstance(kept, Mapping) else ()))
-    stored_states = tuple((member, kind, stored) for member, kind, stored in states if is_tensor(stored))
-    return OptimizerState(path, stored_states, groups, tuple(notes))
+    tensors = (state for state in states if is_plain_tensor(state[2]) or isinstance(state[2], TensorItem))
+    return OptimizerState(path, tuple(tensors), groups, tuple(notes))
 
 
 def _lengths(groups: Iterable[Sequence[Any]]) -> str:
     return ", ".join(str(len(group)) for group in groups)
 
 
-def _masters(masters: Any, position: int, members: Sequence[ChunkTensor]) -> Iterator[tuple[ChunkTensor, str, Any]]:
-    """The masters of a param group; parameters of 4 bytes per element have none."""
-    stored = masters[position] if isinstance(masters, list) and position < len(masters) else []
-    narrow = [member for member in members if not member.is_own_master] if stored else []
-    for member, master in zip(narrow, stored, strict=False):
-        yield member, "master_param", master
+_ENTRY = re.compile(rf"optimizer\.(?:optimizer\.)?(state|param_groups|{_MASTERS})\.(\d+)\.(\w+)")
 
 
-def link_parameters(
-    parameters: Sequence[ChunkTensor], groups: Sequence[Mapping[str, Any]], *, is_chain: bool, number: int
-) -> list[ChunkTensor]:
-    """The parameters of one of the chained optimizers: experts have an optimizer to themselves."""
-    flags = {bool(group.get("is_expert_parallel")) for group in groups}
-    if not is_chain or len(flags) > 1:
-        return list(parameters)
-    is_expert = flags.pop() if flags else number > 0
-    return [parameter for parameter in parameters if parameter.is_expert is is_expert]
+def folder_optimizer(stored: StoredFolder, parameters: Callable[[], Sequence[ChunkTensor]]) -> OptimizerState:
+    """The optimizer in a folder that has one entry per tensor and object of a legacy state dict; empty if it has no param groups.
 
-
-def members_of(parameters: Sequence[ChunkTensor], groups: Sequence[Mapping[str, Any]]) -> list[list[ChunkTensor]]:
-    """The parameters of each param group, by the groups' settings.
-
-    Experts, parameters without weight decay and those with a learning rate of their own have groups to themselves.
+    parameters: finds the parameters of the run.
     """
-    has_experts = any(group.get("is_expert_parallel") for group in groups)
-    has_decoupled = any(group.get("is_decoupled_lr") for group in groups)
-
-    def belongs(parameter: ChunkTensor, group: Mapping[str, Any]) -> bool:
-        is_table = parse_name(parameter.name).name in (EMBEDDING, HEAD)
-        return (
-            (parameter.is_expert and has_experts) is bool(group.get("is_expert_parallel"))
-            and parameter.is_decayed is _has_decay(group)
-            and (is_table and has_decoupled) is bool(group.get("is_decoupled_lr"))
-        )
-
-    return [[parameter for parameter in parameters if belongs(parameter, group)] for group in groups]
+    metadata = stored.metadata
+    entries: dict[str, dict[int, dict[str, Any]]] = {"state": {}, "param_groups": {}, _MASTERS: {}}
+    for key in (*metadata.tensors, *(key for key in metadata.objects if ".param_groups." in key)):
+        if match := _ENTRY.fullmatch(key):
+            found = metadata.tensors[key] if key in metadata.tensors else stored.value(metadata.objects[key])
+            entries[match[1]].setdefault(int(match[2]), {})[match[3]] = found
+    path = f"{stored.prefix}.metadata"
+    groups = {number: group for number, group in sorted(entries["param_groups"].items()) if isinstance(group.get("params"), list)}
+    if not groups:
+        return OptimizerState(path)
+    of_groups = [entries[_MASTERS].get(number, {}) for number in groups]
+    masters = [[by_position[position] for position in sorted(by_position, key=int)] for by_position in of_groups]
+    inner = {"state": entries["state"], "param_groups": list(groups.values())}
+    return numbered_optimizer({"optimizer": inner, _MASTERS: masters}, parameters(), path)
 
 
 def _has_decay(group: Mapping[str, Any]) -> bool:
     return bool(group.get("wd_mult", 1.0) != 0)
-
-
-def param_groups_of(
-    optimizer: int, groups: Sequence[Mapping[str, Any]], members: Sequence[Sequence[ChunkTensor]]
-) -> dict[tuple[int, int], ParamGroup]:
-    """The param groups of one of the chained optimizers, by its number and theirs."""
-    found = {}
-    for number, (group, parameters) in enumerate(zip(groups, members, strict=True)):
-        names = dict.fromkeys(name for parameter in parameters for name in parameter.array.names)
-        found[optimizer, number] = ParamGroup(tuple(names), plain_settings(group, without=("params",)))
-    return found
 
 
 # ---- the settings that all ranks of a distributed save share ----
@@ -246,13 +222,12 @@ def common_optimizer(
         links = chain_links(_settings_of_ranks(stored))
     groups: list[ParamGroup] = []
     steps: list[Tensor] = []
-    for number, link in enumerate(links):
+    for link in links:
         # Experts have an optimizer to themselves, the second one of the chain.
-        parts = [part for part in model.parts() if len(links) == 1 or (part.expert is not None) is bool(number)]
+        parts = [part for part in model.parts() if link.is_alone or (part.expert is not None) is bool(link.number)]
         for group in link.groups:
-            members = [part for part in parts if is_decayed(part.parameter, part.array.shape) is _has_decay(group)]
-            names = tuple(dict.fromkeys(part.tensor for part in members))
-            groups.append(ParamGroup(names, plain_settings(group, without=("params",))))
+            members = (part.tensor for part in parts if is_decayed(part.parameter, part.array.shape) is _has_decay(group))
+            groups.append(ParamGroup(tuple(dict.fromkeys(members)), plain_settings(group, without=("params",))))
         step = link.state.get("common_step") if isinstance(link.state, Mapping) else None
         if isinstance(step, LocatedTensor):
             shards = Shards.of([Piece(Box.whole(step.shape), Extent(step.path, step.byte_offset, step.strides, step.dtype))])
@@ -266,6 +241,10 @@ def _settings_of_ranks(stored: StoredFolder) -> dict[int, Any]:
     settings: dict[int, Any] = {}
     for key, item in stored.metadata.objects.items():
         if (match := _RANK_SETTINGS.fullmatch(key)) and (link := int(match[1] or 0)) not in settings:
-            value = stored.value(item)
-            settings[link] = value[0] if isinstance(value, list) and value else value
+            settings[link] = as_one(stored.value(item))
     return settings
+
+
+def as_one(value: Any) -> Any:
+    """The first of the values that ranks have in common, of which some versions store a list."""
+    return value[0] if isinstance(value, list) and value else value

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from reshard.adapter.state_dicts import flat
@@ -15,7 +16,7 @@ from reshard.geometry.value import value
 from reshard.storage.files import Files
 
 from ..layout.arguments import MODEL_ARGS, nemo_args, plain_args
-from ..layout.names import is_weight_name
+from ..layout.names import ParsedName, is_weight_name, parse_name
 from ..layout.save_folders import MegatronRankFolder, rank_folders
 from ..layout.stages import Args, ParallelSizes
 
@@ -87,6 +88,11 @@ class LegacySave:
     def first(self) -> MegatronRank:
         return self.ranks[0]
 
+    def tensors(self) -> Iterator[tuple[ParsedName, AnyTensor]]:
+        """The tensors of all ranks, by the parts of their names."""
+        chunks = (chunk for rank in self.ranks for chunk in rank.chunks)
+        return ((parse_name(name), stored) for chunk in chunks for name, stored in chunk.items())
+
     def __repr__(self) -> str:
         return f"<legacy save: {len(self.ranks)} ranks, {_sizes_text(self.sizes)}>"
 
@@ -140,22 +146,19 @@ def _check_folders(folders: Sequence[MegatronRankFolder], sizes: ParallelSizes, 
                 why="The folder is left over from a save with other sizes, so its values are from another step",
                 do="Move it away",
             )
-    for pp_rank in range(sizes.pp):
-        for tp_rank in range(sizes.tp):
-            if not any((tp_rank, pp_rank) == ranks[:2] for ranks in by_ranks):
-                raise IncompleteError(
-                    f"the folder of tensor-parallel rank {tp_rank}" + (f" of stage {pp_rank}" if sizes.pp > 1 else "") + " is not there",
-                    where=where,
-                    why=f"The run had {_sizes_text(sizes)}; without this rank a part of the weights would be left unset",
-                    do="Copy it from where the checkpoint was written",
-                )
+    missing = (
+        f"tensor-parallel rank {tp_rank}" + (f" of stage {pp_rank}" if sizes.pp > 1 else "")
+        for pp_rank in range(sizes.pp)
+        for tp_rank in range(sizes.tp)
+        if not any((tp_rank, pp_rank) == ranks[:2] for ranks in by_ranks)
+    )
     present = {ep_rank for _, _, ep_rank in by_ranks}
-    if len(present) < sizes.ep:
-        missing = next(rank for rank in range(sizes.ep) if rank not in present)
+    missing_experts = (f"expert-parallel rank {ep_rank}" for ep_rank in range(sizes.ep) if ep_rank not in present)
+    if first := next(chain(missing, missing_experts), None):
         raise MissingFile(
-            f"there is no folder of expert-parallel rank {missing}",
+            f"the folder of {first} is not there",
             where=where,
-            why=f"The run had {_sizes_text(sizes)}; without this rank experts would be missing",
+            why=f"The run had {_sizes_text(sizes)}; without this rank a part of the weights would be left unset",
             do="Copy it from where the checkpoint was written",
         )
 
@@ -168,17 +171,21 @@ def _sizes_text(sizes: ParallelSizes) -> str:
 def _parse_rank(folder: MegatronRankFolder, root: Mapping[str, Any], sizes: ParallelSizes) -> MegatronRank:
     """A rank's file as plain values."""
     keys = _model_keys(root)
-    chunks = [_parse_chunk(root[key]) for key in keys] or [_parse_chunk(root)]
-    beside_model = [str(key) for key in root if key not in (*keys, "optimizer", *_RUN_STATE)] if keys else []
+    objects = [str(key) for key in root if key not in (*keys, "optimizer", *_RUN_STATE)] if keys else []
+    chunks: list[dict[str, AnyTensor]] = []
+    for state_dict in [root[key] for key in keys] or [root]:
+        entries = dict(flat(state_dict)) if isinstance(state_dict, Mapping) else {}
+        chunks.append({name: entry for name, entry in entries.items() if is_plain_tensor(entry) and is_weight_name(name)})
+        objects.extend(name for name, entry in entries.items() if entry is not None and name not in chunks[-1])
     return MegatronRank(
         folder.weights,
         folder.path,
         *_folder_ranks(folder, sizes),
-        tuple(tensors for tensors, _ in chunks),
+        tuple(chunks),
         root.get("optimizer"),
         plain_args(root.get("args")),
         {key: root[key] for key in _RUN_STATE if key in root},
-        (*beside_model, *(name for _, objects in chunks for name in objects)),
+        tuple(objects),
     )
 
 
@@ -192,82 +199,50 @@ def _model_keys(root: Mapping[str, Any]) -> list[str]:
     return ["state_dict"] if "state_dict" in root else []
 
 
-def _parse_chunk(state_dict: Any) -> tuple[dict[str, AnyTensor], list[str]]:
-    """The weights of a chunk by name, and the names of everything else in it."""
-    tensors: dict[str, AnyTensor] = {}
-    objects: list[str] = []
-    for name, value in flat(state_dict) if isinstance(state_dict, Mapping) else ():
-        if is_plain_tensor(value) and is_weight_name(name):
-            tensors[name] = value
-        elif value is not None:
-            objects.append(name)
-    return tensors, objects
-
-
 def _check_writers(ranks: Sequence[MegatronRank], sizes: ParallelSizes) -> None:
     """Raises CheckpointError if a file is a copy of another file, or lies in the folder of another rank.
 
     A file tells which rank of the run wrote it. Ranks are numbered along the tensor-parallel axis first, and ascend along the others.
     """
-    paths: dict[int, str] = {}
+    last: dict[tuple[object, ...], tuple[int, str]] = {}
     for rank in ranks:
-        if rank.writer is None:
+        if (writer := rank.writer) is None:
             continue
-        if rank.writer in paths or rank.writer % sizes.tp != rank.tp_rank:
+        if writer % sizes.tp != rank.tp_rank:
             raise CheckpointError(
-                f"it was written by rank {rank.writer} of the run" + (f", as was {paths[rank.writer]}" if rank.writer in paths else ""),
+                f"it was written by rank {writer} of the run",
                 where=rank.path,
                 why=f"The folder is that of tensor-parallel rank {rank.tp_rank} of {sizes.tp}, so files have changed places",
                 do="Copy all rank folders again from where the checkpoint was written",
             )
-        paths[rank.writer] = rank.path
-    _check_order(ranks, "expert-parallel rank", lambda rank: (rank.tp_rank, rank.pp_rank))
-    _check_order(ranks, "stage", lambda rank: (rank.tp_rank, rank.ep_rank))
-
-
-def _check_order(ranks: Sequence[MegatronRank], axis: str, group: Callable[[MegatronRank], tuple[int, int]]) -> None:
-    """Raises CheckpointError if the ranks that wrote the files do not ascend along an axis, whatever the order of the axes was.
-
-    group: equal for the ranks that differ only along this axis.
-    """
-    last: dict[tuple[int, int], MegatronRank] = {}
-    for rank in ranks:
-        if rank.writer is None:
-            continue
-        before = last.get(group(rank))
-        if before is not None and before.writer is not None and before.writer > rank.writer:
-            raise CheckpointError(
-                f"it was written by rank {rank.writer} of the run, and {before.path}, of a lower {axis}, by rank {before.writer}",
-                where=rank.path,
-                why="The ranks of a run ascend along each parallel axis, so files have changed places",
-                do="Copy all rank folders again from where the checkpoint was written",
-            )
-        last[group(rank)] = rank
+        # The ranks that differ only along the axis, which ascend here.
+        for key in (("expert-parallel rank", rank.tp_rank, rank.pp_rank), ("stage", rank.tp_rank, rank.ep_rank)):
+            before, path = last.get(key, (-1, ""))
+            if before >= writer:
+                raise CheckpointError(
+                    f"it was written by rank {writer} of the run, and {path}, of a lower {key[0]}, by rank {before}",
+                    where=rank.path,
+                    why="The ranks of a run ascend along each parallel axis, so files have changed places",
+                    do="Copy all rank folders again from where the checkpoint was written",
+                )
+            last[key] = writer, rank.path
 
 
 def _check_one_save(ranks: Sequence[MegatronRank]) -> None:
-    """Raises CheckpointError if the files come from several saves or runs."""
-    first = ranks[0]
+    """Raises MixedSaves if the files come from several saves or runs."""
+    first, facts = ranks[0], _facts_of_save(ranks[0])
     for rank in ranks:
-        if rank.iteration != first.iteration or rank.version != first.version:
+        own = _facts_of_save(rank)
+        if differing := next((name for name in facts if name in own and own[name] != facts[name]), None):
             raise MixedSaves(
-                f"it is from iteration {rank.iteration}, {first.path} is from iteration {first.iteration}",
+                f"it has {differing} {own[differing]}, {first.path} has {differing} {facts[differing]}",
                 where=rank.path,
-                why="The folder holds files of several saves, which together are not the model at any step",
+                why="The folder holds files of several saves or runs, which together are not the model at any step",
                 do="Keep the folders of one save only",
             )
-        if len(rank.chunks) != len(first.chunks):
-            raise CheckpointError(
-                f"it holds {len(rank.chunks)} chunks of the model, {first.path} holds {len(first.chunks)}",
-                where=rank.path,
-                why="All stages of a run have the same number of chunks",
-                do="Keep the folders of one save only",
-            )
-        for key in MODEL_ARGS:
-            if key in rank.args and key in first.args and rank.args[key] != first.args[key]:
-                raise CheckpointError(
-                    f"it was trained with {key}={rank.args[key]}, {first.path} with {key}={first.args[key]}",
-                    where=rank.path,
-                    why="The folder holds files of several runs, which together are no model",
-                    do="Keep the folders of one run only",
-                )
+
+
+def _facts_of_save(rank: MegatronRank) -> dict[str, Any]:
+    """What the files of all ranks of a save tell alike."""
+    of_file = {"iteration": rank.iteration, "checkpoint version": rank.version, "chunk count": len(rank.chunks)}
+    return of_file | {f"setting {key}": rank.args[key] for key in MODEL_ARGS if key in rank.args}

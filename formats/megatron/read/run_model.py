@@ -144,27 +144,19 @@ def _model(config: Mapping[str, Any], args: Args, hints: Hints) -> Model:
     return model
 
 
-def layout_question(error: NotUnderstoodError) -> tuple[str, ...]:
-    """What the user has to tell before a conversion of a checkpoint whose layout is not known."""
-    return (f"how the model's weights lie in it: {error}",)
-
-
-def check_complete(model: RunModel, tensors: Iterable[Tensor], where: str, *, with_optimizer: bool) -> None:
-    """Raises CheckpointError if a weight of the model is in no file.
+def completed(index: Index, model: RunModel, where: str, *, with_optimizer: bool) -> Index:
+    """The index with the element types that are stored. Raises CheckpointError if a weight of the model is in no file.
 
     with_optimizer: also if a weight has no optimizer state although other weights have.
     """
     names: dict[str, set[str]] = {"weight": set(), "moment1": set()}
-    for tensor in tensors:
+    for tensor in index.tensors:
         names.setdefault(tensor.kind, set()).add(tensor.name)
-    if model.adapters:
-        of_adapter = {name for name in names["weight"] if adapter_name(name)}
-        _check_factors(of_adapter, where)
-        if of_adapter == names["weight"]:
-            return
-        with_optimizer = False  # the base is frozen
-    moments = names["moment1"] if with_optimizer else set()
-    for name, weight in model.megatron.model.weights.items():
+    of_adapter = {name for name in names["weight"] if adapter_name(name)} if model.adapters else set()
+    _check_factors(of_adapter, where)
+    moments = names["moment1"] if with_optimizer and not model.adapters else set()  # the base of an adapter is frozen
+    is_adapter_alone = model.adapters and of_adapter == names["weight"]
+    for name, weight in () if is_adapter_alone else model.megatron.model.weights.items():
         has_weight = name in names["weight"]
         has_state = not moments or name in moments or weight.role in BUFFER_ROLES
         if not weight.optional and not (has_weight and has_state):
@@ -174,6 +166,7 @@ def check_complete(model: RunModel, tensors: Iterable[Tensor], where: str, *, wi
                 why=f"The run's model has it; files of a rank are missing in {where}, or were lost",
                 do="Copy all ranks' files from where the checkpoint was written",
             )
+    return replace(index, tensors=tuple(map(model.as_stored, index.tensors)))
 
 
 def _check_factors(names: Collection[str], where: str) -> None:

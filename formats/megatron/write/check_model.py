@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from reshard.canonical.content import Content
 from reshard.errors import RequestError, UnsupportedError
 from reshard.models.architecture import Architecture
@@ -55,10 +57,8 @@ def megatron_compatible_model(content: Content) -> Model:
             where=foreign[0].tensor,
             why=f"The form in which it would store a {model.architecture.model_type} model is not known, and reshard does not guess it",
         )
-    _check_attention_norms(model)
-    _check_computation(model)
-    _check_biases(model)
-    _check_router_groups(model)
+    if refusal := next(_refusals(model), None):
+        raise refusal
     if model.quantization:
         raise UnsupportedError(
             f"the weights are quantized ({model.quantization.method}), Megatron's are not",
@@ -79,58 +79,46 @@ def lacking_for(architecture: Architecture) -> str | None:
     return next((reason for start, reason in _NOT_IN_MEGATRON.items() if any(role.startswith(start) for role in roles)), None)
 
 
-def _check_computation(model: Model) -> None:
-    """Raises UnsupportedError unless it is known that Megatron-Core computes what the model computes."""
-    computation, model_type = model.architecture.frameworks.get(FRAMEWORK), model.architecture.model_type
+def _refusals(model: Model) -> Iterator[UnsupportedError]:
+    """The reasons why Megatron-Core cannot compute what the model computes."""
+    head_dim, model_type = model.dimensions["head_dim"], model.architecture.model_type
+    for part in model.parts():
+        if part.role in ("attention.q_norm", "attention.k_norm") and part.array.shape != (head_dim,):
+            yield UnsupportedError(
+                f"it is a norm over {part.array.shape[0]} elements, all heads at once",
+                where=part.tensor,
+                why=f"The norms of q and k in Megatron-Core's attention are over the {head_dim} elements of one head",
+            )
+    computation = model.architecture.frameworks.get(FRAMEWORK)
     if computation is None:
-        raise UnsupportedError(
+        yield UnsupportedError(
             f"it is not known which of Megatron's norms, positions and routers a {model_type} model has",
             why="Its declaration describes the weights; Megatron's settings also describe what is computed with them",
             do="If it computes the same as a model that was compared, add `like:` and that model's name to the declaration; "
             "the page of this format lists them",
         )
-    for key, value in computation.assumes:
+    for key, value in computation.assumes if computation else ():
         if (setting := model.setting(key)) is not None and setting != value:
-            raise UnsupportedError(f"the config sets {key} to {setting!r}, and Megatron-Core computes {value!r}", why=_ANOTHER_MODEL)
-
-
-def _check_attention_norms(model: Model) -> None:
-    """Raises UnsupportedError if a norm of q or k is over more than one head."""
-    head_dim = model.dimensions["head_dim"]
-    for part in model.parts():
-        if part.role in ("attention.q_norm", "attention.k_norm") and part.array.shape != (head_dim,):
-            raise UnsupportedError(
-                f"it is a norm over {part.array.shape[0]} elements, all heads at once",
-                where=part.tensor,
-                why=f"The norms of q and k in Megatron-Core's attention are over the {head_dim} elements of one head",
-            )
-
-
-def _check_router_groups(model: Model) -> None:
-    """Raises UnsupportedError if groups of experts are chosen by another number of scores than Megatron's (moe_utils.py,
-    group_limited_topk)."""
-    settings = model_settings(model)
-    if not (groups := settings.get("moe_router_group_topk")):
-        return
-    summed, expected = settings["moe_router_topk"] // groups, 2 if settings["moe_router_score_function"] == "sigmoid" else 1
-    if summed != expected:
-        raise UnsupportedError(
-            f"Megatron-Core would choose groups of experts by their {summed} best scores, the model by {expected}",
-            why=f"It sums num_experts_per_tok / topk_group scores of each group: {settings['moe_router_topk']} / {groups}",
-        )
-
-
-def _check_biases(model: Model) -> None:
-    """Raises RequestError if only some linear layers have biases: add_bias_linear sets all of them."""
+            yield UnsupportedError(f"the config sets {key} to {setting!r}, and Megatron-Core computes {value!r}", why=_ANOTHER_MODEL)
+    # add_bias_linear gives biases to all linear layers.
     parameters = parts_by_role(model)
     linear = [role for role in (*LINEAR_ROLES, "router") if "weight" in parameters.get(role, ())]
     biased = [role for role in linear if "bias" in parameters[role]]
     has_qkv_bias = "bias" in parameters.get("attention.q", ())
     if (biased and len(biased) < len(linear)) or (biased and "attention.q" in parameters and not has_qkv_bias):
-        raise UnsupportedError(
+        yield UnsupportedError(
             f"{', '.join(biased)} have biases, other linear layers of the model have none",
             why="In Megatron-Core all linear layers have biases or none has (add_bias_linear), so it would miss some when loading",
         )
+    # Groups of experts are chosen by a number of scores that follows from other settings (moe_utils.py, group_limited_topk).
+    settings = model_settings(model)
+    if groups := settings.get("moe_router_group_topk"):
+        summed, expected = settings["moe_router_topk"] // groups, 2 if settings["moe_router_score_function"] == "sigmoid" else 1
+        if summed != expected:
+            yield UnsupportedError(
+                f"Megatron-Core would choose groups of experts by their {summed} best scores, the model by {expected}",
+                why=f"It sums num_experts_per_tok / topk_group scores of each group: {settings['moe_router_topk']} / {groups}",
+            )
 
 
 def check_spec(model: Model, spec: LayerSpec) -> None:
@@ -157,54 +145,38 @@ def _has_expert_biases(model: Model) -> bool:
 
 def check_sizes(model: Model, sizes: ParallelSizes) -> None:
     """Raises RequestError if the model does not divide by the parallel sizes. Stages are checked with their layers."""
-    experts = model.dimensions.get("experts", 0)
-    if sizes.ep > 1 and not experts:
-        raise RequestError(
-            f"`ep={sizes.ep}`: a {model.architecture.model_type} model has no experts", do="Leave out `ep=`", id="illegal-sizes"
-        )
-    if experts % sizes.ep:
-        raise RequestError(
-            f"`ep={sizes.ep}` does not divide {experts} experts",
-            do=f"Legal expert-parallel sizes are {_divisors(experts)}",
-            id="illegal-sizes",
-        )
-    if sizes.tp % sizes.etp:
-        raise RequestError(
-            f"`etp={sizes.etp}` does not divide `tp={sizes.tp}`",
-            why="Megatron's file names have the tensor- and the expert-parallel rank, and would not tell these ranks apart",
-            id="illegal-sizes",
-        )
-    if sizes.etp > 1 and _has_expert_biases(model):
-        raise RequestError(
-            f"`etp={sizes.etp}`: the experts of a {model.architecture.model_type} model have biases",
-            why="Megatron-Core refuses biases of experts that several tensor-parallel ranks share",
-            do="Add `etp=1`",
-            id="illegal-sizes",
-        )
     if sizes.vp > 1 and is_hybrid(model):
         raise UnsupportedError(
             f"`vp={sizes.vp}`: Megatron-Core does not interleave the stages of a {model.architecture.model_type} model",
             why="MambaModel refuses a virtual pipeline",
             do="Leave out `vp=`",
         )
+    for what, why, do in _illegal_sizes(model, sizes):
+        raise RequestError(what, why=why, do=do, id="illegal-sizes")
+
+
+def _illegal_sizes(model: Model, sizes: ParallelSizes) -> Iterator[tuple[str, str | None, str | None]]:
+    """(what does not divide, why, what to do)."""
+    kind, experts, query_groups = model.architecture.model_type, model.dimensions.get("experts", 0), model.dimensions["kv_heads"]
+    if sizes.ep > 1 and not experts:
+        yield f"`ep={sizes.ep}`: a {kind} model has no experts", None, "Leave out `ep=`"
+    if experts % sizes.ep:
+        yield f"`ep={sizes.ep}` does not divide {experts} experts", None, f"Legal expert-parallel sizes are {_divisors(experts)}"
+    if sizes.tp % sizes.etp:
+        names = "Megatron's file names have the tensor- and the expert-parallel rank, and would not tell these ranks apart"
+        yield f"`etp={sizes.etp}` does not divide `tp={sizes.tp}`", names, None
+    if sizes.etp > 1 and _has_expert_biases(model):
+        biases = "Megatron-Core refuses biases of experts that several tensor-parallel ranks share"
+        yield f"`etp={sizes.etp}`: the experts of a {kind} model have biases", biases, "Add `etp=1`"
     if sizes.vp > 1 and sizes.pp == 1:
-        raise RequestError(
-            f"`vp={sizes.vp}` needs several stages (`pp=`)", why="Megatron interleaves chunks of different stages", id="illegal-sizes"
-        )
+        yield f"`vp={sizes.vp}` needs several stages (`pp=`)", "Megatron interleaves chunks of different stages", None
     divided = {"ssm_groups": "groups of a Mamba layer", "delta_k_heads": "heads of a gated delta net", "heads": "attention heads"}
-    for dimension, what in divided.items():
+    for dimension, plural in divided.items():
         if (size := model.dimensions.get(dimension, 0)) % sizes.tp:
-            raise RequestError(
-                f"`tp={sizes.tp}` does not divide {size} {what}", do=f"Legal sizes are among {_divisors(size)}", id="illegal-sizes"
-            )
-    query_groups = model.dimensions["kv_heads"]
+            yield f"`tp={sizes.tp}` does not divide {size} {plural}", None, f"Legal sizes are among {_divisors(size)}"
     if query_groups % sizes.tp and sizes.tp % query_groups:
-        raise RequestError(
-            f"`tp={sizes.tp}` and {query_groups} query groups: neither divides the other",
-            why="Megatron-Core refuses it",
-            do="Choose another `tp=`",
-            id="illegal-sizes",
-        )
+        neither = f"`tp={sizes.tp}` and {query_groups} query groups: neither divides the other"
+        yield neither, "Megatron-Core refuses it", "Choose another `tp=`"
 
 
 def _divisors(number: int) -> str:

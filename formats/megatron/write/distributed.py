@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 from reshard.adapter.dcp_writer import DcpFile, written_metadata
@@ -27,11 +28,11 @@ from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.value import value
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile
 
-from ..layout.chunks import cannot_split
+from ..layout.chunks import ChunkTensor, cannot_split
 from ..layout.names import CORE_ATTENTION
 from ..layout.save_folders import COMMON, DCP_METADATA, METADATA_JSON
 from ..layout.stages import Chunk, Rank
-from ..layout.tensors import BUFFERS, HEAD, MegatronTensor, is_decayed
+from ..layout.tensors import BUFFERS, HEAD, MegatronTensor, is_hybrid
 from .save import F32, MegatronSave, begin_save
 
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
@@ -53,8 +54,11 @@ class _KeyedTensor:
     """Its position along the stacked axes."""
     is_expert: bool = False
     """Whether it belongs to a routed expert, and is split over the ranks that share the expert."""
-    is_parameter: bool = True
-    """Whether an optimizer updates it."""
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether an optimizer updates it."""
+        return not self.key.endswith(BUFFERS)
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -89,22 +93,21 @@ def lay_out_distributed(content: Content, target: Target, companions: ModelFiles
     """
     save = begin_save(content, target)
     folder = f"{save.name}/"
-    files: list[DcpFile] = []
-    rank_files: list[TargetFile] = []
-    for rank in save.sizes.ranks():
-        file = _rank_file(save, f"__{len(files)}_0.distcp", rank)
-        files.append(file)
-        rank_files.append(file.close(rank.coordinates, folder=folder))
+    ranks = list(save.sizes.ranks())
+    files = [_rank_file(save, f"__{number}_0.distcp", rank) for number, rank in enumerate(ranks)]
+    rank_files = [file.close(rank.coordinates, folder=folder) for file, rank in zip(files, ranks, strict=True)]
     sidecars = (
         *companions.sidecars({save.dtype}),
         Sidecar(folder + DCP_METADATA, written_metadata(files)),
         Sidecar(folder + METADATA_JSON, json.dumps(_BACKEND).encode()),
         save.tracker,
     )
-    aliases = {**save.aliases, **(_optimizer_aliases(save) if save.has_optimizer else {})}
-    return Layout(
-        "megatron-dist", (*rank_files, _common_file(save, folder)), sidecars, target.parallel, save.notes(), aliases, save.inlined_scalars
-    )
+    parameters, aliases = _parameters(save) if save.has_optimizer else [], dict(save.aliases)
+    if save.has_optimizer and not save.is_distributed_optimizer:
+        steps_shared_by = map(_names, save.by_optimizer(parameters)) if save.has_step_tensors else ()
+        aliases |= save.optimizer.aliases(parameters, steps_shared_by)
+    all_files = (*rank_files, _common_file(save, folder, parameters))
+    return Layout("megatron-dist", all_files, sidecars, target.parallel, save.notes(), aliases, save.inlined_scalars)
 
 
 def _rank_file(save: MegatronSave, path: str, rank: Rank) -> DcpFile:
@@ -163,7 +166,7 @@ def _layer_tensors(save: MegatronSave, prefix: str, layer: int, lead: _Lead, ep_
     tensors = save.spec.tensors(model.layer(layer))
     for name, tensor in save.spec.keys(tensors).items():
         for key, part in tensor.by_segment(prefix + name).items():
-            yield _KeyedTensor(key, part, lead, is_parameter=name not in BUFFERS)
+            yield _KeyedTensor(key, part, lead)
     if model.is_sparse(layer):
         for expert in save.sizes.experts_of(ep_rank, model.experts):
             for name, tensor in model.expert(layer, expert).items():
@@ -176,7 +179,7 @@ def _fp8_state_keys(save: MegatronSave, tensors: Sequence[_KeyedTensor], rank: R
     for tensor in tensors:
         is_own = rank.is_first_experts and not rank.etp_rank if tensor.is_expert else rank.is_first_dense and not rank.tp_rank
         module = re.sub(r"\.(weight|bias)(\.[A-Za-z]+)?$", "", tensor.key)
-        has_state = spec.has_fp8_state(module) or (save.model.is_hybrid and tensor.key == HEAD)
+        has_state = spec.has_fp8_state(module) or (is_hybrid(save.model.model) and tensor.key == HEAD)
         if is_own and module != tensor.key and has_state:
             lead = tensor.lead or ((0, 1),)
             shard = ".".join(str(number) for number, _ in lead) + "_" + ".".join(str(count) for _, count in lead)
@@ -186,57 +189,47 @@ def _fp8_state_keys(save: MegatronSave, tensors: Sequence[_KeyedTensor], rank: R
     return list(keys)
 
 
-def _common_file(save: MegatronSave, folder: str) -> TargetFile:
+def _common_file(save: MegatronSave, folder: str, parameters: Sequence[ChunkTensor]) -> TargetFile:
     """common.pt."""
     file = TorchFile(folder + COMMON)
     root = save.root(ckpt_format="torch_dist", dist_ckpt_optim_fully_reshardable=True)
     root["content_metadata"] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if save.has_optimizer:
         root["opt_param_scheduler"] = save.scheduler()
-        root["optimizer"] = _optimizer(save, file)
+        root["optimizer"] = _optimizer(save, file, parameters)
         if save.is_distributed_optimizer:
             root["content_metadata"]["distrib_optim_sharding_type"] = _FULLY_RESHARDABLE
     return file.close(root)
 
 
-def _weights_by_optimizer(save: MegatronSave) -> dict[bool, dict[bool, list[str]]]:
-    """Whether it is the optimizer of the experts -> whether weight decay applies -> the names of the weights. Without expert parallelism
-    one optimizer has all weights."""
-    optimizers: dict[bool, dict[bool, list[str]]] = {}
-    for chunk in save.chunks:
-        for ep_rank in range(save.sizes.ep):
-            for tensor in _keyed_tensors(save, chunk, ep_rank):
-                if tensor.is_parameter:
-                    groups = optimizers.setdefault(tensor.is_expert and save.sizes.ep > 1, {True: [], False: []})
-                    groups[is_decayed(tensor.key, tensor.tensor.shape)].extend(tensor.tensor.names)
-    return dict(sorted(optimizers.items()))
+def _parameters(save: MegatronSave) -> list[ChunkTensor]:
+    """The parameters of the whole model, as their stored tensors hold them."""
+    found: list[ChunkTensor] = []
+    for chunk, ep_rank in product(save.chunks, range(save.sizes.ep)):
+        for keyed in _keyed_tensors(save, chunk, ep_rank):
+            array = keyed.tensor.whole
+            parameter = ChunkTensor(keyed.key, array, array.shape, chunk.number, keyed.is_expert, dtype=save.dtype_of(array))
+            if parameter.is_parameter and (keyed.is_expert or ep_rank == 0):
+                found.append(parameter)
+    return found
 
 
-def _optimizer(save: MegatronSave, file: TorchFile) -> Any:
+def _optimizer(save: MegatronSave, file: TorchFile, parameters: Sequence[ChunkTensor]) -> Any:
     """The optimizer in common.pt: its param groups, and the step count of the plain optimizer."""
     chain: list[dict[str, Any]] = []
-    for is_expert, groups in _weights_by_optimizer(save).items():
-        settings = [
-            save.optimizer.group_settings(names, is_decayed=is_decayed_group, is_expert=is_expert)
-            for is_decayed_group, names in groups.items()
-            if names or not is_expert
-        ]
+    for number, own in enumerate(save.by_optimizer(parameters)):
+        groups = save.optimizer.param_groups(own, is_expert=bool(number))
+        settings = [settings for settings, _ in groups]
         if save.is_distributed_optimizer:
             chain.append({"optimizer": {"param_groups": settings}, "param_state_sharding_type": _FULLY_RESHARDABLE})
             continue
-        steps = {"common_step": save.optimizer.step_tensor(file, [*groups[True], *groups[False]])} if save.has_step_tensors else {}
+        names = _names(member for _, members in groups for member in members)
+        steps = {"common_step": save.optimizer.step_tensor(file, names)} if save.has_step_tensors else {}
         inner = {"state": steps, "param_groups": settings}
         # Masters are entries only: Megatron would merge a key for them here with those entries, list by list.
         chain.append({"optimizer": inner} if save.has_masters else inner)
     return dict(enumerate(chain)) if len(chain) > 1 else chain[0]
 
 
-def _optimizer_aliases(save: MegatronSave) -> dict[str, str]:
-    """Masters and step counts that the plain optimizer does not store, because another stored tensor has the same values."""
-    if save.is_distributed_optimizer:
-        return {}
-    aliases = {} if save.has_masters else save.optimizer.master_aliases(tuple(save.optimizer.keys))
-    if save.has_step_tensors:
-        for groups in _weights_by_optimizer(save).values():
-            aliases |= save.optimizer.step_aliases([*groups[True], *groups[False]])
-    return aliases
+def _names(parameters: Iterable[ChunkTensor]) -> list[str]:
+    return [name for parameter in parameters for name in parameter.array.names]

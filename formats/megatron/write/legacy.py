@@ -20,7 +20,6 @@ from reshard.canonical.optimizer_state import STEP
 from reshard.containers.pickle_writer import Name
 from reshard.geometry.boxes import row_major
 from reshard.geometry.sections import Section, Sections, StoredTensor
-from reshard.geometry.value import value
 from reshard.plans.layout import Layout, Target, TargetFile
 
 from ..layout.chunks import ChunkTensor, Entry
@@ -28,38 +27,6 @@ from ..layout.flat_buckets import BUFFER_KINDS, bucket_size, buffer_of, by_buffe
 from ..layout.save_folders import DISTRIBUTED_OPTIMIZER, LEGACY_WEIGHTS
 from ..layout.stages import Rank
 from .save import F32, MegatronSave, begin_save
-
-
-@value(eq=False)
-class _SavedRank:
-    """What one rank saves."""
-
-    save: MegatronSave
-    """The save that it is a part of."""
-    rank: Rank
-    """The rank."""
-    chunks: Mapping[int, Sequence[Entry]]
-    """The entries of each chunk, by its number in the stage."""
-
-    @property
-    def parameters(self) -> list[ChunkTensor]:
-        """The parameters of all chunks, in order."""
-        return [tensor for entries in self.chunks.values() for _, tensor in entries if tensor and tensor.is_parameter]
-
-    @property
-    def parameters_by_optimizer(self) -> list[list[ChunkTensor]]:
-        """The parameters of each of the chained optimizers: with expert parallelism, experts have an optimizer of their own."""
-        parameters = self.parameters
-        if self.save.sizes.ep == 1:
-            return [parameters]
-        return [[parameter for parameter in parameters if parameter.is_expert is is_expert] for is_expert in (False, True)]
-
-    def file(self, name: str) -> TorchFile:
-        """A new file in the rank's folder."""
-        rank, sizes = self.rank, self.save.sizes
-        stage = f"_{rank.pp_rank:03d}" if sizes.pp > 1 else ""
-        ep_rank = f"_{rank.ep_rank:03d}" if sizes.ep > 1 else ""
-        return TorchFile(f"{self.save.name}/mp_rank_{rank.tp_rank:02d}{stage}{ep_rank}/{name}", rank.coordinates)
 
 
 def lay_out_legacy(content: Content, target: Target, companions: ModelFiles) -> Layout:
@@ -71,56 +38,50 @@ def lay_out_legacy(content: Content, target: Target, companions: ModelFiles) -> 
     files: list[TargetFile] = []
     aliases = dict(save.aliases)
     for rank in save.sizes.ranks():
-        saved = _SavedRank(save, rank, {chunk.number: save.entries(chunk, rank) for chunk in save.chunks_of(rank)})
-        files.append(_weights_file(saved))
+        chunks = {chunk.number: save.entries(chunk, rank) for chunk in save.chunks_of(rank)}
+        parameters = [tensor for entries in chunks.values() for _, tensor in entries if tensor and tensor.is_parameter]
+        files.append(_weights_file(save, rank, chunks, parameters))
         if save.has_optimizer and save.is_distributed_optimizer:
-            files.append(_distributed_optimizer_file(saved))
+            files.append(_distributed_optimizer_file(save, rank, parameters))
         elif save.has_optimizer:
-            aliases |= _plain_optimizer_aliases(saved)
+            steps_shared_by = [parameter.array.names for parameter in parameters] if save.has_step_tensors else ()
+            aliases |= save.optimizer.aliases(parameters, steps_shared_by)
     sidecars = (*companions.sidecars({save.dtype}), save.tracker)
     return Layout("megatron", tuple(files), sidecars, target.parallel, save.notes(), aliases, save.inlined_scalars)
 
 
-def _weights_file(rank: _SavedRank) -> TargetFile:
-    """The file with the settings, the model's chunks and the optimizer."""
-    save = rank.save
-    file, root = rank.file(LEGACY_WEIGHTS), save.root(rank=rank.rank.number)
-    for number, entries in rank.chunks.items():
+def _file(save: MegatronSave, rank: Rank, name: str) -> TorchFile:
+    """A new file in the rank's folder."""
+    stage = f"_{rank.pp_rank:03d}" if save.sizes.pp > 1 else ""
+    ep_rank = f"_{rank.ep_rank:03d}" if save.sizes.ep > 1 else ""
+    return TorchFile(f"{save.name}/mp_rank_{rank.tp_rank:02d}{stage}{ep_rank}/{name}", rank.coordinates)
+
+
+def _weights_file(save: MegatronSave, rank: Rank, chunks: Mapping[int, Sequence[Entry]], parameters: Sequence[ChunkTensor]) -> TargetFile:
+    """The file with the settings, the model's chunks by their number in the stage, and the optimizer."""
+    file, root = _file(save, rank, LEGACY_WEIGHTS), save.root(rank=rank.number)
+    for number, entries in chunks.items():
         root["model" if save.sizes.vp == 1 else f"model{number}"] = {
             name: tensor and file.tensor(tensor.array.stored(name, tensor.dtype or F32, tensor.shape)) for name, tensor in entries
         }
     if save.has_optimizer:
-        root |= {"optimizer": _optimizer(rank, file), "opt_param_scheduler": save.scheduler()}
+        root |= {"optimizer": _optimizer(save, file, parameters), "opt_param_scheduler": save.scheduler()}
     return file.close(root)
 
 
-def _optimizer(rank: _SavedRank, file: TorchFile) -> Any:
+def _optimizer(save: MegatronSave, file: TorchFile, parameters: Sequence[ChunkTensor]) -> Any:
     """The optimizer in a rank's file; with the distributed one only its param groups."""
     chain = []
-    for number, members in enumerate(rank.parameters_by_optimizer):
-        groups = _param_groups(rank.save, members, is_expert=bool(number))
-        if rank.save.is_distributed_optimizer:
+    for number, members in enumerate(save.by_optimizer(parameters)):
+        groups = save.optimizer.param_groups(members, is_expert=bool(number))
+        if save.is_distributed_optimizer:
             chain.append({"optimizer": {"param_groups": [settings for settings, _ in groups]}})
         else:
-            chain.append(_plain_optimizer(rank.save, file, groups))
+            chain.append(_plain_optimizer(save, file, groups))
     return chain if len(chain) > 1 else chain[0]
 
 
-_ParamGroup = tuple[dict[str, Any], list[ChunkTensor]]
-
-
-def _param_groups(save: MegatronSave, parameters: Sequence[ChunkTensor], *, is_expert: bool) -> list[_ParamGroup]:
-    """(settings, parameters) of the groups with and without weight decay. Dense weights have both groups, even if one is empty."""
-    groups: list[_ParamGroup] = []
-    for is_decayed_group in (True, False):
-        members = [parameter for parameter in parameters if parameter.is_decayed is is_decayed_group]
-        if members or is_decayed_group or not is_expert:
-            names = [name for member in members for name in member.array.names]
-            groups.append((save.optimizer.group_settings(names, is_decayed=is_decayed_group, is_expert=is_expert), members))
-    return groups
-
-
-def _plain_optimizer(save: MegatronSave, file: TorchFile, groups: Sequence[_ParamGroup]) -> dict[str, Any]:
+def _plain_optimizer(save: MegatronSave, file: TorchFile, groups: Sequence[tuple[dict[str, Any], list[ChunkTensor]]]) -> dict[str, Any]:
     """torch's state dict, which numbers the parameters across the groups; and beside it the masters, group by group."""
     state: dict[int, dict[str, Any]] = {}
     numbered_groups: list[dict[str, Any]] = []
@@ -142,35 +103,24 @@ def _state_tensor(save: MegatronSave, parameter: ChunkTensor, kind: str) -> Stor
     return save.optimizer.state_array(parameter.array, kind).stored(f"{kind}.{parameter.name}", F32, parameter.shape)
 
 
-def _plain_optimizer_aliases(rank: _SavedRank) -> dict[str, str]:
-    """Masters and step counts that the plain optimizer of a rank does not store, because another stored tensor has the same values."""
-    optimizer, aliases = rank.save.optimizer, dict[str, str]()
-    for parameter in rank.parameters:
-        if parameter.is_own_master:
-            aliases |= optimizer.master_aliases(parameter.array.names)
-        if rank.save.has_step_tensors:
-            aliases |= optimizer.step_aliases(parameter.array.names)
-    return aliases
-
-
-def _distributed_optimizer_file(rank: _SavedRank) -> TargetFile:
+def _distributed_optimizer_file(save: MegatronSave, rank: Rank, parameters: Sequence[ChunkTensor]) -> TargetFile:
     """The buffers of the distributed optimizer. Those that several ranks would write are in the file of the first one."""
-    file, by_optimizer = rank.file(DISTRIBUTED_OPTIMIZER), rank.parameters_by_optimizer
-    is_first = (rank.rank.is_first_dense, rank.rank.is_first_experts) if len(by_optimizer) > 1 else (True,)
-    chain = [_buffers(rank, file, members) if is_own else None for is_own, members in zip(is_first, by_optimizer, strict=True)]
+    file, by_optimizer = _file(save, rank, DISTRIBUTED_OPTIMIZER), save.by_optimizer(parameters)
+    is_first = (rank.is_first_dense, rank.is_first_experts) if len(by_optimizer) > 1 else (True,)
+    chain = [_buffers(save, rank, file, members) if is_own else None for is_own, members in zip(is_first, by_optimizer, strict=True)]
     return file.close(chain if len(chain) > 1 else chain[0])
 
 
-def _buffers(rank: _SavedRank, file: TorchFile, parameters: Sequence[ChunkTensor]) -> dict[Any, Any]:
+def _buffers(save: MegatronSave, rank: Rank, file: TorchFile, parameters: Sequence[ChunkTensor]) -> dict[Any, Any]:
     """The arrays of each buffer: one buffer for each element type of each chunk. Without overlapping gradient reduction, and in later
     stages, a buffer has one bucket."""
-    args = rank.save.source_args
-    size = bucket_size(args) if args.get("overlap_grad_reduce") and rank.rank.pp_rank == 0 else None
+    args = save.source_args
+    size = bucket_size(args) if args.get("overlap_grad_reduce") and rank.pp_rank == 0 else None
     buffers: dict[Any, Any] = {"buckets_coalesced": True}
     for number, members in enumerate(by_buffer(parameters)):
         offsets, elements = buffer_of(members, size)
         arrays = {
-            name: _flat_state(rank.save, f"{name}.{number}", kind, zip(members, offsets, strict=True), elements)
+            name: _flat_state(save, f"{name}.{number}", kind, zip(members, offsets, strict=True), elements)
             for name, kind in BUFFER_KINDS.items()
         }
         dtype = members[0].dtype or F32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from reshard.models.model import Model
 from reshard.plans.layout import Sidecar, Target
 
 from ..layout.arguments import sparse_layers
-from ..layout.chunks import Entry, RankView
+from ..layout.chunks import ChunkTensor, Entry, RankView
 from ..layout.names import LayerSpec
 from ..layout.save_folders import TRACKER
 from ..layout.settings import model_settings, namespace, rank_settings
@@ -105,10 +105,6 @@ class OptimizerContent:
         """The array with each weight replaced by its state of that kind."""
         return array.renamed(lambda name: self.keys[name][kind])
 
-    def master_aliases(self, names: Sequence[str]) -> dict[str, str]:
-        """The masters of weights that are their own full-precision copies: master -> weight."""
-        return {self.keys[name]["master_param"]: name for name in names if name in self.keys}
-
     def step_tensor(self, file: TorchFile, names: Sequence[str]) -> Call:
         """Add the step count of these weights to the file: that of the first weight with a step count, or else `step`."""
         keys = self._step_keys_of(names)
@@ -116,21 +112,36 @@ class OptimizerContent:
             return file.tensor(step_count(STEP, self.step))
         return file.whole(keys[0], self.content.tensors[keys[0]])
 
-    def step_aliases(self, names: Sequence[str]) -> dict[str, str]:
-        """The step counts of these weights that are not stored -> the step count that `step_tensor` stores for all of them."""
-        keys = self._step_keys_of(names)
-        return dict.fromkeys(keys[1:], keys[0]) if keys else {}
+    def aliases(self, parameters: Iterable[ChunkTensor], steps_shared_by: Iterable[Sequence[str]]) -> dict[str, str]:
+        """The masters and step counts that the plain optimizer does not store -> the stored tensor with the same values: a weight that is
+        its own master; the step count that `step_tensor` stores for several weights."""
+        own = (name for parameter in parameters if parameter.is_own_master for name in parameter.array.names)
+        aliases = {self.keys[name]["master_param"]: name for name in own if name in self.keys}
+        for names in steps_shared_by:
+            if keys := self._step_keys_of(names):
+                aliases |= dict.fromkeys(keys[1:], keys[0])
+        return aliases
 
     def _step_keys_of(self, names: Sequence[str]) -> list[str]:
         return [self.keys[name][STEP] for name in dict.fromkeys(names) if STEP in self.keys.get(name, {})]
 
-    def group_settings(self, names: Sequence[str], *, is_decayed: bool, is_expert: bool) -> dict[str, Any]:
-        """The settings of a param group of these weights: those of the source's group of the first weight that is in one."""
+    def param_groups(self, parameters: Sequence[ChunkTensor], *, is_expert: bool) -> list[tuple[dict[str, Any], list[ChunkTensor]]]:
+        """(settings, parameters) of an optimizer's groups with and without weight decay. Dense weights have both, even if one is empty.
+
+        The settings are those of the source's group of the first weight that is in one.
+        """
         groups = self.content.param_groups()
-        group = next((group for name in names for group in groups if name in group.names), groups[0] if groups else None)
-        flags = {"wd_mult": 1.0 if is_decayed else 0.0, "lr_mult": 1.0, "is_expert_parallel": is_expert, "is_decoupled_lr": False}
-        source = plain_settings(group.settings) if group else {}
-        return {**_ADAM, "default_config": True, **flags, **source, "is_expert_parallel": is_expert, STEP: self.step}
+        found: list[tuple[dict[str, Any], list[ChunkTensor]]] = []
+        for is_decayed in (True, False):
+            members = [parameter for parameter in parameters if parameter.is_decayed is is_decayed]
+            names = (name for member in members for name in member.array.names)
+            group = next((group for name in names for group in groups if name in group.names), groups[0] if groups else None)
+            flags = {"wd_mult": 1.0 if is_decayed else 0.0, "lr_mult": 1.0, "is_expert_parallel": is_expert, "is_decoupled_lr": False}
+            source = plain_settings(group.settings) if group else {}
+            settings = {**_ADAM, "default_config": True, **flags, **source, "is_expert_parallel": is_expert, STEP: self.step}
+            if members or is_decayed or not is_expert:
+                found.append((settings, members))
+        return found
 
 
 @value(slots=False, eq=False, repr=False)
@@ -149,15 +160,10 @@ class MegatronSave:
     """The chunks of all stages, in the order of the model."""
     spec: LayerSpec
     """The layer classes of the run that will load it."""
-    padded_vocab: int
-    """The rows of the embedding, with padding."""
+    source_args: Args
+    """The settings of the run that wrote the source; empty if it was not Megatron's."""
     dtype: DType
     """The element type of the parameters."""
-
-    @property
-    def source_args(self) -> Args:
-        """The settings of the run that wrote the source; empty if it was not Megatron's."""
-        return _source_args(self.content)
 
     @property
     def step(self) -> int:
@@ -214,6 +220,12 @@ class MegatronSave:
         uses_torch_adam = bool(self.optimizer.step_keys) or not is_fused_adam
         return not self.is_distributed_optimizer and not self.spec.te and uses_torch_adam
 
+    def by_optimizer(self, parameters: Sequence[ChunkTensor]) -> list[list[ChunkTensor]]:
+        """The parameters of each of the chained optimizers: with expert parallelism, experts have an optimizer of their own."""
+        if self.sizes.ep == 1:
+            return [list(parameters)]
+        return [[parameter for parameter in parameters if parameter.is_expert is is_expert] for is_expert in (False, True)]
+
     @property
     def inlined_scalars(self) -> tuple[str, ...]:
         """The step counts of the content that are written only as a setting of the param groups."""
@@ -236,7 +248,7 @@ class MegatronSave:
         """Whether a distributed save stacks the layers: not if the settings say that layers may differ (transformer_block.py)."""
         settings = self.model_settings
         frequencies = settings.get("moe_layer_freq", 1), settings.get("linear_attention_freq", 1)
-        return not self.model.is_hybrid and all(type(frequency) is int and frequency == 1 for frequency in frequencies)
+        return not is_hybrid(self.model.model) and all(type(frequency) is int and frequency == 1 for frequency in frequencies)
 
     def args(self, **format_settings: Any) -> Instance:
         """The settings of the run, as Megatron stores them. format_settings: settings of one format, which override all others."""
@@ -245,7 +257,7 @@ class MegatronSave:
             {
                 **self.source_args,
                 **self.model_settings,
-                **rank_settings(self.sizes, self.chunks, self.padded_vocab, mtp_layers),
+                **rank_settings(self.sizes, self.chunks, self.model.padded_vocab, mtp_layers),
                 "params_dtype": self.dtype.torch,
                 "transformer_impl": "transformer_engine" if self.spec.te else "local",
                 "make_vocab_size_divisible_by": _vocabulary_multiple(self.target, self.source_args),
@@ -312,8 +324,9 @@ class MegatronSave:
     def notes(self) -> tuple[str, ...]:
         """What someone who loads the save has to know."""
         notes = []
-        if padding := self.padded_vocab - self.model.model.dimensions["vocab"]:
-            notes.append(f"{padding} rows of zeros pad the vocabulary to {self.padded_vocab}, as Megatron does for `tp={self.sizes.tp}`")
+        padded_vocab = self.model.padded_vocab
+        if padding := padded_vocab - self.model.model.dimensions["vocab"]:
+            notes.append(f"{padding} rows of zeros pad the vocabulary to {padded_vocab}, as Megatron does for `tp={self.sizes.tp}`")
         buffers = [part.tensor for part in self.model.model.parts() if part.role in BUFFER_ROLES and part.tensor in self.content.tensors]
         if any(self.target.dtype_of(self.content.tensors[name]) != F32 for name in buffers):
             notes.append("the score corrections of the routers are widened to fp32, as Megatron stores them")
@@ -355,7 +368,8 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
             why="Its masters are of weights, some of which Megatron stores in another form",
             do="Leave out `optimizer=True`",
         )
-    options, parallel, args = target.options, target.parallel, _source_args(content)
+    options, parallel, args = target.options, target.parallel, content.facts.state.get("args")
+    args = args if isinstance(args, Mapping) else {}
     _refuse_unused(options, content, model)
     sizes = ParallelSizes(parallel.tp, parallel.pp, parallel.ep, options.get("vp") or 1, options.get("etp") or parallel.tp)
     check_sizes(model, sizes)
@@ -369,12 +383,7 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
         spec = replace(spec, experts="te-grouped")  # MambaModel's spec has no other experts
     spec = replace(spec, extra_state=bool(options.get("extra_state")))
     check_spec(model, spec)
-    return MegatronSave(content, target, MegatronModel(model, padded_vocab), sizes, chunks, spec, padded_vocab, target.dtype_of(embedding))
-
-
-def _source_args(content: Content) -> Args:
-    args = content.facts.state.get("args")
-    return args if isinstance(args, Mapping) else {}
+    return MegatronSave(content, target, MegatronModel(model, padded_vocab), sizes, chunks, spec, args, target.dtype_of(embedding))
 
 
 def _vocabulary_multiple(target: Target, args: Args) -> int:
