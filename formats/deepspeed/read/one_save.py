@@ -16,7 +16,7 @@ from reshard.storage.files import Files, read_range
 from ..layout.experts import group_ranks
 from ..layout.states import TIED_PREFIX, ModelStates, OptimizerStates
 from ..layout.tag import RunDegrees, mixed_saves
-from .parts import Contents
+from .parts import Parts
 from .run_states import RunStates
 
 # The model's files list the parameters in the order of the masters. So a wrong master is in a wrong file, where few or none round.
@@ -171,11 +171,10 @@ def check_one_step(states: RunStates) -> None:
             )
 
 
-def check_weights_of_masters(contents: Contents) -> None:
+def check_weights_of_masters(parts: Parts) -> None:
     """Raises CheckpointError if a parameter has a master but no weight in the model's files. Not for ZeRO-3, which stores masters only."""
-    weights = contents.shapes("weight").keys() | contents.shapeless
-    masters = contents.shapes("master")
-    if missing := [name for name in masters if name not in weights and not name.startswith(TIED_PREFIX)]:
+    weights = parts.shapes("weight").keys() | parts.shapeless
+    if missing := [name for name in parts.shapes("master") if name not in weights and not name.startswith(TIED_PREFIX)]:
         layer = missing[0].partition(".")[0]
         file = f"layer_{int(layer):02d}-model_states.pt is not there" if layer.isdigit() else "a file of a layer or an expert is not there"
         raise MissingFile(
