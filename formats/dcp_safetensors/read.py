@@ -21,7 +21,7 @@ from reshard.models.model import Model
 from reshard.storage.files import Files
 from reshard.storage.json_input import parsed
 
-from .files import ShardFile
+from . import ShardFile
 
 _INFO = "DCP_SHARDING_INFO"
 # Offsets beyond this are damage: no tensor has as many elements along an axis.

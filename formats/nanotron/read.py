@@ -23,8 +23,8 @@ from reshard.index.index import Index, RunFacts, Tensor
 from reshard.index.shards import Shards
 from reshard.storage.files import Files
 
+from . import CONFIG, METADATA, OF_THE_RUN, TENSOR, WeightFile, weight_files
 from .config import NanotronModel, model_of
-from .files import CONFIG, METADATA, OF_THE_RUN, TENSOR, WeightFile, weight_files
 from .slices import placed
 
 _QKV = ".attn.qkv_proj.weight"

@@ -21,8 +21,8 @@ from reshard.geometry.value import value
 from reshard.models.model import Model
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
 
+from . import CONFIG, METADATA, TENSOR, path_of
 from .config import document_of
-from .files import CONFIG, METADATA, TENSOR, path_of
 from .slices import metadata_of
 
 _VERSION = "1.2"

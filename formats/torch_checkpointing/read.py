@@ -22,7 +22,7 @@ from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, RunFacts
 from reshard.storage.files import Files, missing
 
-from .files import METADATA, SAFETENSORS, TORCH, ItemFile, ItemFiles, default_file
+from . import METADATA, SAFETENSORS, TORCH, ItemFile, ItemFiles, default_file
 from .metadata import DescribedItem, KeyPath, RankBoxes, read_metadata
 
 Shape = tuple[int, ...]
