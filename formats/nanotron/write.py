@@ -21,7 +21,7 @@ from reshard.geometry.value import value
 from reshard.models.model import Model
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
 
-from . import CONFIG, METADATA, TENSOR, path_of
+from . import CONFIG, METADATA, TENSOR, WEIGHTS
 from .config import document_of
 from .slices import metadata_of
 
@@ -84,14 +84,14 @@ def _files_of(name: str, array: Mosaic, dtype: DType, model: Model, ranks: int, 
     """The files of a weight. Raises RequestError if ranks cannot share it equally."""
     axis = next((axis for word, axis in _AXES.items() if name.endswith(f".{word}.weight")), None)
     if axis is None:
-        yield framed(path_of(name), [array.stored(TENSOR, dtype)], metadata={})
+        yield framed(_path_of(name), [array.stored(TENSOR, dtype)], metadata={})
         return
     for rank in range(ranks):
         parts = list(_parts(array, model, axis, ranks, rank, in_pairs))
         shape = tuple(max(stops) for stops in zip(*(part.inside.stops for part in parts), strict=True))
         sections = Sections.of([section for part in parts for section in part.sections(row_major(shape))])
         metadata = metadata_of([(part.inside, part.whole) for part in parts], shape, array.shape, _VERSION)
-        yield framed(path_of(name, rank, ranks), [StoredTensor(TENSOR, dtype, shape, sections)], {"tp": rank}, metadata=metadata)
+        yield framed(_path_of(name, rank, ranks), [StoredTensor(TENSOR, dtype, shape, sections)], {"tp": rank}, metadata=metadata)
 
 
 def _parts(array: Mosaic, model: Model, axis: int, ranks: int, rank: int, in_pairs: bool) -> Iterator[_Part]:
@@ -107,3 +107,10 @@ def _parts(array: Mosaic, model: Model, axis: int, ranks: int, rank: int, in_pai
         inside = Box((start, 0) if axis == 0 else (0, start), box.sizes)
         yield _Part(tile.name, box, inside, box.shifted(tile.at), width if in_pairs and role in _ROTATED else 0)
         start += size // ranks
+
+
+def _path_of(name: str, tp_rank: int | None = None, tp: int = 1) -> str:
+    """The path of the file of a weight, or of a rank's part of it where there is one pipeline stage."""
+    *modules, last = name.split(".")
+    of_rank = "" if tp_rank is None else f"_pp-rank-0-of-1_tp-rank-{tp_rank}-of-{tp}"
+    return f"{WEIGHTS}{'/'.join(modules)}/model_{last}{of_rank}.safetensors"

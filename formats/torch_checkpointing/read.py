@@ -9,15 +9,14 @@ from typing import Any
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.save_folders import step_of
-from reshard.adapter.state_dicts import SavedOptimizer, elements_of, parameter_shapes
+from reshard.adapter.state_dicts import SavedOptimizer, parameter_shapes, part_of, stored_entry
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import state_kind
 from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers import safetensors, torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
-from reshard.containers.torch_zip import AnyTensor, LocatedTensor
 from reshard.errors import CheckpointError, IncompleteError
-from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.boxes import Box
 from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, RunFacts
 from reshard.storage.files import Files, missing
@@ -126,12 +125,8 @@ def read_rank_item(files: Files, item: str, file: ItemFile, described: Mapping[K
 def _safetensors_values(files: Files, path: str, described: Mapping[KeyPath, RankBoxes]) -> dict[KeyPath, Any]:
     """The tensors of a safetensors file by their paths in the item, as far as the metadata knows them; others by their dotted names."""
     paths = {_dotted(key_path): key_path for key_path in described}
-    return {
-        paths.get(entry.name, (entry.name,)): LocatedTensor(
-            path, entry.byte_offset, entry.dtype, entry.shape, row_major(entry.shape), entry.name
-        )
-        for entry in safetensors.read_header(files, path).entries
-    }
+    entries = safetensors.read_header(files, path).entries
+    return {paths.get(entry.name, (entry.name,)): stored_entry(path, entry) for entry in entries}
 
 
 def add_param_groups(builder: IndexBuilder, optimizer: RankItem, parameters: Mapping[str, Shape]) -> Mapping[Any, str]:
@@ -140,11 +135,7 @@ def add_param_groups(builder: IndexBuilder, optimizer: RankItem, parameters: Map
     groups, state = root.get("param_groups"), root.get("state")
     state_dict = {"param_groups": groups if isinstance(groups, list) else [], "state": state if isinstance(state, Mapping) else {}}
     tensors = [(path[1], str(path[2]), local) for path, local in optimizer.tensors if len(path) == 3 and path[0] == "state"]
-    saved = SavedOptimizer(state_dict, tensors)
-    names, notes = saved.names(list(parameters.items()))
-    builder.add_notes(notes)
-    builder.param_groups = saved.param_groups(names)
-    return names
+    return SavedOptimizer(state_dict, tensors).add_groups(builder, parameters)
 
 
 def _leaves(value: Any, path: KeyPath = (), visited: set[int] | None = None) -> Iterator[tuple[KeyPath, Any]]:
@@ -186,19 +177,13 @@ def _agreed(local: LocalTensor, described: RankBoxes, path: KeyPath, file: str) 
             why="The files are from different saves",
             do="Copy all files of one save again",
         )
-    shards = tuple((box, _part(stored, start, box)) for box, start in described.boxes)
+    shards = tuple((box, part_of(stored, start, box.sizes)) for box, start in described.boxes)
     return LocalTensor(described.dtype, described.shape, shards, described.distribution)
 
 
 def _reaches(shape: Shape, start: Shape, box: Box) -> bool:
     """Whether a local tensor of this shape is large enough for the box that starts at `start`."""
     return all(at + size <= length for at, size, length in zip(start, box.sizes, shape, strict=True))
-
-
-def _part(stored: AnyTensor, start: Shape, box: Box) -> AnyTensor:
-    """The part of a stored tensor that begins at `start` and has the sizes of the box."""
-    first = sum(at * stride for at, stride in zip(start, stored.strides, strict=True)) if box.volume else 0
-    return elements_of(stored, first, box.sizes, stored.strides)
 
 
 def _dotted(path: KeyPath) -> str:

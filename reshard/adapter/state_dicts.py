@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,14 +12,16 @@ from reshard.canonical.optimizer_state import ROOTS, names_for, plain_groups
 from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor, class_of
-from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor, is_plain_tensor
+from reshard.containers.torch_zip import AnyTensor, LocatedTensor, UnlocatedTensor, is_plain_tensor
 from reshard.errors import CheckpointError
+from reshard.geometry.boxes import row_major
 from reshard.geometry.value import value
 from reshard.index.index import ParamGroup
 from reshard.storage.files import Files
 
 if TYPE_CHECKING:
     from reshard.adapter.index_builder import IndexBuilder
+    from reshard.containers.safetensors import TensorEntry
 
 # FSDP1's name for the one flat parameter of a wrapped module in LOCAL_STATE_DICT.
 FLAT = "_flat_param"
@@ -123,6 +126,17 @@ def elements_of(stored: AnyTensor, start: int, sizes: tuple[int, ...], strides: 
     if isinstance(stored, UnlocatedTensor):
         return replace(stored, skipped=stored.skipped + skipped, shape=sizes, strides=strides)
     return replace(stored, byte_offset=stored.byte_offset + skipped, shape=sizes, strides=strides)
+
+
+def part_of(stored: AnyTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> AnyTensor:
+    """The part of a stored tensor that begins at these coordinates and has these sizes."""
+    start = sum(at * stride for at, stride in zip(offsets, stored.strides, strict=True)) if math.prod(sizes) else 0
+    return elements_of(stored, start, sizes, stored.strides)
+
+
+def stored_entry(path: str, entry: TensorEntry) -> LocatedTensor:
+    """A tensor of a safetensors file."""
+    return LocatedTensor(path, entry.byte_offset, entry.dtype, entry.shape, row_major(entry.shape), entry.name)
 
 
 def is_tensor(value: Any) -> bool:
