@@ -136,18 +136,9 @@ class _Run:
         for name in frozen:
             parameter = zero3_slice(name, training.shape(name), self.ranks)
             fragments[name] = file.tensor(self._row(f"frozen.{name}", {name: parameter}, rank))
-        return file.close(
-            {
-                "module": module,
-                "buffer_names": [name for name in training.untrained if name not in frozen],
-                "optimizer": None,
-                "param_shapes": [training.param_shapes(sub_group.names) for sub_group in self.sub_groups],
-                "frozen_param_shapes": training.param_shapes(frozen) or None,
-                "shared_params": dict(training.aliases) if rank == 0 else {},
-                "frozen_param_fragments": fragments or None,
-                **training.model_file_keys(self.ranks),
-            }
-        )
+        buffers = [name for name in training.untrained if name not in frozen]
+        states = training.model_states(module, buffers, [sub_group.names for sub_group in self.sub_groups], self.ranks, fragments)
+        return file.close(states if rank == 0 else {**states, "shared_params": {}})
 
     def optimizer_file(self, path: str, rank: int) -> TargetFile:
         """A rank's optimizer states: for each sub-group, one row of masters and one row of each kind of state."""
@@ -166,8 +157,7 @@ class _Run:
             "optimizer_state_dict": {"state": states, "param_groups": groups},
             "fp32_flat_groups": masters,
         }
-        keys = training.model_file_keys(self.ranks)
-        return file.close({"optimizer_state_dict": optimizer, **{key: keys[key] for key in ("ds_config", "ds_version")}})
+        return file.close({"optimizer_state_dict": optimizer, "ds_config": training.ds_config, "ds_version": training.version})
 
     def _states(self, file: TorchFile, number: int, rank: int) -> dict[str, Any]:
         """The optimizer's state of a sub-group. One step count serves all parameters."""
