@@ -45,9 +45,9 @@ def read(files: Files, numbered: Mapping[str, ItemFiles], hints: Hints) -> Index
 
     Raises: CheckpointError if a file is missing, or a file and the metadata contradict each other.
     """
-    metadata = read_metadata(files)
-    items = {name: DescribedItem(item_files, {}) for name, item_files in numbered.items()} | dict(metadata.items if metadata else {})
-    ranks = metadata.ranks if metadata else 1 + max((max(item_files) for item_files in numbered.values()), default=-1)
+    of_files = 1 + max((max(item_files) for item_files in numbered.values()), default=-1)
+    version, ranks, described = read_metadata(files) or (None, of_files, {})
+    items = {name: DescribedItem(item_files, {}) for name, item_files in numbered.items()} | described
     builder = IndexBuilder("torch-checkpointing", files)
     parameters: dict[str, Shape] = {}
     main = next((root for root in MODEL_ROOTS if root in items), None)
@@ -56,7 +56,7 @@ def read(files: Files, numbered: Mapping[str, ItemFiles], hints: Hints) -> Index
     builder.add_files(file.path for item in items.values() for file in item.files.values())
     facts = RunFacts(
         producer="torch_checkpointing",
-        version=metadata.version if metadata else None,
+        version=version,
         step=step_of(files.root),
         parallel=builder.parallel(ranks),
         config=hints.config,

@@ -65,7 +65,7 @@ class TrainingState:
         return [kind for kind, key in self.states[name].items() if self.shape(key) == self.shape(name)]
 
     @property
-    def ds_config(self) -> dict[str, Any]:
+    def ds_config(self) -> Any:
         """DeepSpeed's config of the source's run; {} if it was another program's."""
         return self._carried.get("ds_config", {})
 
