@@ -64,9 +64,9 @@ class Tag:
     has_swap_files: bool = False
     """Whether the tag has a folder offloaded_tensors/."""
 
-    def swap_folder(self, dp_rank: int) -> str | None:
-        """The folder with the swap files of a data-parallel rank; None if nothing was swapped. Its name has the global rank."""
-        return f"{self.folder}{_SWAP_FOLDER}rank{dp_rank:02d}/" if self.has_swap_files else None
+    def swap_folder(self, dp_rank: int) -> str:
+        """The folder with the swap files of a data-parallel rank. Its name has the global rank."""
+        return f"{self.folder}{_SWAP_FOLDER}rank{dp_rank:02d}/"
 
     def paths(self) -> Iterator[str]:
         """The paths of all files except swap files."""
