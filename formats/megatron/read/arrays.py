@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
+from reshard.adapter.state_dicts import elements_of
 from reshard.containers.distributed_tensors import LocalTensor
-from reshard.containers.torch_zip import AnyTensor, LocatedTensor
+from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError, ReshardError, UnsupportedError
 from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.mosaics import Mosaic
@@ -132,14 +132,6 @@ def state_tensors(parameter: ChunkTensor, stored: AnyTensor, shapes: Mapping[str
 def whole_tensor(stored: AnyTensor) -> LocalTensor:
     """A stored tensor as a whole tensor, in one box."""
     return LocalTensor(stored.dtype, stored.shape, ((Box.whole(stored.shape), stored),))
-
-
-def elements_of(stored: AnyTensor, start: int, sizes: Shape, strides: Shape) -> AnyTensor:
-    """A view of a stored tensor's memory, from element `start` on."""
-    skipped = start * stored.dtype.itemsize
-    if isinstance(stored, LocatedTensor):
-        return replace(stored, byte_offset=stored.byte_offset + skipped, shape=sizes, strides=strides)
-    return replace(stored, skipped=stored.skipped + skipped, shape=sizes, strides=strides)
 
 
 def flat_sections(array: Mosaic, start: int, stop: int, position: int) -> Iterator[Section]:

@@ -22,6 +22,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from reshard.adapter.state_dicts import elements_of
 from reshard.canonical.optimizer_state import state_kind
 from reshard.containers import torch_zip
 from reshard.containers.dcp_metadata import TensorItem
@@ -40,7 +41,7 @@ from ..layout.flat_buckets import BUFFER_KINDS, bucket_size, buffer_of, by_buffe
 from ..layout.names import LayerSpec
 from ..layout.save_folders import DISTRIBUTED_OPTIMIZER
 from ..layout.stages import Args, ParallelSizes, chunks_of_run
-from .arrays import elements_of, flat_sections
+from .arrays import flat_sections
 from .optimizer import OptimizerState, chain_links, link_parameters, members_of, param_groups_of
 from .ranks import MegatronRank
 from .run_model import RunModel
