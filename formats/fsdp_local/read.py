@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
-from reshard.adapter.rank_files import RankFiles, check_missing_ranks, notes_on_missing_ranks, run_files
+from reshard.adapter.rank_files import RankFiles, run_files, with_notes_on_missing_ranks
 from reshard.adapter.save_folders import step_of
 from reshard.adapter.state_dicts import FLAT, elements_of, model_part, read_optimizer
 from reshard.canonical.optimizer_state import names_for, state_kind
@@ -52,10 +52,8 @@ def read(files: Files, hints: Hints) -> Index:
     if run.optimizer:
         add_optimizer(builder, run.optimizer, flats, has_names=bool(named))
     ranks = run.rank_count(1)
-    builder.add_notes(notes_on_missing_ranks(run, ranks))
     index = builder.build(RunFacts("FSDP1 (LOCAL_STATE_DICT)", None, step_of(files.root), {"ranks": ranks}, hints.config))
-    check_missing_ranks(run, ranks, index.tensors)
-    return index
+    return with_notes_on_missing_ranks(index, run, ranks)
 
 
 def _declared_model(hints: Hints, path: str) -> Model:
