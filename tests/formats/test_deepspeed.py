@@ -309,7 +309,7 @@ def test_every_step_of_reading_is_a_value_that_prints_on_one_line():
     group = states.first_optimizer.groups[0]
     for step in (tag, states, states.first_model, states.first_optimizer, group, degrees, parts):
         assert len(repr(step)) < 200 and "\n" not in repr(step)
-    assert repr(degrees) == "RunDegrees(pp=2, tp=2, dp=1, ep=1)"
+    assert repr(degrees) == "Parallel(tp=2, pp=2, ep=1, dp=1)"
     assert repr(parts) == "<314 parts of 32 parameters>"
 
 

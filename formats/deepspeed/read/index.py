@@ -2,7 +2,7 @@
 
     Tag          which files there are                                 layout.tag.open_tag
     RunStates    what the pickles of all ranks hold                    read_run_states
-    RunDegrees   the run's parallel sizes; all files are there         degrees_of_run
+    Parallel     the run's parallel sizes; all files are there         degrees_of_run
     Parts        of weights, masters and states                        add_weights, add_zero_optimizer, ...
                  tied parameters under all their names                 name_tied_layers, add_second_names
     Tensors      joined over tensor-parallel ranks                     Parts.join
@@ -18,11 +18,12 @@ from dataclasses import replace
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
+from reshard.geometry.meshes import Parallel
 from reshard.index.index import Index, RunFacts
 from reshard.storage.files import Files
 
 from ..layout.states import Shape
-from ..layout.tag import RunDegrees, Tag
+from ..layout.tag import Tag, model_ranks
 from ..layout.tensor_parallel import JoinRules
 from .one_save import check_one_step, check_weights_of_masters, degrees_of_run
 from .parts import Parts
@@ -52,22 +53,24 @@ def read_index(files: Files, tag: Tag, hints: Hints) -> Index:
     parts.builder.add_files(group.master.path for optimizer in states.optimizers.values() for group in optimizer.groups)
     parts.join(join_rules(states, shapes), degrees.tp)
     parts.builder.add_objects(objects_of(states))
-    return parts.builder.build(replace(run_facts(states), parallel=degrees.sizes(), tied=tied, config=hints.config))
+    # Expert parallelism lies inside data parallelism: it does not multiply the number of ranks.
+    sizes = {"dp": degrees.dp, "tp": degrees.tp, "pp": degrees.pp} | ({"ep": degrees.ep} if degrees.ep > 1 else {})
+    return parts.builder.build(replace(run_facts(states), parallel=sizes, tied=tied, config=hints.config))
 
 
-def parts_of_run(files: Files, states: RunStates, degrees: RunDegrees, shapes: Mapping[str, Shape]) -> Parts:
+def parts_of_run(files: Files, states: RunStates, degrees: Parallel, shapes: Mapping[str, Shape]) -> Parts:
     """The parts of all parameters in all files. shapes: whole shapes by name, from the model's config.
 
     Raises: CheckpointError if the model's files and the optimizer's do not fit.
     """
     parts = Parts(IndexBuilder("deepspeed", files))
-    for rank in degrees.each_model_rank():
+    for rank in model_ranks(degrees):
         add_weights(parts, states, rank)
         if states.optimizers:
             add_zero_optimizer(parts, states, rank, shapes)
         else:
             add_plain_optimizer(parts, states, rank)
-    add_experts(parts, states, degrees)
+    add_experts(parts, states, degrees.tp)
     return parts
 
 

@@ -10,12 +10,13 @@ import numpy as np
 from reshard.adapter.rank_files import first_missing, listed
 from reshard.engine.checks.masters import wrong_master
 from reshard.errors import CheckpointError, MissingFile, MixedSaves
+from reshard.geometry.meshes import Parallel
 from reshard.index.index import Index
 from reshard.storage.files import Files, read_range
 
 from ..layout.experts import group_ranks
 from ..layout.states import TIED_PREFIX, ModelStates, OptimizerStates
-from ..layout.tag import RunDegrees, mixed_saves
+from ..layout.tag import mixed_saves, model_ranks
 from .parts import Parts
 from .run_states import RunStates
 
@@ -24,7 +25,7 @@ from .run_states import RunStates
 _PER_FILE, _PER_FILE_IN_DOUBT = 2, 2000
 
 
-def degrees_of_run(states: RunStates) -> RunDegrees:
+def degrees_of_run(states: RunStates) -> Parallel:
     """The parallel sizes recorded in the files.
 
     Raises: CheckpointError if a rank has no file, or a file is left over from a save of other sizes.
@@ -37,14 +38,13 @@ def degrees_of_run(states: RunStates) -> RunDegrees:
             where=model.path,
             do="Copy *_optim_states.pt from where the checkpoint was written",
         )
-    if first is None:
-        return replace(degrees, dp=model.sizes.get("dp", 1), ep=_expert_parallel(states))
-    dp = _dp_of_optimizer(states, first)
-    _check_optimizer_files(states, first, replace(degrees, dp=dp))
+    dp = _dp_of_optimizer(states, first) if first else model.sizes.get("dp", 1)
+    if first:
+        _check_optimizer_files(states, first, replace(degrees, dp=dp))
     return replace(degrees, dp=dp, ep=_expert_parallel(states))
 
 
-def model_parallel_degrees(states: RunStates) -> RunDegrees:
+def model_parallel_degrees(states: RunStates) -> Parallel:
     """The pipeline-parallel and tensor-parallel size recorded in the files.
 
     Raises: CheckpointError if a model-parallel rank has no model states, or model states are left over.
@@ -58,7 +58,7 @@ def model_parallel_degrees(states: RunStates) -> RunDegrees:
         pp = max(1, mp // tp)
     paths = {rank: next(iter(states.models_of(rank).values())).path for rank in ranks}
     check_ranks(paths, pp * tp, "model-parallel", why=f"{first.path} says pipeline-parallel size {pp}, tensor-parallel size {tp}")
-    return RunDegrees(pp, tp)
+    return Parallel(tp, pp)
 
 
 def _expert_parallel(states: RunStates) -> int:
@@ -101,10 +101,10 @@ def _dp_of_optimizer(states: RunStates, first: OptimizerStates) -> int:
     return dp
 
 
-def _check_optimizer_files(states: RunStates, first: OptimizerStates, degrees: RunDegrees) -> None:
+def _check_optimizer_files(states: RunStates, first: OptimizerStates, degrees: Parallel) -> None:
     """Raises CheckpointError unless each rank has its files, no file is left over, and all files list the same groups."""
     why = f"{first.path} says that {degrees.dp} ranks share each group (partition_count)"
-    for rank in degrees.each_model_rank():
+    for rank in model_ranks(degrees):
         paths = {dp: path for (dp, mp), path in states.tag.optimizers.items() if mp == rank.number}
         if not paths:
             raise MissingFile(
@@ -126,9 +126,9 @@ def _check_optimizer_files(states: RunStates, first: OptimizerStates, degrees: R
                     "The files are from saves of different sizes under the same tag",
                 )
     for (_, mp), path in states.tag.optimizers.items():
-        if mp >= degrees.model_ranks:
+        if mp >= (ranks := degrees.pp * degrees.tp):
             raise CheckpointError(
-                f"the run had {degrees.model_ranks} model-parallel ranks, and no rank {mp}",
+                f"the run had {ranks} model-parallel ranks, and no rank {mp}",
                 where=path,
                 why="The file is left over from another save",
                 do="Move it away",

@@ -28,7 +28,7 @@ from reshard.index.index import Index, Kind, ParamGroup, Tensor
 from reshard.storage.files import Files
 
 from ..layout.states import Shape
-from ..layout.tag import FP32, ZERO, ModelRank, open_tag
+from ..layout.tag import FP32, ZERO, ModelRank, model_ranks, open_tag
 from .flat_buffers import pieces_of_flat
 from .index import config_shapes, join_rules, run_facts
 from .one_save import check_one_step, model_parallel_degrees
@@ -51,7 +51,7 @@ def read_universal(files: Files, folder: str, hints: Hints) -> Index:
     check_one_step(states)
     degrees, tied, builder = model_parallel_degrees(states), tied_names(states), IndexBuilder("universal", files)
     weights, whole = Parts(builder), Parts(builder)
-    for rank in degrees.each_model_rank():
+    for rank in model_ranks(degrees):
         add_weights(weights, states, rank)
     shapes = {name: shape for model in states.models.values() for group in model.groups or () for name, shape in group}
     listed, names = parameter_files(files, folder, shapes), weights.shapes("weight").keys()

@@ -14,7 +14,7 @@ from reshard.index.index import Tensor
 from ..layout.experts import ExpertSlice
 from ..layout.partitions import zero3_part_size, zero3_slice
 from ..layout.states import ModelStates
-from ..layout.tag import ModelRank, RunDegrees
+from ..layout.tag import ModelRank, model_rank
 from .flat_buffers import FlatBuffer, pieces_of_copies
 from .parts import Parts
 from .run_states import RunStates
@@ -97,7 +97,7 @@ def _frozen_weights(models: Mapping[int, ModelStates], locations: Locations) -> 
         yield Tensor(name, buffer.dtype, shape, "weight", buffer.shards(zero3_slice(name, shape, ranks)))
 
 
-def add_experts(parts: Parts, states: RunStates, degrees: RunDegrees) -> None:
+def add_experts(parts: Parts, states: RunStates, tp: int) -> None:
     """Add the weights in the experts' own files. Those of AutoEP are parts of fused tensors.
 
     Raises: CheckpointError if two files hold the same expert.
@@ -105,7 +105,7 @@ def add_experts(parts: Parts, states: RunStates, degrees: RunDegrees) -> None:
     totals = {layer.get("expert_key_prefix"): layer.get("num_experts") for layer in states.first_model.autoep_layers}
     paths: dict[tuple[str, int], str] = {}
     for numbers, tensors in states.experts.items():
-        rank, path = degrees.model_rank(numbers[2]), states.tag.experts[numbers]
+        rank, path = model_rank(numbers[2], tp), states.tag.experts[numbers]
         for name, tensor in tensors.items():
             if (other := paths.setdefault((name, rank.number), path)) != path:
                 raise CheckpointError(
