@@ -130,7 +130,7 @@ def _part(files: Files, file: WeightFile, model: NanotronModel) -> LocalTensor:
         raise CheckpointError(f"it holds no tensor {TENSOR!r}", where=file.path, do="Copy the file again")
     shape, boxes = placed(header.metadata if file.tp_rank is not None else {}, entry.shape, file.path)
     stored = stored_entry(file.path, entry)
-    shards = [(whole, part_of(stored, inside.offsets, inside.sizes)) for inside, whole in boxes]
+    shards = [(whole, part_of(stored, inside)) for inside, whole in boxes]
     if model.in_pairs and file.name.endswith(_QKV):
         shards = [ordered for box, part in shards for ordered in _in_published_order(box, part, model)]
     return LocalTensor(entry.dtype, shape, tuple(shards))

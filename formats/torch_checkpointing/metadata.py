@@ -39,8 +39,8 @@ class RankBoxes:
     """The global shape."""
     distribution: Distribution | None
     """How the tensor lies on the run's mesh; None if the metadata lists boxes."""
-    boxes: tuple[tuple[Box, tuple[int, ...]], ...]
-    """Each box, and where it starts in the local tensor, in elements per axis."""
+    boxes: tuple[tuple[Box, Box], ...]
+    """Each box, and the same box in the local tensor."""
 
 
 @value
@@ -175,14 +175,16 @@ def _of_dtensor(data: Mapping[str, Any], ranks: tuple[int, ...], where: str) -> 
     coordinates = _coordinates(sizes, grid)
     for rank in ranks:
         box = layout.box(shape, coordinates[rank])
-        yield rank, RankBoxes(dtype, shape, layout, ((box, (0,) * len(shape)),))
+        yield rank, RankBoxes(dtype, shape, layout, ((box, Box.whole(box.sizes)),))
 
 
 def _of_box_list(data: Mapping[str, Any], ranks: tuple[int, ...], where: str) -> Iterator[tuple[int, RankBoxes]]:
     columns = (data["global_offsets"], data["local_sizes"], data["local_offsets"])
-    boxes = tuple((Box(tuple(offsets), tuple(sizes)), tuple(start)) for offsets, sizes, start in zip(*columns, strict=True))
+    boxes = tuple(
+        (Box(tuple(offsets), tuple(sizes)), Box(tuple(start), tuple(sizes))) for offsets, sizes, start in zip(*columns, strict=True)
+    )
     shape = tuple(data["global_shape"])
-    if any(len(box.sizes) != len(shape) or len(start) != len(shape) for box, start in boxes):
+    if any(len(box.sizes) != len(shape) for box, _ in boxes):
         raise ValueError(f"boxes of another number of axes than the shape {shape}")
     rank_boxes = RankBoxes(from_torch(data["dtype"], where=where), shape, None, boxes)
     yield from ((rank, rank_boxes) for rank in ranks)

@@ -102,7 +102,10 @@ def read_rank_item(files: Files, item: str, file: ItemFile, described: Mapping[K
         root = torch_zip.read(files, file.path, locate=False)
         values = dict(_leaves(root))
     elif file.serialization == SAFETENSORS:
-        values = _safetensors_values(files, file.path, described)
+        # By their paths in the item, as far as the metadata knows them; others by their dotted names.
+        paths = {_dotted(path): path for path in described}
+        entries = safetensors.read_header(files, file.path).entries
+        values = {paths.get(entry.name, (entry.name,)): stored_entry(file.path, entry) for entry in entries}
     else:
         return RankItem(objects=[file.path])
     if absent := [path for path in described if path not in values]:
@@ -120,13 +123,6 @@ def read_rank_item(files: Files, item: str, file: ItemFile, described: Mapping[K
         else:
             content.tensors.append((path, _agreed(local, described[path], path, file.path) if path in described else local))
     return content
-
-
-def _safetensors_values(files: Files, path: str, described: Mapping[KeyPath, RankBoxes]) -> dict[KeyPath, Any]:
-    """The tensors of a safetensors file by their paths in the item, as far as the metadata knows them; others by their dotted names."""
-    paths = {_dotted(key_path): key_path for key_path in described}
-    entries = safetensors.read_header(files, path).entries
-    return {paths.get(entry.name, (entry.name,)): stored_entry(path, entry) for entry in entries}
 
 
 def add_param_groups(builder: IndexBuilder, optimizer: RankItem, parameters: Mapping[str, Shape]) -> Mapping[Any, str]:
@@ -167,7 +163,8 @@ def _agreed(local: LocalTensor, described: RankBoxes, path: KeyPath, file: str) 
     if local.distribution is not None:
         fits = fits and (local.shape, local.shards[0][0]) == (described.shape, described.boxes[0][0])
     elif stored is not None:
-        fits = fits and all(_reaches(stored.shape, start, box) for box, start in described.boxes)
+        held = Box.whole(stored.shape)
+        fits = fits and len(stored.shape) == len(described.shape) and all(held.contains(inside) for _, inside in described.boxes)
         fits = fits and (described.distribution is None or stored.shape == described.boxes[0][0].sizes)
     if not fits or stored is None:
         raise CheckpointError(
@@ -177,13 +174,8 @@ def _agreed(local: LocalTensor, described: RankBoxes, path: KeyPath, file: str) 
             why="The files are from different saves",
             do="Copy all files of one save again",
         )
-    shards = tuple((box, part_of(stored, start, box.sizes)) for box, start in described.boxes)
+    shards = tuple((box, part_of(stored, inside)) for box, inside in described.boxes)
     return LocalTensor(described.dtype, described.shape, shards, described.distribution)
-
-
-def _reaches(shape: Shape, start: Shape, box: Box) -> bool:
-    """Whether a local tensor of this shape is large enough for the box that starts at `start`."""
-    return all(at + size <= length for at, size, length in zip(start, box.sizes, shape, strict=True))
 
 
 def _dotted(path: KeyPath) -> str:

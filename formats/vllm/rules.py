@@ -16,7 +16,7 @@ from reshard.models.engine_rules import EngineRules, ExtraTensor, Fusion, Rename
 from reshard.models.model import Model, ModelWeight
 from reshard.models.quantization import quantization_settings, settings_key
 from reshard.models.roles import heads
-from reshard.models.stored_forms import Quantization, StoredForm
+from reshard.models.stored_forms import StoredForm
 from reshard.plans.layout import Target
 from reshard.serving.legality import about_version
 
@@ -100,34 +100,39 @@ def _check_packed(model: Model, version: str) -> None:
 
     Source: vLLM 0.32, layers/quantization: auto_gptq.py, auto_awq.py, modelopt.py, mxfp4.py (GptOssMxfp4MoEMethod), compressed_tensors_moe.
     """
-    if model.quantization is None:
+    quantization = model.quantization
+    if quantization is None:
         return
-    _check_compared(model, model.quantization)
-    if model.quantization.method == "gptq" and not quantization_settings(model.config).get("sym", True):
+    if quantization.cache_scales and "kv_rank" in model.dimensions:
+        raise UnsupportedError("the KV cache of latent attention is quantized, whose scales vLLM holds under other names", do=_TO_HF)
+    is_modelopt = quantization.method.startswith("modelopt")
+    if is_modelopt and any(form.name == "NVFP4" and not _has_input_scales(form) for form in quantization.forms):
+        raise UnsupportedError("the weights are stored in NVFP4 without input_scale, which vLLM expects in its files of ranks", do=_TO_HF)
+    if quantization.method == "gptq" and not quantization_settings(model.config).get("sym", True):
         raise UnsupportedError("the weights are quantized by GPTQ with zero points (sym: false), which vLLM does not load", do=_TO_HF)
     experts = _packed_experts(model)
     form = experts[0].form if experts else None
-    is_compared = form is not None and form.unit == "FP8 block" and not model.quantization.method.startswith("modelopt")
+    is_compared = form is not None and form.unit == "FP8 block" and not is_modelopt
     has_one_form = all(weight.form is form for weight in experts)
     if form is None or (is_compared and has_one_form):
         return
     if not has_one_form:
         why = "vLLM takes one form for all experts of a layer"
-    elif (model.quantization.method, form.unit) not in _PACKED_EXPERTS:
+    elif (quantization.method, form.unit) not in _PACKED_EXPERTS:
         why = "The shapes in which vLLM holds such experts depend on the kernel that it chooses for the GPU at hand, or were not compared"
     elif version_numbers(version, NEWEST) < _PACKED_EXPERTS_SINCE:
         why = f"Older versions than {as_text(_PACKED_EXPERTS_SINCE)} hold such experts in shapes that depend on the kernel"
     elif form.unit.endswith("group or word") and not _fits_marlin(model, form):
         why = "vLLM holds them in other shapes unless the hidden size is a multiple of 128, and groups are of 32, 64 or 128"
-    elif _expects_input_scales(model.quantization, form) and not any(each.use == "input scale" for each in form.components):
+    elif (form.unit == "NVFP4 group" or (quantization.method, form.unit) == ("modelopt", "FP8 block")) and not _has_input_scales(form):
         why = "They have no input scales, such as input_global_scale, which vLLM expects in its files of ranks"
     else:
         return
     raise UnsupportedError(f"the experts are stored in {form.name}", where=experts[0].name, why=why, do=_TO_HF)
 
 
-def _expects_input_scales(quantization: Quantization, form: StoredForm) -> bool:
-    return form.unit == "NVFP4 group" or (quantization.method == "modelopt" and form.unit == "FP8 block")
+def _has_input_scales(form: StoredForm) -> bool:
+    return any(each.use == "input scale" for each in form.components)
 
 
 def _fits_marlin(model: Model, form: StoredForm) -> bool:
@@ -135,15 +140,6 @@ def _fits_marlin(model: Model, form: StoredForm) -> bool:
     of all input features was compared for neither."""
     group = next(each.grid[1] for each in form.components if each.use == "scale")
     return model.dimensions["hidden"] % 128 == 0 and group in (32, 64, 128)
-
-
-def _check_compared(model: Model, quantization: Quantization) -> None:
-    """Raises UnsupportedError for scales that vLLM holds in another way than was compared."""
-    if quantization.cache_scales and "kv_rank" in model.dimensions:
-        raise UnsupportedError("the KV cache of latent attention is quantized, whose scales vLLM holds under other names", do=_TO_HF)
-    without = [form for form in quantization.forms if not any(each.use == "input scale" for each in form.components)]
-    if quantization.method.startswith("modelopt") and any(form.name == "NVFP4" for form in without):
-        raise UnsupportedError("the weights are stored in NVFP4 without input_scale, which vLLM expects in its files of ranks", do=_TO_HF)
 
 
 # Experts that vLLM allocates in the same shapes whatever its kernel is. Those of gpt-oss are rounded up for the kernel; vLLM copies what a

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor, class_of
 from reshard.containers.torch_zip import AnyTensor, LocatedTensor, UnlocatedTensor, is_plain_tensor
 from reshard.errors import CheckpointError
-from reshard.geometry.boxes import row_major
+from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.value import value
 from reshard.index.index import ParamGroup
 from reshard.storage.files import Files
@@ -128,10 +127,10 @@ def elements_of(stored: AnyTensor, start: int, sizes: tuple[int, ...], strides: 
     return replace(stored, byte_offset=stored.byte_offset + skipped, shape=sizes, strides=strides)
 
 
-def part_of(stored: AnyTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> AnyTensor:
-    """The part of a stored tensor that begins at these coordinates and has these sizes."""
-    start = sum(at * stride for at, stride in zip(offsets, stored.strides, strict=True)) if math.prod(sizes) else 0
-    return elements_of(stored, start, sizes, stored.strides)
+def part_of(stored: AnyTensor, box: Box) -> AnyTensor:
+    """A box of a stored tensor."""
+    start = sum(at * stride for at, stride in zip(box.offsets, stored.strides, strict=True)) if box.volume else 0
+    return elements_of(stored, start, box.sizes, stored.strides)
 
 
 def stored_entry(path: str, entry: TensorEntry) -> LocatedTensor:
