@@ -85,7 +85,7 @@ def _frozen_weights(models: Mapping[int, ModelStates], locations: Locations) -> 
             continue
         if missing := [dp for dp in models if dp not in fragments]:
             raise IncompleteError(f"rank {missing[0]}'s file holds no part of it", where=f"{name} in {models[missing[0]].path}")
-        buffer, ranks = FlatBuffer.of(fragments, locations), len(fragments)
+        buffer, ranks = FlatBuffer(fragments, locations), len(fragments)
         if buffer.dtype.name in ("I8", "U8"):
             raise IncompleteError(
                 f"it is stored quantized ({buffer.dtype}), and its scales are in no file",

@@ -99,7 +99,7 @@ def _add_group(parts: Parts, rank: ModelRank, number: int, group: ProcessGroup, 
     else:
         slices, needed = _zero2_slices(number, group.parameters, [*sharing.values()], paths)
     counts: dict[str, dict[int, AnyTensor]] = {}
-    buffers = {MASTER: FlatBuffer.of({dp: of_rank.master for dp, of_rank in sharing.items()}, parts.locations)}
+    buffers = {MASTER: FlatBuffer({dp: of_rank.master for dp, of_rank in sharing.items()}, parts.locations)}
     for state in dict.fromkeys(state for of_rank in sharing.values() for state in of_rank.states):
         tensors = {dp: tensor for dp, of_rank in sharing.items() if is_plain_tensor(tensor := of_rank.states.get(state))}
         if tensors and (missing := [path for dp, path in zip(sharing, paths, strict=True) if dp not in tensors]):
@@ -107,7 +107,7 @@ def _add_group(parts: Parts, rank: ModelRank, number: int, group: ProcessGroup, 
         if tensors and next(iter(tensors.values())).shape == ():
             counts[state] = tensors
         elif tensors and all(len(tensor.shape) == 1 for tensor in tensors.values()):
-            buffers[state] = FlatBuffer.of(tensors, parts.locations)
+            buffers[state] = FlatBuffer(tensors, parts.locations)
     for state, buffer in buffers.items():
         buffer.check_size(needed, f"{state} of group {number}")
     for parameter in slices:

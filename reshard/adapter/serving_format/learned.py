@@ -78,9 +78,7 @@ def lay_out(serving_format: ServingEngine, layout: LearnedLayout, content: Conte
     from reshard.adapter.serving_format.writing import about_values, rank_files
 
     parallel = target.parallel
-    parallel.allow(
-        *serving_format.sizes, what=f"{serving_format.engine}'s files, which are split by {', '.join(serving_format.sizes)} only"
-    )
+    serving_format.check_sizes(parallel)
     check_engine(layout, serving_format.name, target.engine_version)
     if content.states:
         raise RequestError(f"{serving_format.engine} loads weights, no optimizer state", do="Leave out `optimizer=True`")
