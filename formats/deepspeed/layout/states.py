@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.adapter.state_dicts import flat
-from reshard.canonical.optimizer_state import STEP, is_count, is_plain, plain_settings
+from reshard.canonical.optimizer_state import is_plain, plain_settings
 from reshard.containers.inert_pickle import DTypeName, Inert, shown
 from reshard.containers.recognised_files import Move
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
@@ -159,12 +159,6 @@ class FlatGroup:
     """The ranks that share the group, as AutoEP records them."""
     swap_name: str | None = None
     """What the names of its swap files end with, if it was swapped to NVMe."""
-
-    @property
-    def step(self) -> float | None:
-        """The step count that some optimizers keep as a plain number."""
-        step = self.states.get(STEP)
-        return step if is_count(step) else None
 
     def __repr__(self) -> str:
         return f"<partition of {self.master.shape[0]} elements with {', '.join(self.states)}>"

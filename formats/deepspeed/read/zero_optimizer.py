@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from reshard.canonical.optimizer_state import STEP
+from reshard.canonical.optimizer_state import STEP, is_count
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.index.index import ParamGroup, Tensor
@@ -157,8 +157,8 @@ def _param_groups(optimizers: Mapping[int, OptimizerStates], names: Sequence[Seq
         listed = settings.get("params") if first.zero_stage == 3 else [number]
         listed = listed if isinstance(listed, list) else [number]
         numbers = [group for group in listed if type(group) is int and 0 <= group < len(names)]
-        counts = (states.groups[group].step for states in optimizers.values() for group in numbers)
-        steps = sorted({count for count in counts if count is not None})
+        counts = (states.groups[group].states.get(STEP) for states in optimizers.values() for group in numbers)
+        steps = sorted({count for count in counts if is_count(count)})
         if len(steps) > 1:
             raise mixed_saves(
                 f"the ranks' optimizers have counted {' and '.join(map(str, steps))} steps",

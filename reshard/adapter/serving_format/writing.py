@@ -47,7 +47,7 @@ def lay_out(serving_format: ServingEngine, content: Content, target: Target, com
     companions, class_notes = companions.completed(model.architecture)
     needed = {key: value for key, value in rules.config_defaults if not companions.states(key)}
     needed |= serving_format.keys_for_ranks(companions.config or {}, content.tensors)
-    companions, config_notes = companions.with_keys(needed, rules.engine)
+    companions, config_notes = companions.with_keys(needed, f"since {rules.engine} needs it")
     sidecars = companions.sidecars(stored.values())
     if engine_config is not None:
         config = Sidecar(CONFIG, (json.dumps(engine_config, indent=4) + "\n").encode())
