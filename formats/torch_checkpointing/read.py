@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field
 from typing import Any
 
 from reshard.adapter.format import Hints
@@ -17,7 +16,6 @@ from reshard.containers import safetensors, torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.boxes import Box
-from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, RunFacts
 from reshard.storage.files import Files, missing
 
@@ -28,16 +26,8 @@ Shape = tuple[int, ...]
 _DEEPEST = 32
 
 
-@value
-class RankItem:
-    """The content of an item's file on one rank."""
-
-    root: Any = None
-    """The object in the file; None if the file holds only tensors, or is not read."""
-    tensors: list[tuple[KeyPath, LocalTensor]] = field(default_factory=list)
-    """The rank's parts of the item's tensors, by their paths in the item."""
-    objects: list[str] = field(default_factory=list)
-    """The names of everything else in the file."""
+Held = list[tuple[KeyPath, LocalTensor]]
+"""A rank's parts of an item's tensors, by their paths in the item."""
 
 
 def read(files: Files, numbered: Mapping[str, ItemFiles], hints: Hints) -> Index:
@@ -78,26 +68,25 @@ def add_item(
         if rank not in item.files:
             raise missing(builder.files, default_file(name, rank).path)
         file = item.files[rank]
-        content = read_rank_item(builder.files, name, file, item.tensors.get(rank, {}))
+        root, held = read_rank_item(builder, name, file, item.tensors.get(rank, {}))
         if rank == 0 and is_model:
-            shapes = parameter_shapes((_dotted(path), local) for path, local in content.tensors)
+            shapes = parameter_shapes((_dotted(path), local) for path, local in held)
         if rank == 0 and name in OPTIMIZER_ROOTS:
-            names = add_param_groups(builder, content, parameters)
-        for path, local in content.tensors:
+            names = add_param_groups(builder, root, held, parameters)
+        for path, local in held:
             builder.add(*_kind_and_name(name, path, names, is_model=is_model), local, file.path, rank)
-        builder.add_objects(content.objects)
     return shapes
 
 
-def read_rank_item(files: Files, item: str, file: ItemFile, described: Mapping[KeyPath, RankBoxes]) -> RankItem:
-    """The content of an item's file on one rank.
+def read_rank_item(builder: IndexBuilder, item: str, file: ItemFile, described: Mapping[KeyPath, RankBoxes]) -> tuple[Any, Held]:
+    """The object in an item's file on one rank, if it is read, and the tensors. Adds the names of everything else.
 
     described: what the metadata says that the rank holds.
     Raises: CheckpointError if the file is missing, or contradicts the metadata.
     """
+    files, root = builder.files, None
     if files.size(file.path) is None:
         raise missing(files, file.path)
-    root: Any = None
     if file.serialization == TORCH:
         root = torch_zip.read(files, file.path, locate=False)
         values = dict(_leaves(root))
@@ -107,7 +96,8 @@ def read_rank_item(files: Files, item: str, file: ItemFile, described: Mapping[K
         entries = safetensors.read_header(files, file.path).entries
         values = {paths.get(entry.name, (entry.name,)): stored_entry(file.path, entry) for entry in entries}
     else:
-        return RankItem(objects=[file.path])
+        builder.add_objects([file.path])
+        return root, []
     if absent := [path for path in described if path not in values]:
         raise IncompleteError(
             f"it does not hold its part of {item} {_dotted(absent[0])}, which {METADATA} places there",
@@ -115,22 +105,21 @@ def read_rank_item(files: Files, item: str, file: ItemFile, described: Mapping[K
             why="The files are from different saves",
             do="Copy all files of one save again",
         )
-    decoder, content = Decoder(file.path), RankItem(root)
+    decoder, held = Decoder(file.path), list[tuple[KeyPath, LocalTensor]]()
     for path, value in values.items():
         local = decoder.decode(_dotted(path), value)
         if local is None:
-            content.objects.append(_dotted((item, *path)))
+            builder.add_objects([_dotted((item, *path))])
         else:
-            content.tensors.append((path, _agreed(local, described[path], path, file.path) if path in described else local))
-    return content
+            held.append((path, _agreed(local, described[path], path, file.path) if path in described else local))
+    return root, held
 
 
-def add_param_groups(builder: IndexBuilder, optimizer: RankItem, parameters: Mapping[str, Shape]) -> Mapping[Any, str]:
-    """Add the optimizer's param groups. Returns the names of the parameters that it numbers."""
-    root = optimizer.root if isinstance(optimizer.root, Mapping) else {}
-    groups, state = root.get("param_groups"), root.get("state")
+def add_param_groups(builder: IndexBuilder, root: Any, held: Held, parameters: Mapping[str, Shape]) -> Mapping[Any, str]:
+    """Add the optimizer's param groups, from the object in its file. Returns the names of the parameters that it numbers."""
+    groups, state = (root.get(key) if isinstance(root, Mapping) else None for key in ("param_groups", "state"))
     state_dict = {"param_groups": groups if isinstance(groups, list) else [], "state": state if isinstance(state, Mapping) else {}}
-    tensors = [(path[1], str(path[2]), local) for path, local in optimizer.tensors if len(path) == 3 and path[0] == "state"]
+    tensors = [(path[1], str(path[2]), local) for path, local in held if len(path) == 3 and path[0] == "state"]
     return SavedOptimizer(state_dict, tensors).add_groups(builder, parameters)
 
 

@@ -64,17 +64,14 @@ def tied_names(states: RunStates) -> dict[str, str]:
     names in a module that share memory with a trained parameter."""
     tied = dict(states.first_model.facts.tied)
     for model in states.models.values() if not states.is_zero3 else ():
-        tensors, trained = model.tensors, model.trained_names
-        by_memory = {_memory(tensor): name for name, tensor in tensors.items() if name in trained}
-        for name, tensor in tensors.items():
-            if name not in trained and 0 not in tensor.shape and (stored := by_memory.get(_memory(tensor))):
-                tied.setdefault(name, stored)
+        trained = model.trained_names
+        # The strides distinguish a square weight from its transpose.
+        memories = {name: (*memory_of(tensor), tensor.strides) for name, tensor in model.tensors.items() if 0 not in tensor.shape}
+        stored = {memory: name for name, memory in memories.items() if name in trained}
+        for name, memory in memories.items():
+            if memory in stored and name not in trained:
+                tied.setdefault(name, stored[memory])
     return tied
-
-
-def _memory(tensor: AnyTensor) -> tuple[object, ...]:
-    """A key that is equal for the names of one tied parameter. The strides distinguish a square weight from its transpose."""
-    return *memory_of(tensor), tensor.strides
 
 
 def _frozen_weights(models: Mapping[int, ModelStates], locations: Locations) -> Iterator[Tensor]:
