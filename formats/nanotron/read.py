@@ -143,12 +143,12 @@ def _in_published_order(box: Box, part: AnyTensor, model: NanotronModel) -> Iter
 
     Raises: CheckpointError if it begins or ends inside of a head.
     """
-    width, rotated = model.head_dim, (model.heads + model.kv_heads) * model.head_dim
+    width = model.head_dim
     (start, *left), (rows, *others) = box.offsets, box.sizes
-    if start >= rotated:
+    if start >= model.rotated:
         yield box, part
         return
-    if start % width or rows % width or start + rows > rotated:
+    if start % width or rows % width or start + rows > model.rotated:
         raise CheckpointError(
             f"it holds rows {start} to {start + rows}, which do not begin and end where query or key heads of {width} rows do",
             where=part.path,

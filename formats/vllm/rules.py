@@ -118,7 +118,7 @@ def _check_packed(model: Model, version: str) -> None:
         return
     if not has_one_form:
         why = "vLLM takes one form for all experts of a layer"
-    elif (quantization.method, form.unit) not in _PACKED_EXPERTS:
+    elif form.unit not in _PACKED_EXPERTS.get(quantization.method, ()):
         why = "The shapes in which vLLM holds such experts depend on the kernel that it chooses for the GPU at hand, or were not compared"
     elif version_numbers(version, NEWEST) < _PACKED_EXPERTS_SINCE:
         why = f"Older versions than {as_text(_PACKED_EXPERTS_SINCE)} hold such experts in shapes that depend on the kernel"
@@ -145,18 +145,12 @@ def _fits_marlin(model: Model, form: StoredForm) -> bool:
 # Experts that vLLM allocates in the same shapes whatever its kernel is. Those of gpt-oss are rounded up for the kernel; vLLM copies what a
 # file holds to the front of them, and the rest is zero.
 _PACKED_EXPERTS = {
-    ("compressed-tensors", "MXFP4 group"),
-    ("compressed-tensors", "MXFP8 group"),
-    ("compressed-tensors", "NVFP4 group"),
-    ("compressed-tensors", "INT4 group"),
-    ("compressed-tensors", "INT8 group"),
-    ("mxfp4", "MXFP4 group"),
-    ("awq", "INT4 group or word"),
-    ("gptq", "INT4 group or word"),
-    ("modelopt", "FP8 block"),
-    ("modelopt", "NVFP4 group"),
-    ("modelopt", "MXFP8 group"),
-    ("modelopt_fp4", "NVFP4 group"),
+    "compressed-tensors": ("MXFP4 group", "MXFP8 group", "NVFP4 group", "INT4 group", "INT8 group"),
+    "mxfp4": ("MXFP4 group",),
+    "awq": ("INT4 group or word",),
+    "gptq": ("INT4 group or word",),
+    "modelopt": ("FP8 block", "NVFP4 group", "MXFP8 group"),
+    "modelopt_fp4": ("NVFP4 group",),
 }
 _PACKED_EXPERTS_SINCE = (0, 32)
 _TO_HF = "Convert to hf, which vLLM loads as well, or add `dequantize=True`"

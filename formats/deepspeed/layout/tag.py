@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from reshard.adapter.save_folders import the_one_save
 from reshard.errors import CheckpointError, MixedSaves
@@ -45,6 +45,7 @@ _PATTERNS = {
     "expert_optimizers": re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"),
 }
 Paths = Mapping[tuple[int, ...], str]
+T = TypeVar("T")
 
 
 @value(repr=False)
@@ -96,6 +97,11 @@ class ModelRank:
 def model_rank(number: int, tp: int) -> ModelRank:
     """The model-parallel rank of that number."""
     return ModelRank(number, *divmod(number, tp))
+
+
+def of_model_rank(files: Mapping[tuple[int, ...], T], number: int) -> dict[int, T]:
+    """What the files of one model-parallel rank hold, by data-parallel or expert-parallel rank."""
+    return {rank: each for (rank, mp), each in files.items() if mp == number}
 
 
 def model_ranks(parallel: Parallel) -> Iterator[ModelRank]:

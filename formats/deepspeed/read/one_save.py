@@ -16,7 +16,7 @@ from reshard.storage.files import Files, read_range
 
 from ..layout.experts import group_ranks
 from ..layout.states import TIED_PREFIX, ModelStates, OptimizerStates
-from ..layout.tag import mixed_saves, model_ranks
+from ..layout.tag import mixed_saves, model_ranks, of_model_rank
 from .parts import Parts
 from .run_states import RunStates
 
@@ -56,7 +56,7 @@ def model_parallel_degrees(states: RunStates) -> Parallel:
         mp = first.sizes.get("mp", len(ranks))
         tp = 1 + max(tp_rank for _, tp_rank in states.tag.layers) if states.tag.layers else mp
         pp = max(1, mp // tp)
-    paths = {rank: next(iter(states.models_of(rank).values())).path for rank in ranks}
+    paths = {rank: next(iter(of_model_rank(states.models, rank).values())).path for rank in ranks}
     check_ranks(paths, pp * tp, "model-parallel", why=f"{first.path} says pipeline-parallel size {pp}, tensor-parallel size {tp}")
     return Parallel(tp, pp)
 
@@ -65,11 +65,11 @@ def _expert_parallel(states: RunStates) -> int:
     """The expert-parallel size: how many process groups share a flat group; without ZeRO, how many ranks have a file of their experts."""
     sizes = [1]
     for mp_rank in {mp for _, mp in (*states.optimizers, *states.expert_optimizers)}:
-        models, optimizers = states.models_of(mp_rank), states.optimizers_of(mp_rank)
+        models, optimizers = of_model_rank(states.models, mp_rank), of_model_rank(states.optimizers, mp_rank)
         if optimizers:
             sizes += [len(group_ranks(models[min(models)], optimizers, number)) for number in range(len(optimizers[0].groups))]
         else:
-            paths = {ep: path for (ep, mp), path in states.tag.expert_optimizers.items() if mp == mp_rank}
+            paths = of_model_rank(states.tag.expert_optimizers, mp_rank)
             check_ranks(paths, 1 + max(paths), "expert-parallel", why=f"{paths[max(paths)]} is the file of the last rank")
             sizes.append(len(paths))
     return max(sizes)
@@ -105,7 +105,7 @@ def _check_optimizer_files(states: RunStates, first: OptimizerStates, degrees: P
     """Raises CheckpointError unless each rank has its files, no file is left over, and all files list the same groups."""
     why = f"{first.path} says that {degrees.dp} ranks share each group (partition_count)"
     for rank in model_ranks(degrees):
-        paths = {dp: path for (dp, mp), path in states.tag.optimizers.items() if mp == rank.number}
+        paths = of_model_rank(states.tag.optimizers, rank.number)
         if not paths:
             raise MissingFile(
                 f"model-parallel rank {rank.number} has no file of its optimizer beside it",
@@ -115,9 +115,8 @@ def _check_optimizer_files(states: RunStates, first: OptimizerStates, degrees: P
             )
         check_ranks(paths, degrees.dp, "data-parallel", why=why)
         if states.is_zero3:
-            models = {dp: model.path for dp, model in states.models_of(rank.number).items()}
-            check_ranks(models, degrees.dp, "data-parallel", why=why)
-        expected, *others = states.optimizers_of(rank.number).values()
+            check_ranks(of_model_rank(states.tag.zero3_models, rank.number), degrees.dp, "data-parallel", why=why)
+        expected, *others = of_model_rank(states.optimizers, rank.number).values()
         for optimizer in (expected, *others):
             if optimizer.shared_by != expected.shared_by or optimizer.zero_stage != first.zero_stage:
                 raise mixed_saves(

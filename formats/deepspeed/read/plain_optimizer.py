@@ -16,7 +16,7 @@ from reshard.index.index import ParamGroup
 
 from ..layout.experts import parameters_of_experts
 from ..layout.states import ModelStates, Parameters, Shape
-from ..layout.tag import ModelRank
+from ..layout.tag import ModelRank, of_model_rank
 from .parts import MASTER, Parts, kind_and_name
 from .run_states import RunStates
 
@@ -25,13 +25,12 @@ def add_plain_optimizer(parts: Parts, states: RunStates, rank: ModelRank) -> Non
     """Add the masters, states and param groups of one model-parallel rank, if its files hold an optimizer."""
     model = states.models[0, rank.number]
     dense, experts = parameters_in_order(model), tuple(states.expert_shapes().items())
-    optimizers = {ep_rank: optimizer for (ep_rank, mp), optimizer in states.expert_optimizers.items() if mp == rank.number}
-    ep = sum(mp == rank.number for _, mp in states.tag.expert_optimizers)
+    optimizers = of_model_rank(states.expert_optimizers, rank.number)
+    paths = of_model_rank(states.tag.expert_optimizers, rank.number)
     groups = () if optimizers else _add_optimizer(parts, rank, model.optimizer, model.path, dense, ())
     for ep_rank, optimizer in optimizers.items():
         # The ranks list the same param groups, each with its own experts. Only the last rank's groups are kept.
-        path = states.tag.expert_optimizers[ep_rank, rank.number]
-        groups = _add_optimizer(parts, rank, optimizer, path, dense, parameters_of_experts(experts, ep_rank, ep))
+        groups = _add_optimizer(parts, rank, optimizer, paths[ep_rank], dense, parameters_of_experts(experts, ep_rank, len(paths)))
     parts.add_param_groups(groups)
 
 

@@ -65,14 +65,6 @@ class RunStates:
         """The optimizer states of the first rank; None without ZeRO."""
         return next(iter(self.optimizers.values()), None)
 
-    def models_of(self, mp_rank: int) -> dict[int, ModelStates]:
-        """The model states of one model-parallel rank, by data-parallel rank."""
-        return {dp: states for (dp, mp), states in self.models.items() if mp == mp_rank}
-
-    def optimizers_of(self, mp_rank: int) -> dict[int, OptimizerStates]:
-        """The optimizer states of one model-parallel rank, by data-parallel rank."""
-        return {dp: states for (dp, mp), states in self.optimizers.items() if mp == mp_rank}
-
     def expert_shapes(self) -> dict[str, Shape]:
         """The shapes of the tensors in all experts' files, by name."""
         return {name: tensor.shape for tensors in self.experts.values() for name, tensor in tensors.items()}

@@ -14,7 +14,7 @@ from reshard.index.index import Tensor
 from ..layout.experts import ExpertSlice
 from ..layout.partitions import zero3_part_size, zero3_slice
 from ..layout.states import ModelStates
-from ..layout.tag import ModelRank, model_rank
+from ..layout.tag import ModelRank, model_rank, of_model_rank
 from .flat_buffers import FlatBuffer, pieces_of_copies
 from .parts import Parts
 from .run_states import RunStates
@@ -28,7 +28,7 @@ def add_weights(parts: Parts, states: RunStates, rank: ModelRank) -> None:
 
     Raises: CheckpointError if a fragment of a frozen weight is missing or cannot be read.
     """
-    models = states.models_of(rank.number)
+    models = of_model_rank(states.models, rank.number)
     model = models[min(models)]
     tensors, without_values = model.tensors, []
     if states.is_zero3:

@@ -13,7 +13,7 @@ from reshard.index.index import ParamGroup, Tensor
 from ..layout.experts import ProcessGroup, group_ranks, process_groups
 from ..layout.partitions import FlatSlice, zero2_slices, zero3_part_size, zero3_slices
 from ..layout.states import FlatGroup, ModelStates, OptimizerStates, Parameters, Shape
-from ..layout.tag import ModelRank, mixed_saves
+from ..layout.tag import ModelRank, mixed_saves, of_model_rank
 from .flat_buffers import FlatBuffer, pieces_of_copies
 from .parts import MASTER, Parts, kind_and_name
 from .run_states import RunStates
@@ -27,7 +27,7 @@ def add_zero_optimizer(parts: Parts, states: RunStates, rank: ModelRank, shapes:
 
     Raises: CheckpointError if the model's files and the optimizer's do not fit.
     """
-    models, optimizers = states.models_of(rank.number), states.optimizers_of(rank.number)
+    models, optimizers = of_model_rank(states.models, rank.number), of_model_rank(states.optimizers, rank.number)
     model = models[min(models)]
     groups = model.groups
     if groups is None:
