@@ -103,11 +103,9 @@ class IndexBuilder:
                 )
             stored = local.shards[0][1]
             assert isinstance(stored, UnlocatedTensor)
-            if stored.strides not in strides:
-                strides[stored.strides] = np.broadcast_to(np.array(stored.strides, np.int64).reshape(1, ndim), (count, ndim))
-            if stored.skipped not in skipped:
-                skipped[stored.skipped] = np.broadcast_to(np.int64(stored.skipped), count)
-            row_strides, row_skipped = strides[stored.strides], skipped[stored.skipped]
+            row = np.array(stored.strides, np.int64).reshape(1, ndim)
+            row_strides = strides.setdefault(stored.strides, np.broadcast_to(row, (count, ndim)))
+            row_skipped = skipped.setdefault(stored.skipped, np.broadcast_to(np.int64(stored.skipped), count))
             columns.blocks.append(_Rows(*boxes[cut], row_strides, files, ranks, headers, row_skipped))
         for _, local in alike.entries:
             if local.distribution:

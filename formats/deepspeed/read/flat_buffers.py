@@ -16,7 +16,7 @@ from reshard.geometry.extents import Extent
 from reshard.geometry.sections import Columns
 from reshard.index.shards import PieceTable, Shards
 
-from ..layout.partitions import FlatSlice, zero3_slice
+from ..layout.partitions import FlatSlice
 from ..layout.states import Shape
 
 
@@ -89,11 +89,6 @@ def boxes_of_runs(shape: Shape, bounds: tuple[int, ...]) -> tuple[Columns, Colum
     table = np.array(rows, np.int64).reshape(len(rows), 2 * ndim + 2)
     offsets, sizes, runs, skips = (np.ascontiguousarray(columns) for columns in np.split(table, [ndim, 2 * ndim, 2 * ndim + 1], axis=1))
     return offsets, sizes, runs.reshape(-1), skips.reshape(-1)
-
-
-def pieces_of_flat(tensor: AnyTensor, shape: Shape, locations: Locations) -> Shards:
-    """The pieces of a parameter that one file holds whole, as one row of its elements."""
-    return FlatBuffer({0: tensor}, locations).shards(zero3_slice("", shape, ranks=1))
 
 
 def pieces_of_copies(copies: Mapping[int, AnyTensor], locations: Locations) -> Shards:

@@ -27,9 +27,10 @@ from reshard.errors import CheckpointError, MissingFile
 from reshard.index.index import Index, Kind, ParamGroup, Tensor
 from reshard.storage.files import Files
 
+from ..layout.partitions import zero3_slice
 from ..layout.states import Shape
 from ..layout.tag import FP32, ZERO, ModelRank, model_ranks, open_tag
-from .flat_buffers import pieces_of_flat
+from .flat_buffers import FlatBuffer
 from .index import config_shapes, join_rules, run_facts
 from .one_save import check_one_step, model_parallel_degrees
 from .parts import MASTER, Parts, kind_and_name
@@ -170,7 +171,8 @@ def add_parameters(parts: Parts, read: Mapping[tuple[str, str], str], shapes: Ma
             continue
         if math.prod(shape) != tensor.shape[0]:
             raise CheckpointError(f"it has {tensor.shape[0]:,} elements, param_shapes says {list(shape)}", where=path)
-        parts.add(_ONLY_RANK, Tensor(name, tensor.dtype, shape, kind, pieces_of_flat(tensor, shape, parts.locations)))
+        pieces = FlatBuffer({0: tensor}, parts.locations).shards(zero3_slice(name, shape, ranks=1))
+        parts.add(_ONLY_RANK, Tensor(name, tensor.dtype, shape, kind, pieces))
 
 
 def param_groups(root: Mapping[str, Any], states: RunStates) -> Iterator[tuple[ParamGroup, dict[str, Any]]]:
