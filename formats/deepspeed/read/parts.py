@@ -68,7 +68,7 @@ class Parts:
 
     def move(self, name: str, to: str, *, stage: int) -> None:
         """Give a weight another name and stage."""
-        for of_stage in self.stages.pop(("weight", name)).values():
+        for of_stage in self.stages.pop(("weight", name), {}).values():
             for tp_rank, parts in of_stage.items():
                 self.stages.setdefault(("weight", to), {}).setdefault(stage, {}).setdefault(tp_rank, []).extend(parts)
 
