@@ -66,7 +66,6 @@ def command(source: str, to: str, server: str | None, allow_not_comparable: bool
 
 def _answer(path: str, checker: WeightChecker) -> dict[str, str]:
     """The digests in a server's answer. Raises CheckpointError if the file holds something else."""
-    from reshard.adapter.serving_format.weight_checker import digests_in
     from reshard.storage.json_input import parsed
     from reshard.storage.system_calls import system_errors
 
@@ -76,4 +75,4 @@ def _answer(path: str, checker: WeightChecker) -> dict[str, str]:
         answer = parsed(content)
     except ValueError:
         answer = None
-    return digests_in(answer, [checker], where=path)
+    return checker.digests_in(answer, where=path)

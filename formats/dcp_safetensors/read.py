@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.rank_files import first_missing
 from reshard.adapter.save_folders import step_of
+from reshard.adapter.state_dicts import stored_entry
 from reshard.containers import safetensors
+from reshard.containers.distributed_tensors import LocalTensor
+from reshard.containers.torch_zip import LocatedTensor
 from reshard.errors import CheckpointError, MissingFile
-from reshard.geometry.boxes import Box, row_major
-from reshard.geometry.extents import Extent, Piece
+from reshard.geometry.boxes import Box
 from reshard.index.coverage import check_coverage
 from reshard.index.index import Index, RunFacts, Tensor
-from reshard.index.shards import Shards
 from reshard.models.model import Model
 from reshard.storage.files import Files
 from reshard.storage.json_input import parsed
 
-from .files import ShardFile
+from . import ShardFile
 
 _INFO = "DCP_SHARDING_INFO"
 # Offsets beyond this are damage: no tensor has as many elements along an axis.
@@ -37,8 +36,10 @@ def read(files: Files, shards: Sequence[ShardFile], hints: Hints) -> Index:
         raise MissingFile("there is no shard-<rank>-model-<i>-of-<n>.safetensors", where=files.root)
     builder = IndexBuilder("dcp-safetensors", files)
     builder.add_files(file.path for file in shards)
-    for name, pieces in _pieces(files, shards).items():
-        builder.add_tensor(_tensor(name, pieces))
+    for name, boxes in _boxes(files, shards).items():
+        shape = _shape(name, boxes)
+        for file, box, stored in boxes:
+            builder.add("weight", name, LocalTensor(stored.dtype, shape, ((box, stored),)), file.path, file.rank)
     if hints.model is None:
         note = "no file tells the shapes, so each tensor reaches as far as its boxes; with `model=` they are compared with the config"
         builder.add_notes([note])
@@ -55,17 +56,16 @@ def read(files: Files, shards: Sequence[ShardFile], hints: Hints) -> Index:
     return index
 
 
-def _pieces(files: Files, shards: Sequence[ShardFile]) -> dict[str, list[tuple[int, Piece]]]:
-    """Tensor -> the rank and the piece of each of its boxes."""
-    pieces: dict[str, list[tuple[int, Piece]]] = {}
+def _boxes(files: Files, shards: Sequence[ShardFile]) -> dict[str, list[tuple[ShardFile, Box, LocatedTensor]]]:
+    """Tensor -> its boxes, each with its file and where it lies there."""
+    boxes: dict[str, list[tuple[ShardFile, Box, LocatedTensor]]] = {}
     for file in shards:
         header = safetensors.read_header(files, file.path)
         saved_offsets = _saved_offsets(header, file.path)
         for entry in header.entries:
             box = _box(entry.name, entry.shape, saved_offsets.get(entry.name), file.path)
-            extent = Extent(file.path, entry.byte_offset, row_major(entry.shape), entry.dtype)
-            pieces.setdefault(entry.name, []).append((file.rank, Piece(box, extent)))
-    return pieces
+            boxes.setdefault(entry.name, []).append((file, box, stored_entry(file.path, entry)))
+    return boxes
 
 
 def _saved_offsets(header: safetensors.Header, path: str) -> Mapping[str, object]:
@@ -94,21 +94,18 @@ def _box(name: str, sizes: tuple[int, ...], offsets: object, path: str) -> Box:
     return Box(tuple(offsets), sizes)
 
 
-def _tensor(name: str, ranks_and_pieces: Sequence[tuple[int, Piece]]) -> Tensor:
-    pieces = [piece for _, piece in ranks_and_pieces]
-    first, ndim = pieces[0].extent, len(pieces[0].box.sizes)
-    for piece in pieces:
-        if piece.extent.dtype != first.dtype or len(piece.box.sizes) != ndim:
+def _shape(name: str, boxes: Sequence[tuple[ShardFile, Box, LocatedTensor]]) -> tuple[int, ...]:
+    """The shape to which the boxes of a tensor reach. Raises CheckpointError for different element types or numbers of axes."""
+    first, ndim = boxes[0][2], len(boxes[0][2].shape)
+    for _, _, stored in boxes:
+        if stored.dtype != first.dtype or len(stored.shape) != ndim:
             raise CheckpointError(
-                f"{first.path} has it as {first.dtype} with {ndim} axes, "
-                f"{piece.extent.path} as {piece.extent.dtype} with {len(piece.box.sizes)}",
+                f"{first.path} has it as {first.dtype} with {ndim} axes, {stored.path} as {stored.dtype} with {len(stored.shape)}",
                 where=name,
                 why="The files are from different saves",
                 do="Keep the files of one save only",
             )
-    shape = tuple(max(stops) for stops in zip(*(piece.box.stops for piece in pieces), strict=True))
-    ranks = np.array([rank for rank, _ in ranks_and_pieces], np.int64)
-    return Tensor(name, first.dtype, shape, "weight", Shards.of(pieces).replaced(ranks=ranks))
+    return tuple(max(stops) for stops in zip(*(box.stops for _, box, _ in boxes), strict=True))
 
 
 def _check_files(files: Files, shards: Sequence[ShardFile], tensors: Sequence[Tensor]) -> None:

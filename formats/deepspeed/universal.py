@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format, Hints
+from reshard.adapter.save_folders import tracked_name
 from reshard.errors import IncompleteError
 
 from .layout.tag import FP32, LATEST, LATEST_UNIVERSAL, ZERO
@@ -39,7 +40,11 @@ class Universal(Format):
 
     def detect(self, files: Files) -> str | None:
         folder = find_universal_folder(files)
-        return None if folder is None or other_tag_is_latest(files, folder) else f"{folder}{ZERO}"
+        if folder is None:
+            return None
+        # `latest` names a tag beside this folder: the one that the run saved, and from which the universal checkpoint was made.
+        latest = f"{tracked_name(files, LATEST)}/" if files.size(LATEST) is not None else folder
+        return f"{folder}{ZERO}" if latest == folder or latest not in files.list() else None
 
     def read(self, files: Files, hints: Hints) -> Index:
         from .read.universal import read_universal
@@ -71,9 +76,9 @@ def find_universal_folder(files: Files) -> str | None:
     if _holds_parameters(files, ""):
         return ""
     if LATEST_UNIVERSAL in listing:
-        from reshard.storage.files import inside, read_whole
+        from reshard.storage.files import inside
 
-        text = read_whole(files, LATEST_UNIVERSAL, limit=4096).decode("utf-8", "replace").strip()
+        text = tracked_name(files, LATEST_UNIVERSAL)
         folder = inside(text, where=LATEST_UNIVERSAL).rstrip("/") + "/" if text else "/"
         if _holds_parameters(files, folder):
             return folder
@@ -85,16 +90,6 @@ def find_universal_folder(files: Files) -> str | None:
         )
     folders = [path for path in listing if path.endswith("/") and _holds_parameters(files, path)]
     return folders[0] if len(folders) == 1 else None
-
-
-def other_tag_is_latest(files: Files, folder: str) -> bool:
-    """Whether `latest` names a tag beside this folder: the one that the run saved, and from which the universal checkpoint was made."""
-    if files.size(LATEST) is None:
-        return False
-    from reshard.storage.files import read_whole
-
-    tag = read_whole(files, LATEST, limit=4096).decode("utf-8", "replace").strip() + "/"
-    return tag != folder and tag in files.list()
 
 
 def _holds_parameters(files: Files, folder: str) -> bool:

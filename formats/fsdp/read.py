@@ -8,7 +8,7 @@ from typing import Any
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.processes import in_processes
-from reshard.adapter.rank_files import RankFiles, check_missing_ranks, check_progress, notes_on_missing_ranks, run_files
+from reshard.adapter.rank_files import RankFiles, check_progress, run_files, with_notes_on_missing_ranks
 from reshard.adapter.save_folders import step_of
 from reshard.adapter.state_dicts import SavedOptimizer, decoded, model_part, optimizer_part, parameter_shapes, read_optimizer
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
@@ -59,7 +59,6 @@ def read(files: Files, hints: Hints) -> Index:
         first_optimizer = read_optimizer_file(files, *optimizer_files.first_item)
         add_optimizer(builder, optimizer_files, first_optimizer, first_model)
     ranks = run.rank_count(builder.mesh.ranks if builder.mesh else 1)
-    builder.add_notes(notes_on_missing_ranks(run, ranks))
     builder.add_objects(run.other_paths)
     index = builder.build(
         RunFacts(
@@ -69,8 +68,7 @@ def read(files: Files, hints: Hints) -> Index:
             config=hints.config,
         )
     )
-    check_missing_ranks(run, ranks, index.tensors)
-    return index
+    return with_notes_on_missing_ranks(index, run, ranks)
 
 
 def read_model_file(files: Files, rank: int, path: str) -> ModelFile:

@@ -5,7 +5,6 @@ wrapped unit end to end.
     optimizer_rank{r}.bin            that rank's optimizer.state_dict(): numbers, runs of the same elements, padded at the end
 
 flat_parameters.py    where the parameters lie in a flat parameter
-optimizer.py          the optimizer's state of each parameter
 read.py               the index
 
 The files do not tell which parameters lie in a flat parameter, in which shapes and order: the model's config does (--model).

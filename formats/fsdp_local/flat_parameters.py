@@ -53,18 +53,19 @@ class FlatRun:
     """Its file."""
     start: int
     """The first element, counted in the flat parameter."""
-    count: int
-    """The number of elements."""
     stored: AnyTensor
     """Where the file holds them."""
+
+    @property
+    def count(self) -> int:
+        """The number of elements."""
+        return math.prod(self.stored.shape)
 
 
 @value
 class FlatParameter:
     """A row of elements that the ranks share. A parameter that is kept under its own name is a row with one slot."""
 
-    elements: int
-    """The length that the files state; for a parameter that is kept under its own name, its number of elements."""
     slots: tuple[Slot, ...]
     """The parameters in it, by start."""
     runs: tuple[FlatRun, ...]
@@ -76,9 +77,8 @@ class FlatParameter:
             for slot in self.slots:
                 start, stop = max(slot.start, run.start), min(slot.stop, run.start + run.count)
                 if start < stop:
-                    boxes = flat_boxes(slot.shape, start - slot.start, stop - slot.start)
                     skip, shards = start - run.start, []
-                    for box in boxes:
+                    for box in flat_boxes(slot.shape, start - slot.start, stop - slot.start):
                         shards.append((box, elements_of(run.stored, skip, box.sizes, row_major(slot.shape))))
                         skip += box.volume
                     yield slot.name, run, LocalTensor(run.stored.dtype, slot.shape, tuple(shards))

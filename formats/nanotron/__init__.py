@@ -9,7 +9,6 @@
                                 a weight that all ranks hold
     optimizer/, lr_scheduler/, random/    pickles of the run, which are not read
 
-files.py    which file holds what
 slices.py   the metadata of a part
 config.py   model_config.json and config.json, one from the other
 read.py     the index
@@ -25,8 +24,6 @@ from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format, Hints, Option
 
-from .files import CONFIG, METADATA, is_weights_folder
-
 if TYPE_CHECKING:
     from reshard.adapter.model_files import ModelFiles
     from reshard.canonical.content import Content
@@ -34,6 +31,13 @@ if TYPE_CHECKING:
     from reshard.plans.layout import Layout, Target
     from reshard.storage.files import Files
 
+CONFIG, METADATA = "model_config.json", "checkpoint_metadata.json"
+WEIGHTS = "model/"
+"""The folder of weights: folders below it are the words of a name, the name of a file is the last word and the rank."""
+OF_THE_RUN = ("optimizer/", "lr_scheduler/", "random/")
+"""Folders of pickles."""
+TENSOR = "data"
+"""The name of the tensor in a file."""
 ROTARY_ROWS = Option(
     "rotary_rows",
     "choice",
@@ -49,7 +53,7 @@ class Nanotron(Format):
     options = (ROTARY_ROWS,)
 
     def detect(self, files: Files) -> str | None:
-        return METADATA if METADATA in files.list() and is_weights_folder(files) else None
+        return METADATA if METADATA in files.list() and f"{WEIGHTS}model/" in files.list(WEIGHTS) else None
 
     def read(self, files: Files, hints: Hints) -> Index:
         from .read import read

@@ -14,7 +14,7 @@ from reshard.geometry.value import value
 from reshard.models.config_values import rotary_base, rotary_settings, rotary_type
 from reshard.models.model import Model
 
-from .files import CONFIG
+from . import CONFIG
 
 _SAME = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings", "rms_norm_eps",
@@ -29,12 +29,10 @@ class NanotronModel:
 
     config: Mapping[str, Any]
     """The config.json that follows."""
-    heads: int
-    """Query heads."""
-    kv_heads: int
-    """Key and value heads."""
     head_dim: int
-    """Rows of each."""
+    """Rows of each head."""
+    rotated: int
+    """Rows of all query and key heads."""
     in_pairs: bool
     """Whether row 2 i of a query or key head is rotated with row 2 i + 1; False: row i with row i + head_dim / 2."""
     unanswered: tuple[str, ...] = ()
@@ -72,7 +70,8 @@ def model_of(document: Mapping[str, Any]) -> NanotronModel:
     scaling = ("the rotary scaling (rope_scaling in model_config.json) in the terms of transformers (`model=DIR`)",)
     # 0.4 has no such key either; its model rotates pairs.
     in_pairs = bool(document.get("rope_interleaved", True))
-    return NanotronModel(config, heads, kv_heads, hidden // heads, in_pairs, scaling if document.get("rope_scaling") else ())
+    unanswered = scaling if document.get("rope_scaling") else ()
+    return NanotronModel(config, hidden // heads, (heads + kv_heads) * (hidden // heads), in_pairs, unanswered)
 
 
 def document_of(model: Model, *, in_pairs: bool) -> dict[str, Any]:

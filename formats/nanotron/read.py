@@ -6,28 +6,49 @@ given here as pieces of the same tensor in the published order, so that the name
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
-
-import numpy as np
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.model_files import read_json
+from reshard.adapter.state_dicts import elements_of, part_of, stored_entry
 from reshard.containers import safetensors
-from reshard.errors import CheckpointError
-from reshard.geometry.boxes import Box, row_major
-from reshard.geometry.dtypes import DType
-from reshard.geometry.extents import Extent, Piece
-from reshard.index.index import Index, RunFacts, Tensor
-from reshard.index.shards import Shards
+from reshard.containers.distributed_tensors import LocalTensor
+from reshard.containers.torch_zip import AnyTensor
+from reshard.errors import CheckpointError, MissingFile, UnsupportedError
+from reshard.geometry.boxes import Box
+from reshard.geometry.value import value
+from reshard.index.index import Index, RunFacts
 from reshard.storage.files import Files
 
+from . import CONFIG, METADATA, OF_THE_RUN, TENSOR, WEIGHTS
 from .config import NanotronModel, model_of
-from .files import CONFIG, METADATA, OF_THE_RUN, TENSOR, WeightFile, weight_files
 from .slices import placed
 
 _QKV = ".attn.qkv_proj.weight"
+_NAME = re.compile(r"model_(\w+?)(?:_pp-rank-(\d+)-of-(\d+)_tp-rank-(\d+)-of-(\d+)(_exp-rank-.*)?)?\.safetensors")
+# No model has words in its names that deep: a folder that contains itself ends here.
+_DEEPEST = 16
+
+
+@value
+class WeightFile:
+    """A file of a weight."""
+
+    path: str
+    """Its path."""
+    name: str
+    """The name of the weight in nanotron's model."""
+    tp_rank: int | None = None
+    """The tensor-parallel rank whose part it is; None: it holds all of the weight."""
+    pp_rank: int = 0
+    """The pipeline stage that wrote it; 0 if the name does not say."""
+    tp: int = 1
+    """The number of tensor-parallel ranks."""
+    pp: int = 1
+    """The number of pipeline stages."""
 
 
 def read(files: Files, hints: Hints) -> Index:
@@ -41,11 +62,8 @@ def read(files: Files, hints: Hints) -> Index:
     builder = IndexBuilder("nanotron", files)
     builder.add_files([file.path for file in weights])
     builder.add_objects(folder.rstrip("/") for folder in OF_THE_RUN if folder in files.list())
-    by_name: dict[str, list[WeightFile]] = {}
     for file in weights:
-        by_name.setdefault(file.name, []).append(file)
-    for name, parts in by_name.items():
-        builder.add_tensor(_tensor(files, name, parts, model))
+        builder.add("weight", file.name, _part(files, file, model), file.path, file.pp_rank * file.tp + (file.tp_rank or 0))
     notes = ["config.json follows from model_config.json"] if hints.config is None else []
     if model.in_pairs:
         notes.append("nanotron stored rotary rows in pairs; they are read in the published order")
@@ -67,64 +85,78 @@ def _step(document: dict[str, Any]) -> int | None:
     return step if type(step) is int else None
 
 
-def _tensor(files: Files, name: str, parts: list[WeightFile], model: NanotronModel) -> Tensor:
-    """A weight. Raises CheckpointError if its files contradict each other."""
-    first: tuple[DType, tuple[int, ...]] | None = None
-    pieces: list[tuple[int, Piece]] = []
-    for file in parts:
-        header = safetensors.read_header(files, file.path)
-        entry = next((entry for entry in header.entries if entry.name == TENSOR), None)
-        if entry is None:
-            raise CheckpointError(f"it holds no tensor {TENSOR!r}", where=file.path, do="Copy the file again")
-        shape, boxes = placed(header.metadata if file.tp_rank is not None else {}, entry.shape, file.path)
-        if first is None:
-            first = entry.dtype, shape
-        if first != (entry.dtype, shape):
-            raise CheckpointError(
-                f"{parts[0].path} has it as {first[0]} {list(first[1])}, {file.path} as {entry.dtype} {list(shape)}",
-                where=name,
-                why="The files are from different models or saves",
-                do="Keep the files of one save only",
+def weight_files(files: Files) -> list[WeightFile]:
+    """The files of all weights.
+
+    Raises: MissingFile for a part that is not there, UnsupportedError for parts of experts, or of several saves.
+    """
+    found = list(_below(files, WEIGHTS, 0))
+    parts = [file for file in found if file.tp_rank is not None]
+    if len(divisions := {(file.tp, file.pp) for file in parts}) > 1:
+        sizes = " and ".join(f"TP {tp} PP {pp}" for tp, pp in sorted(divisions))
+        raise UnsupportedError(f"there are files of {sizes}", where=files.root, do="Keep the files of one save only")
+    held = {(file.name, file.tp_rank) for file in parts}
+    for file in {file.name: file for file in reversed(parts)}.values():
+        if (rank := next((rank for rank in range(file.tp) if (file.name, rank) not in held), None)) is not None:
+            path = file.path.replace(f"tp-rank-{file.tp_rank}-of", f"tp-rank-{rank}-of")
+            raise MissingFile(
+                f"there is no {path}", where=files.root, why="The names of the other files say that there is one", do="Copy it again"
             )
-        rank = file.pp_rank * file.tp + (file.tp_rank or 0)
-        in_pairs = model.in_pairs and name.endswith(_QKV)
-        for inside, whole in boxes:
-            found = _piece(file.path, entry, inside, whole)
-            pieces += ((rank, piece) for piece in (_in_published_order(found, model) if in_pairs else (found,)))
-    assert first is not None
-    ranks = np.array([rank for rank, _ in pieces], np.int64)
-    return Tensor(name, *first, "weight", Shards.of([piece for _, piece in pieces]).replaced(ranks=ranks))
+    return found
 
 
-def _piece(path: str, entry: safetensors.TensorEntry, inside: Box, whole: Box) -> Piece:
-    """A box of the whole weight, and where it lies in the file: at the box `inside` of the stored part."""
-    strides = row_major(entry.shape)
-    start = sum(offset * stride for offset, stride in zip(inside.offsets, strides, strict=True))
-    return Piece(whole, Extent(path, entry.byte_offset + start * entry.dtype.itemsize, strides, entry.dtype))
+def _below(files: Files, folder: str, depth: int) -> Iterator[WeightFile]:
+    for path in files.list(folder):
+        if path.endswith("/"):
+            if depth < _DEEPEST:
+                yield from _below(files, path, depth + 1)
+            continue
+        *modules, last = path.removeprefix(WEIGHTS).split("/")
+        match = _NAME.fullmatch(last)
+        if match is None:
+            continue
+        name, pp_rank, pp, tp_rank, tp, expert = match.groups()
+        if expert:
+            raise UnsupportedError("it is a part of the weights of experts, which reshard does not read", where=path)
+        whole = ".".join((*modules, name))
+        yield WeightFile(path, whole) if tp is None else WeightFile(path, whole, int(tp_rank), int(pp_rank), int(tp), int(pp))
 
 
-def _in_published_order(piece: Piece, model: NanotronModel) -> Iterator[Piece]:
-    """The pieces of [q; k; v] in a piece whose query and key heads have their rows in pairs.
+def _part(files: Files, file: WeightFile, model: NanotronModel) -> LocalTensor:
+    """What a file holds of its weight. Raises CheckpointError if it does not say where that belongs."""
+    header = safetensors.read_header(files, file.path)
+    entry = next((entry for entry in header.entries if entry.name == TENSOR), None)
+    if entry is None:
+        raise CheckpointError(f"it holds no tensor {TENSOR!r}", where=file.path, do="Copy the file again")
+    shape, boxes = placed(header.metadata if file.tp_rank is not None else {}, entry.shape, file.path)
+    stored = stored_entry(file.path, entry)
+    shards = [(whole, part_of(stored, inside)) for inside, whole in boxes]
+    if model.in_pairs and file.name.endswith(_QKV):
+        shards = [ordered for box, part in shards for ordered in _in_published_order(box, part, model)]
+    return LocalTensor(entry.dtype, shape, tuple(shards))
+
+
+def _in_published_order(box: Box, part: AnyTensor, model: NanotronModel) -> Iterator[tuple[Box, AnyTensor]]:
+    """A box of [q; k; v], whose query and key heads have their rows in pairs, in boxes whose rows are in the published order.
 
     Stored row 2 i + half of a head is its row half * head_dim / 2 + i.
 
     Raises: CheckpointError if it begins or ends inside of a head.
     """
-    width, rotated = model.head_dim, (model.heads + model.kv_heads) * model.head_dim
-    (start, *left), (rows, *others) = piece.box.offsets, piece.box.sizes
-    if start >= rotated:
-        yield piece
+    width = model.head_dim
+    (start, *left), (rows, *others) = box.offsets, box.sizes
+    if start >= model.rotated:
+        yield box, part
         return
-    if start % width or rows % width or start + rows > rotated:
+    if start % width or rows % width or start + rows > model.rotated:
         raise CheckpointError(
             f"it holds rows {start} to {start + rows}, which do not begin and end where query or key heads of {width} rows do",
-            where=piece.extent.path,
+            where=part.path,
             why="nanotron gives whole heads to each rank",
             do="Give the model_config.json of this checkpoint",
         )
-    extent, step = piece.extent, piece.extent.strides[0]
+    step, *strides = part.strides
     for first in range(0, rows, width):
         for half in (0, 1):
-            box = Box((start + first + half * width // 2, *left), (width // 2, *others))
-            byte_offset = extent.byte_offset + (first + half) * step * extent.dtype.itemsize
-            yield Piece(box, Extent(extent.path, byte_offset, (2 * step, *extent.strides[1:]), extent.dtype))
+            rotated_box = Box((start + first + half * width // 2, *left), (width // 2, *others))
+            yield rotated_box, elements_of(part, (first + half) * step, rotated_box.sizes, (2 * step, *strides))

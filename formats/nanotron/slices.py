@@ -10,7 +10,7 @@ Source: nanotron 0.4, parallel/parameters.py (SlicesPair) and serialize/metadata
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
@@ -30,14 +30,18 @@ def placed(metadata: Mapping[str, str], shape: tuple[int, ...], path: str) -> tu
         return shape, [(Box.whole(shape), Box.whole(shape))]
     match = _SHAPE.fullmatch(metadata.get("unsharded_shape", ""))
     whole = tuple(map(int, match[1].split(", "))) if match else ()
-    pairs = list(_pairs(metadata.get("local_global_slices_pairs", ""), shape, whole)) if len(whole) == len(shape) else []
-    if not pairs or any(pair is None for pair in pairs):
-        raise CheckpointError(
-            f"its metadata {dict(metadata)!r:.200} do not say where its part of shape {list(shape)} belongs",
-            where=path,
-            do="Copy the file again",
-        )
-    return whole, [pair for pair in pairs if pair is not None]
+    boxes = []
+    for pair in metadata.get("local_global_slices_pairs", "").split(";"):
+        local, _, of_whole = pair.partition("#")
+        inside, outside = _box(local, shape), _box(of_whole, whole)
+        if len(whole) != len(shape) or inside is None or outside is None or inside.sizes != outside.sizes:
+            raise CheckpointError(
+                f"its metadata {dict(metadata)!r:.200} do not say where its part of shape {list(shape)} belongs",
+                where=path,
+                do="Copy the file again",
+            )
+        boxes.append((inside, outside))
+    return whole, boxes
 
 
 def metadata_of(pairs: Iterable[tuple[Box, Box]], shape: tuple[int, ...], whole: tuple[int, ...], version: str) -> dict[str, str]:
@@ -50,13 +54,6 @@ def _slices(box: Box, shape: tuple[int, ...]) -> str:
     """The slices of an array of a shape that a box stands for."""
     axes = zip(box.offsets, box.stops, shape, strict=True)
     return "|".join("None,None,None" if (start, stop) == (0, size) else f"{start},{stop},None" for start, stop, size in axes)
-
-
-def _pairs(text: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> Iterator[tuple[Box, Box] | None]:
-    for pair in text.split(";"):
-        local, _, of_whole = pair.partition("#")
-        boxes = _box(local, shape), _box(of_whole, whole)
-        yield (boxes[0], boxes[1]) if boxes[0] and boxes[1] and boxes[0].sizes == boxes[1].sizes else None
 
 
 def _box(text: str, shape: tuple[int, ...]) -> Box | None:

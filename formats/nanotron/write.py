@@ -17,12 +17,11 @@ from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.sections import Section, Sections, StoredTensor
-from reshard.geometry.value import value
 from reshard.models.model import Model
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
 
+from . import CONFIG, METADATA, TENSOR, WEIGHTS
 from .config import document_of
-from .files import CONFIG, METADATA, TENSOR, path_of
 from .slices import metadata_of
 
 _VERSION = "1.2"
@@ -56,47 +55,27 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     return Layout("nanotron", tuple(files), (*carried, *documents), target.parallel, (f"rotary rows are written {order}",))
 
 
-@value
-class _Part:
-    """What a rank holds of one of the published weights in a weight of nanotron's model."""
-
-    name: str
-    """The published weight."""
-    box: Box
-    """The part of it."""
-    inside: Box
-    """Where the part lies in what the rank holds."""
-    whole: Box
-    """Where it lies in the whole."""
-    width: int
-    """The rows of a head whose rows are written in pairs; 0: they keep their order."""
-
-    def sections(self, strides: tuple[int, ...]) -> Iterator[Section]:
-        """Its sections in a tensor with these strides."""
-        start = sum(offset * stride for offset, stride in zip(self.inside.offsets, strides, strict=True))
-        if self.width:
-            yield from rows_in_pairs(self.name, self.box, self.width, start, strides)
-        else:
-            yield Section(self.name, self.box, start, strides)
-
-
 def _files_of(name: str, array: Mosaic, dtype: DType, model: Model, ranks: int, in_pairs: bool) -> Iterator[TargetFile]:
     """The files of a weight. Raises RequestError if ranks cannot share it equally."""
     axis = next((axis for word, axis in _AXES.items() if name.endswith(f".{word}.weight")), None)
     if axis is None:
-        yield framed(path_of(name), [array.stored(TENSOR, dtype)], metadata={})
+        yield framed(_path_of(name), [array.stored(TENSOR, dtype)], metadata={})
         return
     for rank in range(ranks):
-        parts = list(_parts(array, model, axis, ranks, rank, in_pairs))
-        shape = tuple(max(stops) for stops in zip(*(part.inside.stops for part in parts), strict=True))
-        sections = Sections.of([section for part in parts for section in part.sections(row_major(shape))])
-        metadata = metadata_of([(part.inside, part.whole) for part in parts], shape, array.shape, _VERSION)
-        yield framed(path_of(name, rank, ranks), [StoredTensor(TENSOR, dtype, shape, sections)], {"tp": rank}, metadata=metadata)
+        shape = tuple(size // ranks if i == axis else size for i, size in enumerate(array.shape))
+        sections, boxes = _part(array, model, axis, (rank, ranks), row_major(shape), in_pairs)
+        metadata = metadata_of(boxes, shape, array.shape, _VERSION)
+        stored = StoredTensor(TENSOR, dtype, shape, Sections.of(sections))
+        yield framed(_path_of(name, rank, ranks), [stored], {"tp": rank}, metadata=metadata)
 
 
-def _parts(array: Mosaic, model: Model, axis: int, ranks: int, rank: int, in_pairs: bool) -> Iterator[_Part]:
-    """What a rank holds of each of the published weights in a weight of nanotron's model."""
-    start = 0
+def _part(
+    array: Mosaic, model: Model, axis: int, of_ranks: tuple[int, int], strides: tuple[int, ...], in_pairs: bool
+) -> tuple[list[Section], list[tuple[Box, Box]]]:
+    """What a rank holds of a weight: sections of the published weights in a tensor with these strides, and pairs of equal boxes, in the
+    part and in the whole. of_ranks: the rank and the number of ranks."""
+    rank, ranks = of_ranks
+    sections, boxes, start = list[Section](), list[tuple[Box, Box]](), 0
     for tile in array.tiles:
         role, size = model.weights[tile.name].role, tile.box.sizes[axis]
         width = model.dimensions["head_dim"] if role in _HEADS else 1
@@ -104,6 +83,17 @@ def _parts(array: Mosaic, model: Model, axis: int, ranks: int, rank: int, in_pai
             what = f"{size // width} heads" if width > 1 else f"{size} {('rows', 'columns')[axis]}"
             raise RequestError(f"`tp={ranks}` does not divide the {what} of {tile.name}", do="Choose a size that divides them")
         box = tile.box.narrow(axis, rank * size // ranks, (rank + 1) * size // ranks)
-        inside = Box((start, 0) if axis == 0 else (0, start), box.sizes)
-        yield _Part(tile.name, box, inside, box.shifted(tile.at), width if in_pairs and role in _ROTATED else 0)
+        if in_pairs and role in _ROTATED:
+            sections += rows_in_pairs(tile.name, box, width, start * strides[axis], strides)
+        else:
+            sections.append(Section(tile.name, box, start * strides[axis], strides))
+        boxes.append((Box((start, 0) if axis == 0 else (0, start), box.sizes), box.shifted(tile.at)))
         start += size // ranks
+    return sections, boxes
+
+
+def _path_of(name: str, tp_rank: int | None = None, tp: int = 1) -> str:
+    """The path of the file of a weight, or of a rank's part of it where there is one pipeline stage."""
+    *modules, last = name.split(".")
+    of_rank = "" if tp_rank is None else f"_pp-rank-0-of-1_tp-rank-{tp_rank}-of-{tp}"
+    return f"{WEIGHTS}{'/'.join(modules)}/model_{last}{of_rank}.safetensors"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.adapter.format import Hints
@@ -17,22 +17,29 @@ from reshard.errors import CheckpointError, RequestError
 from reshard.index.index import Index, RunFacts
 from reshard.storage.files import Files
 
-from .files import Candidates
-
 Shape = tuple[int, ...]
 
 
-def read(files: Files, candidates: Candidates, hints: Hints) -> Index:
-    """The index of the one model, and of the optimizer if there is one.
+def read(files: Files, models: Sequence[str], optimizers: Sequence[str], hints: Hints) -> Index:
+    """The index of the one model, and of the optimizer if there is one. models, optimizers: the files that may hold them.
 
     Raises: RequestError if several files may hold the model; CheckpointError if none holds a dict of tensors.
     """
-    _check_one_model(files, candidates)
+    if len(several := models or optimizers) > 1:
+        raise RequestError(
+            f"{len(several)} files could hold the model: {', '.join(several[:4])}",
+            where=files.root,
+            do="Give one of them instead of the folder",
+            id="ambiguous",
+        )
+    paths = (*models, *optimizers)
+    if not paths:
+        raise CheckpointError("torch.save has written none of these files", where=files.root, do="Give the file itself")
     builder = IndexBuilder("pt", files)
-    builder.add_files(candidates.paths)
+    builder.add_files(paths)
     parameters: dict[str, Shape] = {}
     beside: dict[str, None] = {}
-    for path in candidates.paths:
+    for path in paths:
         root = torch_zip.read(files, path, locate=False)
         optimizer = saved_optimizer(root, path)
         model, other_keys = model_part(root) if optimizer is None or root is not optimizer.state_dict else (None, [])
@@ -43,30 +50,13 @@ def read(files: Files, candidates: Candidates, hints: Hints) -> Index:
             other_keys = [key for key in other_keys if key not in roots]
         builder.add_objects(other_keys)
         if optimizer is not None:
-            names, notes = optimizer.names(list(parameters.items()))
-            builder.add_notes(notes)
-            builder.param_groups = optimizer.param_groups(names)
+            names = optimizer.add_groups(builder, parameters)
             for parameter, kind, local in optimizer.tensors:
                 builder.add(*state_kind(names.get(parameter), parameter, kind), local, path, local.rank or 0)
     index = builder.build(RunFacts("torch.save", step=step_of(files.root), config=hints.config, roots=tuple(beside)))
     if not index.tensors:
-        raise CheckpointError(
-            "it holds no dict of tensors", where=candidates.paths[0], do="Give the file that holds the model's state dict"
-        )
+        raise CheckpointError("it holds no dict of tensors", where=paths[0], do="Give the file that holds the model's state dict")
     return index
-
-
-def _check_one_model(files: Files, candidates: Candidates) -> None:
-    several = candidates.models or candidates.optimizers
-    if len(several) > 1:
-        raise RequestError(
-            f"{len(several)} files could hold the model: {', '.join(several[:4])}",
-            where=files.root,
-            do="Give one of them instead of the folder",
-            id="ambiguous",
-        )
-    if not several:
-        raise CheckpointError("torch.save has written none of these files", where=files.root, do="Give the file itself")
 
 
 def read_model(builder: IndexBuilder, model: Mapping[Any, Any], path: str) -> dict[str, Shape]:

@@ -6,7 +6,6 @@
                             "nested_path_to_metadata": {path as JSON: [{"sharding_metadata": {"type", "data"}, "ranks"}]},
                             "rank_to_layout_info": {rank: None or {"file_path", "serialization_format"}}}}}
 
-files.py       the items whose files have the default names
 metadata.py    what metadata.pkl says
 read.py        the index
 
@@ -18,15 +17,20 @@ Source: torch_checkpointing 0.1.1 (distributed_metadata.py, dtensor_metadata.py,
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format, Hints
-
-from .files import METADATA, numbered_items
+from reshard.geometry.value import value
 
 if TYPE_CHECKING:
     from reshard.index.index import Index
     from reshard.storage.files import Files
+
+METADATA = "metadata.pkl"
+TORCH, SAFETENSORS, JSON = "TorchSerialization", "SafetensorsSerialization", "JsonSerialization"
+_NUMBERED = re.compile(r"(?P<item>[\w-]+?)_(?P<rank>\d{1,6})\.(pt|json)")
 
 
 class TorchCheckpointing(Format):
@@ -50,6 +54,35 @@ class TorchCheckpointing(Format):
         from .read import read
 
         return read(files, numbered_items(files), hints)
+
+
+@value
+class ItemFile:
+    """The file of an item on one rank."""
+
+    path: str
+    """Where it is."""
+    serialization: str
+    """The package's name for the file's format, such as TORCH."""
+
+
+# Rank -> the file of an item
+ItemFiles = Mapping[int, ItemFile]
+
+
+def default_file(item: str, rank: int) -> ItemFile:
+    """The file of an item on a rank, unless its layout names another one."""
+    return ItemFile(f"{item}_{rank}.pt", TORCH)
+
+
+def numbered_items(files: Files) -> dict[str, ItemFiles]:
+    """Item -> its files, for files with the default names."""
+    items: dict[str, dict[int, ItemFile]] = {}
+    for path in files.list():
+        if match := _NUMBERED.fullmatch(path):
+            serialization = TORCH if path.endswith(".pt") else JSON
+            items.setdefault(match["item"], {})[int(match["rank"])] = ItemFile(path, serialization)
+    return dict(items)
 
 
 FORMAT = TorchCheckpointing()

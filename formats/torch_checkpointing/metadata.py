@@ -18,7 +18,7 @@ from reshard.geometry.value import value
 from reshard.storage.files import Files, inside, read_whole
 from reshard.storage.json_input import parsed
 
-from .files import METADATA, ItemFile, ItemFiles, default_file
+from . import METADATA, ItemFile, ItemFiles, default_file
 
 _LIMIT = 4 << 30
 _MOST_RANKS = 1 << 20
@@ -39,8 +39,8 @@ class RankBoxes:
     """The global shape."""
     distribution: Distribution | None
     """How the tensor lies on the run's mesh; None if the metadata lists boxes."""
-    boxes: tuple[tuple[Box, tuple[int, ...]], ...]
-    """Each box, and where it starts in the local tensor, in elements per axis."""
+    boxes: tuple[tuple[Box, Box], ...]
+    """Each box, and the same box in the local tensor."""
 
 
 @value
@@ -53,27 +53,16 @@ class DescribedItem:
     """Rank -> path of a tensor in the item -> what the rank holds of it."""
 
 
-@value
-class Metadata:
-    """The content of metadata.pkl."""
-
-    version: str | None
-    """The version of its form; None if it does not say."""
-    ranks: int
-    """The number of ranks."""
-    items: Mapping[str, DescribedItem]
-    """The items by name."""
-
-
-def read_metadata(files: Files) -> Metadata | None:
-    """The content of metadata.pkl; None if there is no such file.
+def read_metadata(files: Files) -> tuple[str | None, int, dict[str, DescribedItem]] | None:
+    """The version of metadata.pkl if it says so, the number of ranks, and the items by name; None if there is no such file.
 
     Raises: CheckpointError if its version is unknown, or it does not have the expected form.
     """
     if files.size(METADATA) is None:
         return None
     root = inert_pickle.load(read_whole(files, METADATA, limit=_LIMIT), where=METADATA)
-    if not isinstance(root, dict) or not isinstance(root.get("metadata"), dict) or not _is_rank(root.get("world_size")):
+    ranks: Any = root.get("world_size") if isinstance(root, dict) and isinstance(root.get("metadata"), dict) else None
+    if type(ranks) is not int or ranks < 0:
         _refuse("it is not metadata of torch_checkpointing: version, world_size and metadata are expected")
     version = root.get("version", "1.0")
     if version not in ("1.0", "2.0"):
@@ -83,12 +72,11 @@ def read_metadata(files: Files) -> Metadata | None:
             why="A later version may mean something else by the same words",
             do="Tell us about it, and save with an earlier torch_checkpointing until then",
         )
-    ranks = int(root["world_size"])
     if ranks > _MOST_RANKS:
         _refuse(f"the world_size is {ranks:,}")
     listed = _items_of_version_2(root["metadata"]) if version == "2.0" else _items_of_version_1(root)
     items = {name: _described_item(name, tensors, layouts, ranks) for name, tensors, layouts in listed}
-    return Metadata(str(root["version"]) if "version" in root else None, ranks, items)
+    return root.get("version"), ranks, items
 
 
 def _items_of_version_2(metadata: Mapping[Any, Any]) -> Iterator[tuple[str, _Tensors, _Layouts]]:
@@ -161,24 +149,20 @@ def _item_file(item: str, rank: int, layout: Any) -> ItemFile:
 
 def _boxes_by_rank(group: Mapping[str, Any], where: str) -> Iterator[tuple[int, RankBoxes]]:
     """What each rank of a group holds of a tensor."""
-    packed = group.get("sharding_metadata")
+    packed: Any = group.get("sharding_metadata")
     kind: Any = packed.get("type") if isinstance(packed, dict) else None
-    data: Any = packed.get("data") if isinstance(packed, dict) else None
+    read = {"DTensorShardingMetadata": _of_dtensor, "default_tensor_v1": _of_box_list}.get(kind) if isinstance(kind, str) else None
+    if read is None:
+        raise CheckpointError(
+            f"its sharding metadata is of the kind {inert_pickle.shown(kind)}",
+            where=f"{where} in {METADATA}",
+            why="DTensorShardingMetadata and default_tensor_v1 are known; other kinds do not tell what a rank holds",
+            do="Save the item as DTensors",
+        )
     try:
-        if kind == "DTensorShardingMetadata":
-            yield from _of_dtensor(data, group["ranks"], where)
-            return
-        if kind == "default_tensor_v1":
-            yield from _of_box_list(data, group["ranks"], where)
-            return
+        yield from read(packed["data"], group["ranks"], where)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError) as error:
         raise CheckpointError(f"its sharding metadata cannot be understood: {error!r:.200}", where=f"{where} in {METADATA}") from None
-    raise CheckpointError(
-        f"its sharding metadata is of the kind {inert_pickle.shown(kind)}",
-        where=f"{where} in {METADATA}",
-        why="DTensorShardingMetadata and default_tensor_v1 are known; other kinds do not tell what a rank holds",
-        do="Save the item as DTensors",
-    )
 
 
 def _of_dtensor(data: Mapping[str, Any], ranks: tuple[int, ...], where: str) -> Iterator[tuple[int, RankBoxes]]:
@@ -191,14 +175,16 @@ def _of_dtensor(data: Mapping[str, Any], ranks: tuple[int, ...], where: str) -> 
     coordinates = _coordinates(sizes, grid)
     for rank in ranks:
         box = layout.box(shape, coordinates[rank])
-        yield rank, RankBoxes(dtype, shape, layout, ((box, (0,) * len(shape)),))
+        yield rank, RankBoxes(dtype, shape, layout, ((box, Box.whole(box.sizes)),))
 
 
 def _of_box_list(data: Mapping[str, Any], ranks: tuple[int, ...], where: str) -> Iterator[tuple[int, RankBoxes]]:
     columns = (data["global_offsets"], data["local_sizes"], data["local_offsets"])
-    boxes = tuple((Box(tuple(offsets), tuple(sizes)), tuple(start)) for offsets, sizes, start in zip(*columns, strict=True))
+    boxes = tuple(
+        (Box(tuple(offsets), tuple(sizes)), Box(tuple(start), tuple(sizes))) for offsets, sizes, start in zip(*columns, strict=True)
+    )
     shape = tuple(data["global_shape"])
-    if any(len(box.sizes) != len(shape) or len(start) != len(shape) for box, start in boxes):
+    if any(len(box.sizes) != len(shape) for box, _ in boxes):
         raise ValueError(f"boxes of another number of axes than the shape {shape}")
     rank_boxes = RankBoxes(from_torch(data["dtype"], where=where), shape, None, boxes)
     yield from ((rank, rank_boxes) for rank in ranks)
@@ -221,10 +207,6 @@ def _placement(value: Mapping[str, Any], where: str) -> Placement:
     if kind == "StridedShard":
         return StridedSharded(value["dim"], value["split_factor"])
     raise CheckpointError(f"the placement {inert_pickle.shown(kind)} is not known", where=where)
-
-
-def _is_rank(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1_000_000
 
 
 def _refuse(what: str) -> NoReturn:

@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field
 from typing import Any
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.save_folders import step_of
-from reshard.adapter.state_dicts import SavedOptimizer, elements_of, parameter_shapes
+from reshard.adapter.state_dicts import SavedOptimizer, parameter_shapes, part_of, stored_entry
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import state_kind
 from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers import safetensors, torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
-from reshard.containers.torch_zip import AnyTensor, LocatedTensor
 from reshard.errors import CheckpointError, IncompleteError
-from reshard.geometry.boxes import Box, row_major
-from reshard.geometry.value import value
+from reshard.geometry.boxes import Box
 from reshard.index.index import Index, Kind, RunFacts
 from reshard.storage.files import Files, missing
 
-from .files import METADATA, SAFETENSORS, TORCH, ItemFile, ItemFiles, default_file
+from . import METADATA, SAFETENSORS, TORCH, ItemFile, ItemFiles, default_file
 from .metadata import DescribedItem, KeyPath, RankBoxes, read_metadata
 
 Shape = tuple[int, ...]
 _DEEPEST = 32
 
 
-@value
-class RankItem:
-    """The content of an item's file on one rank."""
-
-    root: Any = None
-    """The object in the file; None if the file holds only tensors, or is not read."""
-    tensors: list[tuple[KeyPath, LocalTensor]] = field(default_factory=list)
-    """The rank's parts of the item's tensors, by their paths in the item."""
-    objects: list[str] = field(default_factory=list)
-    """The names of everything else in the file."""
+Held = list[tuple[KeyPath, LocalTensor]]
+"""A rank's parts of an item's tensors, by their paths in the item."""
 
 
 def read(files: Files, numbered: Mapping[str, ItemFiles], hints: Hints) -> Index:
@@ -46,9 +35,9 @@ def read(files: Files, numbered: Mapping[str, ItemFiles], hints: Hints) -> Index
 
     Raises: CheckpointError if a file is missing, or a file and the metadata contradict each other.
     """
-    metadata = read_metadata(files)
-    items = {name: DescribedItem(item_files, {}) for name, item_files in numbered.items()} | dict(metadata.items if metadata else {})
-    ranks = metadata.ranks if metadata else 1 + max((max(item_files) for item_files in numbered.values()), default=-1)
+    of_files = 1 + max((max(item_files) for item_files in numbered.values()), default=-1)
+    version, ranks, described = read_metadata(files) or (None, of_files, {})
+    items = {name: DescribedItem(item_files, {}) for name, item_files in numbered.items()} | described
     builder = IndexBuilder("torch-checkpointing", files)
     parameters: dict[str, Shape] = {}
     main = next((root for root in MODEL_ROOTS if root in items), None)
@@ -57,7 +46,7 @@ def read(files: Files, numbered: Mapping[str, ItemFiles], hints: Hints) -> Index
     builder.add_files(file.path for item in items.values() for file in item.files.values())
     facts = RunFacts(
         producer="torch_checkpointing",
-        version=metadata.version if metadata else None,
+        version=version,
         step=step_of(files.root),
         parallel=builder.parallel(ranks),
         config=hints.config,
@@ -79,33 +68,36 @@ def add_item(
         if rank not in item.files:
             raise missing(builder.files, default_file(name, rank).path)
         file = item.files[rank]
-        content = read_rank_item(builder.files, name, file, item.tensors.get(rank, {}))
+        root, held = read_rank_item(builder, name, file, item.tensors.get(rank, {}))
         if rank == 0 and is_model:
-            shapes = parameter_shapes((_dotted(path), local) for path, local in content.tensors)
+            shapes = parameter_shapes((_dotted(path), local) for path, local in held)
         if rank == 0 and name in OPTIMIZER_ROOTS:
-            names = add_param_groups(builder, content, parameters)
-        for path, local in content.tensors:
+            names = add_param_groups(builder, root, held, parameters)
+        for path, local in held:
             builder.add(*_kind_and_name(name, path, names, is_model=is_model), local, file.path, rank)
-        builder.add_objects(content.objects)
     return shapes
 
 
-def read_rank_item(files: Files, item: str, file: ItemFile, described: Mapping[KeyPath, RankBoxes]) -> RankItem:
-    """The content of an item's file on one rank.
+def read_rank_item(builder: IndexBuilder, item: str, file: ItemFile, described: Mapping[KeyPath, RankBoxes]) -> tuple[Any, Held]:
+    """The object in an item's file on one rank, if it is read, and the tensors. Adds the names of everything else.
 
     described: what the metadata says that the rank holds.
     Raises: CheckpointError if the file is missing, or contradicts the metadata.
     """
+    files, root = builder.files, None
     if files.size(file.path) is None:
         raise missing(files, file.path)
-    root: Any = None
     if file.serialization == TORCH:
         root = torch_zip.read(files, file.path, locate=False)
         values = dict(_leaves(root))
     elif file.serialization == SAFETENSORS:
-        values = _safetensors_values(files, file.path, described)
+        # By their paths in the item, as far as the metadata knows them; others by their dotted names.
+        paths = {_dotted(path): path for path in described}
+        entries = safetensors.read_header(files, file.path).entries
+        values = {paths.get(entry.name, (entry.name,)): stored_entry(file.path, entry) for entry in entries}
     else:
-        return RankItem(objects=[file.path])
+        builder.add_objects([file.path])
+        return root, []
     if absent := [path for path in described if path not in values]:
         raise IncompleteError(
             f"it does not hold its part of {item} {_dotted(absent[0])}, which {METADATA} places there",
@@ -113,38 +105,22 @@ def read_rank_item(files: Files, item: str, file: ItemFile, described: Mapping[K
             why="The files are from different saves",
             do="Copy all files of one save again",
         )
-    decoder, content = Decoder(file.path), RankItem(root)
+    decoder, held = Decoder(file.path), list[tuple[KeyPath, LocalTensor]]()
     for path, value in values.items():
         local = decoder.decode(_dotted(path), value)
         if local is None:
-            content.objects.append(_dotted((item, *path)))
+            builder.add_objects([_dotted((item, *path))])
         else:
-            content.tensors.append((path, _agreed(local, described[path], path, file.path) if path in described else local))
-    return content
+            held.append((path, _agreed(local, described[path], path, file.path) if path in described else local))
+    return root, held
 
 
-def _safetensors_values(files: Files, path: str, described: Mapping[KeyPath, RankBoxes]) -> dict[KeyPath, Any]:
-    """The tensors of a safetensors file by their paths in the item, as far as the metadata knows them; others by their dotted names."""
-    paths = {_dotted(key_path): key_path for key_path in described}
-    return {
-        paths.get(entry.name, (entry.name,)): LocatedTensor(
-            path, entry.byte_offset, entry.dtype, entry.shape, row_major(entry.shape), entry.name
-        )
-        for entry in safetensors.read_header(files, path).entries
-    }
-
-
-def add_param_groups(builder: IndexBuilder, optimizer: RankItem, parameters: Mapping[str, Shape]) -> Mapping[Any, str]:
-    """Add the optimizer's param groups. Returns the names of the parameters that it numbers."""
-    root = optimizer.root if isinstance(optimizer.root, Mapping) else {}
-    groups, state = root.get("param_groups"), root.get("state")
+def add_param_groups(builder: IndexBuilder, root: Any, held: Held, parameters: Mapping[str, Shape]) -> Mapping[Any, str]:
+    """Add the optimizer's param groups, from the object in its file. Returns the names of the parameters that it numbers."""
+    groups, state = (root.get(key) if isinstance(root, Mapping) else None for key in ("param_groups", "state"))
     state_dict = {"param_groups": groups if isinstance(groups, list) else [], "state": state if isinstance(state, Mapping) else {}}
-    tensors = [(path[1], str(path[2]), local) for path, local in optimizer.tensors if len(path) == 3 and path[0] == "state"]
-    saved = SavedOptimizer(state_dict, tensors)
-    names, notes = saved.names(list(parameters.items()))
-    builder.add_notes(notes)
-    builder.param_groups = saved.param_groups(names)
-    return names
+    tensors = [(path[1], str(path[2]), local) for path, local in held if len(path) == 3 and path[0] == "state"]
+    return SavedOptimizer(state_dict, tensors).add_groups(builder, parameters)
 
 
 def _leaves(value: Any, path: KeyPath = (), visited: set[int] | None = None) -> Iterator[tuple[KeyPath, Any]]:
@@ -176,7 +152,8 @@ def _agreed(local: LocalTensor, described: RankBoxes, path: KeyPath, file: str) 
     if local.distribution is not None:
         fits = fits and (local.shape, local.shards[0][0]) == (described.shape, described.boxes[0][0])
     elif stored is not None:
-        fits = fits and all(_reaches(stored.shape, start, box) for box, start in described.boxes)
+        held = Box.whole(stored.shape)
+        fits = fits and len(stored.shape) == len(described.shape) and all(held.contains(inside) for _, inside in described.boxes)
         fits = fits and (described.distribution is None or stored.shape == described.boxes[0][0].sizes)
     if not fits or stored is None:
         raise CheckpointError(
@@ -186,19 +163,8 @@ def _agreed(local: LocalTensor, described: RankBoxes, path: KeyPath, file: str) 
             why="The files are from different saves",
             do="Copy all files of one save again",
         )
-    shards = tuple((box, _part(stored, start, box)) for box, start in described.boxes)
+    shards = tuple((box, part_of(stored, inside)) for box, inside in described.boxes)
     return LocalTensor(described.dtype, described.shape, shards, described.distribution)
-
-
-def _reaches(shape: Shape, start: Shape, box: Box) -> bool:
-    """Whether a local tensor of this shape is large enough for the box that starts at `start`."""
-    return all(at + size <= length for at, size, length in zip(start, box.sizes, shape, strict=True))
-
-
-def _part(stored: AnyTensor, start: Shape, box: Box) -> AnyTensor:
-    """The part of a stored tensor that begins at `start` and has the sizes of the box."""
-    first = sum(at * stride for at, stride in zip(start, stored.strides, strict=True)) if box.volume else 0
-    return elements_of(stored, first, box.sizes, stored.strides)
 
 
 def _dotted(path: KeyPath) -> str:

@@ -47,9 +47,9 @@ class Trtllm(ServingFormat):
         path = super().detect(files)
         if path is None:
             return None
-        from .config import is_trtllm, read_config
+        from .config import trtllm_config
 
-        return path if is_trtllm(read_config(files)) else None
+        return path if trtllm_config(files) is not None else None
 
     def file_name(self, parallel: Parallel, pp_rank: int, tp_rank: int, part: int) -> str:
         return f"rank{pp_rank * parallel.tp + tp_rank}.safetensors"

@@ -7,26 +7,23 @@ mapping.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.adapter.model_files import CONFIG, read_json
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel
-from reshard.geometry.value import value
 from reshard.models.config_values import rotary_base, rotary_settings, rotary_type
 from reshard.models.model import Model
 from reshard.serving.weights import model_dtype
 from reshard.storage.files import Files
 
 
-@value
-class Copied:
+class Copied(NamedTuple):
     """A value that is taken from the Hugging Face config."""
 
     key: str
     """The key there."""
-
     default: Any = None
     """The value if the key is absent."""
 
@@ -41,50 +38,42 @@ _LLAMA = {
 }
 _QWEN = {**_ROTARY, "hidden_act": "silu", "attn_bias": True, "mlp_bias": False, "seq_length": 8192, "use_logn_attn": False}
 _QWEN_MOE = {**_QWEN, "hidden_act": "swiglu"}
-# Model family -> keys of its class, and their values.
-_KEYS: dict[str, Mapping[str, Any]] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "mixtral": {**_LLAMA, "hidden_act": "swiglu"},
-    "qwen2": {**_QWEN, "qwen_type": "qwen2"},
-    "qwen3": {**_QWEN, "qwen_type": "qwen3", "attn_bias": False},
-    "qwen2_moe": {**_QWEN_MOE, "qwen_type": "qwen2_moe"},
-    "qwen3_moe": {**_QWEN_MOE, "qwen_type": "qwen3_moe", "attn_bias": False},
-    # The model's activation is the tanh approximation of gelu, which TensorRT-LLM names gelu.
-    "gpt2": {
-        "position_embedding_type": "learned_absolute",
-        "norm_epsilon": Copied("layer_norm_epsilon", 1e-5),
-        "hidden_act": "gelu",
-        "bias": True,
-        "q_scaling": 1.0,
-    },
+# The model's activation is the tanh approximation of gelu, which TensorRT-LLM names gelu.
+_GPT2 = {
+    "position_embedding_type": "learned_absolute",
+    "norm_epsilon": Copied("layer_norm_epsilon", 1e-5),
+    "hidden_act": "gelu",
+    "bias": True,
+    "q_scaling": 1.0,
 }
-_CLASSES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "GPT2LMHeadModel": "gpt2",
+# Model family -> its class, the keys of the class and their values.
+_CLASSES: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", _LLAMA),
+    "mistral": ("MistralForCausalLM", _LLAMA),
+    "mixtral": ("MixtralForCausalLM", {**_LLAMA, "hidden_act": "swiglu"}),
+    "qwen2": ("Qwen2ForCausalLM", {**_QWEN, "qwen_type": "qwen2"}),
+    "qwen3": ("Qwen3ForCausalLM", {**_QWEN, "qwen_type": "qwen3", "attn_bias": False}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", {**_QWEN_MOE, "qwen_type": "qwen2_moe"}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**_QWEN_MOE, "qwen_type": "qwen3_moe", "attn_bias": False}),
+    "gpt2": ("GPT2LMHeadModel", _GPT2),
 }
 # The models whose config is known.
-MODEL_TYPES = tuple(_CLASSES.values())
-# TensorRT-LLM's key -> Hugging Face's.
-_SHARED_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_hidden_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_key_value_heads",
-    "head_size": "head_dim",
-    "intermediate_size": "intermediate_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "moe_intermediate_size": "moe_intermediate_size",
-    "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
-}
+MODEL_TYPES = tuple(_CLASSES)
+# (TensorRT-LLM's key, the dimension, Hugging Face's key). The keys of experts follow only where a model has them.
+_DIMENSIONS = (
+    ("vocab_size", "vocab", "vocab_size"),
+    ("hidden_size", "hidden", "hidden_size"),
+    ("num_hidden_layers", "layers", "num_hidden_layers"),
+    ("num_attention_heads", "heads", "num_attention_heads"),
+    ("num_key_value_heads", "kv_heads", "num_key_value_heads"),
+    ("head_size", "head_dim", "head_dim"),
+    ("intermediate_size", "intermediate", "intermediate_size"),
+)
+_EXPERT_DIMENSIONS = (
+    ("moe_intermediate_size", "expert_intermediate", "moe_intermediate_size"),
+    ("moe_shared_expert_intermediate_size", "shared_intermediate", "shared_expert_intermediate_size"),
+)
+_SAME = tuple((key, "", key) for key in ("max_position_embeddings", "tie_word_embeddings"))
 
 
 def config_of(model: Model, parallel: Parallel, dtypes: Mapping[str, DType]) -> dict[str, Any]:
@@ -93,43 +82,30 @@ def config_of(model: Model, parallel: Parallel, dtypes: Mapping[str, DType]) -> 
     Raises: RequestError if the weights do not have one element type that the config can name.
     """
     dimensions, config, family = model.dimensions, model.config, model.architecture.family
+    class_name, keys_of_class = _CLASSES[family]
     keys: dict[str, Any] = {
-        "architecture": next(name for name, model_type in _CLASSES.items() if model_type == family),
+        "architecture": class_name,
         "dtype": _one_dtype(model, dtypes).torch,
         "logits_dtype": "float32",
-        "vocab_size": dimensions["vocab"],
-        "hidden_size": dimensions["hidden"],
-        "num_hidden_layers": dimensions["layers"],
-        "num_attention_heads": dimensions["heads"],
-        "num_key_value_heads": dimensions["kv_heads"],
-        "head_size": dimensions["head_dim"],
-        "intermediate_size": dimensions["intermediate"],
+        **{key: dimensions[name] for key, name, _ in _DIMENSIONS},
         "max_position_embeddings": dimensions["positions"] if "positions" in dimensions else config.get("max_position_embeddings"),
         "use_parallel_embedding": True,
         "embedding_sharding_dim": 0,
         "share_embedding_table": False,
         "tie_word_embeddings": model.is_tied,
-        **{key: config.get(value.key, value.default) if isinstance(value, Copied) else value for key, value in _KEYS[family].items()},
+        **{key: config.get(value.key, value.default) if isinstance(value, Copied) else value for key, value in keys_of_class.items()},
     }
     if "positions" not in dimensions:
-        keys |= _rotary_keys(config)
+        rope = rotary_settings(config)
+        kind = rotary_type(rope)
+        scaling = None if kind == "default" else {**rope, "type": kind, "rope_type": kind}
+        keys |= {"rotary_base": rotary_base(config), "rotary_scaling": scaling}
     mapping = {"world_size": parallel.tp * parallel.pp, "tp_size": parallel.tp, "pp_size": parallel.pp}
     if "experts" in dimensions:
         mapping |= {"moe_tp_size": parallel.tp // parallel.ep, "moe_ep_size": parallel.ep}
         keys["moe"] = _expert_keys(model)
-    for key, name in (("moe_intermediate_size", "expert_intermediate"), ("moe_shared_expert_intermediate_size", "shared_intermediate")):
-        if name in dimensions:
-            keys[key] = dimensions[name]
+    keys |= {key: dimensions[name] for key, name, _ in _EXPERT_DIMENSIONS if name in dimensions}
     return {**keys, "mapping": mapping, "quantization": {"quant_algo": None, "kv_cache_quant_algo": None}}
-
-
-def _rotary_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = rotary_settings(config)
-    kind = rotary_type(rope)
-    return {
-        "rotary_base": rotary_base(config),
-        "rotary_scaling": None if kind == "default" else {**rope, "type": kind, "rope_type": kind},
-    }
 
 
 def _expert_keys(model: Model) -> dict[str, Any]:
@@ -157,20 +133,16 @@ def _one_dtype(model: Model, dtypes: Mapping[str, DType]) -> DType:
     return main
 
 
-def read_config(files: Files) -> dict[str, Any]:
-    """config.json, whoever wrote it; empty if there is none."""
-    return read_json(files, CONFIG) if files.size(CONFIG) is not None else {}
-
-
-def is_trtllm(config: Mapping[str, Any]) -> bool:
-    """Whether a config is TensorRT-LLM's."""
-    return isinstance(config.get("mapping"), dict) and isinstance(config.get("architecture"), str)
+def trtllm_config(files: Files) -> dict[str, Any] | None:
+    """config.json, if it is there and is TensorRT-LLM's."""
+    config = read_json(files, CONFIG) if files.size(CONFIG) is not None else {}
+    return config if isinstance(config.get("mapping"), dict) and isinstance(config.get("architecture"), str) else None
 
 
 def stored_config(files: Files) -> dict[str, Any]:
     """TensorRT-LLM's config. Raises CheckpointError if config.json is another one."""
-    config = read_config(files)
-    if not is_trtllm(config):
+    config = trtllm_config(files)
+    if config is None:
         raise CheckpointError("it is not the config of a TensorRT-LLM checkpoint", where=CONFIG, do="Give another `format=`")
     return config
 
@@ -190,13 +162,13 @@ def hugging_face_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises: CheckpointError for a model or a form of its weights that is not read.
     """
-    family = _CLASSES.get(config["architecture"])
+    family = next((family for family, (class_name, _) in _CLASSES.items() if class_name == config["architecture"]), None)
     if family is None:
         raise CheckpointError(
             f"the architecture {config['architecture']!r} is not known here",
             where=CONFIG,
             why="How its weights are stored in the ranks' files is not guessed",
-            do=f"Known architectures are {', '.join(_CLASSES)}",
+            do=f"Known architectures are {', '.join(class_name for class_name, _ in _CLASSES.values())}",
         )
     moe, quantization = (part if isinstance(part := config.get(key), dict) else {} for key in ("moe", "quantization"))
     algorithms = {value for value in quantization.values() if isinstance(value, str)}
@@ -208,8 +180,9 @@ def hugging_face_config(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if (not config.get("use_parallel_embedding") and sizes_of(config).tp > 1) or config.get("embedding_sharding_dim"):
         raise CheckpointError("its tables are not split by rows", where=CONFIG, why="Only checkpoints with tables split by rows are read")
-    result = {theirs: config[ours] for ours, theirs in _SHARED_KEYS.items() if config.get(ours) is not None}
-    result |= {value.key: config[key] for key, value in _KEYS[family].items() if isinstance(value, Copied) and key in config}
+    keys = [(ours, theirs) for ours, _, theirs in (*_DIMENSIONS, *_SAME, *_EXPERT_DIMENSIONS)]
+    result = {theirs: config[ours] for ours, theirs in keys if config.get(ours) is not None}
+    result |= {value.key: config[key] for key, value in _CLASSES[family][1].items() if isinstance(value, Copied) and key in config}
     if moe.get("num_experts"):
         result["num_local_experts" if family == "mixtral" else "num_experts"] = moe["num_experts"]
         result["num_experts_per_tok"] = moe.get("top_k")

@@ -1,5 +1,5 @@
 """How vLLM stores a model: the EngineRules of each version. The differences between its model classes stand in the declarations of the
-models, under `engines: vllm`. What changed in the keys of all models between versions is a row of RELEASES.
+models, under `engines: vllm`. What changed in the keys of all models between versions is one of CHANGES.
 
 Measured on 0.32.0 (fixtures/vllm: the tensors of real ranks) and on the model classes of older versions (fixtures/vllm_versions).
 """
@@ -8,65 +8,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
 from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
-from reshard.geometry.value import value
 from reshard.models.engine_rules import EngineRules, ExtraTensor, Fusion, Rename, Version, version_numbers
 from reshard.models.model import Model, ModelWeight
 from reshard.models.quantization import quantization_settings, settings_key
 from reshard.models.roles import heads
-from reshard.models.stored_forms import Quantization, StoredForm
+from reshard.models.stored_forms import StoredForm
 from reshard.plans.layout import Target
 from reshard.serving.legality import about_version
 
 NEWEST = "0.32.0"
 
 
-@value
-class Release:
-    """What holds for all models from one version on, until the next Release."""
-
-    since: Version
-    """The version."""
-    fuses_latent: bool = True
-    """Whether q_a_proj and kv_a_proj of latent attention are one tensor."""
-    wide_correction: bool = True
-    """Whether the router's correction bias is stored in float32, whatever its element type in the model."""
-    attention_scales: bool = True
-    """Whether the scales of attention are tensors of the state dict."""
-    needs_expert_map: bool = False
-    """Whether a rank with some of the experts stores a map that names them. Such files are not written."""
-    experts: str = ""
-    """Module between `experts.` and the tensors in a key, with a dot at its end: "routed_experts."; "" if there is none."""
-    has_stages: bool = False
-    """Whether the names of the files contain the pipeline stage."""
-
-
-RELEASES = (
-    Release((0, 8, 5), fuses_latent=False, wide_correction=False, attention_scales=False),
-    Release((0, 10), wide_correction=False, attention_scales=False),
-    Release((0, 10, 2), attention_scales=False),
-    Release((0, 11), attention_scales=False, needs_expert_map=True),
-    Release((0, 14), needs_expert_map=True),
-    Release((0, 24), needs_expert_map=True, experts="routed_experts."),
-    Release((0, 27), experts="routed_experts."),
-    Release((0, 32), experts="routed_experts.", has_stages=True),
-)
-# The first version with today's placeholder scales in the attention of a quantized model.
-QUANTIZED_SINCE = (0, 15)
-
-
-def first_with_stages() -> str:
-    """The first version whose file names contain the pipeline stage."""
-    return as_text(next(release.since for release in RELEASES if release.has_stages))
-
-
-def first_without_expert_map() -> str:
-    """The first version that no longer needs a map of experts in each rank's file."""
-    return as_text(next(later.since for release, later in pairwise(RELEASES) if release.needs_expert_map and not later.needs_expert_map))
+# The first versions whose keys differ from those of the version before, for all models.
+OLDEST = (0, 8, 5)
+LATENT_FUSED = (0, 10)  # q_a_proj and kv_a_proj of latent attention are one tensor
+WIDE_CORRECTION = (0, 10, 2)  # the router's correction bias is stored in float32, whatever its element type in the model
+EXPERT_MAP = (0, 11)  # a rank with some of the experts stores a map that names them; such files are not written
+ATTENTION_SCALES = (0, 14)  # the scales of attention are tensors of the state dict
+QUANTIZED = (0, 15)  # the attention of a quantized model has today's placeholder scales
+ROUTED_EXPERTS = (0, 24)  # experts are in a module `routed_experts`
+NO_EXPERT_MAP = (0, 27)
+STAGES = (0, 32)  # the names of the files contain the pipeline stage
+CHANGES = (OLDEST, LATENT_FUSED, WIDE_CORRECTION, EXPERT_MAP, ATTENTION_SCALES, ROUTED_EXPERTS, NO_EXPERT_MAP, STAGES)
 
 
 def as_text(numbers: Version) -> str:
@@ -81,7 +48,10 @@ _FUSIONS = (
 )
 # A layer of state-space heads takes more ranks than groups only if it has one group (layers/mamba/mamba_mixer2.py).
 _GROUPS = dict.fromkeys(("ssm.b", "ssm.c", "ssm.conv_b", "ssm.conv_c"), heads("ssm_groups", copies=True, only_one=True))
-_SCALES = tuple(ExtraTensor("attention.o", f"attn.{name}", 1.0, F32) for name in ("_k_scale", "_q_scale", "_v_scale", "_prob_scale"))
+_SCALES = tuple(
+    ExtraTensor("attention.o", f"attn.{name}", 1.0, F32, since=ATTENTION_SCALES)
+    for name in ("_k_scale", "_q_scale", "_v_scale", "_prob_scale")
+)
 # In the attention of a quantized model, -1 or a scale of 1 means "not given" (layers/quantization/kv_cache.py).
 _NOT_GIVEN = tuple(ExtraTensor("attention.o", f"attn.{name}_scale", -1.0, None) for name in ("q", "k", "v", "prob"))
 # Those that a checkpoint gives are kept in the type of the model, like the placeholders.
@@ -100,35 +70,29 @@ _PLACEHOLDERS = {
 }
 
 
-@value
-class VersionRules:
-    """The rules for one model, from one version of vLLM on."""
-
-    release: Release
-    """What holds for all models."""
-    since: Version
-    """The first version with these rules."""
-    rules: EngineRules
-    """How that version stores the model."""
-
-
 def rules_for_target(model: Model, target: Target) -> EngineRules:
     """The rules of the target's version of vLLM. Raises RequestError if that version cannot load the files at the target's sizes."""
     version = target.engine_version or NEWEST
     _check_packed(model, version)
-    version_rules = _rules_of_version(model, version)
-    if target.parallel.pp > 1 and not version_rules.release.has_stages:
+    numbers, known = version_numbers(version, NEWEST), all_rules(model)
+    if numbers < min(known):
+        oldest = as_text(min(known))
+        raise UnsupportedError(
+            f"`engine_version={version}`: the oldest vLLM whose keys for {model.architecture.model_type} are known is {oldest}",
+            do=f"Use vLLM {oldest} or newer, or convert to hf, which every version loads",
+        )
+    if target.parallel.pp > 1 and numbers < STAGES:
         raise UnsupportedError(
             f"`pp={target.parallel.pp}`: vLLM {version} cannot load pre-sharded stages",
             why="Its file names do not contain the stage, so that it would load files of another stage",
-            do=f"Use `pp=1`, or vLLM {first_with_stages()} or newer",
+            do=f"Use `pp=1`, or vLLM {as_text(STAGES)} or newer",
         )
-    if target.parallel.ep > 1 and version_rules.release.needs_expert_map:
+    if target.parallel.ep > 1 and EXPERT_MAP <= numbers < NO_EXPERT_MAP:
         raise UnsupportedError(
             f"`ep={target.parallel.ep}`: vLLM {version} needs a map of experts in every rank's file, which reshard does not write",
-            do=f"Use vLLM {first_without_expert_map()} or newer, or leave out `ep=`",
+            do=f"Use vLLM {as_text(NO_EXPERT_MAP)} or newer, or leave out `ep=`",
         )
-    return version_rules.rules
+    return known[max(since for since in known if since <= numbers)]
 
 
 def _check_packed(model: Model, version: str) -> None:
@@ -136,34 +100,39 @@ def _check_packed(model: Model, version: str) -> None:
 
     Source: vLLM 0.32, layers/quantization: auto_gptq.py, auto_awq.py, modelopt.py, mxfp4.py (GptOssMxfp4MoEMethod), compressed_tensors_moe.
     """
-    if model.quantization is None:
+    quantization = model.quantization
+    if quantization is None:
         return
-    _check_compared(model, model.quantization)
-    if model.quantization.method == "gptq" and not quantization_settings(model.config).get("sym", True):
+    if quantization.cache_scales and "kv_rank" in model.dimensions:
+        raise UnsupportedError("the KV cache of latent attention is quantized, whose scales vLLM holds under other names", do=_TO_HF)
+    is_modelopt = quantization.method.startswith("modelopt")
+    if is_modelopt and any(form.name == "NVFP4" and not _has_input_scales(form) for form in quantization.forms):
+        raise UnsupportedError("the weights are stored in NVFP4 without input_scale, which vLLM expects in its files of ranks", do=_TO_HF)
+    if quantization.method == "gptq" and not quantization_settings(model.config).get("sym", True):
         raise UnsupportedError("the weights are quantized by GPTQ with zero points (sym: false), which vLLM does not load", do=_TO_HF)
     experts = _packed_experts(model)
     form = experts[0].form if experts else None
-    is_compared = form is not None and form.unit == "FP8 block" and not model.quantization.method.startswith("modelopt")
+    is_compared = form is not None and form.unit == "FP8 block" and not is_modelopt
     has_one_form = all(weight.form is form for weight in experts)
     if form is None or (is_compared and has_one_form):
         return
     if not has_one_form:
         why = "vLLM takes one form for all experts of a layer"
-    elif (model.quantization.method, form.unit) not in _PACKED_EXPERTS:
+    elif form.unit not in _PACKED_EXPERTS.get(quantization.method, ()):
         why = "The shapes in which vLLM holds such experts depend on the kernel that it chooses for the GPU at hand, or were not compared"
     elif version_numbers(version, NEWEST) < _PACKED_EXPERTS_SINCE:
         why = f"Older versions than {as_text(_PACKED_EXPERTS_SINCE)} hold such experts in shapes that depend on the kernel"
     elif form.unit.endswith("group or word") and not _fits_marlin(model, form):
         why = "vLLM holds them in other shapes unless the hidden size is a multiple of 128, and groups are of 32, 64 or 128"
-    elif _expects_input_scales(model.quantization, form) and not any(each.use == "input scale" for each in form.components):
+    elif (form.unit == "NVFP4 group" or (quantization.method, form.unit) == ("modelopt", "FP8 block")) and not _has_input_scales(form):
         why = "They have no input scales, such as input_global_scale, which vLLM expects in its files of ranks"
     else:
         return
     raise UnsupportedError(f"the experts are stored in {form.name}", where=experts[0].name, why=why, do=_TO_HF)
 
 
-def _expects_input_scales(quantization: Quantization, form: StoredForm) -> bool:
-    return form.unit == "NVFP4 group" or (quantization.method == "modelopt" and form.unit == "FP8 block")
+def _has_input_scales(form: StoredForm) -> bool:
+    return any(each.use == "input scale" for each in form.components)
 
 
 def _fits_marlin(model: Model, form: StoredForm) -> bool:
@@ -173,30 +142,15 @@ def _fits_marlin(model: Model, form: StoredForm) -> bool:
     return model.dimensions["hidden"] % 128 == 0 and group in (32, 64, 128)
 
 
-def _check_compared(model: Model, quantization: Quantization) -> None:
-    """Raises UnsupportedError for scales that vLLM holds in another way than was compared."""
-    if quantization.cache_scales and "kv_rank" in model.dimensions:
-        raise UnsupportedError("the KV cache of latent attention is quantized, whose scales vLLM holds under other names", do=_TO_HF)
-    without = [form for form in quantization.forms if not any(each.use == "input scale" for each in form.components)]
-    if quantization.method.startswith("modelopt") and any(form.name == "NVFP4" for form in without):
-        raise UnsupportedError("the weights are stored in NVFP4 without input_scale, which vLLM expects in its files of ranks", do=_TO_HF)
-
-
 # Experts that vLLM allocates in the same shapes whatever its kernel is. Those of gpt-oss are rounded up for the kernel; vLLM copies what a
 # file holds to the front of them, and the rest is zero.
 _PACKED_EXPERTS = {
-    ("compressed-tensors", "MXFP4 group"),
-    ("compressed-tensors", "MXFP8 group"),
-    ("compressed-tensors", "NVFP4 group"),
-    ("compressed-tensors", "INT4 group"),
-    ("compressed-tensors", "INT8 group"),
-    ("mxfp4", "MXFP4 group"),
-    ("awq", "INT4 group or word"),
-    ("gptq", "INT4 group or word"),
-    ("modelopt", "FP8 block"),
-    ("modelopt", "NVFP4 group"),
-    ("modelopt", "MXFP8 group"),
-    ("modelopt_fp4", "NVFP4 group"),
+    "compressed-tensors": ("MXFP4 group", "MXFP8 group", "NVFP4 group", "INT4 group", "INT8 group"),
+    "mxfp4": ("MXFP4 group",),
+    "awq": ("INT4 group or word",),
+    "gptq": ("INT4 group or word",),
+    "modelopt": ("FP8 block", "NVFP4 group", "MXFP8 group"),
+    "modelopt_fp4": ("NVFP4 group",),
 }
 _PACKED_EXPERTS_SINCE = (0, 32)
 _TO_HF = "Convert to hf, which vLLM loads as well, or add `dequantize=True`"
@@ -214,12 +168,11 @@ def notes(model: Model, target: Target) -> tuple[str, ...]:
     return (*notes, f"the config names the class {model.class_name}; the tensors are those of vLLM's class for {declared.class_name}")
 
 
-def all_rules(model: Model) -> tuple[VersionRules, ...]:
-    """The rules for the model, one for each version that changed something, oldest first."""
+def all_rules(model: Model) -> dict[Version, EngineRules]:
+    """The rules for the model, by the first version with them, oldest first: one for each version that changed something."""
     quirks = model.quirks_of("vllm") or EngineRules()
-    first = max(quirks.since, QUANTIZED_SINCE if model.quantization else RELEASES[0].since)
-    since = sorted({first, *quirks.changes, *(release.since for release in RELEASES)})
-    return tuple(_rules(model, numbers, quirks) for numbers in since if numbers >= first)
+    first = max(quirks.since, QUANTIZED if model.quantization else OLDEST)
+    return {since: _rules(model, since, quirks) for since in sorted({first, *quirks.changes, *CHANGES}) if since >= first}
 
 
 def quantized_modules(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, object]:
@@ -246,40 +199,26 @@ def remainder_before_last_stage(layers: int, pp: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _rules_of_version(model: Model, version: str) -> VersionRules:
-    """The rules of one version. Raises RequestError for a version before the first measured one."""
-    numbers = version_numbers(version, NEWEST)
-    until = [rules for rules in all_rules(model) if rules.since <= numbers]
-    if not until:
-        oldest = as_text(all_rules(model)[0].since)
-        raise UnsupportedError(
-            f"`engine_version={version}`: the oldest vLLM whose keys for {model.architecture.model_type} are known is {oldest}",
-            do=f"Use vLLM {oldest} or newer, or convert to hf, which every version loads",
-        )
-    return until[-1]
-
-
-def _rules(model: Model, version: Version, quirks: EngineRules) -> VersionRules:
-    release = [release for release in RELEASES if release.since <= version][-1]
+def _rules(model: Model, version: Version, quirks: EngineRules) -> EngineRules:
     method = model.quantization.method if model.quantization else ""
     form = next((weight.form for weight in _packed_experts(model)), None)
     is_modelopt_nvfp4 = method.startswith("modelopt") and form is not None and form.unit == "NVFP4 group"
     rules = EngineRules(
         engine="vLLM",
-        fusions=tuple(_fusions(release)),
-        extra_tensors=tuple(_extra_tensors(model, release)),
+        fusions=tuple(_fusions(version)),
+        extra_tensors=tuple(_extra_tensors(model)),
         vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
         layers_per_stage=remainder_before_last_stage,
         names=(Rename(r"(?<!\.attn)(?:\.[kv]_proj)?\.([kv]_scale)$", r".attn.\1"),),
         splits=_GROUPS,
-        dtypes={"scale": F32, "router.correction": F32 if release.wide_correction else None} | dict.fromkeys(_CACHE_SCALES),
+        dtypes={"scale": F32, "router.correction": F32 if version >= WIDE_CORRECTION else None} | dict.fromkeys(_CACHE_SCALES),
         # Experts by GPTQ have them even where the model has none (layers/quantization/auto_gptq.py).
         zero_expert_biases=method == "gptq",
         # ModelOpt's experts in NVFP4 keep two (layers/quantization/modelopt.py).
         scales_kept_once=frozenset() if is_modelopt_nvfp4 else frozenset({"input_scale"}),
         no_expert_parallel=_GLOBAL_SCALES if is_modelopt_nvfp4 else None,
     )
-    return VersionRules(release, version, rules.with_quirks(quirks).at(version))
+    return rules.with_quirks(quirks).at(version)
 
 
 # ModelOptNvFp4FusedMoE.create_weights, use_global_sf.
@@ -291,19 +230,19 @@ def _packed_experts(model: Model) -> list[ModelWeight]:
     return [weight for weight in model.weights.values() if weight.form and weight.role.startswith("expert.")] if model.quantization else []
 
 
-def _fusions(release: Release) -> Iterator[Fusion]:
+def _fusions(version: Version) -> Iterator[Fusion]:
+    experts = "routed_experts." if version >= ROUTED_EXPERTS else ""
     yield from _FUSIONS
-    if release.fuses_latent:
+    if version >= LATENT_FUSED:
         yield Fusion(("mla.q_a", "mla.kv_a"), "fused_qkv_a_proj")
-    yield Fusion(("expert.gate", "expert.up"), f"{release.experts}w13")
-    yield Fusion(("expert.gate_up",), f"{release.experts}w13")
-    yield Fusion(("expert.down",), f"{release.experts}w2")
-    yield Fusion(("expert.down_bias",), f"{release.experts}w2")
+    yield Fusion(("expert.gate", "expert.up"), f"{experts}w13")
+    yield Fusion(("expert.gate_up",), f"{experts}w13")
+    yield Fusion(("expert.down",), f"{experts}w2")
+    yield Fusion(("expert.down_bias",), f"{experts}w2")
 
 
-def _extra_tensors(model: Model, release: Release) -> Iterator[ExtraTensor]:
-    if release.attention_scales:
-        yield from _SCALES
+def _extra_tensors(model: Model) -> Iterator[ExtraTensor]:
+    yield from _SCALES
     # With MIXED_PRECISION vLLM has a method for the KV cache only if it is quantized (ModelOptMixedPrecisionConfig.get_quant_method).
     is_mixed = any(form.modules is not None for form in model.quantization.forms) if model.quantization else False
     if model.quantization and "kv_rank" not in model.dimensions and (model.quantization.cache_scales or not is_mixed):

@@ -24,7 +24,7 @@ def stored_rules(model: Model, parallel: Parallel, headers: RankHeaders) -> tupl
     Raises: CheckpointError if the stages do not hold the model's layers in order.
     """
     counts = _stored_layers_per_stage(headers, model, parallel.pp)
-    candidates = [(version.since, replace(version.rules, layers_per_stage=lambda layers, pp: counts)) for version in all_rules(model)]
+    candidates = [(since, replace(rules, layers_per_stage=lambda layers, pp: counts)) for since, rules in all_rules(model).items()]
 
     def number_of_differences(rules: EngineRules) -> int:
         expected = rank_tensors(model, placeholder_dtypes(model, rules), rules, replace(parallel, tp=1, ep=1), 0, 0)
@@ -51,7 +51,7 @@ def _stored_layers_per_stage(headers: RankHeaders, model: Model, pp: int) -> tup
     layer_number = re.compile(rf"\.(?:{'|'.join(sorted(words))})\.(\d+)\.")
     # The blocks of towers have numbers, too.
     counted = [weight.name.partition("{")[0] for weight in model.architecture.weights if weight.counted_by]
-    towers = tuple({version.rules.renamed(name) for version in all_rules(model) for name in counted})
+    towers = tuple({rules.renamed(name) for rules in all_rules(model).values() for name in counted})
 
     def layer_of(name: str) -> int | None:
         """The layer that a key names, by its number in the model or in a list of its own; None if it names none."""

@@ -125,16 +125,14 @@ def _checked_files(files: Files, folder: str, metadata: DcpMetadata, paths: tupl
     for path, nbytes in zip(paths, needed.tolist(), strict=True):
         size = files.size(path)
         if size is None or size < nbytes:
+            number = paths.index(path)
+            names = [name for name, item in metadata.tensors.items() if (item.chunks.files == number).any()]
+            content = f"it holds parts of {len(names)} tensors, such as {names[0]}" if names else "it holds no tensor"
             error = MissingFile if size is None else TruncatedFile
             raise error(
                 "the file is not there" if size is None else f"the file has {size:,} bytes, its entries end at {nbytes:,}",
                 where=path,
-                why=f"{folder + _METADATA} names it, and {_content_text(metadata, paths.index(path))}",
+                why=f"{folder + _METADATA} names it, and {content}",
                 do="Copy that file from where the checkpoint was written",
             )
         yield StoredFile(path, size)
-
-
-def _content_text(metadata: DcpMetadata, file: int) -> str:
-    names = [name for name, item in metadata.tensors.items() if (item.chunks.files == file).any()]
-    return f"it holds parts of {len(names)} tensors, such as {names[0]}" if names else "it holds no tensor"

@@ -31,12 +31,10 @@ class DcpEntry:
     """Where the entry starts in the file."""
     nbytes: int
     """The entry's length, framing included."""
-    dtype: DType | None = None
-    """The tensor's element type; None for an object."""
+    stored: StoredTensor | None = None
+    """The tensor that it holds; None for an object."""
     offsets: Shape = ()
-    """Where the box starts in the whole tensor, in elements per axis."""
-    sizes: Shape = ()
-    """The box's length in elements per axis."""
+    """Where the tensor starts in the whole one, in elements per axis."""
     global_shape: Shape = ()
     """The shape of the whole tensor."""
 
@@ -61,21 +59,19 @@ class DcpFile:
         pickle, storages = torch_frame.tensor_pickle(torch_frame.Plain(stored.dtype, stored.shape))
         frame = torch_frame.frame("archive", pickle, storages, start=self.nbytes)
         self.placed.append(PlacedTensor(stored, frame.storages[0]))
-        nbytes = frame.nbytes - self.nbytes
-        self._append(frame, DcpEntry(fqn, self.path, self.nbytes, nbytes, stored.dtype, offsets, stored.shape, shape))
+        self._append(frame, fqn, stored, offsets, shape)
 
     def add_object(self, fqn: str, value: object) -> None:
         """Add an object that is not a tensor."""
-        frame = torch_frame.frame("archive", pickle_writer.dumps(value), (), start=self.nbytes)
-        self._append(frame, DcpEntry(fqn, self.path, self.nbytes, frame.nbytes - self.nbytes))
+        self._append(torch_frame.frame("archive", pickle_writer.dumps(value), (), start=self.nbytes), fqn)
 
     def close(self, ranks: Mapping[str, int] | None = None, *, folder: str = "") -> TargetFile:
         """The finished file. folder: the folder of the .metadata in the target, with a slash at its end. ranks: see TargetFile."""
         return TargetFile(folder + self.path, self.nbytes, tuple(self.literals), tuple(self.placed), ranks or {})
 
-    def _append(self, frame: torch_frame.TorchFrame, entry: DcpEntry) -> None:
+    def _append(self, frame: torch_frame.TorchFrame, fqn: str, *tensor: Any) -> None:
         self.literals.extend(frame.literals)
-        self.entries.append(entry)
+        self.entries.append(DcpEntry(fqn, self.path, self.nbytes, frame.nbytes - self.nbytes, *tensor))
         self.nbytes = frame.nbytes
 
 
@@ -90,14 +86,14 @@ def written_metadata(files: Sequence[DcpFile], planner: Mapping[str, tuple[str |
     for entry in (entry for file in files for entry in file.entries):
         info = Instance(_STORAGE_INFO, {"relative_path": entry.path, "offset": entry.byte_offset, "length": entry.nbytes})
         index: dict[str, Any] = {"fqn": entry.fqn}
-        if entry.dtype is None:
+        if entry.stored is None:
             state_dict_metadata[entry.fqn] = Instance(_class("BytesStorageMetadata"), {})
         else:
             chunks = chunks_by_fqn.setdefault(entry.fqn, [])
             if not chunks:
-                state_dict_metadata[entry.fqn] = _tensor_metadata(entry.dtype, entry.global_shape, chunks)
+                state_dict_metadata[entry.fqn] = _tensor_metadata(entry.stored.dtype, entry.global_shape, chunks)
             index |= {"offset": _size(entry.offsets), "index": len(chunks)}
-            chunks.append(Instance(_class("ChunkStorageMetadata"), {"offsets": _size(entry.offsets), "sizes": _size(entry.sizes)}))
+            chunks.append(Instance(_class("ChunkStorageMetadata"), {"offsets": _size(entry.offsets), "sizes": _size(entry.stored.shape)}))
         storage[Instance(_class("MetadataIndex"), index)] = info
     state = {
         "state_dict_metadata": state_dict_metadata,

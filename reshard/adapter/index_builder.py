@@ -26,7 +26,6 @@ from reshard.storage.files import Files
 if TYPE_CHECKING:
     from reshard.containers.distributed_tensors import LocalTensor
     from reshard.containers.recognised_files import AlikeRanks
-    from reshard.containers.torch_zip import Locations
 
 T = TypeVar("T")
 
@@ -70,10 +69,8 @@ class IndexBuilder:
         for box, stored in local.shards:
             columns.boxes.append(self._shared_value(box))
             columns.strides.append(self._shared_value(stored.strides))
-            columns.files.append(number)
-            columns.ranks.append(rank)
-            columns.members.append(stored.member if isinstance(stored, UnlocatedTensor) else -1)
-            columns.offsets.append(stored.skipped if isinstance(stored, UnlocatedTensor) else stored.byte_offset)
+            place = (stored.member, stored.skipped) if isinstance(stored, UnlocatedTensor) else (-1, stored.byte_offset)
+            columns.numbers.extend((number, rank, *place))
         if local.distribution:
             self.add_mesh(local.distribution.mesh)
 
@@ -106,11 +103,9 @@ class IndexBuilder:
                 )
             stored = local.shards[0][1]
             assert isinstance(stored, UnlocatedTensor)
-            if stored.strides not in strides:
-                strides[stored.strides] = np.broadcast_to(np.array(stored.strides, np.int64).reshape(1, ndim), (count, ndim))
-            if stored.skipped not in skipped:
-                skipped[stored.skipped] = np.broadcast_to(np.int64(stored.skipped), count)
-            row_strides, row_skipped = strides[stored.strides], skipped[stored.skipped]
+            row = np.array(stored.strides, np.int64).reshape(1, ndim)
+            row_strides = strides.setdefault(stored.strides, np.broadcast_to(row, (count, ndim)))
+            row_skipped = skipped.setdefault(stored.skipped, np.broadcast_to(np.int64(stored.skipped), count))
             columns.blocks.append(_Rows(*boxes[cut], row_strides, files, ranks, headers, row_skipped))
         for _, local in alike.entries:
             if local.distribution:
@@ -153,10 +148,9 @@ class IndexBuilder:
             columns = self._columns_of(kind, name, added, added.first_path)
             columns.boxes.extend(added.boxes)
             columns.strides.extend(added.strides)
-            columns.files.frombytes(numbers[np.frombuffer(added.files, np.int64)].tobytes())
-            columns.ranks.extend(added.ranks)
-            columns.members.extend(added.members)
-            columns.offsets.extend(added.offsets)
+            rows = np.array(added.numbers, np.int64).reshape(-1, 4)
+            rows[:, 0] = numbers[rows[:, 0]]
+            columns.numbers.frombytes(rows.tobytes())
             columns.blocks.extend(replace(block, files=numbers[block.files]) for block in added.blocks)
         self._whole_tensors.extend(other._whole_tensors)
         self.add_objects(other._objects)
@@ -237,15 +231,9 @@ class _Columns:
     boxes: list[Box] = field(default_factory=list)
     """[n] Each box that was added alone, in elements of the whole tensor."""
     strides: list[tuple[int, ...]] = field(default_factory=list)
-    """[n] Its strides; the other columns follow _Rows."""
-    files: array[int] = field(default_factory=lambda: array("q"))
-    """[n] As in _Rows."""
-    ranks: array[int] = field(default_factory=lambda: array("q"))
-    """[n] As in _Rows."""
-    members: array[int] = field(default_factory=lambda: array("q"))
-    """[n] As in _Rows."""
-    offsets: array[int] = field(default_factory=lambda: array("q"))
-    """[n] `skipped` of _Rows."""
+    """[n] Its strides."""
+    numbers: array[int] = field(default_factory=lambda: array("q"))
+    """[n * 4] `files`, `ranks`, `members` and `skipped` of _Rows, box by box."""
     blocks: list[_Rows] = field(default_factory=list)
     """Boxes that were added for many ranks at once."""
 
@@ -256,10 +244,7 @@ class _Columns:
             np.array([box.offsets for box in self.boxes], np.int64).reshape(count, ndim),
             np.array([box.sizes for box in self.boxes], np.int64).reshape(count, ndim),
             np.array(self.strides, np.int64).reshape(count, ndim),
-            np.array(self.files, np.int64),
-            np.array(self.ranks, np.int64),
-            np.array(self.members, np.int64),
-            np.array(self.offsets, np.int64),
+            *np.ascontiguousarray(np.array(self.numbers, np.int64).reshape(count, 4).T),
         )
         if not self.blocks:
             return alone
@@ -286,19 +271,14 @@ class _Columns:
         rows = self.rows(shared)
         starts_at_member = bool((rows.skipped == 0).all() and (rows.members >= 0).all())
         positions = rows.members if starts_at_member else np.where(rows.members >= 0, rows.members, 0) + rows.skipped
-        extent = _extent(Locations(files), paths, rows, self.dtype)
+        locations, dtype = Locations(files), self.dtype
+
+        def extent(i: int) -> Extent:
+            path, member = paths[rows.files[i]], int(rows.members[i])
+            start = locations.start(path, member) if member >= 0 else 0
+            return Extent(path, start + int(rows.skipped[i]), tuple(rows.strides[i].tolist()), dtype)
+
         return Shards(PieceTable(paths, rows.offsets, rows.sizes, rows.files, positions, extent, ranks=rows.ranks))
-
-
-def _extent(locations: Locations, paths: tuple[str, ...], rows: _Rows, dtype: DType) -> Callable[[int], Extent]:
-    """A function from the row of a box to where its bytes lie. It looks up the start of a zip member's payload once, on first use."""
-
-    def extent(i: int) -> Extent:
-        path, member = paths[rows.files[i]], int(rows.members[i])
-        start = locations.start(path, member) if member >= 0 else 0
-        return Extent(path, start + int(rows.skipped[i]), tuple(rows.strides[i].tolist()), dtype)
-
-    return extent
 
 
 def _check_same(name: str, columns: _Columns, added: LocalTensor | _Columns, path: str) -> None:
@@ -312,14 +292,11 @@ def _check_same(name: str, columns: _Columns, added: LocalTensor | _Columns, pat
             why="The files are from different models or saves",
             do="Keep the files of one save only",
         )
+    meshes = [each.mesh if each else "none" for each in (columns.distribution, added.distribution)]
     raise CheckpointError(
-        f"{columns.first_path} has it as ({columns.distribution or 'whole'}) on the mesh ({_mesh_text(columns.distribution)}), "
-        f"{path} as ({added.distribution or 'whole'}) on ({_mesh_text(added.distribution)})",
+        f"{columns.first_path} has it as ({columns.distribution or 'whole'}) on the mesh ({meshes[0]}), "
+        f"{path} as ({added.distribution or 'whole'}) on ({meshes[1]})",
         where=name,
         why="The files are from runs on different meshes, so their boxes do not fit together",
         do="Keep the files of one save only",
     )
-
-
-def _mesh_text(distribution: Distribution | None) -> str:
-    return str(distribution.mesh) if distribution else "none"

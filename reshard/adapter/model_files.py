@@ -98,10 +98,7 @@ class ModelFiles:
         added = {key: value for key, value in named.items() if value and not config.get(key)}
         if not config or not added or config.get("model_type", architecture.model_type) != architecture.model_type:
             return self, ()
-        settings = ", ".join(f"{key}: {value}" for key, value in added.items())
-        return replace(self, config={**config, **added}, derived=True), (
-            f"added to {CONFIG}, as engines choose the class by it: {settings}",
-        )
+        return self.with_keys(added, "as engines choose the class by it")
 
     def states(self, key: str) -> bool:
         """Whether the config has a key, with a dot before that of an inner config."""
@@ -112,8 +109,8 @@ class ModelFiles:
             inner = inner[word]
         return True
 
-    def with_keys(self, added: Mapping[str, object], engine: str) -> tuple[ModelFiles, tuple[str, ...]]:
-        """The files with further keys of the config, which an engine needs, and a note about them. Inner configs are led into by dots."""
+    def with_keys(self, added: Mapping[str, object], why: str) -> tuple[ModelFiles, tuple[str, ...]]:
+        """The files with further keys of the config, and a note about them that says why. Inner configs are led into by dots."""
         if not added:
             return self, ()
         config = self.config or {}
@@ -122,9 +119,8 @@ class ModelFiles:
         settings = ", ".join(f"{key}: {value}" for key, value in added.items())
         # Engines look into config.json first: there all settings of a quantization stand, or none.
         settings_from = None if any(key.startswith(f"{SETTING}.") for key in added) else self.settings_from
-        return replace(self, config=config, settings_from=settings_from, derived=True), (
-            f"added to {CONFIG}, since {engine} needs it: {settings if len(settings) < 160 else f'{settings[:157]}...'}",
-        )
+        note = f"added to {CONFIG}, {why}: {settings if len(settings) < 160 else f'{settings[:157]}...'}"
+        return replace(self, config=config, settings_from=settings_from, derived=True), (note,)
 
     @property
     def path(self) -> str | None:
@@ -189,20 +185,16 @@ def _carried(files: Files, folder: str) -> dict[str, tuple[Files, str]]:
 
 def find_model_files(files: Files) -> ModelFiles:
     """The model files of a folder, or of the folder below it where verl puts them."""
-    for folder in _FOLDERS:
-        if files.size(folder + CONFIG) is not None:
-            return _with_settings(ModelFiles(files, folder, read_json(files, folder + CONFIG)))
-    return ModelFiles(files, "", None)
-
-
-def _with_settings(found: ModelFiles) -> ModelFiles:
-    """The model files with the settings of a quantization that stand beside config.json, if it has none itself."""
-    config, files, folder = found.config or {}, found.files, found.folder
+    folder = next((folder for folder in _FOLDERS if files.size(folder + CONFIG) is not None), None)
+    if folder is None:
+        return ModelFiles(files, "", None)
+    config = read_json(files, folder + CONFIG)
     names = tuple(name for name in SETTINGS_FILES if files.size(folder + name) is not None)
     if not names or quantization_settings(config):
-        return replace(found, settings_files=names)
+        return ModelFiles(files, folder, config, names)
+    # The settings of a quantization stand beside config.json.
     settings = settings_of_file(names[0], read_json(files, folder + names[0]))
-    return replace(found, config={**config, SETTING: settings}, settings_files=names, settings_from=names[0])
+    return ModelFiles(files, folder, {**config, SETTING: settings}, names, settings_from=names[0])
 
 
 def find_adapter_config(files: Files) -> dict[str, Any] | None:

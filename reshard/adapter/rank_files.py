@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,7 +18,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
 
 if TYPE_CHECKING:
-    from reshard.index.index import Tensor
+    from reshard.index.index import Index
     from reshard.storage.files import Files
 
 # The most missing ranks that a message names.
@@ -169,26 +169,20 @@ def _refuse_without_rank_files(files: Files) -> NoReturn:
     raise RequestError("there is no rank's file here", where=files.root, do="Give the directory that holds the ranks' files")
 
 
-def notes_on_missing_ranks(run: RunFiles, ranks: int) -> list[str]:
-    """A note for each set of files in which ranks are missing. `check_missing_ranks` checks what the notes claim: that no data is lost."""
-    return [
-        f"{_missing_text(missing, ranks)} no file beside {rank_files.first}; the files of other ranks hold copies of all their data"
-        for rank_files in run.with_tensors
-        if (missing := first_missing(rank_files.paths, ranks))
-    ]
+def with_notes_on_missing_ranks(index: Index, run: RunFiles, ranks: int) -> Index:
+    """The index, with a note for each set of files in which ranks are missing.
 
-
-def check_missing_ranks(run: RunFiles, ranks: int, tensors: Sequence[Tensor]) -> None:
-    """Raises CheckpointError if a rank has no file, and a part of a tensor is in no other rank's file."""
+    Raises: CheckpointError if a rank has no file, and a part of a tensor is in no other rank's file.
+    """
     from reshard.index.coverage import uncovered
 
+    notes = []
     for rank_files in run.with_tensors:
         if not (missing := first_missing(rank_files.paths, ranks)):
             continue
         paths = set(rank_files.paths.values())
-        held = [tensor for tensor in tensors if len(tensor.shards) and tensor.shards.path(0) in paths]
-        errors = list(uncovered(held))
-        if errors:
+        held = [tensor for tensor in index.tensors if len(tensor.shards) and tensor.shards.path(0) in paths]
+        if errors := list(uncovered(held)):
             others = "s" if len(missing) > 2 else ""
             raise MissingFile(
                 "the file is not there" + (f", and neither is that of rank{others} {listed(missing[1:])}" if len(missing) > 1 else ""),
@@ -196,6 +190,9 @@ def check_missing_ranks(run: RunFiles, ranks: int, tensors: Sequence[Tensor]) ->
                 why=f"{len(errors):,} of {plural(len(held), 'tensor')} lack a part, such as {errors[0].where}: {errors[0].what}",
                 do="Copy the missing files from where the checkpoint was written",
             )
+        have = f"rank {listed(missing)} of {ranks} has" if len(missing) == 1 else f"ranks {listed(missing)} of {ranks} have"
+        notes.append(f"{have} no file beside {rank_files.first}; the files of other ranks hold copies of all their data")
+    return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, *notes)))
 
 
 def check_progress(files: Files, others: Sequence[RankFiles]) -> None:
@@ -227,12 +224,6 @@ def first_missing(paths: Container[int], ranks: int) -> list[int]:
 def listed(missing: Sequence[int]) -> str:
     """The missing ranks: "1, 3"."""
     return ", ".join(map(str, missing[:_NAMED])) + (", ..." if len(missing) > _NAMED else "")
-
-
-def _missing_text(missing: Sequence[int], ranks: int) -> str:
-    """The missing ranks and the verb that follows: "rank 3 of 4 has", "ranks 1, 3 of 4 have"."""
-    some = listed(missing)
-    return f"rank {some} of {ranks} has" if len(missing) == 1 else f"ranks {some} of {ranks} have"
 
 
 def _folders(files: Files) -> list[str]:

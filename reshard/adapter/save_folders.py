@@ -46,9 +46,9 @@ def the_one_save(
 
 
 def _tracked_save(files: Files, folders: Sequence[str], tracker: str, folder_name: Callable[[str], str]) -> str:
-    from reshard.storage.files import inside, read_whole
+    from reshard.storage.files import inside
 
-    text = read_whole(files, tracker, limit=4096).decode("utf-8", "replace").strip()
+    text = tracked_name(files, tracker)
     folder = inside(folder_name(text) or ".", where=tracker).rstrip("/") + "/"
     if folder not in folders:
         raise IncompleteError(
@@ -58,6 +58,13 @@ def _tracked_save(files: Files, folders: Sequence[str], tracker: str, folder_nam
             do="Copy that save from where it was written, or give the folder of another one",
         )
     return folder
+
+
+def tracked_name(files: Files, tracker: str) -> str:
+    """The text of a tracker file."""
+    from reshard.storage.files import read_whole
+
+    return read_whole(files, tracker, limit=4096).decode("utf-8", "replace").strip()
 
 
 def step_of(root: str) -> int | None:

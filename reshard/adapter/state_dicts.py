@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from reshard.canonical.optimizer_state import ROOTS, names_for, plain_groups
 from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor, class_of
-from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor, is_plain_tensor
+from reshard.containers.torch_zip import AnyTensor, LocatedTensor, UnlocatedTensor, is_plain_tensor
 from reshard.errors import CheckpointError
+from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.value import value
 from reshard.index.index import ParamGroup
 from reshard.storage.files import Files
+
+if TYPE_CHECKING:
+    from reshard.adapter.index_builder import IndexBuilder
+    from reshard.containers.safetensors import TensorEntry
 
 # FSDP1's name for the one flat parameter of a wrapped module in LOCAL_STATE_DICT.
 FLAT = "_flat_param"
@@ -48,6 +53,13 @@ class SavedOptimizer:
     def param_groups(self, names: Mapping[Any, str]) -> tuple[ParamGroup, ...]:
         """Its param groups, with these names of its parameters."""
         return plain_groups(self.state_dict["param_groups"], names, self.state_dict["state"])
+
+    def add_groups(self, builder: IndexBuilder, parameters: Mapping[str, tuple[int, ...]]) -> Mapping[Any, str]:
+        """Add the param groups to an index. Returns the names of the parameters. parameters: the shapes of the model's, in its order."""
+        names, notes = self.names(list(parameters.items()))
+        builder.add_notes(notes)
+        builder.param_groups = self.param_groups(names)
+        return names
 
 
 def saved_optimizer(root: Any, path: str) -> SavedOptimizer | None:
@@ -115,6 +127,17 @@ def elements_of(stored: AnyTensor, start: int, sizes: tuple[int, ...], strides: 
     return replace(stored, byte_offset=stored.byte_offset + skipped, shape=sizes, strides=strides)
 
 
+def part_of(stored: AnyTensor, box: Box) -> AnyTensor:
+    """A box of a stored tensor."""
+    start = sum(at * stride for at, stride in zip(box.offsets, stored.strides, strict=True)) if box.volume else 0
+    return elements_of(stored, start, box.sizes, stored.strides)
+
+
+def stored_entry(path: str, entry: TensorEntry) -> LocatedTensor:
+    """A tensor of a safetensors file."""
+    return LocatedTensor(path, entry.byte_offset, entry.dtype, entry.shape, row_major(entry.shape), entry.name)
+
+
 def is_tensor(value: Any) -> bool:
     """Whether a value of a pickle is a tensor, plain or distributed."""
     return is_plain_tensor(value) or class_of(value) in _DISTRIBUTED
@@ -138,29 +161,30 @@ def model_part(root: Any) -> tuple[Mapping[Any, Any] | None, list[str]]:
     The dict is the value of a key in MODEL_ROOTS, or the root itself. If the root has such a key, its own tensors are not weights:
     {"model": {...}, "step": a tensor} is not a model with one weight called "step".
     """
-    other_keys: list[str] = []
-    for _ in range(_DEEPEST):
-        if not isinstance(root, Mapping):
-            break
-        model_key = next((key for key in MODEL_ROOTS if isinstance(root.get(key), Mapping) and root[key]), None)
-        if model_key is None:
-            return (root if any(is_tensor(value) for value in root.values()) else None), other_keys
-        other_keys.extend(str(key) for key in root if key != model_key)
-        root = root[model_key]
-    return None, other_keys
+    *around, innermost = _levels(root)
+    model, _ = innermost
+    has_tensors = isinstance(model, Mapping) and any(map(is_tensor, model.values()))
+    return model if has_tensors else None, [str(key) for level, model_key in around for key in level if key != model_key]
 
 
 def beside_model(root: Any) -> Iterator[tuple[str, Any]]:
     """The tensors beside the model's dict and the optimizer, under names that begin with their keys."""
+    *around, _ = _levels(root)
+    for level, model_key in around:
+        others = {key: value for key, value in level.items() if key != model_key and key not in ROOTS}
+        yield from ((name, value) for name, value in flat(others) if is_tensor(value))
+
+
+def _levels(root: Any) -> Iterator[tuple[Any, Any]]:
+    """(dict, the key in it that leads to the model) of each dict around the model's; then the innermost value, and None."""
     for _ in range(_DEEPEST):
-        if not isinstance(root, Mapping):
-            return
-        model_key = next((key for key in MODEL_ROOTS if isinstance(root.get(key), Mapping) and root[key]), None)
+        keys = MODEL_ROOTS if isinstance(root, Mapping) else ()
+        model_key = next((key for key in keys if isinstance(root.get(key), Mapping) and root[key]), None)
+        yield root, model_key
         if model_key is None:
             return
-        others = {key: value for key, value in root.items() if key != model_key and key not in ROOTS}
-        yield from ((name, value) for name, value in flat(others) if is_tensor(value))
         root = root[model_key]
+    yield None, None
 
 
 def parameter_shapes(tensors: Iterable[tuple[str, LocalTensor]]) -> dict[str, tuple[int, ...]]:

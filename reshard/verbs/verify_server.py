@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from reshard.adapter.serving_format.weight_checker import ServerFacts, ServingRank, WeightChecker, digests_in, split_key
+from reshard.adapter.serving_format.weight_checker import ServerFacts, ServingRank, WeightChecker, split_key
 from reshard.canonical.content import Selection
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.dtypes import from_user
@@ -66,7 +66,7 @@ def held_weights(server: Server) -> HeldWeights:
     for name, checker in weight_checkers().items():
         if (answer := server.ask(checker.path, {"action": "checksum"})) is None:
             continue
-        digests = digests_in(answer, [checker], where=server.address)
+        digests = checker.digests_in(answer, where=server.address)
         try:
             facts = checker.about(server.ask(checker.info_path) or {})
         except (CheckpointError, KeyError, TypeError, ValueError):

@@ -16,7 +16,6 @@ from helpers.reshard_command import reshard as run
 import reshard
 from reshard.canonical.content import Selection
 from reshard.containers import torch_zip
-from reshard.containers.torch_zip import Locations
 from reshard.engine.casts import cast
 from reshard.engine.views import LazyTensor
 from reshard.errors import CheckpointError, RequestError
@@ -306,12 +305,12 @@ def test_every_step_of_reading_is_a_value_that_prints_on_one_line():
     tag = layout.open_tag(files, layout.find_tag_folder(files))
     states = read.read_run_states(files, tag)
     degrees = read.degrees_of_run(states)
-    contents = read.contents_of_run(states, degrees, {}, Locations(files))
+    parts = read.parts_of_run(files, states, degrees, {})
     group = states.first_optimizer.groups[0]
-    for step in (tag, states, states.first_model, states.first_optimizer, group, degrees, contents, contents.parts[0]):
+    for step in (tag, states, states.first_model, states.first_optimizer, group, degrees, parts):
         assert len(repr(step)) < 200 and "\n" not in repr(step)
-    assert repr(degrees) == "RunDegrees(pp=2, tp=2, dp=1, ep=1)"
-    assert repr(contents) == "<314 parts of 32 parameters, 0 notes>"
+    assert repr(degrees) == "Parallel(tp=2, pp=2, ep=1, dp=1)"
+    assert repr(parts) == "<314 parts of 32 parameters>"
 
 
 @pytest.mark.parametrize("module", ["reshard.formats.deepspeed", "reshard.formats.deepspeed.universal"])

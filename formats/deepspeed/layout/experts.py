@@ -101,7 +101,7 @@ def _expert_slices(model: ModelStates, parameters: Parameters, ep_rank: int) -> 
     """AutoEP's fused tensors among the parameters, and which experts an expert-parallel rank holds of each."""
     shapes = dict(parameters)
     for layer in model.autoep_layers:
-        experts = next((experts for rank, experts in _placement(layer) if rank == ep_rank), ())
+        experts = _experts_of_rank(layer, ep_rank)
         total = layer.get("num_experts")
         for name in (f"{layer.get('expert_key_prefix')}.{tensor}" for tensor in _FUSED_TENSORS):
             if (shape := shapes.get(name)) is None:
@@ -113,16 +113,16 @@ def _expert_slices(model: ModelStates, parameters: Parameters, ep_rank: int) -> 
             yield name, ExpertSlice((total, *shape[1:]), experts)
 
 
-def _placement(layer: Mapping[str, Any]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """(expert-parallel rank, global numbers of its experts) of an AutoEP layer; consecutive numbers if the layer records none."""
+def _experts_of_rank(layer: Mapping[str, Any], ep_rank: int) -> tuple[int, ...]:
+    """The global numbers of the experts of an AutoEP layer on an expert-parallel rank; consecutive numbers if the layer records none."""
     recorded = layer.get("expert_placement")
     ranks = recorded.get("ranks") if isinstance(recorded, Mapping) else None
     if isinstance(ranks, list | tuple):
-        yield from ((entry["rank"], tuple(entry["experts"])) for entry in ranks)
-        return
-    experts_per_rank, ep = layer.get("num_local_experts"), layer.get("ep_size")
-    if type(experts_per_rank) is int and type(ep) is int:
-        yield from ((rank, tuple(range(rank * experts_per_rank, (rank + 1) * experts_per_rank))) for rank in range(ep))
+        return next((tuple(entry["experts"]) for entry in ranks if entry["rank"] == ep_rank), ())
+    experts_per_rank: Any = layer.get("num_local_experts")
+    ep: Any = layer.get("ep_size")
+    has_numbers = type(experts_per_rank) is int and type(ep) is int and ep_rank < ep
+    return tuple(range(ep_rank * experts_per_rank, (ep_rank + 1) * experts_per_rank)) if has_numbers else ()
 
 
 def with_global_numbers(parameters: Parameters, ep_rank: int) -> Iterator[tuple[str, Shape]]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.adapter.state_dicts import flat
-from reshard.canonical.optimizer_state import STEP, is_count, is_plain, plain_settings
+from reshard.canonical.optimizer_state import is_plain, plain_settings
 from reshard.containers.inert_pickle import DTypeName, Inert, shown
 from reshard.containers.recognised_files import Move
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
@@ -79,8 +79,10 @@ class ModelStates:
         """The states without what is equal on all data-parallel ranks, such as the module, which is kept for the first rank only."""
         return replace(self, module=None, optimizer=None, universal_info={}, client_keys=())
 
-    def moved(self, path: str, move: Move) -> ModelStates:
-        """The states of another file with an equal pickle. move: where its tensors are."""
+    def moved(self, path: str, move: Move) -> ModelStates | None:
+        """The states of another file with an equal pickle; None with an optimizer, an object of any form. move: where its tensors are."""
+        if self.optimizer is not None:
+            return None
         fragments = {name: move(part) for name, part in self.frozen_fragments.items()}
         return replace(self, path=path, module=_moved(self.module, move), frozen_fragments=fragments)
 
@@ -155,12 +157,8 @@ class FlatGroup:
     """(name, elements in this partition) of the group's parameters."""
     ranks: tuple[int, ...] = ()
     """The ranks that share the group, as AutoEP records them."""
-
-    @property
-    def step(self) -> float | None:
-        """The step count that some optimizers keep as a plain number."""
-        step = self.states.get(STEP)
-        return step if is_count(step) else None
+    swap_name: str | None = None
+    """What the names of its swap files end with, if it was swapped to NVMe."""
 
     def __repr__(self) -> str:
         return f"<partition of {self.master.shape[0]} elements with {', '.join(self.states)}>"
@@ -202,8 +200,8 @@ class OptimizerStates:
         return f"<ZeRO-{'3' if self.zero_stage == 3 else '1/2'} optimizer states of {len(self.groups)} groups in {self.path}>"
 
 
-def optimizer_states(root: Any, path: str) -> OptimizerStates:
-    """The ZeRO optimizer's states of a file, from the root object of its pickle.
+def optimizer_states(root: Any, path: str, attributes: Mapping[str, Any]) -> OptimizerStates:
+    """The ZeRO optimizer's states of a file, from the root object of its pickle. attributes: those of its tensors, by storage.
 
     Raises: CheckpointError if the root is something else, or the groups are not rows of elements.
     """
@@ -211,7 +209,7 @@ def optimizer_states(root: Any, path: str) -> OptimizerStates:
     if not isinstance(states, Mapping):
         raise CheckpointError("it holds no optimizer_state_dict", where=path, do="Copy the file again")
     if "fp32_flat_groups" in states:
-        stage, base, groups = 3, _mapping(states.get("optimizer_state_dict")), _zero3_groups(states, path)
+        stage, base, groups = 3, _mapping(states.get("optimizer_state_dict")), _zero3_groups(states, path, attributes)
     elif "single_partition_of_fp32_groups" in states:
         stage, base, groups = 2, _mapping(states.get("base_optimizer_state")), _zero2_groups(states, path)
     else:
@@ -256,13 +254,14 @@ def _base_states(states: Mapping[str, Any], groups: int) -> Iterator[Any]:
         yield {"step": step, **state} if is_plain_tensor(step) and isinstance(state, Mapping) else state
 
 
-def _zero3_groups(states: Mapping[str, Any], path: str) -> Iterator[FlatGroup]:
+def _zero3_groups(states: Mapping[str, Any], path: str, attributes: Mapping[str, Any]) -> Iterator[FlatGroup]:
     masters, partitions = _rows(states, "fp32_flat_groups", path), _listed(states.get("ds_zero_partition_groups"))
     by_group = _mapping(_mapping(states.get("optimizer_state_dict")).get("state"))
     sharing = _counts(states.get("partition_count"), len(masters))
     for number, master in enumerate(masters):
         ranks = _listed(_mapping(_item(partitions, number)).get("partition_ranks"))
-        yield FlatGroup(master, _mapping(by_group.get(number)), sharing[number], ranks=tuple(ranks))
+        swap_name = _text(_mapping(attributes.get(master.storage)).get("ds_id"))
+        yield FlatGroup(master, _mapping(by_group.get(number)), sharing[number], ranks=tuple(ranks), swap_name=swap_name)
 
 
 def _loss_scaler(states: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The files of a tag: which folder it is, and what the name of each file says; the run's parallel sizes.
+"""The files of a tag: which folder it is, and what the name of each file says; model-parallel ranks.
 
     latest                                                       the tag's name
     <tag>/mp_rank_MM_model_states.pt                             model states of a model-parallel rank; ZeRO-0, 1, 2
@@ -19,11 +19,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
+from typing import TYPE_CHECKING, TypeVar
 
 from reshard.adapter.save_folders import the_one_save
 from reshard.errors import CheckpointError, MixedSaves
 from reshard.geometry.value import value
 from reshard.storage.files import Files
+
+if TYPE_CHECKING:
+    from reshard.geometry.meshes import Parallel
 
 # The files in which DeepSpeed names the newest tag, and the newest universal checkpoint.
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -41,6 +45,7 @@ _PATTERNS = {
     "expert_optimizers": re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"),
 }
 Paths = Mapping[tuple[int, ...], str]
+T = TypeVar("T")
 
 
 @value(repr=False)
@@ -64,9 +69,9 @@ class Tag:
     has_swap_files: bool = False
     """Whether the tag has a folder offloaded_tensors/."""
 
-    def swap_folder(self, dp_rank: int) -> str | None:
-        """The folder with the swap files of a data-parallel rank; None if nothing was swapped. Its name has the global rank."""
-        return f"{self.folder}{_SWAP_FOLDER}rank{dp_rank:02d}/" if self.has_swap_files else None
+    def swap_folder(self, dp_rank: int) -> str:
+        """The folder with the swap files of a data-parallel rank. Its name has the global rank."""
+        return f"{self.folder}{_SWAP_FOLDER}rank{dp_rank:02d}/"
 
     def paths(self) -> Iterator[str]:
         """The paths of all files except swap files."""
@@ -89,35 +94,19 @@ class ModelRank:
     """The tensor-parallel rank."""
 
 
-@value
-class RunDegrees:
-    """The parallel sizes of the run that saved a tag."""
+def model_rank(number: int, tp: int) -> ModelRank:
+    """The model-parallel rank of that number."""
+    return ModelRank(number, *divmod(number, tp))
 
-    pp: int
-    """Pipeline-parallel size."""
-    tp: int
-    """Tensor-parallel size."""
-    dp: int = 1
-    """Data-parallel size."""
-    ep: int = 1
-    """Expert-parallel size. Expert parallelism lies inside data parallelism: it does not multiply the number of ranks."""
 
-    @property
-    def model_ranks(self) -> int:
-        """The number of model-parallel ranks."""
-        return self.pp * self.tp
+def of_model_rank(files: Mapping[tuple[int, ...], T], number: int) -> dict[int, T]:
+    """What the files of one model-parallel rank hold, by data-parallel or expert-parallel rank."""
+    return {rank: each for (rank, mp), each in files.items() if mp == number}
 
-    def model_rank(self, number: int) -> ModelRank:
-        """The model-parallel rank of that number."""
-        return ModelRank(number, *divmod(number, self.tp))
 
-    def each_model_rank(self) -> Iterator[ModelRank]:
-        """All model-parallel ranks, in order."""
-        return map(self.model_rank, range(self.model_ranks))
-
-    def sizes(self) -> dict[str, int]:
-        """The sizes by their short names; the expert-parallel one if there is expert parallelism."""
-        return {"dp": self.dp, "tp": self.tp, "pp": self.pp} | ({"ep": self.ep} if self.ep > 1 else {})
+def model_ranks(parallel: Parallel) -> Iterator[ModelRank]:
+    """All model-parallel ranks of a run, in order."""
+    return (model_rank(number, parallel.tp) for number in range(parallel.pp * parallel.tp))
 
 
 def mixed_saves(what: str, where: str, why: str = "The files are from different saves") -> MixedSaves:

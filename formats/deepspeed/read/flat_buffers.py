@@ -14,30 +14,21 @@ from reshard.geometry.boxes import flat_boxes, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent
 from reshard.geometry.sections import Columns
-from reshard.geometry.value import value
 from reshard.index.shards import PieceTable, Shards
 
-from ..layout.partitions import FlatSlice, zero3_slice
+from ..layout.partitions import FlatSlice
 from ..layout.states import Shape
 
 
-@value(eq=False, repr=False)
 class FlatBuffer:
     """A flat buffer: the rows of elements of the ranks that share it, in order."""
 
-    ranks: Columns
-    """The data-parallel rank of each row."""
-    rows: tuple[AnyTensor, ...]
-    """The rows."""
-    paths: tuple[str, ...]
-    """The file of each row: that of its rank, or a swap file. All parameters share the tuple."""
-    locations: Locations
-    """Finds where the rows start in their files."""
-
-    @classmethod
-    def of(cls, rows: Mapping[int, AnyTensor], locations: Locations) -> FlatBuffer:
-        """The buffer with these rows. rows: by data-parallel rank."""
-        return cls(_column(rows), tuple(rows.values()), tuple(row.path for row in rows.values()), locations)
+    def __init__(self, rows: Mapping[int, AnyTensor], locations: Locations) -> None:
+        self.rows = tuple(rows.values())
+        """The rows."""
+        self.paths = tuple(row.path for row in self.rows)
+        """The file of each row: that of its rank, or a swap file. All parameters share the tuple."""
+        self._ranks, self._locations = _column(rows), locations
 
     def __repr__(self) -> str:
         return f"<flat buffer of {len(self.rows)} rows, {self.dtype}>"
@@ -68,7 +59,7 @@ class FlatBuffer:
             run = int(runs[i])
             row = self.rows[parameter.first_rank + run]
             element = (parameter.first_offset if run == 0 else parameter.later_offset) + int(skips[i])
-            return Extent(row.path, self.locations.of(row) + element * itemsize, strides, self.dtype)
+            return Extent(row.path, self._locations.of(row) + element * itemsize, strides, self.dtype)
 
         table = PieceTable(
             paths=self.paths,
@@ -77,7 +68,7 @@ class FlatBuffer:
             files=rows,
             positions=np.broadcast_to(np.int64(parameter.first_offset * itemsize), len(rows)),
             extent=extent,
-            ranks=self.ranks[rows],
+            ranks=self._ranks[rows],
         )
         return Shards(table)
 
@@ -98,11 +89,6 @@ def boxes_of_runs(shape: Shape, bounds: tuple[int, ...]) -> tuple[Columns, Colum
     table = np.array(rows, np.int64).reshape(len(rows), 2 * ndim + 2)
     offsets, sizes, runs, skips = (np.ascontiguousarray(columns) for columns in np.split(table, [ndim, 2 * ndim, 2 * ndim + 1], axis=1))
     return offsets, sizes, runs.reshape(-1), skips.reshape(-1)
-
-
-def pieces_of_flat(tensor: AnyTensor, shape: Shape, locations: Locations) -> Shards:
-    """The pieces of a parameter that one file holds whole, as one row of its elements."""
-    return FlatBuffer.of({0: tensor}, locations).shards(zero3_slice("", shape, ranks=1))
 
 
 def pieces_of_copies(copies: Mapping[int, AnyTensor], locations: Locations) -> Shards:

@@ -10,13 +10,14 @@ import numpy as np
 from reshard.adapter.rank_files import first_missing, listed
 from reshard.engine.checks.masters import wrong_master
 from reshard.errors import CheckpointError, MissingFile, MixedSaves
+from reshard.geometry.meshes import Parallel
 from reshard.index.index import Index
 from reshard.storage.files import Files, read_range
 
 from ..layout.experts import group_ranks
 from ..layout.states import TIED_PREFIX, ModelStates, OptimizerStates
-from ..layout.tag import RunDegrees, mixed_saves
-from .parts import Contents
+from ..layout.tag import mixed_saves, model_ranks, of_model_rank
+from .parts import Parts
 from .run_states import RunStates
 
 # The model's files list the parameters in the order of the masters. So a wrong master is in a wrong file, where few or none round.
@@ -24,7 +25,7 @@ from .run_states import RunStates
 _PER_FILE, _PER_FILE_IN_DOUBT = 2, 2000
 
 
-def degrees_of_run(states: RunStates) -> RunDegrees:
+def degrees_of_run(states: RunStates) -> Parallel:
     """The parallel sizes recorded in the files.
 
     Raises: CheckpointError if a rank has no file, or a file is left over from a save of other sizes.
@@ -37,14 +38,13 @@ def degrees_of_run(states: RunStates) -> RunDegrees:
             where=model.path,
             do="Copy *_optim_states.pt from where the checkpoint was written",
         )
-    if first is None:
-        return replace(degrees, dp=model.sizes.get("dp", 1), ep=_expert_parallel(states))
-    dp = _dp_of_optimizer(states, first)
-    _check_optimizer_files(states, first, replace(degrees, dp=dp))
+    dp = _dp_of_optimizer(states, first) if first else model.sizes.get("dp", 1)
+    if first:
+        _check_optimizer_files(states, first, replace(degrees, dp=dp))
     return replace(degrees, dp=dp, ep=_expert_parallel(states))
 
 
-def model_parallel_degrees(states: RunStates) -> RunDegrees:
+def model_parallel_degrees(states: RunStates) -> Parallel:
     """The pipeline-parallel and tensor-parallel size recorded in the files.
 
     Raises: CheckpointError if a model-parallel rank has no model states, or model states are left over.
@@ -56,20 +56,20 @@ def model_parallel_degrees(states: RunStates) -> RunDegrees:
         mp = first.sizes.get("mp", len(ranks))
         tp = 1 + max(tp_rank for _, tp_rank in states.tag.layers) if states.tag.layers else mp
         pp = max(1, mp // tp)
-    paths = {rank: next(iter(states.models_of(rank).values())).path for rank in ranks}
+    paths = {rank: next(iter(of_model_rank(states.models, rank).values())).path for rank in ranks}
     check_ranks(paths, pp * tp, "model-parallel", why=f"{first.path} says pipeline-parallel size {pp}, tensor-parallel size {tp}")
-    return RunDegrees(pp, tp)
+    return Parallel(tp, pp)
 
 
 def _expert_parallel(states: RunStates) -> int:
     """The expert-parallel size: how many process groups share a flat group; without ZeRO, how many ranks have a file of their experts."""
     sizes = [1]
     for mp_rank in {mp for _, mp in (*states.optimizers, *states.expert_optimizers)}:
-        models, optimizers = states.models_of(mp_rank), states.optimizers_of(mp_rank)
+        models, optimizers = of_model_rank(states.models, mp_rank), of_model_rank(states.optimizers, mp_rank)
         if optimizers:
             sizes += [len(group_ranks(models[min(models)], optimizers, number)) for number in range(len(optimizers[0].groups))]
         else:
-            paths = {ep: path for (ep, mp), path in states.tag.expert_optimizers.items() if mp == mp_rank}
+            paths = of_model_rank(states.tag.expert_optimizers, mp_rank)
             check_ranks(paths, 1 + max(paths), "expert-parallel", why=f"{paths[max(paths)]} is the file of the last rank")
             sizes.append(len(paths))
     return max(sizes)
@@ -101,11 +101,11 @@ def _dp_of_optimizer(states: RunStates, first: OptimizerStates) -> int:
     return dp
 
 
-def _check_optimizer_files(states: RunStates, first: OptimizerStates, degrees: RunDegrees) -> None:
+def _check_optimizer_files(states: RunStates, first: OptimizerStates, degrees: Parallel) -> None:
     """Raises CheckpointError unless each rank has its files, no file is left over, and all files list the same groups."""
     why = f"{first.path} says that {degrees.dp} ranks share each group (partition_count)"
-    for rank in degrees.each_model_rank():
-        paths = {dp: path for (dp, mp), path in states.tag.optimizers.items() if mp == rank.number}
+    for rank in model_ranks(degrees):
+        paths = of_model_rank(states.tag.optimizers, rank.number)
         if not paths:
             raise MissingFile(
                 f"model-parallel rank {rank.number} has no file of its optimizer beside it",
@@ -115,9 +115,8 @@ def _check_optimizer_files(states: RunStates, first: OptimizerStates, degrees: R
             )
         check_ranks(paths, degrees.dp, "data-parallel", why=why)
         if states.is_zero3:
-            models = {dp: model.path for dp, model in states.models_of(rank.number).items()}
-            check_ranks(models, degrees.dp, "data-parallel", why=why)
-        expected, *others = states.optimizers_of(rank.number).values()
+            check_ranks(of_model_rank(states.tag.zero3_models, rank.number), degrees.dp, "data-parallel", why=why)
+        expected, *others = of_model_rank(states.optimizers, rank.number).values()
         for optimizer in (expected, *others):
             if optimizer.shared_by != expected.shared_by or optimizer.zero_stage != first.zero_stage:
                 raise mixed_saves(
@@ -126,9 +125,9 @@ def _check_optimizer_files(states: RunStates, first: OptimizerStates, degrees: R
                     "The files are from saves of different sizes under the same tag",
                 )
     for (_, mp), path in states.tag.optimizers.items():
-        if mp >= degrees.model_ranks:
+        if mp >= (ranks := degrees.pp * degrees.tp):
             raise CheckpointError(
-                f"the run had {degrees.model_ranks} model-parallel ranks, and no rank {mp}",
+                f"the run had {ranks} model-parallel ranks, and no rank {mp}",
                 where=path,
                 why="The file is left over from another save",
                 do="Move it away",
@@ -171,11 +170,10 @@ def check_one_step(states: RunStates) -> None:
             )
 
 
-def check_weights_of_masters(contents: Contents) -> None:
+def check_weights_of_masters(parts: Parts) -> None:
     """Raises CheckpointError if a parameter has a master but no weight in the model's files. Not for ZeRO-3, which stores masters only."""
-    weights = contents.shapes("weight").keys() | contents.shapeless
-    masters = contents.shapes("master")
-    if missing := [name for name in masters if name not in weights and not name.startswith(TIED_PREFIX)]:
+    weights = parts.shapes("weight").keys() | parts.shapeless
+    if missing := [name for name in parts.shapes("master") if name not in weights and not name.startswith(TIED_PREFIX)]:
         layer = missing[0].partition(".")[0]
         file = f"layer_{int(layer):02d}-model_states.pt is not there" if layer.isdigit() else "a file of a layer or an expert is not there"
         raise MissingFile(

@@ -6,58 +6,55 @@ It lies in the model file, or in one file per expert-parallel rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from reshard.adapter.state_dicts import group_numbers, optimizer_part
 from reshard.adapter.state_dicts import states as states_of
 from reshard.canonical.optimizer_state import STEP, names_for, plain_groups, state_kind
-from reshard.containers.torch_zip import AnyTensor, Locations, is_plain_tensor, memory_of
+from reshard.containers.torch_zip import AnyTensor, is_plain_tensor, memory_of
+from reshard.index.index import ParamGroup
 
 from ..layout.experts import parameters_of_experts
 from ..layout.states import ModelStates, Parameters, Shape
-from ..layout.tag import ModelRank
-from .parts import MASTER, Contents, kind_and_name, merged, whole_part
+from ..layout.tag import ModelRank, of_model_rank
+from .parts import MASTER, Parts, kind_and_name
 from .run_states import RunStates
 
 
-def plain_optimizer(states: RunStates, rank: ModelRank, locations: Locations) -> Contents:
-    """The masters, states and param groups of one model-parallel rank; empty if its files hold no optimizer."""
+def add_plain_optimizer(parts: Parts, states: RunStates, rank: ModelRank) -> None:
+    """Add the masters, states and param groups of one model-parallel rank, if its files hold an optimizer."""
     model = states.models[0, rank.number]
     dense, experts = parameters_in_order(model), tuple(states.expert_shapes().items())
-    optimizers = {ep_rank: optimizer for (ep_rank, mp), optimizer in states.expert_optimizers.items() if mp == rank.number}
-    if not optimizers:
-        return _of_optimizer(model.optimizer, model.path, dense, (), rank, locations)
-    ep = sum(mp == rank.number for _, mp in states.tag.expert_optimizers)
-    paths = {ep_rank: states.tag.expert_optimizers[ep_rank, rank.number] for ep_rank in optimizers}
-    steps = [
-        _of_optimizer(optimizer, paths[ep_rank], dense, parameters_of_experts(experts, ep_rank, ep), rank, locations)
-        for ep_rank, optimizer in optimizers.items()
-    ]
-    # The ranks list the same param groups, each with its own experts. Only the last rank's groups are kept.
-    return replace(merged(steps), param_groups=steps[-1].param_groups)
+    optimizers = of_model_rank(states.expert_optimizers, rank.number)
+    paths = of_model_rank(states.tag.expert_optimizers, rank.number)
+    groups = () if optimizers else _add_optimizer(parts, rank, model.optimizer, model.path, dense, ())
+    for ep_rank, optimizer in optimizers.items():
+        # The ranks list the same param groups, each with its own experts. Only the last rank's groups are kept.
+        groups = _add_optimizer(parts, rank, optimizer, paths[ep_rank], dense, parameters_of_experts(experts, ep_rank, len(paths)))
+    parts.add_param_groups(groups)
 
 
-def _of_optimizer(wrapper: Any, path: str, dense: Parameters, experts: Parameters, rank: ModelRank, locations: Locations) -> Contents:
-    """What one optimizer's state dict holds, and the masters of a wrapper for 16-bit weights around it.
+def _add_optimizer(
+    parts: Parts, rank: ModelRank, wrapper: Any, path: str, dense: Parameters, experts: Parameters
+) -> tuple[ParamGroup, ...]:
+    """Add what one optimizer's state dict holds, and the masters of a wrapper for 16-bit weights around it. Returns its param groups.
 
     dense: the model's parameters, in its order. experts: those of this rank's experts, which have param groups of their own.
     """
     inner = wrapper.get("optimizer_state_dict") if isinstance(wrapper, Mapping) else None
     optimizer = optimizer_part(inner if isinstance(inner, Mapping) else wrapper)
     if optimizer is None:
-        return Contents()
+        return ()
     tensors = [(number, state, value) for number, state, value in states_of(optimizer) if is_plain_tensor(value)]
     shapes = {number: value.shape for number, state, value in tensors if state != STEP}
     names, notes = _names_of_numbers(optimizer, shapes, dense, experts)
+    parts.builder.add_notes(notes)
     tensors += [(number, MASTER, master) for number, master in _masters(wrapper, group_numbers(optimizer))]
     file = path.rpartition("/")[2].partition("_model")[0].partition("_optim")[0]
-    parts = []
     for number, state, tensor in tensors:
         kind, name = kind_and_name(names[number], state) if number in names else state_kind(None, f"{file}.{number}", state)
-        parts.append(whole_part(kind, name, tensor, rank, locations))
-    groups = plain_groups(optimizer["param_groups"], names, optimizer["state"])
-    return Contents(tuple(parts), notes=tuple(notes), param_groups=groups)
+        parts.add_whole(rank, kind, name, tensor)
+    return plain_groups(optimizer["param_groups"], names, optimizer["state"])
 
 
 def _masters(wrapper: Mapping[str, Any], numbers: Sequence[Sequence[Any]]) -> list[tuple[Any, AnyTensor]]:

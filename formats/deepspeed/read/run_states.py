@@ -20,12 +20,9 @@ from reshard.storage.files import Files
 from ..layout.states import ModelStates, OptimizerStates, Shape, model_states, optimizer_states
 from ..layout.tag import Tag
 
-T = TypeVar("T")
-R = TypeVar("R")
+T = TypeVar("T", ModelStates, OptimizerStates)
 Numbers = tuple[int, ...]
 """The numbers in the name of a rank's file."""
-# The states of an optimizer, and the attributes of its tensors by storage.
-_Optimizer = tuple[OptimizerStates, dict[str, Any]]
 # Name -> tensor, from one file.
 Tensors = Mapping[str, AnyTensor]
 
@@ -36,16 +33,16 @@ class RunStates:
 
     tag: Tag
     """The files."""
-    models: Mapping[tuple[int, ...], ModelStates]
+    models: Mapping[Numbers, ModelStates]
     """Model states by (data-parallel rank, model-parallel rank). Without ZeRO-3 each model-parallel rank has one file, which counts as that
     of data-parallel rank 0. With ZeRO-3 the modules of other data-parallel ranks are dropped, since all are equal."""
-    layers: Mapping[tuple[int, ...], Tensors] = field(default_factory=dict)
+    layers: Mapping[Numbers, Tensors] = field(default_factory=dict)
     """The layers of a PipelineModule, by (layer, tensor-parallel rank); empty if the model states hold modules."""
-    optimizers: Mapping[tuple[int, ...], OptimizerStates] = field(default_factory=dict)
+    optimizers: Mapping[Numbers, OptimizerStates] = field(default_factory=dict)
     """ZeRO's optimizer states, by (data-parallel rank, model-parallel rank)."""
-    experts: Mapping[tuple[int, ...], Tensors] = field(default_factory=dict)
+    experts: Mapping[Numbers, Tensors] = field(default_factory=dict)
     """The experts, by (layer, expert, model-parallel rank)."""
-    expert_optimizers: Mapping[tuple[int, ...], Mapping[str, Any]] = field(default_factory=dict)
+    expert_optimizers: Mapping[Numbers, Mapping[str, Any]] = field(default_factory=dict)
     """Without ZeRO: the optimizers of expert-parallel ranks, by (expert-parallel rank, model-parallel rank)."""
 
     @property
@@ -67,14 +64,6 @@ class RunStates:
     def first_optimizer(self) -> OptimizerStates | None:
         """The optimizer states of the first rank; None without ZeRO."""
         return next(iter(self.optimizers.values()), None)
-
-    def models_of(self, mp_rank: int) -> dict[int, ModelStates]:
-        """The model states of one model-parallel rank, by data-parallel rank."""
-        return {dp: states for (dp, mp), states in self.models.items() if mp == mp_rank}
-
-    def optimizers_of(self, mp_rank: int) -> dict[int, OptimizerStates]:
-        """The optimizer states of one model-parallel rank, by data-parallel rank."""
-        return {dp: states for (dp, mp), states in self.optimizers.items() if mp == mp_rank}
 
     def expert_shapes(self) -> dict[str, Shape]:
         """The shapes of the tensors in all experts' files, by name."""
@@ -127,7 +116,7 @@ def read_model_files(files: Files, tag: Tag) -> RunStates:
     return replace(states, layers={numbers: _read_tensors(files, path) for numbers, path in tag.layers.items()})
 
 
-def _read_models(files: Files, tag: Tag) -> dict[tuple[int, ...], ModelStates]:
+def _read_models(files: Files, tag: Tag) -> dict[Numbers, ModelStates]:
     paths = list(tag.zero3_models.items()) or [((0, *numbers), path) for numbers, path in tag.models.items()]
     if not paths:
         raise IncompleteError(
@@ -140,64 +129,47 @@ def _read_models(files: Files, tag: Tag) -> dict[tuple[int, ...], ModelStates]:
     def parse(path: str) -> ModelStates:
         return model_states(torch_zip.read(files, path, locate=False), path)
 
-    def moved(numbers: Numbers, states: ModelStates, path: str, move: Move) -> ModelStates | None:
-        # The optimizer of a run without ZeRO may be an object of any form.
-        return None if states.optimizer is not None else of_rank(numbers, states).moved(path, move)
-
-    def of_rank(numbers: Numbers, states: ModelStates) -> ModelStates:
-        return states if numbers[0] == 0 else states.without_module()
-
-    return _read_ranks(files, paths, parse, moved, of_rank)
+    return _read_ranks(files, paths, parse, lambda numbers, states: states if numbers[0] == 0 else states.without_module())
 
 
 def _read_ranks(
-    files: Files,
-    paths: Sequence[tuple[Numbers, str]],
-    parse: Callable[[str], T],
-    moved: Callable[[Numbers, T, str, Move], T | None],
-    of_rank: Callable[[Numbers, T], R],
-) -> dict[Numbers, R]:
+    files: Files, paths: Sequence[tuple[Numbers, str]], parse: Callable[[str], T], kept: Callable[[Numbers, T], T]
+) -> dict[Numbers, T]:
     """What the files of all ranks hold. Files with equal pickles are parsed once; if they are not equal, in several processes.
 
-    moved: see `EqualFiles`. of_rank: what is kept of a file.
+    kept: what is kept of a file.
     """
-    found: dict[Numbers, R] = {}
+    found: dict[Numbers, T] = {}
     equal: EqualFiles[T] = EqualFiles(files)
+
+    def moved(numbers: Numbers, states: T, path: str, move: Move) -> T | None:
+        return kept(numbers, states).moved(path, move)
+
+    def read(some: Sequence[tuple[Numbers, str]]) -> dict[Numbers, T]:
+        return {numbers: kept(numbers, parse(path)) for numbers, path in some}
+
     for numbers, path in paths:
         if not equal.is_useful:
             break
-        found[numbers] = of_rank(numbers, equal.read(path, parse, partial(moved, numbers)))
-    left = paths[len(found) :]
-
-    def read(some: Sequence[tuple[Numbers, str]]) -> dict[Numbers, R]:
-        return {numbers: of_rank(numbers, parse(path)) for numbers, path in some}
-
-    if left:
+        found[numbers] = kept(numbers, equal.read(path, parse, partial(moved, numbers)))
+    if left := paths[len(found) :]:
         found.update(chain.from_iterable(results.items() for results in in_processes(left, read)))
     return found
 
 
-def _read_optimizers(files: Files, tag: Tag) -> dict[tuple[int, ...], OptimizerStates]:
-    # A swap folder has the number of a global rank. With model parallelism nothing tells which rank that is.
-    has_swap_folders = all(mp == 0 for _, mp in tag.optimizers)
-
-    def parse(path: str) -> _Optimizer:
+def _read_optimizers(files: Files, tag: Tag) -> dict[Numbers, OptimizerStates]:
+    def parse(path: str) -> OptimizerStates:
         attributes: dict[str, Any] = {}
-        return optimizer_states(torch_zip.read(files, path, locate=False, attributes=attributes), path), attributes
+        return optimizer_states(torch_zip.read(files, path, locate=False, attributes=attributes), path, attributes)
 
-    def moved(_: Numbers, optimizer: _Optimizer, path: str, move: Move) -> _Optimizer:
-        states, attributes = optimizer
-        return states.moved(path, move), attributes
-
-    def of_rank(numbers: Numbers, optimizer: _Optimizer) -> OptimizerStates:
-        states, attributes = optimizer
-        folder = tag.swap_folder(numbers[0]) if has_swap_folders and states.zero_stage == 3 else None
-        return states if folder is None else _with_swap_files(files, states, attributes, folder)
-
-    return _read_ranks(files, list(tag.optimizers.items()), parse, moved, of_rank)
+    found = _read_ranks(files, list(tag.optimizers.items()), parse, lambda _, states: states)
+    # A swap folder has the number of a global rank. With model parallelism nothing tells which rank that is.
+    if not tag.has_swap_files or any(mp for _, mp in tag.optimizers):
+        return found
+    return {numbers: _with_swap_files(files, states, tag.swap_folder(numbers[0])) for numbers, states in found.items()}
 
 
-def _with_swap_files(files: Files, states: OptimizerStates, attributes: Mapping[str, Any], folder: str) -> OptimizerStates:
+def _with_swap_files(files: Files, states: OptimizerStates, folder: str) -> OptimizerStates:
     """The states with the rows of the swap files in place of the empty rows in the optimizer file.
 
     An empty master has the name of its swap file as the attribute ds_id; the states of that master are in <kind>-<ds_id>. A swap file
@@ -213,13 +185,11 @@ def _with_swap_files(files: Files, states: OptimizerStates, attributes: Mapping[
 
     groups = list(states.groups)
     for number, group in enumerate(states.groups):
-        of_master = attributes.get(group.master.storage)
-        ds_id = of_master.get("ds_id") if isinstance(of_master, Mapping) else None
         # The name comes from the file: it must stay in the folder.
-        if isinstance(ds_id, str) and re.fullmatch(r"[\w-]{1,100}", ds_id):
+        if (name := group.swap_name) and re.fullmatch(r"[\w-]{1,100}", name):
             rows = {kind: row for kind, row in group.states.items() if is_plain_tensor(row) and len(row.shape) == 1}
-            swapped_rows = {kind: swapped(row, f"{kind}-{ds_id}") for kind, row in rows.items()}
-            groups[number] = replace(group, master=swapped(group.master, ds_id), states={**group.states, **swapped_rows})
+            swapped_rows = {kind: swapped(row, f"{kind}-{name}") for kind, row in rows.items()}
+            groups[number] = replace(group, master=swapped(group.master, name), states={**group.states, **swapped_rows})
     return replace(states, groups=tuple(groups))
 
 

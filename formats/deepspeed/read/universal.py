@@ -1,11 +1,11 @@
 """From the files of a universal checkpoint to its index.
 
     RunStates       what the model files hold                          read_model_files
-    Contents        parts of weights, and facts beside them            weights_of_rank
+    Parts           of weights                                         add_weights
     paths           which files of masters and states there are        parameter_files
     ParamGroup      with the step counts of ZeRO-3                     param_groups
-    Parts           masters and moments, each of them whole            parameter_parts
-    Tensors         joined over tensor-parallel ranks                  joined_tensors
+    Parts           masters and moments, each of them whole            add_parameters
+    Tensors         joined over tensor-parallel ranks                  Parts.join
     Index                                                              read_universal
 
 Weights come from the model files, masters and states from zero/.
@@ -22,20 +22,20 @@ from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.canonical.optimizer_state import STEP, counted, plain_settings
 from reshard.containers import torch_zip
-from reshard.containers.torch_zip import AnyTensor, Locations, is_plain_tensor
+from reshard.containers.torch_zip import is_plain_tensor
 from reshard.errors import CheckpointError, MissingFile
 from reshard.index.index import Index, Kind, ParamGroup, Tensor
 from reshard.storage.files import Files
 
+from ..layout.partitions import zero3_slice
 from ..layout.states import Shape
-from ..layout.tag import FP32, ZERO, ModelRank, open_tag
-from .flat_buffers import pieces_of_flat
+from ..layout.tag import FP32, ZERO, ModelRank, model_ranks, open_tag
+from .flat_buffers import FlatBuffer
 from .index import config_shapes, join_rules, run_facts
 from .one_save import check_one_step, model_parallel_degrees
-from .parts import MASTER, Contents, ParameterPart, joined_tensors, kind_and_name, merged, whole_part
-from .pipeline_layers import with_second_names
+from .parts import MASTER, Parts, kind_and_name
 from .run_states import RunStates, read_model_files
-from .weights import objects_of, tied_names, weights_of_rank
+from .weights import add_weights, objects_of, tied_names
 
 # zero/ holds parameters whole, as a run with one model-parallel rank would.
 _ONLY_RANK = ModelRank(0, stage=0, tp_rank=0)
@@ -50,31 +50,31 @@ def read_universal(files: Files, folder: str, hints: Hints) -> Index:
     # reshard writes model states for ZeRO-1, 2 and others for ZeRO-3. Those for ZeRO-1, 2 hold the tensors.
     states = read_model_files(files, replace(tag, zero3_models={}) if tag.models else tag)
     check_one_step(states)
-    degrees, locations, tied = model_parallel_degrees(states), Locations(files), tied_names(states)
-    weights = merged(weights_of_rank(states, rank, locations) for rank in degrees.each_model_rank())
+    degrees, tied, builder = model_parallel_degrees(states), tied_names(states), IndexBuilder("universal", files)
+    weights, whole = Parts(builder), Parts(builder)
+    for rank in model_ranks(degrees):
+        add_weights(weights, states, rank)
     shapes = {name: shape for model in states.models.values() for group in model.groups or () for name, shape in group}
     listed, names = parameter_files(files, folder, shapes), weights.shapes("weight").keys()
-    cast_copies = {name for name, _ in listed if shapes and name not in shapes and name in names}
+    # ds_to_universal writes untrained tensors to zero/, too, cast to full precision. The model file has the originals.
+    if cast_copies := {name for name, _ in listed if shapes and name not in shapes and name in names}:
+        note = f"{len(cast_copies)} tensors of the model file are in {ZERO} a second time, cast; the model file's are read"
+        builder.add_notes([note])
     read = {key: path for key, path in listed.items() if key[0] not in cast_copies}
     check_leftover_parameters(read, shapes, names)
     shared = f"{folder}{ZERO}optimizer_state.pt"
     root = torch_zip.read(files, shared, locate=False) if files.size(shared) is not None else None
     groups = list(param_groups(root, states)) if isinstance(root, Mapping) else []
     counts = step_counts(files, read, {name: count for _, of_group in groups for name, count in of_group.items()})
-    parts, objects = parameter_parts(files, read, shapes, locations)
-    parts += [whole_part("step", name, count, _ONLY_RANK, locations) for name, count in counts.items() if is_plain_tensor(count)]
-
-    builder = IndexBuilder("universal", files)
+    builder.add_objects(objects_of(states))
+    add_parameters(whole, read, shapes)
+    for name, count in counts.items():
+        if is_plain_tensor(count):
+            whole.add_whole(_ONLY_RANK, "step", name, count)
     builder.add_files([*states.tag.paths(), *read.values(), *([shared] if isinstance(root, Mapping) else [])])
-    rules = join_rules(states, config_shapes(hints))
-    for contents, tp in ((weights, degrees.tp), (Contents(tuple(parts)), 1)):
-        for whole in joined_tensors(with_second_names(contents, tied), rules, tp):
-            builder.add_tensor(whole)
-    builder.add_objects(name for model in states.models.values() for name in objects_of(model))
-    builder.add_objects(objects)
-    # ds_to_universal writes untrained tensors to zero/, too, cast to full precision. The model file has the originals.
-    note = f"{len(cast_copies)} tensors of the model file are in {ZERO} a second time, cast; the model file's are read"
-    builder.add_notes((*weights.notes, *([note] if cast_copies else [])))
+    for parts, tp in ((weights, degrees.tp), (whole, 1)):
+        parts.add_second_names(tied)
+        parts.join(join_rules(states, config_shapes(hints)), tp)
     builder.param_groups = tuple(counted(group, counts) for group, _ in groups)
     check_states_of_groups(read, [group.names for group in builder.param_groups], folder + ZERO)
     return builder.build(replace(run_facts(states), producer="DeepSpeed universal", tied=tied, config=hints.config))
@@ -151,34 +151,28 @@ def check_states_of_groups(read: Iterable[tuple[str, str]], groups: Iterable[Seq
                     )
 
 
-def parameter_parts(
-    files: Files, read: Mapping[tuple[str, str], str], shapes: Mapping[str, Shape], locations: Locations
-) -> tuple[list[ParameterPart], list[str]]:
-    """The masters and states in the files of parameters, without step counts; and the names of what is no tensor.
+def add_parameters(parts: Parts, read: Mapping[tuple[str, str], str], shapes: Mapping[str, Shape]) -> None:
+    """Add the masters and states in the files of parameters, without step counts. shapes: of the trained parameters.
 
-    shapes: of the trained parameters.
+    Raises: CheckpointError if a flat tensor does not have the elements of its parameter.
     """
-    parts, objects = list[ParameterPart](), list[str]()
-    for (name, state), path in read.items():
+    for (parameter, state), path in read.items():
         if state == STEP:
             continue
-        root = torch_zip.read(files, path, locate=False)
+        root = torch_zip.read(parts.builder.files, path, locate=False)
         tensor = root.get("param") if isinstance(root, Mapping) else root
-        if is_plain_tensor(tensor):
-            parts.append(_part(name, state, path, tensor, shapes.get(name, tensor.shape), locations))
-        else:
-            objects.append(f"{name}.{state}")
-    return parts, objects
-
-
-def _part(parameter: str, state: str, path: str, tensor: AnyTensor, shape: Shape, locations: Locations) -> ParameterPart:
-    """The master or the state in a file. Raises CheckpointError if a flat tensor does not have the elements of its parameter."""
-    kind, name = kind_and_name(parameter, MASTER if state == FP32 else state)
-    if len(tensor.shape) != 1 or shape == tensor.shape:
-        return whole_part(kind, name, tensor, _ONLY_RANK, locations)
-    if math.prod(shape) != tensor.shape[0]:
-        raise CheckpointError(f"it has {tensor.shape[0]:,} elements, param_shapes says {list(shape)}", where=path)
-    return ParameterPart(Tensor(name, tensor.dtype, shape, kind, pieces_of_flat(tensor, shape, locations)), _ONLY_RANK)
+        if not is_plain_tensor(tensor):
+            parts.builder.add_objects([f"{parameter}.{state}"])
+            continue
+        kind, name = kind_and_name(parameter, MASTER if state == FP32 else state)
+        shape = shapes.get(parameter, tensor.shape)
+        if len(tensor.shape) != 1 or shape == tensor.shape:
+            parts.add_whole(_ONLY_RANK, kind, name, tensor)
+            continue
+        if math.prod(shape) != tensor.shape[0]:
+            raise CheckpointError(f"it has {tensor.shape[0]:,} elements, param_shapes says {list(shape)}", where=path)
+        pieces = FlatBuffer({0: tensor}, parts.locations).shards(zero3_slice(name, shape, ranks=1))
+        parts.add(_ONLY_RANK, Tensor(name, tensor.dtype, shape, kind, pieces))
 
 
 def param_groups(root: Mapping[str, Any], states: RunStates) -> Iterator[tuple[ParamGroup, dict[str, Any]]]:

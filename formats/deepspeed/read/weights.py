@@ -13,22 +13,22 @@ from reshard.index.index import Tensor
 
 from ..layout.experts import ExpertSlice
 from ..layout.partitions import zero3_part_size, zero3_slice
-from ..layout.states import ModelStates, Shape
-from ..layout.tag import ModelRank, RunDegrees
+from ..layout.states import ModelStates
+from ..layout.tag import ModelRank, model_rank, of_model_rank
 from .flat_buffers import FlatBuffer, pieces_of_copies
-from .parts import Contents, ParameterPart, whole_part
+from .parts import Parts
 from .run_states import RunStates
 
 # An AutoEP expert in a file of its own: <prefix>.<fused tensor>.<expert>.
 _AUTOEP_EXPERT = re.compile(r"(?P<prefix>.*)\.(?P<tensor>w[123])\.(?P<expert>\d+)")
 
 
-def weights_of_rank(states: RunStates, rank: ModelRank, locations: Locations) -> Contents:
-    """The weights of one model-parallel rank, without the experts in files of their own.
+def add_weights(parts: Parts, states: RunStates, rank: ModelRank) -> None:
+    """Add the weights of one model-parallel rank, without the experts in files of their own.
 
     Raises: CheckpointError if a fragment of a frozen weight is missing or cannot be read.
     """
-    models = states.models_of(rank.number)
+    models = of_model_rank(states.models, rank.number)
     model = models[min(models)]
     tensors, without_values = model.tensors, []
     if states.is_zero3:
@@ -40,19 +40,23 @@ def weights_of_rank(states: RunStates, rank: ModelRank, locations: Locations) ->
     # Nothing tells which stage holds which layer. It does not matter: all layers count as parts of the first stage.
     for (layer, tp_rank), of_layer in states.layers.items() if model.module is None and rank.stage == 0 else ():
         tensors |= {f"{layer}.{name}": tensor for name, tensor in of_layer.items()} if tp_rank == rank.tp_rank else {}
-    parts = [whole_part("weight", name, tensor, rank, locations) for name, tensor in tensors.items()]
-    parts += _frozen_weights(models, rank, locations) if states.is_zero3 else ()
-    note = (
-        f"{len(without_values)} names of the module have no values here (frozen weights that were left out of the save, or second names of "
-        f"tied weights): {', '.join(without_values[:3])}"
-    )
-    return Contents(tuple(parts), notes=(note,) if without_values else ())
+    for name, tensor in tensors.items():
+        parts.add_whole(rank, "weight", name, tensor)
+    for weight in _frozen_weights(models, parts.locations) if states.is_zero3 else ():
+        parts.add(rank, weight)
+    if without_values:
+        note = (
+            f"{len(without_values)} names of the module have no values here (frozen weights that were left out of the save, or second "
+            f"names of tied weights): {', '.join(without_values[:3])}"
+        )
+        parts.builder.add_notes([note])
 
 
-def objects_of(model: ModelStates) -> Iterator[str]:
-    """The names of what a file of model states holds that is not a tensor: client states, and objects in the module."""
-    yield from model.client_keys
-    yield from (name for name, value in (model.module or {}).items() if value is not None and not is_plain_tensor(value))
+def objects_of(states: RunStates) -> Iterator[str]:
+    """The names of what the files of model states hold that is not a tensor: client states, and objects in the module."""
+    for model in states.models.values():
+        yield from model.client_keys
+        yield from (name for name, value in (model.module or {}).items() if value is not None and not is_plain_tensor(value))
 
 
 def tied_names(states: RunStates) -> dict[str, str]:
@@ -60,20 +64,17 @@ def tied_names(states: RunStates) -> dict[str, str]:
     names in a module that share memory with a trained parameter."""
     tied = dict(states.first_model.facts.tied)
     for model in states.models.values() if not states.is_zero3 else ():
-        tensors, trained = model.tensors, model.trained_names
-        by_memory = {_memory(tensor): name for name, tensor in tensors.items() if name in trained}
-        for name, tensor in tensors.items():
-            if name not in trained and 0 not in tensor.shape and (stored := by_memory.get(_memory(tensor))):
-                tied.setdefault(name, stored)
+        trained = model.trained_names
+        # The strides distinguish a square weight from its transpose.
+        memories = {name: (*memory_of(tensor), tensor.strides) for name, tensor in model.tensors.items() if 0 not in tensor.shape}
+        stored = {memory: name for name, memory in memories.items() if name in trained}
+        for name, memory in memories.items():
+            if memory in stored and name not in trained:
+                tied.setdefault(name, stored[memory])
     return tied
 
 
-def _memory(tensor: AnyTensor) -> tuple[object, ...]:
-    """A key that is equal for the names of one tied parameter. The strides distinguish a square weight from its transpose."""
-    return *memory_of(tensor), tensor.strides
-
-
-def _frozen_weights(models: Mapping[int, ModelStates], rank: ModelRank, locations: Locations) -> Iterator[ParameterPart]:
+def _frozen_weights(models: Mapping[int, ModelStates], locations: Locations) -> Iterator[Tensor]:
     """The frozen parameters of ZeRO-3, from the fragments of all data-parallel ranks. models: by data-parallel rank."""
     for name, shape in models[min(models)].frozen_shapes:
         fragments = {dp: model.frozen_fragments[name] for dp, model in models.items() if name in model.frozen_fragments}
@@ -81,32 +82,27 @@ def _frozen_weights(models: Mapping[int, ModelStates], rank: ModelRank, location
             continue
         if missing := [dp for dp in models if dp not in fragments]:
             raise IncompleteError(f"rank {missing[0]}'s file holds no part of it", where=f"{name} in {models[missing[0]].path}")
-        yield _frozen_part(name, shape, FlatBuffer.of(fragments, locations), rank)
+        buffer, ranks = FlatBuffer(fragments, locations), len(fragments)
+        if buffer.dtype.name in ("I8", "U8"):
+            raise IncompleteError(
+                f"it is stored quantized ({buffer.dtype}), and its scales are in no file",
+                where=f"{name} in {buffer.paths[0]}",
+                why="zero_quantized_nontrainable_weights keeps the scales in an attribute that is not saved: the values are lost",
+                do="Take this frozen weight from the model that the run started from, and save with exclude_frozen_parameters",
+            )
+        buffer.check_size([zero3_part_size(shape, ranks)] * ranks, f"part of {name}")
+        yield Tensor(name, buffer.dtype, shape, "weight", buffer.shards(zero3_slice(name, shape, ranks)))
 
 
-def _frozen_part(name: str, shape: Shape, buffer: FlatBuffer, rank: ModelRank) -> ParameterPart:
-    if buffer.dtype.name in ("I8", "U8"):
-        raise IncompleteError(
-            f"it is stored quantized ({buffer.dtype}), and its scales are in no file",
-            where=f"{name} in {buffer.paths[0]}",
-            why="zero_quantized_nontrainable_weights keeps the scales in an attribute that is not saved: the values are lost",
-            do="Take this frozen weight from the model that the run started from, and save with exclude_frozen_parameters",
-        )
-    ranks = len(buffer.rows)
-    buffer.check_size([zero3_part_size(shape, ranks)] * ranks, f"part of {name}")
-    return ParameterPart(Tensor(name, buffer.dtype, shape, "weight", buffer.shards(zero3_slice(name, shape, ranks))), rank)
-
-
-def expert_weights(states: RunStates, degrees: RunDegrees, locations: Locations) -> Contents:
-    """The weights in the experts' own files. Those of AutoEP are parts of fused tensors.
+def add_experts(parts: Parts, states: RunStates, tp: int) -> None:
+    """Add the weights in the experts' own files. Those of AutoEP are parts of fused tensors.
 
     Raises: CheckpointError if two files hold the same expert.
     """
     totals = {layer.get("expert_key_prefix"): layer.get("num_experts") for layer in states.first_model.autoep_layers}
-    parts = []
     paths: dict[tuple[str, int], str] = {}
     for numbers, tensors in states.experts.items():
-        rank, path = degrees.model_rank(numbers[2]), states.tag.experts[numbers]
+        rank, path = model_rank(numbers[2], tp), states.tag.experts[numbers]
         for name, tensor in tensors.items():
             if (other := paths.setdefault((name, rank.number), path)) != path:
                 raise CheckpointError(
@@ -118,15 +114,14 @@ def expert_weights(states: RunStates, degrees: RunDegrees, locations: Locations)
             match = _AUTOEP_EXPERT.fullmatch(name)
             total = totals.get(match["prefix"]) if match else None
             if match and type(total) is int:
-                fused = ExpertSlice((total, *tensor.shape), (int(match["expert"]),))
-                parts.append(_fused_part(f"{match['prefix']}.{match['tensor']}", tensor, fused, rank, locations))
+                parts.add(rank, _fused_tensor(match, tensor, total, parts.locations))
             else:
-                parts.append(whole_part("weight", name, tensor, rank, locations))
-    return Contents(tuple(parts))
+                parts.add_whole(rank, "weight", name, tensor)
 
 
-def _fused_part(name: str, tensor: AnyTensor, fused: ExpertSlice, rank: ModelRank, locations: Locations) -> ParameterPart:
-    """One expert as a part of the fused tensor of all experts."""
+def _fused_tensor(name: re.Match[str], tensor: AnyTensor, experts: int, locations: Locations) -> Tensor:
+    """One expert as a part of the fused tensor of all experts of a layer."""
+    fused = ExpertSlice((experts, *tensor.shape), (int(name["expert"]),))
     expert = replace(tensor, shape=(1, *tensor.shape), strides=(math.prod(tensor.shape), *tensor.strides))
     shards = fused.in_fused_tensor(pieces_of_copies({0: expert}, locations), expert.shape)
-    return ParameterPart(Tensor(name, tensor.dtype, fused.fused_shape, "weight", shards), rank)
+    return Tensor(f"{name['prefix']}.{name['tensor']}", tensor.dtype, fused.fused_shape, "weight", shards)

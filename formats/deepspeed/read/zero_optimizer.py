@@ -5,47 +5,47 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from reshard.canonical.optimizer_state import STEP
-from reshard.containers.torch_zip import AnyTensor, Locations, is_plain_tensor
+from reshard.canonical.optimizer_state import STEP, is_count
+from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.index.index import ParamGroup, Tensor
 
 from ..layout.experts import ProcessGroup, group_ranks, process_groups
 from ..layout.partitions import FlatSlice, zero2_slices, zero3_part_size, zero3_slices
 from ..layout.states import FlatGroup, ModelStates, OptimizerStates, Parameters, Shape
-from ..layout.tag import ModelRank, mixed_saves
+from ..layout.tag import ModelRank, mixed_saves, of_model_rank
 from .flat_buffers import FlatBuffer, pieces_of_copies
-from .parts import MASTER, Contents, ParameterPart, kind_and_name
+from .parts import MASTER, Parts, kind_and_name
 from .run_states import RunStates
 
 # A flat group is padded to a multiple of 2 elements per rank; with BF16_Optimizer, of its nccl_start_alignment_factor per rank.
 _MOST_PADDING_PER_RANK = 256
 
 
-def zero_optimizer(states: RunStates, rank: ModelRank, shapes: Mapping[str, Shape], locations: Locations) -> Contents:
-    """The masters, states and param groups of one model-parallel rank. shapes: whole shapes by name, from the model's config.
+def add_zero_optimizer(parts: Parts, states: RunStates, rank: ModelRank, shapes: Mapping[str, Shape]) -> None:
+    """Add the masters, states and param groups of one model-parallel rank. shapes: whole shapes by name, from the model's config.
 
     Raises: CheckpointError if the model's files and the optimizer's do not fit.
     """
-    models, optimizers = states.models_of(rank.number), states.optimizers_of(rank.number)
+    models, optimizers = of_model_rank(states.models, rank.number), of_model_rank(states.optimizers, rank.number)
     model = models[min(models)]
-    groups, shapeless, notes = model.groups, list[str](), list[str]()
+    groups = model.groups
     if groups is None:
         known = {**shapes, **{name: tensor.shape for name, tensor in model.tensors.items()}, **states.expert_shapes()}
         groups = groups_without_shapes(model, optimizers, known)
         if shapeless := [name for group in groups for name, _ in group if name not in known]:
             count, named = len(shapeless), ", ".join(shapeless[:3])
-            notes = [f"{count} parameters and their shapes are in no model file; each of their masters is read as one row: {named}"]
+            note = f"{count} parameters and their shapes are in no model file; each of their masters is read as one row: {named}"
+            parts.builder.add_notes([note])
+            parts.shapeless.update(shapeless)
     _check_groups(states, model, optimizers[0], groups)
-    sharing = [list(process_groups(models, optimizers, number, parameters)) for number, parameters in enumerate(groups)]
-    parts = [
-        part
-        for number, of_group in enumerate(sharing)
-        for process_group in of_group
-        for part in _group_parts(number, process_group, optimizers, rank, locations)
-    ]
-    names = [[name for process_group in of_group for name, _ in process_group.parameters] for of_group in sharing]
-    return Contents(tuple(parts), frozenset(shapeless), tuple(notes), tuple(_param_groups(optimizers, names)))
+    names: list[list[str]] = []
+    for number, parameters in enumerate(groups):
+        sharing = list(process_groups(models, optimizers, number, parameters))
+        for process_group in sharing:
+            _add_group(parts, rank, number, process_group, optimizers)
+        names.append([name for process_group in sharing for name, _ in process_group.parameters])
+    parts.add_param_groups(_param_groups(optimizers, names))
 
 
 def groups_without_shapes(
@@ -90,10 +90,8 @@ def _check_groups(states: RunStates, model: ModelStates, first: OptimizerStates,
         )
 
 
-def _group_parts(
-    number: int, group: ProcessGroup, optimizers: Mapping[int, OptimizerStates], rank: ModelRank, locations: Locations
-) -> Iterator[ParameterPart]:
-    """The masters and states of one flat group, from the ranks that share it."""
+def _add_group(parts: Parts, rank: ModelRank, number: int, group: ProcessGroup, optimizers: Mapping[int, OptimizerStates]) -> None:
+    """Add the masters and states of one flat group, from the ranks that share it."""
     paths, sharing = [optimizers[dp].path for dp in group.ranks], {dp: optimizers[dp].groups[number] for dp in group.ranks}
     if optimizers[group.ranks[0]].zero_stage == 3:
         slices = list(zero3_slices(group.parameters, len(sharing)))
@@ -101,7 +99,7 @@ def _group_parts(
     else:
         slices, needed = _zero2_slices(number, group.parameters, [*sharing.values()], paths)
     counts: dict[str, dict[int, AnyTensor]] = {}
-    buffers = {MASTER: FlatBuffer.of({dp: of_rank.master for dp, of_rank in sharing.items()}, locations)}
+    buffers = {MASTER: FlatBuffer({dp: of_rank.master for dp, of_rank in sharing.items()}, parts.locations)}
     for state in dict.fromkeys(state for of_rank in sharing.values() for state in of_rank.states):
         tensors = {dp: tensor for dp, of_rank in sharing.items() if is_plain_tensor(tensor := of_rank.states.get(state))}
         if tensors and (missing := [path for dp, path in zip(sharing, paths, strict=True) if dp not in tensors]):
@@ -109,7 +107,7 @@ def _group_parts(
         if tensors and next(iter(tensors.values())).shape == ():
             counts[state] = tensors
         elif tensors and all(len(tensor.shape) == 1 for tensor in tensors.values()):
-            buffers[state] = FlatBuffer.of(tensors, locations)
+            buffers[state] = FlatBuffer(tensors, parts.locations)
     for state, buffer in buffers.items():
         buffer.check_size(needed, f"{state} of group {number}")
     for parameter in slices:
@@ -118,12 +116,12 @@ def _group_parts(
             if expert_slice := group.expert_slices.get(parameter.name):
                 shape, shards = expert_slice.fused_shape, expert_slice.in_fused_tensor(shards, shape)
             kind, name = kind_and_name(parameter.name, state)
-            yield ParameterPart(Tensor(name, buffer.dtype, shape, kind, shards), rank)
+            parts.add(rank, Tensor(name, buffer.dtype, shape, kind, shards))
     for state, copies in counts.items():
-        shards, dtype = pieces_of_copies(copies, locations), copies[min(copies)].dtype
+        shards, dtype = pieces_of_copies(copies, parts.locations), copies[min(copies)].dtype
         for parameter in slices:
             kind, name = kind_and_name(parameter.name, state)
-            yield ParameterPart(Tensor(name, dtype, (), kind, shards), rank)
+            parts.add(rank, Tensor(name, dtype, (), kind, shards))
 
 
 def _zero2_slices(
@@ -159,8 +157,8 @@ def _param_groups(optimizers: Mapping[int, OptimizerStates], names: Sequence[Seq
         listed = settings.get("params") if first.zero_stage == 3 else [number]
         listed = listed if isinstance(listed, list) else [number]
         numbers = [group for group in listed if type(group) is int and 0 <= group < len(names)]
-        counts = (states.groups[group].step for states in optimizers.values() for group in numbers)
-        steps = sorted({count for count in counts if count is not None})
+        counts = (states.groups[group].states.get(STEP) for states in optimizers.values() for group in numbers)
+        steps = sorted({count for count in counts if is_count(count)})
         if len(steps) > 1:
             raise mixed_saves(
                 f"the ranks' optimizers have counted {' and '.join(map(str, steps))} steps",

@@ -64,15 +64,35 @@ class TrainingState:
         """The kinds of state that have one element per element of the parameter; step counts are left out."""
         return [kind for kind, key in self.states[name].items() if self.shape(key) == self.shape(name)]
 
-    def model_file_keys(self, dp: int) -> dict[str, Any]:
-        """The keys of a model file beside the tensors: counters, sizes, versions."""
+    @property
+    def ds_config(self) -> Any:
+        """DeepSpeed's config of the source's run; {} if it was another program's."""
+        return self._carried.get("ds_config", {})
+
+    @property
+    def _carried(self) -> dict[str, Any]:
         state = self.content.facts.state
-        carried = {key: state[key] for key in _CARRIED if key in state and is_plain(state[key])}
+        return {key: state[key] for key in _CARRIED if key in state and is_plain(state[key])}
+
+    def model_states(
+        self, module: Mapping[str, Call], buffers: Sequence[str], groups: Iterable[Iterable[str]], dp: int, frozen: Mapping[str, Call]
+    ) -> dict[str, Any]:
+        """The root of a model file: tensors, names, counters, sizes, versions.
+
+        groups: the parameters of each flat group. frozen: the rank's parts of frozen weights.
+        """
         return {
+            "module": module,
+            "buffer_names": buffers,
+            "optimizer": None,
+            "param_shapes": [self.param_shapes(names) for names in groups],
+            "frozen_param_shapes": self.param_shapes(frozen) or None,
+            "shared_params": dict(self.aliases),
+            "frozen_param_fragments": frozen or None,
             "lr_scheduler": None,
             "data_sampler": None,
             "random_ltd": None,
-            "skipped_steps": state.get("skipped_steps", 0),
+            "skipped_steps": self.content.facts.state.get("skipped_steps", 0),
             "global_steps": self.step,
             "global_samples": 0,
             "dp_world_size": dp,
@@ -80,7 +100,7 @@ class TrainingState:
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
             "ds_config": {},
             "ds_version": self.version,
-        } | carried
+        } | self._carried
 
     def loss_scaler_keys(self) -> dict[str, Any]:
         """The keys of an optimizer file for the loss scaler: the source's; without one, a fixed scale of 1."""

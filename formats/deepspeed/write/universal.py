@@ -58,18 +58,8 @@ def _note(training: TrainingState) -> str:
 def _model_file(path: str, training: TrainingState, module: Mapping[str, Tensor]) -> TargetFile:
     """Model states whose module holds these tensors."""
     file = TorchFile(path)
-    return file.close(
-        {
-            "module": {name: file.whole(name, tensor) for name, tensor in module.items()},
-            "buffer_names": list(module),
-            "optimizer": None,
-            "param_shapes": [training.param_shapes(group.names) for group in training.groups],
-            "frozen_param_shapes": None,
-            "shared_params": dict(training.aliases),
-            "frozen_param_fragments": None,
-            **training.model_file_keys(1),
-        }
-    )
+    tensors = {name: file.whole(name, tensor) for name, tensor in module.items()}
+    return file.close(training.model_states(tensors, list(module), [group.names for group in training.groups], 1, {}))
 
 
 def _optimizer_file(path: str, training: TrainingState) -> TargetFile:

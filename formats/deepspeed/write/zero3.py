@@ -135,26 +135,18 @@ class _Run:
             module[name] = file.whole(name, training.content.tensors[name]) if is_buffer else file.tensor(empty)
         for name in frozen:
             parameter = zero3_slice(name, training.shape(name), self.ranks)
-            fragments[name] = file.tensor(self._row(f"frozen.{name}", {name: parameter}, rank))
-        return file.close(
-            {
-                "module": module,
-                "buffer_names": [name for name in training.untrained if name not in frozen],
-                "optimizer": None,
-                "param_shapes": [training.param_shapes(sub_group.names) for sub_group in self.sub_groups],
-                "frozen_param_shapes": training.param_shapes(frozen) or None,
-                "shared_params": dict(training.aliases) if rank == 0 else {},
-                "frozen_param_fragments": fragments or None,
-                **training.model_file_keys(self.ranks),
-            }
-        )
+            fragments[name] = file.tensor(self._row(f"frozen.{name}", training.untrained[name].dtype, {name: parameter}, rank))
+        buffers = [name for name in training.untrained if name not in frozen]
+        states = training.model_states(module, buffers, [sub_group.names for sub_group in self.sub_groups], self.ranks, fragments)
+        return file.close(states if rank == 0 else {**states, "shared_params": {}})
 
     def optimizer_file(self, path: str, rank: int) -> TargetFile:
         """A rank's optimizer states: for each sub-group, one row of masters and one row of each kind of state."""
         file, masters, states, training = TorchFile(path, {"dp": rank}), [], {}, self.training
         for number, sub_group in enumerate(self.sub_groups):
             states[number] = self._states(file, number, rank)
-            masters.append(file.tensor(self._row(f"fp32_flat_groups.{number}", {s.name: s for s in sub_group.slices}, rank)))
+            rows = {parameter.name: parameter for parameter in sub_group.slices}
+            masters.append(file.tensor(self._state_row(f"fp32_flat_groups.{number}", rows, rank)))
         groups = [
             training.settings(group, [i for i, sub_group in enumerate(self.sub_groups) if sub_group.param_group == number])
             for number, group in enumerate(training.groups)
@@ -166,8 +158,7 @@ class _Run:
             "optimizer_state_dict": {"state": states, "param_groups": groups},
             "fp32_flat_groups": masters,
         }
-        keys = training.model_file_keys(self.ranks)
-        return file.close({"optimizer_state_dict": optimizer, **{key: keys[key] for key in ("ds_config", "ds_version")}})
+        return file.close({"optimizer_state_dict": optimizer, "ds_config": training.ds_config, "ds_version": training.version})
 
     def _states(self, file: TorchFile, number: int, rank: int) -> dict[str, Any]:
         """The optimizer's state of a sub-group. One step count serves all parameters."""
@@ -179,10 +170,14 @@ class _Run:
         if first in training.content.step_counts:
             entries[STEP] = training.content.step_counts[first]
         for kind in elementwise:
-            entries[kind] = file.tensor(self._row(f"{kind}.{number}", {training.states[s.name][kind]: s for s in slices}, rank))
+            entries[kind] = file.tensor(self._state_row(f"{kind}.{number}", {training.states[s.name][kind]: s for s in slices}, rank))
         return entries
 
-    def _row(self, name: str, parameters: Mapping[str, FlatSlice], rank: int) -> StoredTensor:
+    def _state_row(self, name: str, parameters: Mapping[str, FlatSlice], rank: int) -> StoredTensor:
+        """A rank's row of masters or states, which have full precision."""
+        return self._row(name, stored_dtype(self.training.content.tensors[next(iter(parameters))]), parameters, rank)
+
+    def _row(self, name: str, dtype: DType, parameters: Mapping[str, FlatSlice], rank: int) -> StoredTensor:
         """A rank's row: its run of elements of each parameter; zeros pad each part. parameters: by the key of the canonical tensor."""
         sections, end = [], 0
         for key, parameter in parameters.items():
@@ -193,7 +188,7 @@ class _Run:
             if math.prod(parameter.shape) == 0 and rank == 0:
                 sections.append(Section(key, Box.whole(parameter.shape), start, strides))
             end = parameter.first_offset + zero3_part_size(parameter.shape, self.ranks)
-        return StoredTensor(name, _row_dtype(next(iter(parameters), None), self.training), (end,), Sections.of(sections))
+        return StoredTensor(name, dtype, (end,), Sections.of(sections))
 
 
 def _frozen_names(training: TrainingState) -> list[str]:
@@ -202,11 +197,3 @@ def _frozen_names(training: TrainingState) -> list[str]:
     if buffers is not None:
         return [name for name in training.untrained if name not in buffers]
     return [name for name in training.untrained if model is not None and name in model.weights]
-
-
-def _row_dtype(key: str | None, training: TrainingState) -> DType:
-    """The element type of a row that starts with that tensor: frozen weights keep theirs, masters and states have full precision."""
-    tensor = training.content.tensors.get(key or "")
-    if tensor is None:
-        return F32
-    return tensor.dtype if key in training.untrained and key not in training.content.states else stored_dtype(tensor)

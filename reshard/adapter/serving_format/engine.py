@@ -108,10 +108,14 @@ class ServingEngine(Format):
         """
         from reshard.serving.legality import check_served
 
-        target.parallel.allow(*self.sizes, what=f"{self.engine}'s files, which are split by {', '.join(self.sizes)} only")
+        self.check_sizes(target.parallel)
         rules = self.rules(model, target)
         check_served(model, rules)
         return rules
+
+    def check_sizes(self, parallel: Parallel) -> None:
+        """Raises RequestError for a size that its files cannot have."""
+        parallel.allow(*self.sizes, what=f"{self.engine}'s files, which are split by {', '.join(self.sizes)} only")
 
     def detect(self, files: Files) -> str | None:
         return next((path for path in files.list() if self.file_pattern.fullmatch(path)), None)

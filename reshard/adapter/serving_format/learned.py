@@ -78,9 +78,7 @@ def lay_out(serving_format: ServingEngine, layout: LearnedLayout, content: Conte
     from reshard.adapter.serving_format.writing import about_values, rank_files
 
     parallel = target.parallel
-    parallel.allow(
-        *serving_format.sizes, what=f"{serving_format.engine}'s files, which are split by {', '.join(serving_format.sizes)} only"
-    )
+    serving_format.check_sizes(parallel)
     check_engine(layout, serving_format.name, target.engine_version)
     if content.states:
         raise RequestError(f"{serving_format.engine} loads weights, no optimizer state", do="Leave out `optimizer=True`")
@@ -97,7 +95,7 @@ def lay_out(serving_format: ServingEngine, layout: LearnedLayout, content: Conte
     files = rank_files(serving_format, target, lambda tp_rank, pp_rank: layout.rank_tensors(parallel, tp_rank, pp_rank, dtypes))
     stored = {dtypes.get(name, template.dtype): None for name, template in templates.items() if template.parts}
     needed = serving_format.keys_for_ranks(companions.config or {}, content.weights)
-    companions, config_notes = companions.with_keys(needed, serving_format.engine)
+    companions, config_notes = companions.with_keys(needed, f"since {serving_format.engine} needs it")
     sidecars = companions.sidecars(stored, target.dtype or layout.dtype)
     unused = {name: f"{serving_format.engine}'s own loader does not read it" for name in content.weights if name not in used}
     note = f"by a layout learned from {serving_format.engine} {layout.engine_version} ({layout.model_class}, build for {layout.platform})"

@@ -152,7 +152,10 @@ def _placed(
         rank = f"stage {pp_rank}, rank {tp_rank}" if has_stages else f"rank {tp_rank}"
         for file, item in _matched(expected(tp_rank, pp_rank), rank_headers, rank):
             placed.append((file, item))
-            placed.extend((file, alias) for alias in _aliases_of(item, aliases))
+            # Again, under the names of aliases: canonical tensors with the same values that are not stored.
+            named = item.tensor.sections if aliases else ()
+            if sections := [replace(section, name=aliases[section.name]) for section in named if section.name in aliases]:
+                placed.append((file, replace(item, tensor=replace(item.tensor, sections=Sections.of(sections)))))
     return placed
 
 
@@ -184,15 +187,6 @@ def _matched(expected: tuple[StoredTensor, ...], headers: Headers, rank: str) ->
             why="The engine would refuse to start",
             do="Remove the files of other conversions from the directory, or check the config",
         )
-
-
-def _aliases_of(item: PlacedTensor, aliases: Mapping[str, str]) -> Iterator[PlacedTensor]:
-    """The tensor again, under the names of its aliases: canonical tensors with the same values that are not stored."""
-    sections = (
-        [replace(section, name=aliases[section.name]) for section in item.tensor.sections if section.name in aliases] if aliases else []
-    )
-    if sections:
-        yield replace(item, tensor=replace(item.tensor, sections=Sections.of(sections)))
 
 
 def _with_stored_dtype(tensor: StoredTensor, dtype: DType) -> StoredTensor:

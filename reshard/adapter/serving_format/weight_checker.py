@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -120,6 +120,22 @@ class WeightChecker(ABC):
     def read(self, answer: Mapping[str, Any]) -> dict[str, str]:
         """The digests in an answer, by key. Raises KeyError, TypeError or ValueError if it is no answer of this checker."""
 
+    def digests_in(self, answer: object, *, where: str) -> dict[str, str]:
+        """The digests, by key, in what the server answered, which is not trusted. Raises CheckpointError if no checker answers so."""
+        try:
+            if isinstance(answer, dict) and (found := self.read(answer)):
+                for key in found:
+                    split_key(key)
+                return found
+        except (KeyError, TypeError, ValueError):
+            pass
+        raise CheckpointError(
+            "this is not the answer of a weight checker",
+            where=where,
+            why='It should be {"checksums": {name: digest}}, or for SGLang {"ranks": [...]}',
+            do="If the server answered 404, start it with VLLM_SERVER_DEV_MODE=1 in its environment, and ask again",
+        )
+
     @abstractmethod
     def about(self, info: Mapping[str, Any]) -> ServerFacts:
         """What the weights depend on, in the server's description of itself. Raises as `read` does."""
@@ -127,27 +143,6 @@ class WeightChecker(ABC):
     @abstractmethod
     def document(self, digests: Mapping[str, str]) -> dict[str, Any]:
         """Digests in the form in which the engine's programs take them."""
-
-
-def digests_in(answer: object, checkers: Iterable[WeightChecker], *, where: str) -> dict[str, str]:
-    """The digests, by key, in what a weight checker answered. The answer is not trusted.
-
-    Raises: CheckpointError if no checker answers so.
-    """
-    for checker in checkers:
-        try:
-            if isinstance(answer, dict) and (found := checker.read(answer)):
-                for key in found:
-                    split_key(key)
-                return found
-        except (KeyError, TypeError, ValueError):
-            continue
-    raise CheckpointError(
-        "this is not the answer of a weight checker",
-        where=where,
-        why='It should be {"checksums": {name: digest}}, or for SGLang {"ranks": [...]}',
-        do="If the server answered 404, start it with VLLM_SERVER_DEV_MODE=1 in its environment, and ask again",
-    )
 
 
 def texts(value: object) -> dict[str, str]:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.adapter.format import MAX_SHARD_SIZE
 from reshard.adapter.model_files import CONFIG, ModelFiles
@@ -47,14 +47,18 @@ def lay_out(serving_format: ServingEngine, content: Content, target: Target, com
     companions, class_notes = companions.completed(model.architecture)
     needed = {key: value for key, value in rules.config_defaults if not companions.states(key)}
     needed |= serving_format.keys_for_ranks(companions.config or {}, content.tensors)
-    companions, config_notes = companions.with_keys(needed, rules.engine)
+    companions, config_notes = companions.with_keys(needed, f"since {rules.engine} needs it")
+    sidecars = companions.sidecars(stored.values())
+    if engine_config is not None:
+        config = Sidecar(CONFIG, (json.dumps(engine_config, indent=4) + "\n").encode())
+        sidecars = (*(sidecar for sidecar in sidecars if sidecar.path != CONFIG), config)
     layers_left_out = layers_not_served(model) | {
         name: reason for name in content.besides_model if (reason := model.reason_not_served(name))
     }
     return Layout(
         serving_format.name,
         tuple(rank_files(serving_format, target, lambda tp, pp: rank_tensors(model, stored, rules, target.parallel, tp, pp))),
-        _sidecars(companions, stored, engine_config),
+        sidecars,
         target.parallel,
         (
             *serving_format.notes(model, target),
@@ -103,15 +107,6 @@ def _check_content(content: Content, model: Model, rules: EngineRules) -> None:
             why=f"{rules.engine} loads such a checkpoint with the scale 1, but its files of ranks need a value",
             do="Convert to hf, which engines load as well, or add `dequantize=True`",
         )
-
-
-def _sidecars(companions: ModelFiles, dtypes: Mapping[str, DType], engine_config: dict[str, Any] | None) -> tuple[Sidecar, ...]:
-    """The small files beside the weights, the config last: the engine's own, or the Hugging Face config if there is none."""
-    sidecars = companions.sidecars(dtypes.values())
-    if engine_config is None:
-        return sidecars
-    config = Sidecar(CONFIG, (json.dumps(engine_config, indent=4) + "\n").encode())
-    return (*(sidecar for sidecar in sidecars if sidecar.path != CONFIG), config)
 
 
 def _about_left_out(left_out: Mapping[str, str], content: Content) -> tuple[str, ...]:
