@@ -161,6 +161,8 @@ class LearnedStage:
 class LearnedSizes:
     """Parallel sizes that were traced together."""
 
+    JSON = "tp pp ep=has_ep withheld"
+
     tp: tuple[int, ...]
     """Tensor-parallel sizes."""
     pp: int
@@ -175,6 +177,8 @@ class LearnedSizes:
 @value(slots=False)
 class LearnedLayout:
     """What every rank of an engine holds of one model."""
+
+    JSON = "schema_version engine engine_version platform model_class dtype=dtype.name config counts sizes softened"
 
     engine: str
     """The engine's format, such as vllm."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
 from reshard.geometry.value import value
@@ -116,20 +116,19 @@ def _fitted(points: tuple[tuple[TpRank, int], ...]) -> Number | None:
     found = {number for _, number in points}
     if len(found) == 1:
         return found.pop()
-    most = max(tp for (tp, _), _ in points)
-    for heads in (0, *range(1, most)):
-        for rule in _shares(points, heads):
-            if _gives(rule, points):
-                return rule
-    if (both := _sum(points, most)) is not None:
-        return both
-    total = max(_sums(points))
-    if _gives(OnFirst(points[0][1]), points):
-        return OnFirst(points[0][1])
-    for padded in (-(-total // 64) * 64, *(-(-total // multiple) * multiple for multiple in sorted({tp for (tp, _), _ in points}))):
-        if _gives(Rest(total, padded), points):
-            return Rest(total, padded)
-    return None
+    return next((rule for rule in _candidates(points) if _gives(rule, points)), None)
+
+
+def _candidates(points: tuple[tuple[TpRank, int], ...]) -> Iterator[Rule]:
+    """The rules that may give these numbers, the simplest first."""
+    sizes = sorted({tp for (tp, _), _ in points})
+    for heads in range(sizes[-1]):
+        yield from _shares(points, heads)
+    yield from _sums(points)
+    yield OnFirst(points[0][1])
+    total = max(sum(number for (other, _), number in points if other == tp) for tp in sizes)
+    for multiple in (64, *sizes):
+        yield Rest(total, -(-total // multiple) * multiple)
 
 
 def _shares(points: tuple[tuple[TpRank, int], ...], heads: int) -> list[Share]:
@@ -146,25 +145,18 @@ def _shares(points: tuple[tuple[TpRank, int], ...], heads: int) -> list[Share]:
     return found
 
 
-def _sum(points: tuple[tuple[TpRank, int], ...], most: int) -> Sum | None:
-    """The sum of a share of all ranks and a share of some heads that gives these numbers; None if there is none."""
-    sizes = {tp: value for (tp, _), value in points}
-    if len(sizes) < 2:
-        return None
-    (one, first), *_, (other, last) = sorted(sizes.items())
-    for heads in range(1, most):
+def _sums(points: tuple[tuple[TpRank, int], ...]) -> Iterator[Sum]:
+    """The sums of a share of all ranks and a share of some heads that give the numbers of the first and the last size."""
+    sizes = sorted({tp: value for (tp, _), value in points}.items())
+    (one, first), (other, last) = sizes[0], sizes[-1]
+    for heads in range(1, other):
         # first = a / one + b / min(one, heads), last = a / other + b / min(other, heads)
         few, many = min(one, heads), min(other, heads)
-        if not (factor := one * many - other * few):
-            continue
-        second, rest = divmod((first * one - last * other) * few * many, factor)
-        total = first * one - second * one // few
-        if rest or second <= 0 or total <= 0:
-            continue
-        rule = Sum(Share(total, None), Share(second, None, heads))
-        if _gives(rule, points):
-            return rule
-    return None
+        if factor := one * many - other * few:
+            second, rest = divmod((first * one - last * other) * few * many, factor)
+            total = first * one - second * one // few
+            if not rest and second > 0 and total > 0:
+                yield Sum(Share(total, None), Share(second, None, heads))
 
 
 def heads_of(number: Number) -> tuple[int, ...]:
@@ -172,14 +164,6 @@ def heads_of(number: Number) -> tuple[int, ...]:
     if isinstance(number, Sum):
         return number.first.heads, number.second.heads
     return (number.heads,) if isinstance(number, Share) else ()
-
-
-def _sums(points: tuple[tuple[TpRank, int], ...]) -> list[int]:
-    """For each size, the sum of the numbers on all its ranks."""
-    sums: dict[int, int] = {}
-    for (tp, _), value in points:
-        sums[tp] = sums.get(tp, 0) + value
-    return list(sums.values())
 
 
 def _gives(rule: Rule, points: tuple[tuple[TpRank, int], ...]) -> bool:
