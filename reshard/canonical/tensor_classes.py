@@ -185,13 +185,10 @@ def _kind_of_tensor(tensor: Tensor, trained: frozenset[str]) -> Kind:
 def stored_models(index: Index) -> tuple[StoredModel, ...]:
     """The models of a classified index, the main one first. One entry, or none, if the checkpoint holds a single model."""
     tensors: dict[str | None, list[Tensor]] = {}
+    copied = {tensor.name for tensor in index.tensors if tensor.kind in ("weight", "buffer", "other", "adapter")}
     for tensor in index.tensors:
-        if tensor.kind in ("weight", "buffer", "other"):
+        if tensor.kind in ("weight", "buffer", "other") or (tensor.kind == "master" and tensor.name not in copied):
             tensors.setdefault(root_of(tensor.name) if tensor.kind == "other" else None, []).append(tensor)
-    if masters := [tensor for tensor in index.tensors if tensor.kind == "master"]:
-        copied = {tensor.name for tensor in index.tensors if tensor.kind in ("weight", "buffer", "other", "adapter")}
-        if alone := [tensor for tensor in masters if tensor.name not in copied]:
-            tensors.setdefault(None, []).extend(alone)
     return tuple(
         StoredModel(
             root=root or _MAIN,
@@ -262,4 +259,5 @@ def _of_another_model(tensor: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
 
 def is_of_optimizer(tensor: Tensor, weights: Mapping[str, Tensor]) -> bool:
     """Whether a tensor of kind "state" belongs to an optimizer: to a parameter, or to the optimizer itself."""
-    return is_state_key(tensor.name) or root_of(tensor.name) in OPTIMIZER_ROOTS or tensor.name.rpartition(".")[0] in weights
+    of_optimizer = is_state_key(tensor.name) or root_of(tensor.name) in OPTIMIZER_ROOTS or tensor.name.rpartition(".")[0] in weights
+    return tensor.kind == "state" and of_optimizer

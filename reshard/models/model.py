@@ -426,29 +426,20 @@ class Model:
 
     def reason_to_drop(self, name: str) -> str | None:
         """Why a tensor of that name is left out on purpose; None if it is not. Weights of the model never are."""
-        if name in self.weights:
-            return None
-        return next((reason for pattern, reason in self._dropped if pattern.fullmatch(name)), None)
-
-    @cached_property
-    def _dropped(self) -> list[tuple[re.Pattern[str], str]]:
-        return [(re.compile(pattern), reason) for pattern, reason in self.architecture.dropped.items()]
+        return self._reason(name, self.architecture.dropped)
 
     def reason_not_served(self, name: str) -> str | None:
         """Why serving engines leave out a tensor that a checkpoint may contain besides the weights; None for other names."""
-        if name in self.weights:
-            return None
-        matches = ((pattern.fullmatch(name), reason) for pattern, reason in self._carried)
-        return next((reason for found, reason in matches if found and self._is_after_layers(found)), None)
+        return self._reason(name, self.architecture.carried)
 
-    @cached_property
-    def _carried(self) -> list[tuple[re.Pattern[str], str]]:
-        return [(re.compile(pattern), reason) for pattern, reason in self.architecture.carried.items()]
-
-    def _is_after_layers(self, found: re.Match[str]) -> bool:
-        """Whether the layer that `{mtp}` stands for in a declared name comes after the last layer; True without `{mtp}`."""
-        layer = found.groupdict().get("mtp")
-        return layer is None or int(layer) >= self.dimensions["layers"]
+    def _reason(self, name: str, reasons: Mapping[str, str]) -> str | None:
+        """The reason for a tensor that is no weight of the model. The layer that {mtp} stands for in a pattern comes after the last one."""
+        for pattern, reason in reasons.items() if name not in self.weights else ():
+            if found := re.fullmatch(pattern, name):
+                layer = found.groupdict().get("mtp")
+                if layer is None or int(layer) >= self.dimensions["layers"]:
+                    return reason
+        return None
 
     def is_in_layer(self, name: str) -> bool:
         """Whether a name lies in one of the numbered layers that the architecture declares."""
@@ -623,7 +614,7 @@ def _block_list(weight: Weight) -> tuple[str | None, bool, str]:
     return weight.counted_by, "{layer}" in weight.name, weight.name.partition("{")[0] if weight.counted_by else ""
 
 
-def numbered(pattern: str, layer: int | None, expert: int | None) -> str:
+def numbered(pattern: str, layer: int | None, expert: int | None = None) -> str:
     """The name that a pattern with {layer} and {expert} stands for."""
     return pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
