@@ -125,8 +125,12 @@ def _answer_rank(answer: TextIO, case: Case, rank: int, work: Callable[[int], di
 
 def headers(folder: Path) -> Header:
     """Name -> element type and shape of every tensor in a folder's safetensors files, by their headers alone."""
+    paths, index = sorted(folder.glob("*.safetensors")), folder / "model.safetensors.index.json"
+    if len(paths) > 1 and index.exists():  # engines read the files of the index
+        named = set(json.loads(index.read_text())["weight_map"].values())
+        paths = [path for path in paths if path.name in named]
     found: Header = {}
-    for path in _weight_files(folder):
+    for path in paths:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
@@ -134,16 +138,6 @@ def headers(folder: Path) -> Header:
             if name != "__metadata__":
                 found[name] = entry["dtype"], tuple(entry["shape"])
     return found
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that engines read: those of the index, where there is one."""
-    paths = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if len(paths) > 1 and index.exists():
-        named = set(json.loads(index.read_text())["weight_map"].values())
-        paths = [path for path in paths if path.name in named]
-    return paths
 
 
 def trace(engine: Engine, config: Any, case: Case, rank: int, sources: Header) -> dict[str, Any]:

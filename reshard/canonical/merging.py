@@ -297,11 +297,13 @@ class _Factors:
 
     def _of_a(self, expert: int, start: int, stop: int, *, as_rows: bool) -> Tensor:
         """Some columns of A for an expert: as [r, columns], or transposed as the factor of rows."""
-        return _matrix(self.a, (expert * self.rank, start), (self.rank, stop - start), 1, transposed=as_rows)
+        axes = (self.rank, 0, 1), (stop - start, 1, 1)
+        return _part(self.a, (expert * self.rank, start), axes[::-1] if as_rows else axes)
 
     def _of_b(self, expert: int, start: int, stop: int, *, as_rows: bool) -> Tensor:
         """Some rows of B for an expert: as [rows, r], or transposed as the factor of columns."""
-        return _matrix(self.b, (start, expert), (stop - start, self.rank), self.experts, transposed=not as_rows)
+        axes = (stop - start, 0, 1), (self.rank, 1, self.experts)
+        return _part(self.b, (start, expert), axes if as_rows else axes[::-1])
 
 
 def _fitting(arrays: Mapping[str, Mosaic], a: Tensor, b: Tensor, *, flipped: bool) -> list[str]:
@@ -314,12 +316,6 @@ def _fitting(arrays: Mapping[str, Mosaic], a: Tensor, b: Tensor, *, flipped: boo
             if (b.shape[0], a.shape[1]) == (out, into) and a.shape[0] == b.shape[1] and a.shape[0] % math.prod(experts) == 0:
                 fitting.append(name)
     return fitting
-
-
-def _matrix(tensor: Tensor, at: tuple[int, int], sizes: tuple[int, int], step: int, *, transposed: bool) -> Tensor:
-    """A part of a matrix, with every `step`-th column, as a tensor; transposed if asked for."""
-    axes = ((sizes[0], 0, 1), (sizes[1], 1, step))
-    return _part(tensor, at, axes[::-1] if transposed else axes)
 
 
 def _part(tensor: Tensor, at: tuple[int, ...], axes: tuple[tuple[int, int, int], ...]) -> Tensor:
