@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from itertools import groupby
@@ -155,27 +155,6 @@ def _too_large(what: str, limit: int) -> RequestError:
         why="No known model comes close, so the file is damaged or was made by hand",
         do="Give the model's own config with `model=DIR`",
     )
-
-
-@value
-class _NamesInLayer:
-    """The names in one layer that follow from a pattern: one for each expert, or a single one."""
-
-    pattern: str
-    """The name with {layer} and {expert} in place of these numbers."""
-    front: str
-    """The name up to the number of the expert; all of it if it has none."""
-    back: str | None
-    """What follows that number."""
-
-    @classmethod
-    def of(cls, pattern: str, layer: int | None) -> _NamesInLayer:
-        front, number, back = pattern.replace("{layer}", str(layer)).partition("{expert}")
-        return cls(pattern, front, back if number else None)
-
-    def of_expert(self, expert: int | None) -> str:
-        """The name in an expert. The names of tensors are compared with it a million times, so equal ones are one object."""
-        return intern(self.front if self.back is None else f"{self.front}{expert}{self.back}")
 
 
 class Dimensions(dict[str, int]):
@@ -384,7 +363,6 @@ class Model:
     @cached_property
     def weights(self) -> dict[str, ModelWeight]:
         """The weights by canonical name, in the order of the model's parameters. A tied head is not among them."""
-        absent = {self.architecture.tied[0]} if self.is_tied else set()
         found: dict[str, ModelWeight] = {}
         for weight in self._all_weights():
             if found.setdefault(weight.name, weight) is not weight:
@@ -394,8 +372,8 @@ class Model:
                     why="The layers of the two have this one in common",
                     do="Compare the sets of layers in the declaration with the config",
                 )
-        for name in absent:
-            found.pop(name, None)
+        if self.is_tied:
+            found.pop(self.architecture.tied[0], None)
         return found
 
     def parts(self, *, keep_fused: frozenset[str] = frozenset()) -> tuple[Part, ...]:
@@ -513,20 +491,20 @@ class Model:
             alike = []
             for weight, shape in run:
                 pattern = weight.name.format(layer="{layer}", expert="{expert}", **numbers) if numbers else weight.name
-                forms = [self._components(form, pattern, shape, layer) for form in self._forms(weight, pattern)]
-                alike.append((weight, shape, _NamesInLayer.of(pattern, layer), forms))
+                forms = [(form, self._components(form, pattern, shape, layer)) for form in self._forms(weight, pattern)]
+                alike.append((weight, shape, pattern, _names_in(layer, pattern), forms))
             for expert in range(self.dimensions["experts"]) if is_expert else (None,):
-                for weight, shape, names, forms in alike:
-                    name = names.of_expert(expert)
+                for weight, shape, pattern, name_in, forms in alike:
+                    name = name_in(expert)
                     form = self.quantization.form_of(name) if self.quantization and forms else None
                     if form is None:
-                        yield ModelWeight(name, weight.role, shape, layer, weight, names.pattern, expert, optional)
+                        yield ModelWeight(name, weight.role, shape, layer, weight, pattern, expert, optional)
                         continue
-                    for component, stored, its, implied in next(components for of_form, components in forms if of_form is form):
-                        name = its.of_expert(expert)
-                        yield ModelWeight(name, weight.role, stored, layer, weight, its.pattern, expert, optional, form, component, implied)
+                    for component, stored, its, its_name, implied in next(components for of_form, components in forms if of_form is form):
+                        name = its_name(expert)
+                        yield ModelWeight(name, weight.role, stored, layer, weight, its, expert, optional, form, component, implied)
                     if weight.role == "attention.o" and self.quantization:
-                        module = names.pattern.removesuffix(".weight").rpartition(".")[0]
+                        module = pattern.removesuffix(".weight").rpartition(".")[0]
                         for component in self.quantization.cache_scales:
                             pattern, role = f"{module}.{component.kind}", f"attention.{component.kind.rpartition('.')[2]}"
                             name, stored = numbered(pattern, layer, expert), component.single_shape
@@ -541,11 +519,11 @@ class Model:
     @staticmethod
     def _components(
         form: StoredForm, pattern: str, shape: tuple[int, ...], layer: int | None
-    ) -> tuple[StoredForm, list[tuple[Component, tuple[int, ...], _NamesInLayer, bytes | None]]]:
-        """The components of a weight in a form: each with its shape, its names, and its bytes if they are implied."""
+    ) -> list[tuple[Component, tuple[int, ...], str, Callable[[int | None], str], bytes | None]]:
+        """The components of a weight in a form: each with its shape, its pattern and its names, and its bytes if they are implied."""
         of_weight = (*shape[:-2], shape[-1], shape[-2]) if form.transposed else shape
-        return form, [
-            (component, component.shape(of_weight), _NamesInLayer.of(name, layer), form.implied(component, of_weight))
+        return [
+            (component, component.shape(of_weight), name, _names_in(layer, name), form.implied(component, of_weight))
             for name, component in form.names(pattern).items()
         ]
 
@@ -612,6 +590,12 @@ def _as_weight(array: Mosaic, component: Component) -> Mosaic:
 def _block_list(weight: Weight) -> tuple[str | None, bool, str]:
     """The dimension that a weight's name counts, whether it is in a layer, and the list of blocks that it belongs to."""
     return weight.counted_by, "{layer}" in weight.name, weight.name.partition("{")[0] if weight.counted_by else ""
+
+
+def _names_in(layer: int | None, pattern: str) -> Callable[[int | None], str]:
+    """A function from an expert to its name in one layer. Equal names are one object, since they are compared a million times."""
+    front, number, back = pattern.replace("{layer}", str(layer)).partition("{expert}")
+    return (lambda expert: intern(f"{front}{expert}{back}")) if number else (lambda _: intern(front))
 
 
 def numbered(pattern: str, layer: int | None, expert: int | None = None) -> str:

@@ -12,6 +12,7 @@ from reshard.serving.capacity import DegreeReport, DegreeRow, Stage
 from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, NamedTemplate, TensorTemplate, filled
 from reshard.serving.learned.learn import config_digests
 from reshard.serving.learned.numbers import NoRule, TpRank, values
+from reshard.serving.legality import check_expert_parallel
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -84,12 +85,7 @@ def _does_not_fit(layout: LearnedLayout, name: str, what: str) -> RequestError:
 
 def check_sizes(layout: LearnedLayout, parallel: Parallel) -> None:
     """Raises RequestError, with the reason, if the layout does not say what ranks hold at these sizes."""
-    if parallel.ep > 1 and parallel.ep != parallel.tp:
-        raise RequestError(
-            f"`ep={parallel.ep}` with `tp={parallel.tp}`: {layout.engine} distributes experts over the tensor-parallel ranks",
-            do=f"Give `ep={parallel.tp}`, or leave it out",
-            id="illegal-sizes",
-        )
+    check_expert_parallel(parallel, layout.engine)
     if reason := size_problem(layout, parallel):
         raise RequestError(
             f"the layout does not cover {parallel}: {reason}",
