@@ -9,7 +9,6 @@ import math
 import os
 import struct
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
@@ -113,14 +112,13 @@ def _in_forks(answer: TextIO, case: Case, ranks: Iterable[int], work: Callable[[
 def _answer_rank(answer: TextIO, case: Case, rank: int, work: Callable[[int], dict[str, Any]]) -> None:
     # The process ends soon, and a rank of a large model makes millions of objects that stay.
     gc.disable()
-    began = time.process_time()
     try:
         document = {"case": asdict(case), "rank": rank, **work(rank)}
     except BaseException as error:
         if os.environ.get("RESHARD_TRACER_DEBUG"):
             traceback.print_exc()
         document = {"case": asdict(case), "rank": rank, "failed": _reason(error)}
-    _say(answer, {**document, "seconds": round(time.process_time() - began, 2)})
+    _say(answer, document)
 
 
 def headers(folder: Path) -> Header:
@@ -157,7 +155,6 @@ def trace(engine: Engine, config: Any, case: Case, rank: int, sources: Header) -
             "dtype": loaded.dtype,
             "tensors": dict(_tensors(engine, loaded, recorder, sources)),
             "softened": loaded.softened,
-            "operations": recorder.operations,
         }
 
 

@@ -42,7 +42,7 @@ def with_adapter_merged(content: Content, path: str, settings: LoraSettings, ten
     not fit together; RequestError for quantized weights that are not dequantized.
     """
     settings.check_mergeable()
-    merge = _Merge(content, path, settings)
+    merge = _Merge(content, path, settings, Names(content.model) if content.model else None)
     modules: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         factor = adapter_name(name)
@@ -73,15 +73,12 @@ class _Merge:
     """The directory of the adapter."""
     settings: LoraSettings
     """Its settings."""
+    names: Names | None
+    """The names of the base model; None if its architecture is not declared."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """The tensors of the base that change."""
     drops: list[Drop] = field(default_factory=list)
     """The tensors that are not needed."""
-    names: Names | None = None
-    """The names of the base model; None if its architecture is not declared."""
-
-    def __post_init__(self) -> None:
-        self.names = Names(self.base.model) if self.base.model else None
 
     def content(self) -> Content:
         """The content after the merge."""
@@ -162,7 +159,9 @@ class _Merge:
             if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2:
                 raise self._misfit(next(iter(factors.values())), "the adapter needs the matrices lora_A.weight and lora_B.weight here")
             pairs.append((a, b))
-        flipped = self._is_flipped(module, arrays, pairs)
+        # Whether the updates are the transposes of B x A is seen at the shapes, unless all are square.
+        ways = [way for way in (False, True) if all(len(_fitting(arrays, a, b, flipped=way)) == 1 for a, b in pairs)]
+        flipped = ways[0] if len(ways) == 1 else self._is_transposed(module, arrays)
         for a, b in pairs:
             fitting = _fitting(arrays, a, b, flipped=flipped)
             if len(fitting) != 1:
@@ -181,11 +180,6 @@ class _Merge:
                 of_expert = tile.cut(0, number, number + 1) if of_experts else tile
                 assert of_expert is not None
                 self._add(of_expert, pair.update(of_expert, number, flipped=flipped and of_experts), a)
-
-    def _is_flipped(self, module: str, arrays: Mapping[str, Mosaic], pairs: list[tuple[Tensor, Tensor]]) -> bool:
-        """Whether the updates of a module's parameters are the transposes of B x A: seen at the shapes, unless all are square."""
-        ways = [way for way in (False, True) if all(len(_fitting(arrays, a, b, flipped=way)) == 1 for a, b in pairs)]
-        return ways[0] if len(ways) == 1 else self._is_transposed(module, arrays)
 
     def _is_transposed(self, module: str, arrays: Mapping[str, Mosaic]) -> bool:
         """Whether PEFT takes a module's square matrices as [in, out]: seen at a sibling that is not square, and whose class says so."""
@@ -225,7 +219,7 @@ class _Merge:
         return array
 
     def _trained_on(self) -> str:
-        base = self.settings.base_model
+        base = self.settings.config.get("base_model_name_or_path")
         return f"; its adapter_config.json names {base}" if base else ""
 
     def _misshapen(self, tensor: Tensor, shape: tuple[int, ...], array: Mosaic, what: str) -> CheckpointError:

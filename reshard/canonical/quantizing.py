@@ -149,13 +149,7 @@ def _components(weight: Tensor, form: StoredForm, recipe: str, types: tuple[DTyp
 
 
 def _transposed(weight: Tensor) -> Tensor:
-    """A weight [..., in, out] as [..., out, in]: its pieces with the last two axes exchanged."""
-    shards = weight.shards
-    axes = [*range(len(weight.shape) - 2), len(weight.shape) - 1, len(weight.shape) - 2]
-
-    def extent(i: int) -> Extent:
-        stored = shards.extent(i)
-        return replace(stored, strides=tuple(stored.strides[axis] for axis in axes))
-
-    turned = shards.replaced(offsets=shards.offsets[:, axes], sizes=shards.sizes[:, axes], extent=extent)
-    return replace(weight, shape=tuple(weight.shape[axis] for axis in axes), shards=turned)
+    """A weight [..., in, out] as [..., out, in]."""
+    *experts, into, out = ((size, axis, 1) for axis, size in enumerate(weight.shape))
+    axes = (*experts, out, into)
+    return replace(weight, shape=tuple(size for size, _, _ in axes), shards=weight.shards.strided((0,) * len(axes), axes))
