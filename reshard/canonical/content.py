@@ -351,9 +351,7 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
         check_trainer(content.weights, model)
         needs = f"a {model.architecture.model_type} model needs it"
         raise IncompleteError(
-            f"the checkpoint has no such weight; {needs} and {len(missing) - 1} other missing weights"
-            if len(missing) > 1
-            else f"the checkpoint has no such weight; {needs}",
+            f"the checkpoint has no such weight; {needs}" + (f" and {len(missing) - 1} other missing weights" if len(missing) > 1 else ""),
             where=missing[0],
             why=f"It has, for example, {unknown[0]}, which this model does not have" if unknown else "An engine would serve unset memory",
             do=_prefix_hint(unknown, model) or "Check that all files of the save are there, and that `model=` is this model's config",

@@ -51,7 +51,7 @@ _MODEL_NAMES = frozenset(
      "policy", "policy_model", "value_model", "teacher", "student", "teacher_model", "student_model"}
 )  # fmt: skip
 # Keys under which trainers keep state that is neither the model's nor the optimizer's: torchtitan, accelerate, Lightning, verl, DeepSpeed.
-_RUN_ROOTS = frozenset(
+RUN_ROOTS = frozenset(
     {"train_state", "trainer_state", "train_progress", "trainer", "training_state", "extra", "extra_state", "lr_scheduler", "scheduler",
      "lr_schedulers", "schedulers", "opt_param_scheduler", "dataloader", "train_dataloader", "data_loader", "data_sampler", "sampler",
      "batch_sampler", "data_state", "data_iterator", "rng", "rng_state", "rng_states", "random", "random_state", "random_states",
@@ -105,11 +105,6 @@ def root_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def is_run_root(root: str) -> bool:
-    """Whether trainers keep state of the run under this key."""
-    return root in _RUN_ROOTS
-
-
 def classified(index: Index, model: Model | None) -> Index:
     """The index in which every tensor that a format takes for a weight has its class as its kind. `index` itself if all are weights."""
     weights = [tensor for tensor in index.tensors if tensor.kind == "weight"]
@@ -134,14 +129,15 @@ def _kind_under_root(root: str, by_root: Mapping[str, list[Tensor]], beside: Ite
     by_root: the weights of each root. beside: the keys beside the model. trained: the names of the tensors with moments.
     """
     tensors = by_root[root]
-    has_weights = any(tensor.name in trained or _looks_like_weight(tensor) for tensor in tensors)
+    like_weights = (each for each in tensors if len(each.shape) > 1 or (each.shape and _WEIGHT_LIKE.search(each.name)))
+    has_weights = any(tensor.name in trained for tensor in tensors) or any(map(_is_number, like_weights))
     if root in beside:
-        return "other" if has_weights and root not in _RUN_ROOTS else "state"
-    if root in _RUN_ROOTS and not has_weights:
+        return "other" if has_weights and root not in RUN_ROOTS else "state"
+    if root in RUN_ROOTS and not has_weights:
         return "state"
-    if root in _EMA_ROOTS and by_root.keys() - _EMA_ROOTS - _RUN_ROOTS and not any(tensor.name in trained for tensor in tensors):
+    if root in _EMA_ROOTS and by_root.keys() - _EMA_ROOTS - RUN_ROOTS and not any(tensor.name in trained for tensor in tensors):
         return "other"
-    models = by_root.keys() - _EMA_ROOTS - _RUN_ROOTS
+    models = by_root.keys() - _EMA_ROOTS - RUN_ROOTS
     return "other" if len(models) > 1 and models <= _MODEL_NAMES and root in models else None
 
 
@@ -153,10 +149,6 @@ def _copies(by_root: Mapping[str, list[Tensor]], model: Model, trained: frozense
         inner = (name.removeprefix(f"{root}.") for name in stored)
         if trained.isdisjoint(stored) and any(name in model.weights and model.is_in_layer(name) for name in inner):
             yield root
-
-
-def _looks_like_weight(tensor: Tensor) -> bool:
-    return _is_number(tensor) and (len(tensor.shape) > 1 or (bool(tensor.shape) and _WEIGHT_LIKE.search(tensor.name) is not None))
 
 
 def _is_number(tensor: Tensor) -> bool:

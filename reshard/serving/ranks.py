@@ -21,7 +21,7 @@ from reshard.models.engine_rules import EngineRules, Fusion
 from reshard.models.model import LayerKind, Model, Part
 from reshard.models.splits import shard
 from reshard.models.stored_forms import Component
-from reshard.serving.weights import KEPT_ONCE, model_dtype, parts_by_kind, split_rules, with_split
+from reshard.serving.weights import model_dtype, parts_by_kind, split_rules, with_split
 
 
 @value
@@ -165,7 +165,7 @@ class EngineRank:
     def _rank_tensor(self, name: str, parts: list[Part]) -> RankTensor:
         """The shards of some parts, joined to one tensor."""
         component = parts[0].component
-        if component and component.use in KEPT_ONCE:
+        if component and component.use == "shape":
             parts = parts[-1:]
         array = self._joined_shards(parts)
         return RankTensor(
@@ -208,7 +208,7 @@ class EngineRank:
             if part.expert in by_expert:
                 by_expert[part.expert].append(part)
         component = group[0].component
-        keeps_one = group[0].parameter in self.rules.scales_kept_once or (component is not None and component.use in KEPT_ONCE)
+        keeps_one = group[0].parameter in self.rules.scales_kept_once or (component is not None and component.use == "shape")
         stored = [parts[-1:] if keeps_one else parts for parts in by_expert.values()]
         first = stored[0]
         array = self._joined_shards(first)
