@@ -21,7 +21,7 @@ from reshard.serving.learned.layout import (
     TemplateRun,
     TensorTemplate,
 )
-from reshard.serving.learned.numbers import Listed, Number, OnFirst, Rest, Rule, Share, Sum
+from reshard.serving.learned.numbers import Number, Rule
 from reshard.storage.json_input import parsed
 
 SCHEMA_VERSION = 1
@@ -88,18 +88,7 @@ def _part_json(part: TemplatePart) -> dict[str, Any]:
 
 
 def _rule_json(rule: Rule) -> Any:
-    match rule:
-        case Share():
-            heads = [rule.heads] if rule.heads else []
-            return ["share", rule.total, *heads] if rule.base is None else ["start", rule.total, rule.base, *heads]
-        case Rest():
-            return ["rest", rule.total, rule.padded]
-        case Sum():
-            return ["sum", rule.first, rule.second]
-        case OnFirst():
-            return ["first", rule.number]
-        case Listed():
-            return dict(sorted(rule.numbers.items()))
+    return dict(rule.numbers) if rule.word == "listed" else [rule.word, *rule.numbers]
 
 
 # ---- reading
@@ -236,23 +225,10 @@ def _number(value: Any) -> Number:
     match value:
         case int():
             return _count(value)
-        case ["share", total, *heads]:
-            return Share(_count(total), None, *map(_count, heads))
-        case ["start", total, base, *heads]:
-            return Share(_count(total), _count(base), *map(_count, heads))
-        case ["rest", total, padded]:
-            return Rest(_count(total), _count(padded))
-        case ["sum", first, second]:
-            return Sum(_share(first), _share(second))
-        case ["first", number]:
-            return OnFirst(_count(number))
+        case ["share", _] | ["share", _, _] | ["start", _, _] | ["start", _, _, _] | ["rest", _, _] | ["first", _]:
+            return Rule(value[0], tuple(map(_count, value[1:])))
+        case ["sum", ["share", *_], ["share", *_]]:
+            return Rule("sum", tuple(map(_number, value[1:])))
         case dict():
-            return Listed({int(tp): tuple(map(_count, numbers)) for tp, numbers in value.items()})
+            return Rule("listed", tuple(sorted((int(tp), tuple(map(_count, numbers))) for tp, numbers in value.items())))
     raise ValueError(f"{value!r} is no number")
-
-
-def _share(value: Any) -> Share:
-    number = _number(value)
-    if not isinstance(number, Share):
-        raise ValueError(f"{value!r} is no share")
-    return number

@@ -17,7 +17,7 @@ from reshard.geometry.value import value
 from reshard.serving.learned.fold import TracedRanks, folded_stage, unfolded
 from reshard.serving.learned.layers import folded_layers
 from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, LearnedStage, NamedTemplate, TensorTemplate
-from reshard.serving.learned.numbers import Listed, NoRule, heads_of
+from reshard.serving.learned.numbers import NoRule, Rule, heads_of
 from reshard.serving.learned.trace import traced_tensor
 
 # Keys of a config that do not change what an engine loads.
@@ -173,4 +173,6 @@ def _predicts(ranks: TracedRanks, size: int) -> bool:
 
 def _has_lists(templates: tuple[NamedTemplate, ...]) -> bool:
     """Whether a number follows no rule, or a tensor is not on all ranks."""
-    return any(each.ranks is not None or any(isinstance(number, Listed) for number in each.template.numbers) for each in templates)
+    numbers = (number for each in templates for number in each.template.numbers)
+    is_listed = any(isinstance(number, Rule) and number.word == "listed" for number in numbers)
+    return is_listed or any(each.ranks is not None for each in templates)
