@@ -6,12 +6,13 @@ import gc
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import struct
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -74,42 +75,27 @@ def _reason(error: BaseException) -> str:
 def _in_forks(answer: TextIO, case: Case, ranks: Iterable[int], work: Callable[[int], dict[str, Any]]) -> None:
     """Write what `work` returns for each rank, in their order. Each is made in a forked process, with which everything ends that the engine
     keeps for a rank; two run at a time."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    fork = multiprocessing.get_context("fork")
     parts = {rank: Path(f"{answer.name}.{rank}") for rank in ranks}
-    running: dict[int, int] = {}
-    failed: dict[int, int] = {}
-
-    def wait() -> None:
-        child, status = os.wait()
-        rank = running.pop(child, None)  # the engine may have processes of its own
-        if rank is not None and status:
-            failed[rank] = status
-
-    for rank, part in parts.items():
+    processes = {rank: fork.Process(target=_answer_rank, args=(part, case, rank, work)) for rank, part in parts.items()}
+    running: list[Any] = []
+    for process in processes.values():
         while len(running) >= min(os.cpu_count() or 1, MOST_AT_A_TIME):
-            wait()
-        child = os.fork()
-        if not child:
-            try:
-                with part.open("w") as own:
-                    _answer_rank(own, case, rank, work)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        running[child] = rank
-    while running:
-        wait()
+            wait([each.sentinel for each in running])
+            running = [each for each in running if each.is_alive()]
+        process.start()
+        running.append(process)
     for rank, part in parts.items():
-        if rank in failed:
-            _say(answer, {"case": asdict(case), "rank": rank, "failed": f"its process ended with status {failed[rank]}"})
+        processes[rank].join()
+        if status := processes[rank].exitcode:
+            _say(answer, {"case": asdict(case), "rank": rank, "failed": f"its process ended with status {abs(status)}"})
         else:
             answer.write(part.read_text())
         part.unlink(missing_ok=True)
     answer.flush()
 
 
-def _answer_rank(answer: TextIO, case: Case, rank: int, work: Callable[[int], dict[str, Any]]) -> None:
+def _answer_rank(part: Path, case: Case, rank: int, work: Callable[[int], dict[str, Any]]) -> None:
     # The process ends soon, and a rank of a large model makes millions of objects that stay.
     gc.disable()
     try:
@@ -118,7 +104,8 @@ def _answer_rank(answer: TextIO, case: Case, rank: int, work: Callable[[int], di
         if os.environ.get("RESHARD_TRACER_DEBUG"):
             traceback.print_exc()
         document = {"case": asdict(case), "rank": rank, "failed": _reason(error)}
-    _say(answer, document)
+    with part.open("w") as answer:
+        _say(answer, document)
 
 
 def headers(folder: Path) -> Header:
