@@ -151,7 +151,8 @@ def without_kernels(softened: list[str]) -> Softening:
     for module, name in _PACKED_KERNELS:
         soften(f"{quantization}.{module}", name, (lambda *_, **__: NoKernel) if name.startswith("choose") else NoKernel)
     moe = "vllm.model_executor.layers.fused_moe"
-    soften(f"{moe}.unquantized_fused_moe_method", "select_unquantized_moe_backend", _first_moe_backend)
+    first_backend = partial(_moe_backend, f"{moe}.oracle.unquantized", "UnquantizedMoeBackend.CPU")
+    soften(f"{moe}.unquantized_fused_moe_method", "select_unquantized_moe_backend", first_backend)
     for module, function, oracle, backend in _PACKED_MOE_BACKENDS:
         soften(f"{quantization}.{module}", function, partial(_moe_backend, f"{moe}.oracle.{oracle}", backend))
     soften("vllm.platforms.cpu", "CpuPlatform.get_attn_backend_cls", _dense_attention)
@@ -185,14 +186,8 @@ def _in_dtype(module: Any, *args: Any, **names: Any) -> Any:
     return module if dtype is None else module.to(dtype)
 
 
-def _first_moe_backend(*_: Any, **__: Any) -> Any:
-    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-
-    return getattr(UnquantizedMoeBackend, "CPU", next(iter(UnquantizedMoeBackend))), None
-
-
 def _moe_backend(oracle: str, backend: str, *_: Any, **__: Any) -> Any:
-    """A kernel for packed experts, without its class."""
+    """A kernel for experts, without its class: the first one, if there is none by that name."""
     kind, name = backend.split(".")
     kinds: Any = getattr(importlib.import_module(oracle), kind)
     return getattr(kinds, name, next(iter(kinds))), None

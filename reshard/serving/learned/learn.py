@@ -81,8 +81,7 @@ def learned_layout(about: Mapping[str, Any], ranks: Iterable[TracedRank], config
             _check_fold(templates, by_stage[pp_rank])
             stages.append(LearnedStage(pp, pp_rank, has_ep, templates))
         tps = tuple(sorted({rank.tp for rank in chosen}))
-        withheld = _withheld(tps, by_stage, folded) if _counted(folded.values(), counts_of(config)) else None
-        sizes.append(LearnedSizes(tps, pp, has_ep, withheld))
+        sizes.append(LearnedSizes(tps, pp, has_ep, _withheld(tps, by_stage, folded, counts_of(config))))
     return LearnedLayout(
         engine=about["engine"],
         engine_version=about["version"],
@@ -150,29 +149,25 @@ def _difference(templates: tuple[NamedTemplate, ...], ranks: TracedRanks) -> str
     return None
 
 
-def _withheld(tps: tuple[int, ...], by_stage: Mapping[int, TracedRanks], folded: Mapping[int, tuple[NamedTemplate, ...]]) -> int | None:
-    """A traced size that the rules of the others predict exactly, if all numbers follow rules; None if there is none."""
-    if len(tps) < 3 or any(_has_lists(templates) for templates in folded.values()):
-        return None
-    for size in reversed(tps):
-        if all(_predicts(of_stage, size) for of_stage in by_stage.values()):
-            return size
-    return None
+def _withheld(
+    tps: tuple[int, ...],
+    by_stage: Mapping[int, TracedRanks],
+    folded: Mapping[int, tuple[NamedTemplate, ...]],
+    counts: Mapping[str, int],
+) -> int | None:
+    """A traced size that the rules of the others predict exactly; None if there is none, or if not all numbers follow rules.
 
-
-def _counted(folded: Iterable[tuple[NamedTemplate, ...]], counts: Mapping[str, int]) -> bool:
-    """Whether every number of heads in the rules is one that the config states. Others may be an accident of the traced sizes."""
+    Every number of heads in the rules must be one that the config states. Others may be an accident of the traced sizes.
+    """
+    templates = [each for of_stage in folded.values() for each in of_stage]
+    rules = [number for each in templates for number in each.template.numbers if isinstance(number, Rule)]
     known = {0, 1, *counts.values()}
-    return all(heads in known for templates in folded for each in templates for n in each.template.numbers for heads in heads_of(n))
+    is_certain = all(rule.word != "listed" and known.issuperset(heads_of(rule)) for rule in rules)
+    if len(tps) < 3 or not is_certain or any(each.ranks is not None for each in templates):
+        return None
+    return next((size for size in reversed(tps) if all(_predicts(of_stage, size) for of_stage in by_stage.values())), None)
 
 
 def _predicts(ranks: TracedRanks, size: int) -> bool:
     others = folded_stage({rank: tensors for rank, tensors in ranks.items() if rank[0] != size})
     return _difference(others, {rank: tensors for rank, tensors in ranks.items() if rank[0] == size}) is None
-
-
-def _has_lists(templates: tuple[NamedTemplate, ...]) -> bool:
-    """Whether a number follows no rule, or a tensor is not on all ranks."""
-    numbers = (number for each in templates for number in each.template.numbers)
-    is_listed = any(isinstance(number, Rule) and number.word == "listed" for number in numbers)
-    return is_listed or any(each.ranks is not None for each in templates)

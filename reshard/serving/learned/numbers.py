@@ -141,9 +141,9 @@ def _sums(points: tuple[tuple[TpRank, int], ...]) -> Iterator[Rule]:
                 yield Rule("sum", (Rule("share", (total,)), Rule("share", (second, heads))))
 
 
-def heads_of(number: Number) -> tuple[int, ...]:
+def heads_of(rule: Rule) -> tuple[int, ...]:
     """The numbers of heads that a rule assumes."""
-    match number:
+    match rule:
         case Rule("share", (_, heads)) | Rule("start", (_, _, heads)):
             return (heads,)
         case Rule("sum", shares):
