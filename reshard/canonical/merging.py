@@ -24,6 +24,7 @@ from reshard.canonical.name_variants import Names
 from reshard.canonical.renaming import PREFIX, adapter_name
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.boxes import Box
+from reshard.geometry.groups import grouped
 from reshard.geometry.mosaics import Mosaic, Tile
 from reshard.geometry.value import mutable, value
 from reshard.index.index import Tensor, Update
@@ -51,10 +52,8 @@ def with_adapter_merged(content: Content, path: str, settings: LoraSettings, ten
         else:
             merge.replace(name.removeprefix(PREFIX), tensor)
     # Adapters of several parameters of one module are nested: `experts`, `experts.base_layer`.
-    nested: dict[str, list[dict[str, Tensor]]] = {}
-    for module, factors in modules.items():
-        nested.setdefault(re.sub(r"(\.base_layer)+$", "", module), []).append(factors)
-    for module, of_module in nested.items():
+    for module, nested in grouped(modules, lambda name: re.sub(r"(\.base_layer)+$", "", name)).items():
+        of_module = [modules[name] for name in nested]
         if parameters := merge.target_parameters(module):
             merge.add_parameters(module, parameters, of_module)
         else:

@@ -34,6 +34,7 @@ from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import is_state_key
 from reshard.canonical.renaming import renamed, without_wrappers
 from reshard.errors import RequestError
+from reshard.geometry.groups import grouped
 from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, Tensor, element_count
 from reshard.models.lookup import is_draft_table
@@ -109,9 +110,7 @@ def classified(index: Index, model: Model | None) -> Index:
     """The index in which every tensor that a format takes for a weight has its class as its kind. `index` itself if all are weights."""
     weights = [tensor for tensor in index.tensors if tensor.kind == "weight"]
     trained = frozenset(tensor.name for tensor in index.tensors if tensor.kind != "weight" and tensor.kind in _OF_TRAINED)
-    by_root: dict[str, list[Tensor]] = {}
-    for tensor in weights:
-        by_root.setdefault(root_of(tensor.name), []).append(tensor)
+    by_root = grouped(weights, lambda tensor: root_of(tensor.name))
     kinds = {root: _kind_under_root(root, by_root, index.facts.roots, trained) for root in by_root}
     kinds |= dict.fromkeys(_copies(by_root, model, trained) if model else (), "other")
     guessed = ((tensor, kinds[root] or _kind_of_tensor(tensor, trained)) for root, of_root in by_root.items() for tensor in of_root)
@@ -176,11 +175,10 @@ def _kind_of_tensor(tensor: Tensor, trained: frozenset[str]) -> Kind:
 
 def stored_models(index: Index) -> tuple[StoredModel, ...]:
     """The models of a classified index, the main one first. One entry, or none, if the checkpoint holds a single model."""
-    tensors: dict[str | None, list[Tensor]] = {}
     copied = {tensor.name for tensor in index.tensors if tensor.kind in ("weight", "buffer", "other", "adapter")}
-    for tensor in index.tensors:
-        if tensor.kind in ("weight", "buffer", "other") or (tensor.kind == "master" and tensor.name not in copied):
-            tensors.setdefault(root_of(tensor.name) if tensor.kind == "other" else None, []).append(tensor)
+    kinds = ("weight", "buffer", "other")
+    of_models = (each for each in index.tensors if each.kind in kinds or (each.kind == "master" and each.name not in copied))
+    tensors = grouped(of_models, lambda tensor: root_of(tensor.name) if tensor.kind == "other" else None)
     return tuple(
         StoredModel(
             root=root or _MAIN,

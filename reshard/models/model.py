@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from itertools import groupby
+from operator import attrgetter
 from sys import intern
 from typing import Any
 
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
+from reshard.geometry.groups import grouped
 from reshard.geometry.mosaics import Mosaic, joined
 from reshard.geometry.value import value
 from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
@@ -387,15 +389,13 @@ class Model:
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The layers in groups whose weights are alike, layers for multi-token prediction included."""
-        rows: dict[int, list[ModelWeight]] = {}
-        for weight in self.weights.values():
-            if weight.layer is not None:
-                rows.setdefault(weight.layer, []).append(weight)
-        kinds: dict[tuple[object, ...], list[int]] = {}
-        for layer, weights in rows.items():
-            form = tuple((w.pattern, w.role, w.expert, w.shape, w.declared.split, w.form, w.component) for w in weights)
-            kinds.setdefault((id(self.dimensions_in(layer)), *form), []).append(layer)
-        return tuple(LayerKind(tuple(layers), tuple(rows[layers[0]])) for layers in kinds.values())
+        rows = grouped((weight for weight in self.weights.values() if weight.layer is not None), attrgetter("layer"))
+
+        def form(layer: int) -> tuple[object, ...]:
+            weights = ((w.pattern, w.role, w.expert, w.shape, w.declared.split, w.form, w.component) for w in rows[layer])
+            return id(self.dimensions_in(layer)), *weights
+
+        return tuple(LayerKind(tuple(layers), tuple(rows[layers[0]])) for layers in grouped(rows, form).values())
 
     @cached_property
     def weights_outside_layers(self) -> tuple[ModelWeight, ...]:

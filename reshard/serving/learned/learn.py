@@ -13,6 +13,7 @@ from typing import Any
 
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_safetensors, from_torch
+from reshard.geometry.groups import grouped
 from reshard.geometry.value import value
 from reshard.serving.learned.fold import TracedRanks, folded_stage, unfolded
 from reshard.serving.learned.layers import folded_layers
@@ -71,8 +72,7 @@ def learned_layout(about: Mapping[str, Any], ranks: Iterable[TracedRank], config
     """
     traced = list(ranks)
     stages, sizes = [], []
-    for pp, has_ep in sorted({(rank.pp, rank.has_ep) for rank in traced}):
-        chosen = [rank for rank in traced if (rank.pp, rank.has_ep) == (pp, has_ep)]
+    for (pp, has_ep), chosen in sorted(grouped(traced, lambda rank: (rank.pp, rank.has_ep)).items()):
         by_stage: dict[int, dict[tuple[int, int], Mapping[str, TensorTemplate]]] = {}
         for rank in chosen:
             by_stage.setdefault(rank.rank // rank.tp, {})[rank.tp, rank.rank % rank.tp] = rank.tensors
