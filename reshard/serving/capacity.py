@@ -235,30 +235,19 @@ def _shared_bytes(first: Sequence[StoredTensor], second: Sequence[StoredTensor])
     Replicas sit on neighbouring ranks, and the boxes of two ranks are equal or disjoint. So the second rank is enough to find replicas of
     what the first one holds.
     """
-    constants = {tensor.name for tensor in second if not tensor.sections}
-    shared = sum(tensor.nbytes for tensor in first if not tensor.sections and tensor.name in constants)
-    numbers: dict[str, int] = {}
-    of_first, of_second = _boxes(first, numbers), _boxes(second, numbers)
-    for ndim, (boxes, nbytes) in of_first.items():
-        if ndim in of_second:
-            elsewhere = set(map(bytes, of_second[ndim][0]))
-            shared += sum(size for box, size in zip(map(bytes, boxes), nbytes.tolist(), strict=True) if box in elsewhere)
-    return shared
+    elsewhere = {box for box, _ in _boxes(second)}
+    return sum(nbytes for box, nbytes in _boxes(first) if box in elsewhere)
 
 
-def _boxes(tensors: Sequence[StoredTensor], numbers: dict[str, int]) -> dict[int, tuple[Columns, Columns]]:
-    """The boxes of weights in stored tensors by their number of axes: [n, 1 + 2 * ndim], the number of the weight, offsets and sizes; and
-    [n], the bytes of each. numbers: weight -> its number, which grows."""
-    found: dict[int, list[tuple[Columns, Columns]]] = {}
+def _boxes(tensors: Sequence[StoredTensor]) -> Iterator[tuple[object, int]]:
+    """Each box of a weight in stored tensors, and each tensor that holds none, with its bytes."""
     for tensor in tensors:
-        names = np.array([numbers.setdefault(name, len(numbers)) for name in tensor.sections.names], np.int64)
-        for ndim, rows, pattern in tensor.sections.pattern.with_ndim():
-            boxes = np.concatenate([names[rows, None], pattern.offsets, pattern.sizes], axis=1)
-            found.setdefault(ndim, []).append((boxes, pattern.volumes * tensor.dtype.itemsize))
-    return {
-        ndim: (np.concatenate([boxes for boxes, _ in parts]), np.concatenate([nbytes for _, nbytes in parts]))
-        for ndim, parts in found.items()
-    }
+        if not tensor.sections:
+            yield tensor.name, tensor.nbytes
+        names = np.array(tensor.sections.names, object)
+        for _, rows, pattern in tensor.sections.pattern.with_ndim():
+            boxes = zip(names[rows], map(bytes, pattern.offsets), map(bytes, pattern.sizes), strict=True)
+            yield from zip(boxes, (pattern.volumes * tensor.dtype.itemsize).tolist(), strict=True)
 
 
 def _kinds_of_layers(model: Model, dtypes: Mapping[str, DType]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.meshes import Parallel
 from reshard.serving.capacity import DegreeReport, DegreeRow, Stage
-from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, NamedTemplate, TensorTemplate, filled
+from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, NamedTemplate, TensorTemplate
 from reshard.serving.learned.learn import config_digests
 from reshard.serving.learned.numbers import NoRule, TpRank, values
 from reshard.serving.legality import check_expert_parallel
@@ -165,19 +165,8 @@ def held_sources(layout: LearnedLayout, parallel: Parallel) -> Iterator[tuple[st
     for pp_rank in range(parallel.pp):
         for tp_rank in range(parallel.tp):
             for name, numbers, template in layout.rank_templates(parallel, tp_rank, pp_rank):
-                yield name, template, tuple(_sources_of(template, numbers, (parallel.tp, tp_rank)))
-
-
-def _sources_of(template: TensorTemplate, numbers: tuple[int, ...], rank: TpRank) -> Iterator[str]:
-    """The checkpoint tensors that a tensor holds parts of on a rank."""
-    for part in template.parts:
-        if 0 in values((axis.size for axis in part.axes), rank):
-            continue
-        if part.run is None:
-            yield filled(part.source, numbers)
-        else:
-            first, count, *_ = values(part.run, rank)
-            yield from (filled(part.source, numbers, first + number) for number in range(count))
+                boxes = (box for part in template.parts for box in part.on(numbers, (parallel.tp, tp_rank)))
+                yield name, template, tuple(box.source for box in boxes)
 
 
 def learned_degree_report(layout: LearnedLayout, model_type: str, parallels: Sequence[Parallel]) -> DegreeReport:
