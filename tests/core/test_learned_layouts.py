@@ -124,11 +124,12 @@ def learned(*sizes, **names):
 
 def test_layers_experts_and_ranks_fold_and_unfold_to_what_was_traced():
     layout = learned(1, 2, 4)
-    assert len(layout.stages) == 1 and len(layout.stages[0].tensors) == 5, "qkv, experts, scale, norm, table"
+    (stage,) = layout.stages.values()
+    assert len(stage) == 5, "qkv, experts, scale, norm, table"
     for tp in (1, 2, 4):
         for number in range(tp):
             here = (tp, number)
-            found = {name: unfolded(each.template, n, here) for each in layout.stages[0].tensors for name, n in each.names()}
+            found = {name: unfolded(each.template, n, here) for each in stage for name, n in each.names()}
             assert found == {name: unfolded(traced_tensor(each), (), here) for name, each in rank(*here)["tensors"].items()}
 
 

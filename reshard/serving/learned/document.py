@@ -13,7 +13,6 @@ from reshard.geometry.functions import FUNCTIONS
 from reshard.serving.learned.layout import (
     LearnedLayout,
     LearnedSizes,
-    LearnedStage,
     NamedTemplate,
     Ranges,
     TemplateAxis,
@@ -54,12 +53,12 @@ def _stage_text(stage: Mapping[str, Any]) -> str:
 def _document(layout: LearnedLayout) -> dict[str, Any]:
     templates: dict[TensorTemplate, int] = {}
     stages = []
-    for stage in layout.stages:
+    for (pp, pp_rank, has_ep), tensors in layout.stages.items():
         rows = []
-        for each in stage.tensors:
+        for each in tensors:
             row = [each.name, list(map(_range_text, each.ranges)), templates.setdefault(each.template, len(templates))]
             rows.append(row if each.ranks is None else [*row, each.ranks])
-        stages.append({"pp": stage.pp, "pp_rank": stage.pp_rank, "ep": stage.has_ep, "tensors": rows})
+        stages.append({"pp": pp, "pp_rank": pp_rank, "ep": has_ep, "tensors": rows})
     sources = [[each.name, list(map(_range_text, each.ranges)), each.template.dtype.name, each.template.shape] for each in layout.sources]
     parts = {"sources": sources, "templates": list(map(_template_json, templates)), "stages": stages}
     return {**document(layout, schema_version=SCHEMA_VERSION), **parts}
@@ -126,12 +125,10 @@ def _layout(document: Mapping[str, Any]) -> LearnedLayout:
         for name, ranges, dtype, shape in document["sources"]
     )
     templates = [_template(each) for each in document["templates"]]
-    stages = tuple(
-        LearnedStage(
-            _count(stage["pp"]), _count(stage["pp_rank"]), bool(stage["ep"]), tuple(_row(row, templates) for row in stage["tensors"])
-        )
+    stages = {
+        (_count(stage["pp"]), _count(stage["pp_rank"]), bool(stage["ep"])): tuple(_row(row, templates) for row in stage["tensors"])
         for stage in document["stages"]
-    )
+    }
     sizes = tuple(
         LearnedSizes(tuple(map(_count, each["tp"])), _count(each["pp"]), bool(each["ep"]), each["withheld"]) for each in document["sizes"]
     )

@@ -120,7 +120,7 @@ def _count_problem(layout: LearnedLayout, traced: LearnedSizes, tp: int) -> str 
 def _rule_problem(layout: LearnedLayout, parallel: Parallel) -> str | None:
     """Why a number has no value at these sizes."""
     for pp_rank in range(parallel.pp):
-        for each in layout.stage(parallel, pp_rank).tensors:
+        for each in layout.stage(parallel, pp_rank):
             try:
                 for rank in range(parallel.tp):
                     values(each.template.numbers, (parallel.tp, rank))
@@ -184,7 +184,7 @@ def learned_degree_report(layout: LearnedLayout, model_type: str, parallels: Seq
 
 
 def _stage(layout: LearnedLayout, parallel: Parallel, pp_rank: int) -> Stage:
-    tensors = layout.stage(parallel, pp_rank).tensors
+    tensors = layout.stage(parallel, pp_rank)
     ranks = [(parallel.tp, rank) for rank in range(parallel.tp)]
     weights = {rank: sum(_nbytes(each, rank) for each in tensors if each.is_on(*rank)) for rank in ranks}
     fullest = max(weights, key=lambda rank: weights[rank])

@@ -21,6 +21,8 @@ from reshard.serving.learned.numbers import ONE_RANK, Number, TpRank, values
 
 Ranges = tuple[tuple[int, ...], ...]
 """For each number in a name, the values that it takes. The names are those of the product."""
+Stage = tuple[int, int, bool]
+"""A pipeline-parallel size, one of its stages, and whether the ranks hold whole experts."""
 
 
 class TemplateAxis(NamedTuple):
@@ -144,20 +146,6 @@ class NamedTemplate:
 
 
 @value
-class LearnedStage:
-    """The tensors of one pipeline stage."""
-
-    pp: int
-    """Pipeline-parallel size."""
-    pp_rank: int
-    """The stage."""
-    has_ep: bool
-    """Whether the ranks hold whole experts."""
-    tensors: tuple[NamedTemplate, ...]
-    """The tensors."""
-
-
-@value
 class LearnedSizes:
     """Parallel sizes that were traced together."""
 
@@ -198,8 +186,8 @@ class LearnedLayout:
     """The parallel sizes."""
     sources: tuple[NamedTemplate, ...]
     """The tensors of the checkpoint that was traced, whose templates have no parts."""
-    stages: tuple[LearnedStage, ...]
-    """The tensors of the ranks."""
+    stages: Mapping[Stage, tuple[NamedTemplate, ...]]
+    """The tensors of the ranks of each pipeline stage."""
     softened: tuple[str, ...] = ()
     """What the engine could not choose on that platform, and was passed over, since it does not matter for loading."""
 
@@ -213,14 +201,13 @@ class LearnedLayout:
         """The shape of every checkpoint tensor."""
         return {name: values(template.shape, ONE_RANK) for name, template in self.source_entries.items()}
 
-    def stage(self, parallel: Parallel, pp_rank: int) -> LearnedStage:
+    def stage(self, parallel: Parallel, pp_rank: int) -> tuple[NamedTemplate, ...]:
         """The tensors of a stage. The sizes must have been traced."""
-        key = parallel.pp, pp_rank, parallel.ep > 1
-        return next(stage for stage in self.stages if (stage.pp, stage.pp_rank, stage.has_ep) == key)
+        return self.stages[parallel.pp, pp_rank, parallel.ep > 1]
 
     def rank_templates(self, parallel: Parallel, tp_rank: int, pp_rank: int) -> Iterator[tuple[str, tuple[int, ...], TensorTemplate]]:
         """The tensors of a rank: name, its numbers, template."""
-        for each in self.stage(parallel, pp_rank).tensors:
+        for each in self.stage(parallel, pp_rank):
             if each.is_on(parallel.tp, tp_rank):
                 yield from ((name, numbers, each.template) for name, numbers in each.names())
 

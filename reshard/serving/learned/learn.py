@@ -17,7 +17,7 @@ from reshard.geometry.groups import grouped
 from reshard.geometry.value import value
 from reshard.serving.learned.fold import TracedRanks, folded_stage, unfolded
 from reshard.serving.learned.layers import folded_layers
-from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, LearnedStage, NamedTemplate, TensorTemplate
+from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, NamedTemplate, Stage, TensorTemplate
 from reshard.serving.learned.numbers import NoRule, Rule, heads_of
 from reshard.serving.learned.trace import traced_tensor
 
@@ -71,7 +71,8 @@ def learned_layout(about: Mapping[str, Any], ranks: Iterable[TracedRank], config
     Raises: ReshardError if a fold does not give back what was traced, which is a defect.
     """
     traced = list(ranks)
-    stages, sizes = [], []
+    stages: dict[Stage, tuple[NamedTemplate, ...]] = {}
+    sizes = []
     for (pp, has_ep), chosen in sorted(grouped(traced, lambda rank: (rank.pp, rank.has_ep)).items()):
         by_stage: dict[int, dict[tuple[int, int], Mapping[str, TensorTemplate]]] = {}
         for rank in chosen:
@@ -79,7 +80,7 @@ def learned_layout(about: Mapping[str, Any], ranks: Iterable[TracedRank], config
         folded = {pp_rank: folded_stage(of_stage) for pp_rank, of_stage in sorted(by_stage.items())}
         for pp_rank, templates in folded.items():
             _check_fold(templates, by_stage[pp_rank])
-            stages.append(LearnedStage(pp, pp_rank, has_ep, templates))
+            stages[pp, pp_rank, has_ep] = templates
         tps = tuple(sorted({rank.tp for rank in chosen}))
         sizes.append(LearnedSizes(tps, pp, has_ep, _withheld(tps, by_stage, folded, counts_of(config))))
     return LearnedLayout(
@@ -92,7 +93,7 @@ def learned_layout(about: Mapping[str, Any], ranks: Iterable[TracedRank], config
         counts=counts_of(config),
         sizes=tuple(sizes),
         sources=_sources(about["sources"]),
-        stages=tuple(stages),
+        stages=stages,
         softened=tuple(dict.fromkeys(line for rank in traced for line in rank.softened)),
     )
 
