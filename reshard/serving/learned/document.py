@@ -53,7 +53,7 @@ def _stage_text(stage: Mapping[str, Any]) -> str:
 def _document(layout: LearnedLayout) -> dict[str, Any]:
     templates: dict[TensorTemplate, int] = {}
     stages = []
-    for (pp, pp_rank, has_ep), tensors in layout.stages.items():
+    for (pp, has_ep, pp_rank), tensors in layout.stages.items():
         rows = []
         for each in tensors:
             row = [each.name, list(map(_range_text, each.ranges)), templates.setdefault(each.template, len(templates))]
@@ -126,7 +126,7 @@ def _layout(document: Mapping[str, Any]) -> LearnedLayout:
     )
     templates = [_template(each) for each in document["templates"]]
     stages = {
-        (_count(stage["pp"]), _count(stage["pp_rank"]), bool(stage["ep"])): tuple(_row(row, templates) for row in stage["tensors"])
+        (_count(stage["pp"]), bool(stage["ep"]), _count(stage["pp_rank"])): tuple(_row(row, templates) for row in stage["tensors"])
         for stage in document["stages"]
     }
     sizes = tuple(

@@ -21,8 +21,8 @@ from reshard.serving.learned.numbers import ONE_RANK, Number, TpRank, values
 
 Ranges = tuple[tuple[int, ...], ...]
 """For each number in a name, the values that it takes. The names are those of the product."""
-Stage = tuple[int, int, bool]
-"""A pipeline-parallel size, one of its stages, and whether the ranks hold whole experts."""
+Stage = tuple[int, bool, int]
+"""A pipeline-parallel size, whether the ranks hold whole experts, and a stage."""
 
 
 class TemplateAxis(NamedTuple):
@@ -203,7 +203,7 @@ class LearnedLayout:
 
     def stage(self, parallel: Parallel, pp_rank: int) -> tuple[NamedTemplate, ...]:
         """The tensors of a stage. The sizes must have been traced."""
-        return self.stages[parallel.pp, pp_rank, parallel.ep > 1]
+        return self.stages[parallel.pp, parallel.ep > 1, pp_rank]
 
     def rank_templates(self, parallel: Parallel, tp_rank: int, pp_rank: int) -> Iterator[tuple[str, tuple[int, ...], TensorTemplate]]:
         """The tensors of a rank: name, its numbers, template."""
