@@ -203,6 +203,11 @@ class Content:
     def _model_weights(self) -> Mapping[str, ModelWeight]:
         return self.model.weights if self.model else {}
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The global shape of every tensor by its key."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
     def __repr__(self) -> str:
         model = self.model.architecture.model_type if self.model else "unknown model"
         return f"Content({model}, {plural(len(self.tensors), 'tensor')}, {len(self.drops):,} left out)"

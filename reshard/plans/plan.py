@@ -261,7 +261,7 @@ def make_plan(source: Index, source_files: Files, content: Content, target: Targ
     Raises: CheckpointError if an alias differs in dtype or shape from the tensor that is stored in its place. UnsupportedError if the
     source holds a function of a weight in place of the weight, and the target does not.
     """
-    target_index = index_of_layout(layout, {name: tensor.shape for name, tensor in content.tensors.items()})
+    target_index = index_of_layout(layout, content.shapes)
     aliases: dict[str, list[Tensor]] = {}
     for alias, stored in layout.aliases.items():
         aliases.setdefault(stored, []).append(content.tensors[alias])
