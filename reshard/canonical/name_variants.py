@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from reshard.canonical.renaming import base_name, is_of_adapter, renamed
 from reshard.canonical.stacked_experts import located_in, stacks
@@ -217,14 +218,12 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
     if (published := with_published_names(index, model)) is not index:
         return published
     names = Names(model)
-    arrays: dict[str, Mosaic | None] = {}
 
+    @cache
     def array(name: str) -> Mosaic | None:
         """The array of a stored name; None if the name is canonical or means nothing."""
-        if name not in arrays:
-            short = name.removeprefix(prefix)
-            arrays[name] = None if names.is_canonical(short) else names.array(short)
-        return arrays[name]
+        short = name.removeprefix(prefix)
+        return None if names.is_canonical(short) else names.array(short)
 
     others = _others(index, array, names, prefix)
     found: dict[tuple[Kind, str], list[tuple[str, Tensor]]] = {}

@@ -255,12 +255,11 @@ def trainer_of(names: Collection[str]) -> str | None:
 
     What else these names mean is not known: the model may be one that no table of the trainer holds for.
     """
-
-    def fits(table: TrainerNames) -> bool:
+    for table in TRAINERS:
         judged = (name for name, (role, *_) in table.rows.items() if role in ("embedding", "final_norm") or role.startswith("attention."))
-        return all(numbered(name, 0) in names for name in judged)
-
-    return next((table.trainer for table in TRAINERS if fits(table)), None)
+        if all(numbered(name, 0) in names for name in judged):
+            return table.trainer
+    return None
 
 
 def check_trainer(names: Collection[str], model: Model) -> None:

@@ -15,7 +15,7 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.mosaics import Mosaic, Tile
-from reshard.geometry.sections import StoredTensor, constant
+from reshard.geometry.sections import StoredTensor
 from reshard.geometry.value import value
 from reshard.serving.learned.numbers import ONE_RANK, Number, TpRank, values
 
@@ -223,13 +223,10 @@ class LearnedLayout:
         dtype = dtype or template.dtype
         shape = values(template.shape, rank)
         fill = b"\0" if not template.fill else dtype.encoded(template.fill)
-        if not template.parts:
-            return constant(name, dtype, shape, fill)
         tiles = tuple(tile for part in template.parts for box in part.on(numbers, rank) for tile in _tiles(box))
         for tile in tiles:
             self._check_inside(name, shape, tile)
-        stored = Mosaic(shape, tiles).stored(name, dtype)
-        return StoredTensor(stored.name, dtype, shape, stored.sections, fill)
+        return StoredTensor(name, dtype, shape, Mosaic(shape, tiles).sections(), fill)
 
     def _check_inside(self, name: str, shape: tuple[int, ...], tile: Tile) -> None:
         source = self.source_shapes.get(tile.name, ())
