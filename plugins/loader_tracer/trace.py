@@ -106,6 +106,7 @@ def _answer_rank(part: Path, case: Case, rank: int, work: Callable[[int], dict[s
         document = {"case": asdict(case), "rank": rank, "failed": _reason(error)}
     with part.open("w") as answer:
         _say(answer, document)
+    os._exit(0)  # threads that the engine has started are not waited for
 
 
 def headers(folder: Path) -> Header:
