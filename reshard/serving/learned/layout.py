@@ -21,7 +21,7 @@ from reshard.serving.learned.numbers import ONE_RANK, Number, TpRank, values
 
 Ranges = tuple[tuple[int, ...], ...]
 """For each number in a name, the values that it takes. The names are those of the product."""
-Stage = tuple[int, bool, int]
+StageKey = tuple[int, bool, int]
 """A pipeline-parallel size, whether the ranks hold whole experts, and a stage."""
 
 
@@ -186,7 +186,7 @@ class LearnedLayout:
     """The parallel sizes."""
     sources: tuple[NamedTemplate, ...]
     """The tensors of the checkpoint that was traced, whose templates have no parts."""
-    stages: Mapping[Stage, tuple[NamedTemplate, ...]]
+    stages: Mapping[StageKey, tuple[NamedTemplate, ...]]
     """The tensors of the ranks of each pipeline stage."""
     softened: tuple[str, ...] = ()
     """What the engine could not choose on that platform, and was passed over, since it does not matter for loading."""

@@ -18,7 +18,7 @@ from reshard.geometry.groups import grouped
 from reshard.geometry.value import value
 from reshard.serving.learned.fold import TracedRanks, folded_stage, unfolded
 from reshard.serving.learned.layers import folded_layers
-from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, NamedTemplate, Stage, TensorTemplate
+from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, NamedTemplate, StageKey, TensorTemplate
 from reshard.serving.learned.numbers import NoRule, Rule, TpRank, heads_of
 from reshard.serving.learned.trace import traced_tensor
 
@@ -31,7 +31,7 @@ _COUNTS = re.compile(r"((num|n)_(.*_)?|.*_)(heads?|groups?)(_kv)?|n_heads?")
 class TracedRank:
     """One rank of a traced run."""
 
-    stage: Stage
+    stage: StageKey
     """Its stage."""
     rank: TpRank
     """Its tensor-parallel size and rank."""
