@@ -9,7 +9,7 @@ from reshard.adapter.dcp_reader import DcpFolder
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.save_folders import step_of
-from reshard.canonical.tensor_classes import is_run_root, root_of
+from reshard.canonical.tensor_classes import RUN_ROOTS, root_of
 from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
 from reshard.storage.files import Files
 
@@ -62,7 +62,7 @@ def parameters_of(folder: DcpFolder, hints: Hints) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for fqn in order:
         (kind, name, root), item = kind_and_name(stored_path(metadata, fqn), {}, roots), metadata.tensors[fqn]
-        is_of_model = kind == "weight" and root is None and not is_run_root(root_of(name))
+        is_of_model = kind == "weight" and root is None and root_of(name) not in RUN_ROOTS
         if is_of_model and item.dtype.floating and name != tied_head:
             shapes[name] = item.shape
     return shapes

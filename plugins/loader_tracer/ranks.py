@@ -129,13 +129,13 @@ class NoKernel:
         raise RuntimeError(f"this platform has no such kernel ({name})")
 
 
-class Softening:
-    """Functions of an engine that may fail, as they need a kernel that this platform lacks, and what takes their place then."""
+class Softening(contextlib.ExitStack):
+    """Functions of an engine that may fail, as they need a kernel that this platform lacks, and what takes their place in this context."""
 
     def __init__(self, lines: list[str]) -> None:
         """lines: gets what was missing."""
+        super().__init__()
         self._lines = lines
-        self._undo: list[Callable[[], None]] = []
 
     def soften(self, module_name: str, name: str, fallback: Callable[..., Any]) -> None:
         """Let a function or class of a module return `fallback` of its arguments where it fails. One that does not exist is passed over."""
@@ -161,12 +161,7 @@ class Softening:
             self.replace(owner, attribute, replacement)
 
     def replace(self, owner: Any, attribute: str, value: Any) -> None:
-        """Set an attribute until `undo`."""
+        """Set an attribute until the context ends."""
         stored = vars(owner)[attribute]
         setattr(owner, attribute, value)
-        self._undo.append(lambda: setattr(owner, attribute, stored))
-
-    def undo(self) -> None:
-        """Put everything back."""
-        while self._undo:
-            self._undo.pop()()
+        self.callback(setattr, owner, attribute, stored)

@@ -84,7 +84,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call,unused-ignore]
         self.arrays: dict[int, Array] = {}
-        self.operations: dict[str, int] = {}
         self._time = 0
         # Operation -> its name; empty for those that only make views.
         self._names: dict[Any, str] = {}
@@ -179,7 +178,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
         elif name == "fill_" and not isinstance(args[1], torch.Tensor):
             self._write(target, "fill", value=float(args[1]))
         else:
-            self.operations[name] = self.operations.get(name, 0) + 1
             self._write(target, "operation", operation=name)
 
     def _new(self, name: str, tensor: torch.Tensor, args: Any, live: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
@@ -199,7 +197,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
         elif name in ("cat", "stack") and (live or tensor.device.type == "meta"):
             self._joined(name, tensor, args)
         elif live:
-            self.operations[name] = self.operations.get(name, 0) + 1
             same = next((each for each in live if each.shape == tensor.shape), None)
             numbers = [str(each) for each in args[1:] if isinstance(each, int | float)]
             called = f"{name}({', '.join(['x', *numbers])}) in {str(live[0].dtype).removeprefix('torch.')}"

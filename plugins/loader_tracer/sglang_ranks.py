@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from .ranks import Case, LoadedRank, NoKernel, Softening, fake_new_groups, large_on_meta, set_environment
@@ -23,15 +22,6 @@ STAND_INS = (
     *("pynvml", "sgl_deep_gemm", "sgl_kernel", "soundfile", "timm", "torch_memory_saver", "torchao", "torchaudio", "torchvision"),
     *("tvm_ffi", "vllm", "xgrammar"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """A model and its sizes, as SGLang's server takes them."""
-
-    model: str
-    case: Case
-    trust_remote_code: bool
 
 
 def prepare() -> None:
@@ -76,13 +66,13 @@ def about() -> dict[str, str]:
     return {"engine": "sglang", "version": sglang.__version__, "platform": "cuda" if is_cuda() else "rocm" if is_hip() else "cpu"}
 
 
-def engine_config(model: str, case: Case, *, trust_remote_code: bool) -> Arguments:
-    """The model and its sizes. Each rank makes its own configuration, which SGLang keeps for the whole process."""
-    return Arguments(model, case, trust_remote_code)
+def engine_config(model: str, case: Case, *, trust_remote_code: bool) -> dict[str, Any]:
+    """The model and its sizes, as SGLang's server takes them. Each rank makes a configuration, which is kept for the whole process."""
+    return {"model_path": model, "tp_size": case.tp, "ep_size": case.ep, "trust_remote_code": trust_remote_code}
 
 
 @contextlib.contextmanager
-def loaded_rank(config: Arguments, case: Case, rank: int, recorder: Any, sources: dict[str, Any]) -> Iterator[LoadedRank]:
+def loaded_rank(config: dict[str, Any], case: Case, rank: int, recorder: Any, sources: dict[str, Any]) -> Iterator[LoadedRank]:
     """The model of one rank after SGLang's loader has loaded `sources` and processed them. sources: name -> tensor on `meta`."""
     import torch
     from sglang.srt.configs.load_config import LoadConfig
@@ -96,11 +86,8 @@ def loaded_rank(config: Arguments, case: Case, rank: int, recorder: Any, sources
     softened: list[str] = []
     with without_kernels(softened):
         arguments = ServerArgs(
-            model_path=config.model,
-            tp_size=case.tp,
-            ep_size=case.ep,
+            **config,
             device="cpu",
-            trust_remote_code=config.trust_remote_code,
             skip_tokenizer_init=True,
             disable_cuda_graph=True,
             # As the notes of a conversion ask for: with the fusion, a shared expert lies among the routed ones.
@@ -125,8 +112,7 @@ def loaded_rank(config: Arguments, case: Case, rank: int, recorder: Any, sources
         yield LoadedRank(model, str(model_config.dtype).removeprefix("torch."), softened)
 
 
-@contextlib.contextmanager
-def without_kernels(softened: list[str]) -> Iterator[None]:
+def without_kernels(softened: list[str]) -> Softening:
     """A context in which layers can be built although this platform lacks their kernels. What was missing is appended to `softened`."""
     softening = Softening(softened)
     softening.soften("sglang.srt.layers.rotary_embedding.factory", "get_rope_cpu", _rope_without_kernel)
@@ -134,10 +120,7 @@ def without_kernels(softened: list[str]) -> Iterator[None]:
     softening.soften("torch.cuda", "get_device_capability", lambda *_: (9, 0))
     softening.soften("torch.cuda", "Stream", lambda *_, **__: NoKernel())
     softening.soften("torch.cuda", "Event", lambda *_, **__: NoKernel())
-    try:
-        yield
-    finally:
-        softening.undo()
+    return softening
 
 
 def _rope_without_kernel(*args: Any, device: Any = None, **names: Any) -> Any:

@@ -6,13 +6,13 @@ import gc
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import struct
-import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -75,58 +75,48 @@ def _reason(error: BaseException) -> str:
 def _in_forks(answer: TextIO, case: Case, ranks: Iterable[int], work: Callable[[int], dict[str, Any]]) -> None:
     """Write what `work` returns for each rank, in their order. Each is made in a forked process, with which everything ends that the engine
     keeps for a rank; two run at a time."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    fork = multiprocessing.get_context("fork")
     parts = {rank: Path(f"{answer.name}.{rank}") for rank in ranks}
-    running: dict[int, int] = {}
-    failed: dict[int, int] = {}
-
-    def wait() -> None:
-        child, status = os.wait()
-        rank = running.pop(child, None)  # the engine may have processes of its own
-        if rank is not None and status:
-            failed[rank] = status
-
-    for rank, part in parts.items():
+    processes = {rank: fork.Process(target=_answer_rank, args=(part, case, rank, work)) for rank, part in parts.items()}
+    running: list[Any] = []
+    for process in processes.values():
         while len(running) >= min(os.cpu_count() or 1, MOST_AT_A_TIME):
-            wait()
-        child = os.fork()
-        if not child:
-            try:
-                with part.open("w") as own:
-                    _answer_rank(own, case, rank, work)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        running[child] = rank
-    while running:
-        wait()
+            wait([each.sentinel for each in running])
+            running = [each for each in running if each.is_alive()]
+        process.start()
+        running.append(process)
     for rank, part in parts.items():
-        if rank in failed:
-            _say(answer, {"case": asdict(case), "rank": rank, "failed": f"its process ended with status {failed[rank]}"})
+        processes[rank].join()
+        if status := processes[rank].exitcode:
+            _say(answer, {"case": asdict(case), "rank": rank, "failed": f"its process ended with status {abs(status)}"})
         else:
             answer.write(part.read_text())
         part.unlink(missing_ok=True)
     answer.flush()
 
 
-def _answer_rank(answer: TextIO, case: Case, rank: int, work: Callable[[int], dict[str, Any]]) -> None:
+def _answer_rank(part: Path, case: Case, rank: int, work: Callable[[int], dict[str, Any]]) -> None:
     # The process ends soon, and a rank of a large model makes millions of objects that stay.
     gc.disable()
-    began = time.process_time()
     try:
         document = {"case": asdict(case), "rank": rank, **work(rank)}
     except BaseException as error:
         if os.environ.get("RESHARD_TRACER_DEBUG"):
             traceback.print_exc()
         document = {"case": asdict(case), "rank": rank, "failed": _reason(error)}
-    _say(answer, {**document, "seconds": round(time.process_time() - began, 2)})
+    with part.open("w") as answer:
+        _say(answer, document)
+    os._exit(0)  # threads that the engine has started are not waited for
 
 
 def headers(folder: Path) -> Header:
     """Name -> element type and shape of every tensor in a folder's safetensors files, by their headers alone."""
+    paths, index = sorted(folder.glob("*.safetensors")), folder / "model.safetensors.index.json"
+    if len(paths) > 1 and index.exists():  # engines read the files of the index
+        named = set(json.loads(index.read_text())["weight_map"].values())
+        paths = [path for path in paths if path.name in named]
     found: Header = {}
-    for path in _weight_files(folder):
+    for path in paths:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
@@ -134,16 +124,6 @@ def headers(folder: Path) -> Header:
             if name != "__metadata__":
                 found[name] = entry["dtype"], tuple(entry["shape"])
     return found
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that engines read: those of the index, where there is one."""
-    paths = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if len(paths) > 1 and index.exists():
-        named = set(json.loads(index.read_text())["weight_map"].values())
-        paths = [path for path in paths if path.name in named]
-    return paths
 
 
 def trace(engine: Engine, config: Any, case: Case, rank: int, sources: Header) -> dict[str, Any]:
@@ -163,7 +143,6 @@ def trace(engine: Engine, config: Any, case: Case, rank: int, sources: Header) -
             "dtype": loaded.dtype,
             "tensors": dict(_tensors(engine, loaded, recorder, sources)),
             "softened": loaded.softened,
-            "operations": recorder.operations,
         }
 
 

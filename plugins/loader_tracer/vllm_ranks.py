@@ -112,10 +112,6 @@ def loaded_rank(config: Any, case: Case, rank: int, recorder: Any, sources: dict
             yield LoadedRank(model, str(config.model_config.dtype).removeprefix("torch."), softened)
 
 
-def _no_kernel_class(*_: Any, **__: Any) -> type[NoKernel]:
-    return NoKernel
-
-
 # (module, function) that choose the kernels of packed weights.
 _PACKED_KERNELS = (
     ("compressed_tensors.schemes.compressed_tensors_wNa16", "choose_mp_linear_kernel"),
@@ -144,8 +140,7 @@ _PACKED_MOE_BACKENDS = (
 )
 
 
-@contextlib.contextmanager
-def without_kernels(softened: list[str]) -> Iterator[None]:
+def without_kernels(softened: list[str]) -> Softening:
     """A context in which layers can be built although this platform lacks their kernels. What was missing is appended to `softened`."""
     softening = Softening(softened)
     soften = softening.soften
@@ -154,10 +149,10 @@ def without_kernels(softened: list[str]) -> Iterator[None]:
     soften(f"{quantization}.fp8", "select_fp8_moe_backend", lambda *_, **__: (None, None))
     soften(f"{quantization}.compressed_tensors.schemes.compressed_tensors_w8a8_fp8", "init_fp8_linear_kernel", lambda *_, **__: NoKernel())
     for module, name in _PACKED_KERNELS:
-        is_class = name.startswith("choose")
-        soften(f"{quantization}.{module}", name, _no_kernel_class if is_class else NoKernel)
+        soften(f"{quantization}.{module}", name, (lambda *_, **__: NoKernel) if name.startswith("choose") else NoKernel)
     moe = "vllm.model_executor.layers.fused_moe"
-    soften(f"{moe}.unquantized_fused_moe_method", "select_unquantized_moe_backend", _first_moe_backend)
+    first_backend = partial(_moe_backend, f"{moe}.oracle.unquantized", "UnquantizedMoeBackend.CPU")
+    soften(f"{moe}.unquantized_fused_moe_method", "select_unquantized_moe_backend", first_backend)
     for module, function, oracle, backend in _PACKED_MOE_BACKENDS:
         soften(f"{quantization}.{module}", function, partial(_moe_backend, f"{moe}.oracle.{oracle}", backend))
     soften("vllm.platforms.cpu", "CpuPlatform.get_attn_backend_cls", _dense_attention)
@@ -167,10 +162,7 @@ def without_kernels(softened: list[str]) -> Iterator[None]:
     config: Any = importlib.import_module(f"{moe}.config")
     # Experts without a gate are asserted to be on a GPU.
     softening.replace(config, "current_platform", _WithGpuAssertions(config.current_platform))
-    try:
-        yield
-    finally:
-        softening.undo()
+    return softening
 
 
 class _WithGpuAssertions:
@@ -194,14 +186,8 @@ def _in_dtype(module: Any, *args: Any, **names: Any) -> Any:
     return module if dtype is None else module.to(dtype)
 
 
-def _first_moe_backend(*_: Any, **__: Any) -> Any:
-    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-
-    return getattr(UnquantizedMoeBackend, "CPU", next(iter(UnquantizedMoeBackend))), None
-
-
 def _moe_backend(oracle: str, backend: str, *_: Any, **__: Any) -> Any:
-    """A kernel for packed experts, without its class."""
+    """A kernel for experts, without its class: the first one, if there is none by that name."""
     kind, name = backend.split(".")
     kinds: Any = getattr(importlib.import_module(oracle), kind)
     return getattr(kinds, name, next(iter(kinds))), None

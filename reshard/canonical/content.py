@@ -78,6 +78,11 @@ class Selection:
         """Whether the globs choose a name."""
         return (not self.include or matches(name, self.include)) and not matches(name, self.exclude)
 
+    def check_globs(self, names: Collection[str]) -> None:
+        """Raises RequestError if a glob matches none of these names."""
+        check_globs("`include=`", self.include, names)
+        check_globs("`exclude=`", self.exclude, names)
+
 
 def _unreadable(key: str) -> float:
     raise CheckpointError("its value cannot be read here: no reader was given", where=key)
@@ -189,14 +194,6 @@ class Content:
         """The names of the weights that the model does not have."""
         return tuple(name for name in self.weights if name not in self._model_weights)
 
-    @cached_property
-    def other_shapes(self) -> tuple[str, ...]:
-        """The names of the weights whose shape differs from the model's."""
-        missing = set(self.missing)
-        return tuple(
-            name for name, weight in self._model_weights.items() if name not in missing and self.tensors[name].shape != weight.shape
-        )
-
     @property
     def implied(self) -> tuple[str, ...]:
         """The names of the missing weights whose bytes follow from the shapes of others."""
@@ -234,7 +231,7 @@ def content_of(index: Index, model: Model | None, selection: Selection, adapter:
     is_adapter, beside = _split_adapter(chosen, selection, adapter)
     tied, unknown = _known_to_model(chosen, index, model, selection) if model and not is_adapter else ((), ())
     if not tensors:
-        _check_globs(selection, names)
+        selection.check_globs(names)
         raise RequestError(
             "no tensor is left to work on",
             why=f"The checkpoint has {len(index.tensors)} tensors: {len(others)} are of another kind, {len(chosen.drops)} are left out by "
@@ -319,12 +316,7 @@ def check_selected(*contents: Content) -> None:
     """Raises RequestError if a glob of the selection that chose these contents matches no tensor of any of them."""
     selection = contents[0].selection
     if selection.is_partial:
-        _check_globs(selection, {name: None for content in contents for name in content.names})
-
-
-def _check_globs(selection: Selection, names: Collection[str]) -> None:
-    check_globs("`include=`", selection.include, names)
-    check_globs("`exclude=`", selection.exclude, names)
+        selection.check_globs({name: None for content in contents for name in content.names})
 
 
 def _groups(index: Index, chosen: Mapping[str, Tensor], selection: Selection) -> tuple[ParamGroup, ...]:
@@ -348,14 +340,14 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
     model = content.model
     if model is None or content.is_adapter:
         return
-    if content.other_shapes:
-        name = content.other_shapes[0]
-        raise CheckpointError(
-            f"its shape is {list(content.tensors[name].shape)}, the config says {list(model.weights[name].shape)}",
-            where=name,
-            why="The config belongs to another model, or the vocabulary was padded in training",
-            do="Name the directory of the config that this model was trained with: `model=DIR`",
-        )
+    for name, weight in model.weights.items():
+        if name in content.tensors and content.tensors[name].shape != weight.shape:
+            raise CheckpointError(
+                f"its shape is {list(content.tensors[name].shape)}, the config says {list(weight.shape)}",
+                where=name,
+                why="The config belongs to another model, or the vocabulary was padded in training",
+                do="Name the directory of the config that this model was trained with: `model=DIR`",
+            )
     missing = [name for name in content.missing if name not in optional and not model.weights[name].optional]
     unknown = [name for name in content.besides_model if not model.reason_not_served(name)]
     if missing and not partial:
@@ -364,9 +356,7 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
         check_trainer(content.weights, model)
         needs = f"a {model.architecture.model_type} model needs it"
         raise IncompleteError(
-            f"the checkpoint has no such weight; {needs} and {len(missing) - 1} other missing weights"
-            if len(missing) > 1
-            else f"the checkpoint has no such weight; {needs}",
+            f"the checkpoint has no such weight; {needs}" + (f" and {len(missing) - 1} other missing weights" if len(missing) > 1 else ""),
             where=missing[0],
             why=f"It has, for example, {unknown[0]}, which this model does not have" if unknown else "An engine would serve unset memory",
             do=_prefix_hint(unknown, model) or "Check that all files of the save are there, and that `model=` is this model's config",
@@ -407,8 +397,13 @@ def tensors_by_key(index: Index) -> dict[str, Tensor]:
 
 
 def _states_by_key(index: Index) -> dict[str, Tensor]:
-    weights = {**index.by_kind("master"), **_stored(index)}
-    return {key: tensor for tensor in index.tensors if (key := _state_key(tensor, weights)) is not None}
+    """The optimizer state by key, without that of parameters that are not among the weights under their names."""
+    weights, found = {**index.by_kind("master"), **_stored(index)}, {}
+    for tensor in index.tensors:
+        is_of_weight = tensor.kind == "state" and tensor.name.rpartition(".")[0] in weights
+        if key := f"optim.state.{tensor.name}" if is_of_weight else state_key(tensor):
+            found[key] = tensor
+    return found
 
 
 def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -441,14 +436,6 @@ def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
     return states | {master_key(name): tensor for name, tensor in masters.items()}, duplicates
 
 
-def _state_key(tensor: Tensor, weights: Mapping[str, Tensor]) -> str | None:
-    """The key of a tensor of optimizer state; None if the tensor does not belong to one of the weights."""
-    if tensor.kind == "state":
-        name, _, _ = tensor.name.rpartition(".")
-        return f"optim.state.{tensor.name}" if name in weights else None
-    return state_key(tensor)
-
-
 def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], list[tuple[Tensor, str]]]:
     """One tensor for each weight, its model copy or its master, by name; and all other tensors, each with the reason to leave it out."""
     stored, masters = _stored(index), index.by_kind("master")
@@ -473,7 +460,7 @@ def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
     chosen = {**stored, **masters} if selection.weights == "master" else {**masters, **stored}
     if selection.keep_unknown:
         carried = ("state", "other") if selection.root is None else ("state",)
-        others = [tensor for tensor in index.tensors if tensor.kind in carried and not _is_of_optimizer(tensor, chosen)]
+        others = [tensor for tensor in index.tensors if tensor.kind in carried and not is_of_optimizer(tensor, chosen)]
         chosen |= {tensor.name: tensor for tensor in others if tensor.name not in chosen}
     if len(chosen) == len(index.tensors):
         return chosen, []
@@ -498,7 +485,7 @@ def _reason_to_drop(tensor: Tensor, stored: Mapping[str, Tensor]) -> str:
         return "the full-precision master; the model copy was chosen (`weights=master` chooses this one)"
     if tensor.kind == "other":
         return f"of another model; `root=` {root_of(tensor.name)} selects it"
-    if tensor.kind == "state" and not _is_of_optimizer(tensor, stored):
+    if tensor.kind == "state" and not is_of_optimizer(tensor, stored):
         return "run state, not a weight; `keep_unknown=True` carries it"
     return _OPTIMIZER
 
@@ -506,10 +493,6 @@ def _reason_to_drop(tensor: Tensor, stored: Mapping[str, Tensor]) -> str:
 def _stored(index: Index) -> dict[str, Tensor]:
     """The model's copy of its tensors by name, in the order of the index."""
     return {tensor.name: tensor for tensor in index.tensors if tensor.kind in _STORED}
-
-
-def _is_of_optimizer(tensor: Tensor, weights: Mapping[str, Tensor]) -> bool:
-    return tensor.kind == "state" and is_of_optimizer(tensor, weights)
 
 
 def _without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -537,8 +520,5 @@ def _without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor
 
 def _prefix_hint(unknown: list[str], model: Model) -> str | None:
     """A hint to remove the prefix that distinguishes an unknown name from a weight of the model; None if there is no such prefix."""
-    for name in unknown[:8]:
-        for weight in model.weights:
-            if name.endswith("." + weight) or (name.endswith(weight) and name != weight):
-                return f"Remove the prefix with `strip_prefix=` {name.removesuffix(weight)}"
-    return None
+    prefixes = (name.removesuffix(weight) for name in unknown[:8] for weight in model.weights if name.endswith(weight))
+    return next((f"Remove the prefix with `strip_prefix=` {prefix}" for prefix in prefixes if prefix), None)

@@ -5,6 +5,7 @@ that are no longer tensors of the content. The values are computed when the weig
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -78,18 +79,15 @@ class QuantizedFamily:
 def quantized_families(content: Content, config: Mapping[str, Any] | None) -> tuple[QuantizedFamily, ...]:
     """The quantized weights of a content, as the config describes them. Weights of which a component is missing are left out."""
     quantization = quantization_of(config or {})
-    families: dict[tuple[object, ...], QuantizedFamily] = {}
+    families = Counter[tuple[Any, ...]]()
     for weight, form in quantization.stored_weights(_element_types(content)) if quantization else ():
         names = form.names(weight)
         if not names.keys() <= content.tensors.keys():
             continue
         tensors = [content.tensors[name] for name in names]
         stored = tuple((each.kind, tensor.dtype.name, tensor.shape) for each, tensor in zip(names.values(), tensors, strict=True))
-        shape = _canonical_shape(form, tensors[0])
-        key = family_of(weight), form.name, shape, stored
-        known = families.get(key)
-        families[key] = QuantizedFamily(family_of(weight), form.name, shape, known.weights + 1 if known else 1, stored)
-    return tuple(families.values())
+        families[family_of(weight), form.name, _canonical_shape(form, tensors[0]), stored] += 1
+    return tuple(QuantizedFamily(name, kind, shape, count, stored) for (name, kind, shape, stored), count in families.items())
 
 
 def quantized_names(content: Content, config: Mapping[str, Any] | None) -> frozenset[str]:

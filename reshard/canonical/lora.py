@@ -39,18 +39,6 @@ class LoraSettings:
     """The content of adapter_config.json."""
 
     @property
-    def base_model(self) -> str | None:
-        """The base model's name or path, as the trainer wrote it."""
-        found = self.config.get("base_model_name_or_path")
-        return str(found) if found else None
-
-    @property
-    def task_type(self) -> str | None:
-        """The task, such as CAUSAL_LM."""
-        found = self.config.get("task_type")
-        return str(found) if found else None
-
-    @property
     def alpha(self) -> float | None:
         """lora_alpha; None if the config does not give it."""
         return _number(self.config.get("lora_alpha"))

@@ -24,6 +24,7 @@ from reshard.canonical.name_variants import Names
 from reshard.canonical.renaming import PREFIX, adapter_name
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.boxes import Box
+from reshard.geometry.groups import grouped
 from reshard.geometry.mosaics import Mosaic, Tile
 from reshard.geometry.value import mutable, value
 from reshard.index.index import Tensor, Update
@@ -42,7 +43,7 @@ def with_adapter_merged(content: Content, path: str, settings: LoraSettings, ten
     not fit together; RequestError for quantized weights that are not dequantized.
     """
     settings.check_mergeable()
-    merge = _Merge(content, path, settings)
+    merge = _Merge(content, path, settings, Names(content.model) if content.model else None)
     modules: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         factor = adapter_name(name)
@@ -51,10 +52,8 @@ def with_adapter_merged(content: Content, path: str, settings: LoraSettings, ten
         else:
             merge.replace(name.removeprefix(PREFIX), tensor)
     # Adapters of several parameters of one module are nested: `experts`, `experts.base_layer`.
-    nested: dict[str, list[dict[str, Tensor]]] = {}
-    for module, factors in modules.items():
-        nested.setdefault(re.sub(r"(\.base_layer)+$", "", module), []).append(factors)
-    for module, of_module in nested.items():
+    for module, nested in grouped(modules, lambda name: re.sub(r"(\.base_layer)+$", "", name)).items():
+        of_module = [modules[name] for name in nested]
         if parameters := merge.target_parameters(module):
             merge.add_parameters(module, parameters, of_module)
         else:
@@ -73,15 +72,12 @@ class _Merge:
     """The directory of the adapter."""
     settings: LoraSettings
     """Its settings."""
+    names: Names | None
+    """The names of the base model; None if its architecture is not declared."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """The tensors of the base that change."""
     drops: list[Drop] = field(default_factory=list)
     """The tensors that are not needed."""
-    names: Names | None = None
-    """The names of the base model; None if its architecture is not declared."""
-
-    def __post_init__(self) -> None:
-        self.names = Names(self.base.model) if self.base.model else None
 
     def content(self) -> Content:
         """The content after the merge."""
@@ -162,7 +158,9 @@ class _Merge:
             if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2:
                 raise self._misfit(next(iter(factors.values())), "the adapter needs the matrices lora_A.weight and lora_B.weight here")
             pairs.append((a, b))
-        flipped = self._is_flipped(module, arrays, pairs)
+        # Whether the updates are the transposes of B x A is seen at the shapes, unless all are square.
+        ways = [way for way in (False, True) if all(len(_fitting(arrays, a, b, flipped=way)) == 1 for a, b in pairs)]
+        flipped = ways[0] if len(ways) == 1 else self._is_transposed(module, arrays)
         for a, b in pairs:
             fitting = _fitting(arrays, a, b, flipped=flipped)
             if len(fitting) != 1:
@@ -181,11 +179,6 @@ class _Merge:
                 of_expert = tile.cut(0, number, number + 1) if of_experts else tile
                 assert of_expert is not None
                 self._add(of_expert, pair.update(of_expert, number, flipped=flipped and of_experts), a)
-
-    def _is_flipped(self, module: str, arrays: Mapping[str, Mosaic], pairs: list[tuple[Tensor, Tensor]]) -> bool:
-        """Whether the updates of a module's parameters are the transposes of B x A: seen at the shapes, unless all are square."""
-        ways = [way for way in (False, True) if all(len(_fitting(arrays, a, b, flipped=way)) == 1 for a, b in pairs)]
-        return ways[0] if len(ways) == 1 else self._is_transposed(module, arrays)
 
     def _is_transposed(self, module: str, arrays: Mapping[str, Mosaic]) -> bool:
         """Whether PEFT takes a module's square matrices as [in, out]: seen at a sibling that is not square, and whose class says so."""
@@ -225,7 +218,7 @@ class _Merge:
         return array
 
     def _trained_on(self) -> str:
-        base = self.settings.base_model
+        base = self.settings.config.get("base_model_name_or_path")
         return f"; its adapter_config.json names {base}" if base else ""
 
     def _misshapen(self, tensor: Tensor, shape: tuple[int, ...], array: Mosaic, what: str) -> CheckpointError:
@@ -297,11 +290,13 @@ class _Factors:
 
     def _of_a(self, expert: int, start: int, stop: int, *, as_rows: bool) -> Tensor:
         """Some columns of A for an expert: as [r, columns], or transposed as the factor of rows."""
-        return _matrix(self.a, (expert * self.rank, start), (self.rank, stop - start), 1, transposed=as_rows)
+        axes = (self.rank, 0, 1), (stop - start, 1, 1)
+        return _part(self.a, (expert * self.rank, start), axes[::-1] if as_rows else axes)
 
     def _of_b(self, expert: int, start: int, stop: int, *, as_rows: bool) -> Tensor:
         """Some rows of B for an expert: as [rows, r], or transposed as the factor of columns."""
-        return _matrix(self.b, (start, expert), (stop - start, self.rank), self.experts, transposed=not as_rows)
+        axes = (stop - start, 0, 1), (self.rank, 1, self.experts)
+        return _part(self.b, (start, expert), axes if as_rows else axes[::-1])
 
 
 def _fitting(arrays: Mapping[str, Mosaic], a: Tensor, b: Tensor, *, flipped: bool) -> list[str]:
@@ -314,12 +309,6 @@ def _fitting(arrays: Mapping[str, Mosaic], a: Tensor, b: Tensor, *, flipped: boo
             if (b.shape[0], a.shape[1]) == (out, into) and a.shape[0] == b.shape[1] and a.shape[0] % math.prod(experts) == 0:
                 fitting.append(name)
     return fitting
-
-
-def _matrix(tensor: Tensor, at: tuple[int, int], sizes: tuple[int, int], step: int, *, transposed: bool) -> Tensor:
-    """A part of a matrix, with every `step`-th column, as a tensor; transposed if asked for."""
-    axes = ((sizes[0], 0, 1), (sizes[1], 1, step))
-    return _part(tensor, at, axes[::-1] if transposed else axes)
 
 
 def _part(tensor: Tensor, at: tuple[int, ...], axes: tuple[tuple[int, int, int], ...]) -> Tensor:

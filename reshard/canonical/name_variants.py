@@ -16,78 +16,65 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from reshard.canonical.renaming import base_name, is_of_adapter, renamed
 from reshard.canonical.stacked_experts import located_in, stacks
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined, stacked
-from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, Tensor
 from reshard.index.shards import Shards, concatenated
 from reshard.models.model import Model, Part
 
-
-@value
-class NameVariant:
-    """Another name of one or several weights of a layer."""
-
-    name: str
-    """The name inside the layer, with {expert} for the expert's number and {kind} for weight or bias. Without {kind}: the name of the only
-    tensor of its role."""
-    roles: tuple[str, ...]
-    """The roles of the weights, concatenated along axis 0 in this order."""
-    stacked: str | None = None
-    """The parameter ("weight", ...) of all experts that is stacked along a new first axis; None if experts are not stacked."""
-
-
-NAME_VARIANTS = (
-    NameVariant("mlp.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked="weight"),
-    NameVariant("mlp.experts.down_proj", ("expert.down",), stacked="weight"),
-    NameVariant("feed_forward.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked="weight"),
-    NameVariant("feed_forward.experts.down_proj", ("expert.down",), stacked="weight"),
-    NameVariant("block_sparse_moe.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked="weight"),
-    NameVariant("block_sparse_moe.experts.down_proj", ("expert.down",), stacked="weight"),
-    NameVariant("block_sparse_moe.router.{kind}", ("router",)),
-    NameVariant("mixer.experts.up_proj", ("expert.up",), stacked="weight"),
-    NameVariant("mixer.experts.down_proj", ("expert.down",), stacked="weight"),
-    NameVariant("mlp.experts.gate_up_proj_scale_inv", ("expert.gate", "expert.up"), stacked="weight_scale_inv"),
-    NameVariant("mlp.experts.down_proj_scale_inv", ("expert.down",), stacked="weight_scale_inv"),
-    NameVariant("mlp.gate.{kind}", ("router",)),
-    NameVariant("mlp.router.{kind}", ("router",)),
-    NameVariant("mlp.gate.e_score_correction_bias", ("router.correction",)),
-    NameVariant("mlp.gate.moe_statics.e_score_correction_bias", ("router.correction",)),
-    NameVariant("mlp.e_score_correction_bias", ("router.correction",)),
-    NameVariant("mlp.experts.{expert}.gate_proj.{kind}", ("expert.gate",)),
-    NameVariant("mlp.experts.{expert}.up_proj.{kind}", ("expert.up",)),
-    NameVariant("mlp.experts.{expert}.down_proj.{kind}", ("expert.down",)),
-    NameVariant("mlp.shared_experts.gate_proj.{kind}", ("shared_expert.gate",)),
-    NameVariant("mlp.shared_experts.up_proj.{kind}", ("shared_expert.up",)),
-    NameVariant("mlp.shared_experts.down_proj.{kind}", ("shared_expert.down",)),
-    NameVariant("block_sparse_moe.gate.{kind}", ("router",)),
-    NameVariant("block_sparse_moe.experts.{expert}.w1.{kind}", ("expert.gate",)),
-    NameVariant("block_sparse_moe.experts.{expert}.w2.{kind}", ("expert.down",)),
-    NameVariant("block_sparse_moe.experts.{expert}.w3.{kind}", ("expert.up",)),
-    NameVariant("self_attn.qkv_proj.{kind}", ("attention.q", "attention.k", "attention.v")),
-    NameVariant("self_attn.q_proj.{kind}", ("attention.q",)),
-    NameVariant("self_attn.k_proj.{kind}", ("attention.k",)),
-    NameVariant("self_attn.v_proj.{kind}", ("attention.v",)),
-    NameVariant("self_attn.sinks", ("attention.sink",)),
-    NameVariant("self_attn.conv1d.{kind}", ("delta.conv_q", "delta.conv_k", "delta.conv_v")),
-    NameVariant("self_attn.forget_gate.A_log", ("delta.a_log",)),
-    NameVariant("self_attn.forget_gate.dt_bias", ("delta.dt_bias",)),
-    NameVariant("self_attn.forget_gate.f_a_proj.{kind}", ("kda.forget_in",)),
-    NameVariant("self_attn.forget_gate.f_b_proj.{kind}", ("kda.forget_out",)),
-    NameVariant("self_attn.indexer.q_proj.{kind}", ("minimax.index_q",)),
-    NameVariant("self_attn.indexer.k_proj.{kind}", ("minimax.index_k",)),
-    NameVariant("self_attn.indexer.q_norm.{kind}", ("minimax.index_q_norm",)),
-    NameVariant("self_attn.indexer.k_norm.{kind}", ("minimax.index_k_norm",)),
-    NameVariant("mlp.shared_experts.gate_up_proj.{kind}", ("shared_expert.gate", "shared_expert.up")),
-    NameVariant("mlp.gate_up_proj.{kind}", ("mlp.gate", "mlp.up")),
-    NameVariant("mlp.gate_proj.{kind}", ("mlp.gate",)),
-    NameVariant("mlp.up_proj.{kind}", ("mlp.up",)),
-)
-_BY_NAME = {variant.name: variant for variant in NAME_VARIANTS}
+# Name inside the layer -> the roles of the weights in it, concatenated along axis 0 in this order. {expert} is the expert's number, {kind}
+# weight or bias; a name without {kind} is that of the only tensor of its role. Experts without a number are stacked along a new first axis.
+NAME_VARIANTS: Mapping[str, str] = {
+    "mlp.experts.gate_up_proj": "expert.gate expert.up",
+    "mlp.experts.down_proj": "expert.down",
+    "feed_forward.experts.gate_up_proj": "expert.gate expert.up",
+    "feed_forward.experts.down_proj": "expert.down",
+    "block_sparse_moe.experts.gate_up_proj": "expert.gate expert.up",
+    "block_sparse_moe.experts.down_proj": "expert.down",
+    "block_sparse_moe.router.{kind}": "router",
+    "mixer.experts.up_proj": "expert.up",
+    "mixer.experts.down_proj": "expert.down",
+    "mlp.experts.gate_up_proj_scale_inv": "expert.gate expert.up",
+    "mlp.experts.down_proj_scale_inv": "expert.down",
+    "mlp.gate.{kind}": "router",
+    "mlp.router.{kind}": "router",
+    "mlp.gate.e_score_correction_bias": "router.correction",
+    "mlp.gate.moe_statics.e_score_correction_bias": "router.correction",
+    "mlp.e_score_correction_bias": "router.correction",
+    "mlp.experts.{expert}.gate_proj.{kind}": "expert.gate",
+    "mlp.experts.{expert}.up_proj.{kind}": "expert.up",
+    "mlp.experts.{expert}.down_proj.{kind}": "expert.down",
+    "mlp.shared_experts.gate_proj.{kind}": "shared_expert.gate",
+    "mlp.shared_experts.up_proj.{kind}": "shared_expert.up",
+    "mlp.shared_experts.down_proj.{kind}": "shared_expert.down",
+    "block_sparse_moe.gate.{kind}": "router",
+    "block_sparse_moe.experts.{expert}.w1.{kind}": "expert.gate",
+    "block_sparse_moe.experts.{expert}.w2.{kind}": "expert.down",
+    "block_sparse_moe.experts.{expert}.w3.{kind}": "expert.up",
+    "self_attn.qkv_proj.{kind}": "attention.q attention.k attention.v",
+    "self_attn.q_proj.{kind}": "attention.q",
+    "self_attn.k_proj.{kind}": "attention.k",
+    "self_attn.v_proj.{kind}": "attention.v",
+    "self_attn.sinks": "attention.sink",
+    "self_attn.conv1d.{kind}": "delta.conv_q delta.conv_k delta.conv_v",
+    "self_attn.forget_gate.A_log": "delta.a_log",
+    "self_attn.forget_gate.dt_bias": "delta.dt_bias",
+    "self_attn.forget_gate.f_a_proj.{kind}": "kda.forget_in",
+    "self_attn.forget_gate.f_b_proj.{kind}": "kda.forget_out",
+    "self_attn.indexer.q_proj.{kind}": "minimax.index_q",
+    "self_attn.indexer.k_proj.{kind}": "minimax.index_k",
+    "self_attn.indexer.q_norm.{kind}": "minimax.index_q_norm",
+    "self_attn.indexer.k_norm.{kind}": "minimax.index_k_norm",
+    "mlp.shared_experts.gate_up_proj.{kind}": "shared_expert.gate shared_expert.up",
+    "mlp.gate_up_proj.{kind}": "mlp.gate mlp.up",
+    "mlp.gate_proj.{kind}": "mlp.gate",
+    "mlp.up_proj.{kind}": "mlp.up",
+}
 # (prefix of the stored name, prefix of the canonical name). {base} is the first part of the model's names: "model.", "transformer.", ...
 PREFIXES = (("", "{base}"), ("language_model.", ""), ("model.language_model.", "{base}"), ("model.", ""), ("model.", "{base}"))
 # The head of gpt_neox, as transformers 5 holds it in memory.
@@ -170,21 +157,23 @@ class Names:
         number = _EXPERT.search(inner)
         expert = int(number[0]) if number else None
         module, _, kind = _EXPERT.sub("{expert}", inner).rpartition(".")
-        variant = _BY_NAME.get(inner) or _BY_NAME.get(f"{module}.{{kind}}")
-        if variant is None:
+        name = inner if inner in NAME_VARIANTS else f"{module}.{{kind}}"
+        roles = NAME_VARIANTS.get(name, "").split()
+        if not roles:
             return None
-        if not variant.stacked:
-            return self._joined(variant, layer, expert, kind if "{kind}" in variant.name else None)
+        if number or not roles[0].startswith("expert."):
+            return self._joined(roles, layer, expert, None if name == inner else kind)
+        parameter = "weight_scale_inv" if name.endswith("_scale_inv") else "weight"
         numbers = range(self._model.dimensions.get("experts", 0))
-        experts = [array for number in numbers if (array := self._joined(variant, layer, number, variant.stacked)) is not None]
+        experts = [array for each in numbers if (array := self._joined(roles, layer, each, parameter)) is not None]
         return stacked(experts) if experts and len(experts) == len(numbers) else None
 
-    def _joined(self, variant: NameVariant, layer: int, expert: int | None, kind: str | None) -> Mosaic | None:
+    def _joined(self, roles: Sequence[str], layer: int, expert: int | None, kind: str | None) -> Mosaic | None:
         if self._parts is None:
             parts_of = self._model.parts()
             self._parts = {(part.layer, part.expert, part.role, part.parameter): part for part in parts_of}
             self._parts |= {(part.layer, part.expert, part.role, None): part for part in parts_of}
-        parts = [self._parts.get((layer, expert, role, kind)) for role in variant.roles]
+        parts = [self._parts.get((layer, expert, role, kind)) for role in roles]
         arrays = [part.array for part in parts if part is not None]
         if len(parts) == 1 and parts[0] is not None and expert is None and len(arrays[0].shape) < len(self._shapes[parts[0].tensor]):
             return Mosaic.of(parts[0].tensor, Box.whole(self._shapes[parts[0].tensor]))  # a vector that is stored as [1, n]
@@ -229,14 +218,12 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
     if (published := with_published_names(index, model)) is not index:
         return published
     names = Names(model)
-    arrays: dict[str, Mosaic | None] = {}
 
+    @cache
     def array(name: str) -> Mosaic | None:
         """The array of a stored name; None if the name is canonical or means nothing."""
-        if name not in arrays:
-            short = name.removeprefix(prefix)
-            arrays[name] = None if names.is_canonical(short) else names.array(short)
-        return arrays[name]
+        short = name.removeprefix(prefix)
+        return None if names.is_canonical(short) else names.array(short)
 
     others = _others(index, array, names, prefix)
     found: dict[tuple[Kind, str], list[tuple[str, Tensor]]] = {}

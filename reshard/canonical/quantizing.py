@@ -24,36 +24,24 @@ from reshard.models.stored_forms import StoredForm
 QUANTIZE, REQUANTIZE = ("fp8-block", "mxfp4"), ("fp8-block",)
 """What --quantize and --requantize take."""
 
+
+def _scheme(name: str, **group: Any) -> dict[str, Any]:
+    return {"format": name, "config_groups": {"group_0": {"format": name, "targets": ["Linear"], **group}}}
+
+
 # What llm-compressor 0.14 writes for its schemes FP8_BLOCK and MXFP4A16.
-_FP8_BLOCK = {
-    "format": "float-quantized",
-    "config_groups": {
-        "group_0": {
-            "format": "float-quantized",
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 8, "type": "float", "strategy": "block", "symmetric": True, "dynamic": False, "block_structure": [128, 128],
-            },
-            "input_activations": {
-                "num_bits": 8, "type": "float", "strategy": "group", "symmetric": True, "dynamic": True, "group_size": 128,
-            },
-        }
-    },
-}  # fmt: skip
-_MXFP4 = {
-    "format": "mxfp4-pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "format": "mxfp4-pack-quantized",
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 4, "type": "float", "strategy": "group", "symmetric": True, "dynamic": False, "group_size": 32,
-                "scale_dtype": "torch.uint8",
-            },
-        }
-    },
-}  # fmt: skip
-_SETTINGS: Mapping[str, Mapping[str, Any]] = {"fp8-block": _FP8_BLOCK, "mxfp4": _MXFP4}
+_GROUPS_OF_4 = {"num_bits": 4, "type": "float", "strategy": "group"}
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "fp8-block": _scheme(
+        "float-quantized",
+        weights={"num_bits": 8, "type": "float", "strategy": "block", "symmetric": True, "dynamic": False, "block_structure": [128, 128]},
+        input_activations={"num_bits": 8, "type": "float", "strategy": "group", "symmetric": True, "dynamic": True, "group_size": 128},
+    ),
+    "mxfp4": _scheme(
+        "mxfp4-pack-quantized",
+        weights={**_GROUPS_OF_4, "symmetric": True, "dynamic": False, "group_size": 32, "scale_dtype": "torch.uint8"},
+    ),
+}
 _STORED: Mapping[str, tuple[str, str]] = {"fp8-block": ("F8_E4M3", "BF16"), "mxfp4": ("U8", "U8")}
 
 
@@ -161,13 +149,7 @@ def _components(weight: Tensor, form: StoredForm, recipe: str, types: tuple[DTyp
 
 
 def _transposed(weight: Tensor) -> Tensor:
-    """A weight [..., in, out] as [..., out, in]: its pieces with the last two axes exchanged."""
-    shards = weight.shards
-    axes = [*range(len(weight.shape) - 2), len(weight.shape) - 1, len(weight.shape) - 2]
-
-    def extent(i: int) -> Extent:
-        stored = shards.extent(i)
-        return replace(stored, strides=tuple(stored.strides[axis] for axis in axes))
-
-    turned = shards.replaced(offsets=shards.offsets[:, axes], sizes=shards.sizes[:, axes], extent=extent)
-    return replace(weight, shape=tuple(weight.shape[axis] for axis in axes), shards=turned)
+    """A weight [..., in, out] as [..., out, in]."""
+    *experts, into, out = ((size, axis, 1) for axis, size in enumerate(weight.shape))
+    axes = (*experts, out, into)
+    return replace(weight, shape=tuple(size for size, _, _ in axes), shards=weight.shards.strided((0,) * len(axes), axes))

@@ -34,6 +34,7 @@ from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import is_state_key
 from reshard.canonical.renaming import renamed, without_wrappers
 from reshard.errors import RequestError
+from reshard.geometry.groups import grouped
 from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, Tensor, element_count
 from reshard.models.lookup import is_draft_table
@@ -51,7 +52,7 @@ _MODEL_NAMES = frozenset(
      "policy", "policy_model", "value_model", "teacher", "student", "teacher_model", "student_model"}
 )  # fmt: skip
 # Keys under which trainers keep state that is neither the model's nor the optimizer's: torchtitan, accelerate, Lightning, verl, DeepSpeed.
-_RUN_ROOTS = frozenset(
+RUN_ROOTS = frozenset(
     {"train_state", "trainer_state", "train_progress", "trainer", "training_state", "extra", "extra_state", "lr_scheduler", "scheduler",
      "lr_schedulers", "schedulers", "opt_param_scheduler", "dataloader", "train_dataloader", "data_loader", "data_sampler", "sampler",
      "batch_sampler", "data_state", "data_iterator", "rng", "rng_state", "rng_states", "random", "random_state", "random_states",
@@ -105,18 +106,11 @@ def root_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def is_run_root(root: str) -> bool:
-    """Whether trainers keep state of the run under this key."""
-    return root in _RUN_ROOTS
-
-
 def classified(index: Index, model: Model | None) -> Index:
     """The index in which every tensor that a format takes for a weight has its class as its kind. `index` itself if all are weights."""
     weights = [tensor for tensor in index.tensors if tensor.kind == "weight"]
     trained = frozenset(tensor.name for tensor in index.tensors if tensor.kind != "weight" and tensor.kind in _OF_TRAINED)
-    by_root: dict[str, list[Tensor]] = {}
-    for tensor in weights:
-        by_root.setdefault(root_of(tensor.name), []).append(tensor)
+    by_root = grouped(weights, lambda tensor: root_of(tensor.name))
     kinds = {root: _kind_under_root(root, by_root, index.facts.roots, trained) for root in by_root}
     kinds |= dict.fromkeys(_copies(by_root, model, trained) if model else (), "other")
     guessed = ((tensor, kinds[root] or _kind_of_tensor(tensor, trained)) for root, of_root in by_root.items() for tensor in of_root)
@@ -134,14 +128,15 @@ def _kind_under_root(root: str, by_root: Mapping[str, list[Tensor]], beside: Ite
     by_root: the weights of each root. beside: the keys beside the model. trained: the names of the tensors with moments.
     """
     tensors = by_root[root]
-    has_weights = any(tensor.name in trained or _looks_like_weight(tensor) for tensor in tensors)
+    like_weights = (each for each in tensors if len(each.shape) > 1 or (each.shape and _WEIGHT_LIKE.search(each.name)))
+    has_weights = any(tensor.name in trained for tensor in tensors) or any(map(_is_number, like_weights))
     if root in beside:
-        return "other" if has_weights and root not in _RUN_ROOTS else "state"
-    if root in _RUN_ROOTS and not has_weights:
+        return "other" if has_weights and root not in RUN_ROOTS else "state"
+    if root in RUN_ROOTS and not has_weights:
         return "state"
-    if root in _EMA_ROOTS and by_root.keys() - _EMA_ROOTS - _RUN_ROOTS and not any(tensor.name in trained for tensor in tensors):
+    if root in _EMA_ROOTS and by_root.keys() - _EMA_ROOTS - RUN_ROOTS and not any(tensor.name in trained for tensor in tensors):
         return "other"
-    models = by_root.keys() - _EMA_ROOTS - _RUN_ROOTS
+    models = by_root.keys() - _EMA_ROOTS - RUN_ROOTS
     return "other" if len(models) > 1 and models <= _MODEL_NAMES and root in models else None
 
 
@@ -153,10 +148,6 @@ def _copies(by_root: Mapping[str, list[Tensor]], model: Model, trained: frozense
         inner = (name.removeprefix(f"{root}.") for name in stored)
         if trained.isdisjoint(stored) and any(name in model.weights and model.is_in_layer(name) for name in inner):
             yield root
-
-
-def _looks_like_weight(tensor: Tensor) -> bool:
-    return _is_number(tensor) and (len(tensor.shape) > 1 or (bool(tensor.shape) and _WEIGHT_LIKE.search(tensor.name) is not None))
 
 
 def _is_number(tensor: Tensor) -> bool:
@@ -184,14 +175,10 @@ def _kind_of_tensor(tensor: Tensor, trained: frozenset[str]) -> Kind:
 
 def stored_models(index: Index) -> tuple[StoredModel, ...]:
     """The models of a classified index, the main one first. One entry, or none, if the checkpoint holds a single model."""
-    tensors: dict[str | None, list[Tensor]] = {}
-    for tensor in index.tensors:
-        if tensor.kind in ("weight", "buffer", "other"):
-            tensors.setdefault(root_of(tensor.name) if tensor.kind == "other" else None, []).append(tensor)
-    if masters := [tensor for tensor in index.tensors if tensor.kind == "master"]:
-        copied = {tensor.name for tensor in index.tensors if tensor.kind in ("weight", "buffer", "other", "adapter")}
-        if alone := [tensor for tensor in masters if tensor.name not in copied]:
-            tensors.setdefault(None, []).extend(alone)
+    copied = {tensor.name for tensor in index.tensors if tensor.kind in ("weight", "buffer", "other", "adapter")}
+    kinds = ("weight", "buffer", "other")
+    of_models = (each for each in index.tensors if each.kind in kinds or (each.kind == "master" and each.name not in copied))
+    tensors = grouped(of_models, lambda tensor: root_of(tensor.name) if tensor.kind == "other" else None)
     return tuple(
         StoredModel(
             root=root or _MAIN,
@@ -262,4 +249,5 @@ def _of_another_model(tensor: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
 
 def is_of_optimizer(tensor: Tensor, weights: Mapping[str, Tensor]) -> bool:
     """Whether a tensor of kind "state" belongs to an optimizer: to a parameter, or to the optimizer itself."""
-    return is_state_key(tensor.name) or root_of(tensor.name) in OPTIMIZER_ROOTS or tensor.name.rpartition(".")[0] in weights
+    of_optimizer = is_state_key(tensor.name) or root_of(tensor.name) in OPTIMIZER_ROOTS or tensor.name.rpartition(".")[0] in weights
+    return tensor.kind == "state" and of_optimizer

@@ -20,7 +20,7 @@ fixtures/nanotron.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import cached_property
 
@@ -35,7 +35,7 @@ from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
 from reshard.index.subviews import SubviewsBuilder
-from reshard.models.model import Model, Part
+from reshard.models.model import Model, Part, numbered
 from reshard.models.roles import ROLES
 
 _ROTARY = {"attention.q": "heads", "attention.k": "kv_heads"}
@@ -181,7 +181,7 @@ class Places:
             for role, layer, expert in parts:
                 arrays = [parts[other, layer, expert] for other in roles if (other, layer, expert) in parts]
                 if role == roles[0] and len(arrays) == len(roles):
-                    found[_numbered(name, layer, expert)] = joined(arrays)
+                    found[numbered(name, layer, expert)] = joined(arrays)
         return found
 
     @cached_property
@@ -195,7 +195,7 @@ class Places:
             return {}
         names = {roles[0]: name for name, roles in self.table.rows.items() if roles[0] in _ROTARY}
         of_layers = ((part.role, part.layer) for part in self._parts if part.role in names)
-        return {_numbered(names[role], layer): self.model.dimensions[_ROTARY[role]] for role, layer in of_layers}
+        return {numbered(names[role], layer): self.model.dimensions[_ROTARY[role]] for role, layer in of_layers}
 
     def written(self, weights: Set[str]) -> dict[str, Mosaic]:
         """The arrays of these weights. Raises UnsupportedError if the trainer has no name for one of them."""
@@ -250,33 +250,16 @@ def rows_in_pairs(name: str, box: Box, width: int, start: int, strides: tuple[in
             yield Section(name, rows, start + (first + half) * strides[0], (2 * strides[0], *strides[1:]))
 
 
-def _numbered(name: str, layer: int | None, expert: int | None = None) -> str:
-    return name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
-
-
-def places_of(names: Iterable[str], model: Model) -> Places | None:
-    """The places of the trainer whose names these are, all of them; None if they are none's."""
-    known = set(names)
-    for table in TRAINERS:
-        if not table.holds(model) or not any(_numbered(name, 0, 0) in known for name in table.rows if "{layer}" in name):
-            continue
-        places = Places(table, model)
-        if known <= {*places.arrays, *table.computed}:
-            return places
-    return None
-
-
 def trainer_of(names: Collection[str]) -> str | None:
     """The trainer that gives its own names to the embedding, the final norm and the attention of the first layer; None if none does.
 
     What else these names mean is not known: the model may be one that no table of the trainer holds for.
     """
-
-    def fits(table: TrainerNames) -> bool:
+    for table in TRAINERS:
         judged = (name for name, (role, *_) in table.rows.items() if role in ("embedding", "final_norm") or role.startswith("attention."))
-        return all(_numbered(name, 0) in names for name in judged)
-
-    return next((table.trainer for table in TRAINERS if fits(table)), None)
+        if all(numbered(name, 0) in names for name in judged):
+            return table.trainer
+    return None
 
 
 def check_trainer(names: Collection[str], model: Model) -> None:
@@ -324,7 +307,13 @@ def named_places(trainer: str, model: Model | None, *, asked: str = "") -> Place
 
 def places_in(index: Index, model: Model) -> Places | None:
     """The places of the trainer whose names all weights of an index have; None if they are none's."""
-    return places_of((tensor.name for tensor in index.tensors if tensor.kind in ("weight", "master")), model)
+    names = {tensor.name for tensor in index.tensors if tensor.kind in ("weight", "master")}
+    for table in TRAINERS:
+        if table.holds(model) and any(numbered(name, 0, 0) in names for name in table.rows if "{layer}" in name):
+            places = Places(table, model)
+            if names <= {*places.arrays, *table.computed}:
+                return places
+    return None
 
 
 def with_published_names(index: Index, model: Model) -> Index:

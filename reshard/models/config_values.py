@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import RequestError
@@ -31,34 +31,24 @@ def with_value(config: Mapping[str, Any], words: Sequence[str], value: Any) -> d
 def whole_number(config: Mapping[str, Any], key: str | None) -> int | None:
     """The whole number of a key; None if there is no key or the config does not set it. Raises RequestError if the value is not one, or
     below 0."""
-    value = config.get(key) if key else None
-    if value is not None and (not isinstance(value, int) or value < 0):
-        raise _unexpected(key, value, "a whole number")
-    return value
+    return _checked(config, key, "a whole number", lambda value: isinstance(value, int) and value >= 0)  # type: ignore[no-any-return]
 
 
 def number(config: Mapping[str, Any], key: str) -> float | None:
     """The number of a key; None if the config sets none. Raises RequestError if the value is not a finite number."""
-    value = config.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
-        raise _unexpected(key, value, "a number")
-    return value
+    return _checked(  # type: ignore[no-any-return]
+        config, key, "a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    )
 
 
 def entries(config: Mapping[str, Any], key: str) -> Sequence[Any]:
     """The list of a key; empty if the config sets none. Raises RequestError if the value is not a list."""
-    value = config.get(key)
-    if value is not None and not isinstance(value, list | tuple):
-        raise _unexpected(key, value, "a list")
-    return value or ()
+    return _checked(config, key, "a list", lambda value: isinstance(value, list | tuple)) or ()
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The settings below a key; empty if the config sets none. Raises RequestError if the value is not an object."""
-    value = config.get(key)
-    if value is not None and not isinstance(value, Mapping):
-        raise _unexpected(key, value, "an object")
-    return value or {}
+    return _checked(config, key, "an object", lambda value: isinstance(value, Mapping)) or {}
 
 
 def rotary_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,8 +66,12 @@ def rotary_type(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
-def _unexpected(key: str | None, value: object, expected: str) -> RequestError:
-    return RequestError(
+def _checked(config: Mapping[str, Any], key: str | None, expected: str, fits: Callable[[Any], bool]) -> Any:
+    """The value of a key; None if the config does not set it. Raises RequestError if it does not fit."""
+    value = config.get(key) if key else None
+    if value is None or fits(value):
+        return value
+    raise RequestError(
         f"config.json gives {repr(value)[:80]} for {key}; {expected} is expected",
         why="The model's layout and settings follow from it",
         do="Correct the config, or give the model's own with `model=`",

@@ -17,10 +17,11 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,26 +52,19 @@ def find_model(config: Mapping[str, Any] | None, architecture: Architecture | No
     declared = architecture or find_architecture(model_type_of(config) or "")
     if declared and (named := _language_model(declared, config)):
         declared = _find(declared.model_type, (), named) if find_architecture(named) else None
-    return _model(_Description(declared, config)) if declared else None
-
-
-class _Description:
-    """An architecture and a config as a key of a cache. Two are equal if the architecture is the same object and the configs are equal."""
-
-    def __init__(self, architecture: Architecture, config: Mapping[str, Any]) -> None:
-        self.architecture, self.config = architecture, deepcopy(dict(config))
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self.config))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Description) and self.architecture is other.architecture and self.config == other.config
+    return _model(declared, config) if declared else None
 
 
 # A large model lists a hundred thousand weights, and a command asks for the same one several times.
-@lru_cache(maxsize=2)
-def _model(description: _Description) -> Model:
-    return Model(description.architecture, description.config)
+_LATEST: deque[Model] = deque(maxlen=2)
+
+
+def _model(architecture: Architecture, config: Mapping[str, Any]) -> Model:
+    """The model of an architecture and a config: the same object, if it is one of the two latest."""
+    model = next((each for each in tuple(_LATEST) if each.architecture is architecture and each.config == config), None)
+    if model is None:
+        _LATEST.append(model := Model(architecture, deepcopy(dict(config))))
+    return model
 
 
 def _language_model(declared: Architecture, config: Mapping[str, Any]) -> str | None:

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from itertools import groupby
+from operator import attrgetter
 from sys import intern
 from typing import Any
 
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
+from reshard.geometry.groups import grouped
 from reshard.geometry.mosaics import Mosaic, joined
 from reshard.geometry.value import value
 from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
@@ -155,27 +157,6 @@ def _too_large(what: str, limit: int) -> RequestError:
         why="No known model comes close, so the file is damaged or was made by hand",
         do="Give the model's own config with `model=DIR`",
     )
-
-
-@value
-class _NamesInLayer:
-    """The names in one layer that follow from a pattern: one for each expert, or a single one."""
-
-    pattern: str
-    """The name with {layer} and {expert} in place of these numbers."""
-    front: str
-    """The name up to the number of the expert; all of it if it has none."""
-    back: str | None
-    """What follows that number."""
-
-    @classmethod
-    def of(cls, pattern: str, layer: int | None) -> _NamesInLayer:
-        front, number, back = pattern.replace("{layer}", str(layer)).partition("{expert}")
-        return cls(pattern, front, back if number else None)
-
-    def of_expert(self, expert: int | None) -> str:
-        """The name in an expert. The names of tensors are compared with it a million times, so equal ones are one object."""
-        return intern(self.front if self.back is None else f"{self.front}{expert}{self.back}")
 
 
 class Dimensions(dict[str, int]):
@@ -384,7 +365,6 @@ class Model:
     @cached_property
     def weights(self) -> dict[str, ModelWeight]:
         """The weights by canonical name, in the order of the model's parameters. A tied head is not among them."""
-        absent = {self.architecture.tied[0]} if self.is_tied else set()
         found: dict[str, ModelWeight] = {}
         for weight in self._all_weights():
             if found.setdefault(weight.name, weight) is not weight:
@@ -394,8 +374,8 @@ class Model:
                     why="The layers of the two have this one in common",
                     do="Compare the sets of layers in the declaration with the config",
                 )
-        for name in absent:
-            found.pop(name, None)
+        if self.is_tied:
+            found.pop(self.architecture.tied[0], None)
         return found
 
     def parts(self, *, keep_fused: frozenset[str] = frozenset()) -> tuple[Part, ...]:
@@ -409,15 +389,13 @@ class Model:
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The layers in groups whose weights are alike, layers for multi-token prediction included."""
-        rows: dict[int, list[ModelWeight]] = {}
-        for weight in self.weights.values():
-            if weight.layer is not None:
-                rows.setdefault(weight.layer, []).append(weight)
-        kinds: dict[tuple[object, ...], list[int]] = {}
-        for layer, weights in rows.items():
-            form = tuple((w.pattern, w.role, w.expert, w.shape, w.declared.split, w.form, w.component) for w in weights)
-            kinds.setdefault((id(self.dimensions_in(layer)), *form), []).append(layer)
-        return tuple(LayerKind(tuple(layers), tuple(rows[layers[0]])) for layers in kinds.values())
+        rows = grouped((weight for weight in self.weights.values() if weight.layer is not None), attrgetter("layer"))
+
+        def form(layer: int) -> tuple[object, ...]:
+            weights = ((w.pattern, w.role, w.expert, w.shape, w.declared.split, w.form, w.component) for w in rows[layer])
+            return id(self.dimensions_in(layer)), *weights
+
+        return tuple(LayerKind(tuple(layers), tuple(rows[layers[0]])) for layers in grouped(rows, form).values())
 
     @cached_property
     def weights_outside_layers(self) -> tuple[ModelWeight, ...]:
@@ -426,29 +404,20 @@ class Model:
 
     def reason_to_drop(self, name: str) -> str | None:
         """Why a tensor of that name is left out on purpose; None if it is not. Weights of the model never are."""
-        if name in self.weights:
-            return None
-        return next((reason for pattern, reason in self._dropped if pattern.fullmatch(name)), None)
-
-    @cached_property
-    def _dropped(self) -> list[tuple[re.Pattern[str], str]]:
-        return [(re.compile(pattern), reason) for pattern, reason in self.architecture.dropped.items()]
+        return self._reason(name, self.architecture.dropped)
 
     def reason_not_served(self, name: str) -> str | None:
         """Why serving engines leave out a tensor that a checkpoint may contain besides the weights; None for other names."""
-        if name in self.weights:
-            return None
-        matches = ((pattern.fullmatch(name), reason) for pattern, reason in self._carried)
-        return next((reason for found, reason in matches if found and self._is_after_layers(found)), None)
+        return self._reason(name, self.architecture.carried)
 
-    @cached_property
-    def _carried(self) -> list[tuple[re.Pattern[str], str]]:
-        return [(re.compile(pattern), reason) for pattern, reason in self.architecture.carried.items()]
-
-    def _is_after_layers(self, found: re.Match[str]) -> bool:
-        """Whether the layer that `{mtp}` stands for in a declared name comes after the last layer; True without `{mtp}`."""
-        layer = found.groupdict().get("mtp")
-        return layer is None or int(layer) >= self.dimensions["layers"]
+    def _reason(self, name: str, reasons: Mapping[str, str]) -> str | None:
+        """The reason for a tensor that is no weight of the model. The layer that {mtp} stands for in a pattern comes after the last one."""
+        for pattern, reason in reasons.items() if name not in self.weights else ():
+            if found := re.fullmatch(pattern, name):
+                layer = found.groupdict().get("mtp")
+                if layer is None or int(layer) >= self.dimensions["layers"]:
+                    return reason
+        return None
 
     def is_in_layer(self, name: str) -> bool:
         """Whether a name lies in one of the numbered layers that the architecture declares."""
@@ -522,20 +491,20 @@ class Model:
             alike = []
             for weight, shape in run:
                 pattern = weight.name.format(layer="{layer}", expert="{expert}", **numbers) if numbers else weight.name
-                forms = [self._components(form, pattern, shape, layer) for form in self._forms(weight, pattern)]
-                alike.append((weight, shape, _NamesInLayer.of(pattern, layer), forms))
+                forms = [(form, self._components(form, pattern, shape, layer)) for form in self._forms(weight, pattern)]
+                alike.append((weight, shape, pattern, _names_in(layer, pattern), forms))
             for expert in range(self.dimensions["experts"]) if is_expert else (None,):
-                for weight, shape, names, forms in alike:
-                    name = names.of_expert(expert)
+                for weight, shape, pattern, name_in, forms in alike:
+                    name = name_in(expert)
                     form = self.quantization.form_of(name) if self.quantization and forms else None
                     if form is None:
-                        yield ModelWeight(name, weight.role, shape, layer, weight, names.pattern, expert, optional)
+                        yield ModelWeight(name, weight.role, shape, layer, weight, pattern, expert, optional)
                         continue
-                    for component, stored, its, implied in next(components for of_form, components in forms if of_form is form):
-                        name = its.of_expert(expert)
-                        yield ModelWeight(name, weight.role, stored, layer, weight, its.pattern, expert, optional, form, component, implied)
+                    for component, stored, its, its_name, implied in next(components for of_form, components in forms if of_form is form):
+                        name = its_name(expert)
+                        yield ModelWeight(name, weight.role, stored, layer, weight, its, expert, optional, form, component, implied)
                     if weight.role == "attention.o" and self.quantization:
-                        module = names.pattern.removesuffix(".weight").rpartition(".")[0]
+                        module = pattern.removesuffix(".weight").rpartition(".")[0]
                         for component in self.quantization.cache_scales:
                             pattern, role = f"{module}.{component.kind}", f"attention.{component.kind.rpartition('.')[2]}"
                             name, stored = numbered(pattern, layer, expert), component.single_shape
@@ -550,11 +519,11 @@ class Model:
     @staticmethod
     def _components(
         form: StoredForm, pattern: str, shape: tuple[int, ...], layer: int | None
-    ) -> tuple[StoredForm, list[tuple[Component, tuple[int, ...], _NamesInLayer, bytes | None]]]:
-        """The components of a weight in a form: each with its shape, its names, and its bytes if they are implied."""
+    ) -> list[tuple[Component, tuple[int, ...], str, Callable[[int | None], str], bytes | None]]:
+        """The components of a weight in a form: each with its shape, its pattern and its names, and its bytes if they are implied."""
         of_weight = (*shape[:-2], shape[-1], shape[-2]) if form.transposed else shape
-        return form, [
-            (component, component.shape(of_weight), _NamesInLayer.of(name, layer), form.implied(component, of_weight))
+        return [
+            (component, component.shape(of_weight), name, _names_in(layer, name), form.implied(component, of_weight))
             for name, component in form.names(pattern).items()
         ]
 
@@ -623,7 +592,13 @@ def _block_list(weight: Weight) -> tuple[str | None, bool, str]:
     return weight.counted_by, "{layer}" in weight.name, weight.name.partition("{")[0] if weight.counted_by else ""
 
 
-def numbered(pattern: str, layer: int | None, expert: int | None) -> str:
+def _names_in(layer: int | None, pattern: str) -> Callable[[int | None], str]:
+    """A function from an expert to its name in one layer. Equal names are one object, since they are compared a million times."""
+    front, number, back = pattern.replace("{layer}", str(layer)).partition("{expert}")
+    return (lambda expert: intern(f"{front}{expert}{back}")) if number else (lambda _: intern(front))
+
+
+def numbered(pattern: str, layer: int | None, expert: int | None = None) -> str:
     """The name that a pattern with {layer} and {expert} stands for."""
     return pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 

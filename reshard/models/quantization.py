@@ -159,9 +159,11 @@ def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Qua
     is_deepseek_v4 = method == "fp8" and str(config.get("model_type")).startswith("deepseek_v4")
     forms = _deepseek_v4(settings, config) if is_deepseek_v4 else read(settings)
     entries = [entry for listed in excluded for entry in _entries(str(listed), str(method))]
+    dynamic = settings.get("dynamic")  # of GPTQModel, which leaves these modules as they are
+    entries += ["re:" + key.removeprefix("-:") for key in dynamic if key.startswith("-:")] if isinstance(dynamic, Mapping) else []
     scales = _cache_scales(settings, str(method))
     # compressed-tensors quantizes the modules of linear layers, and its producers make each expert such a module.
-    return Quantization(str(method), forms, (*entries, *_skipped(settings)), scales, by_expert=method == "compressed-tensors")
+    return Quantization(str(method), forms, tuple(entries), scales, by_expert=method == "compressed-tensors")
 
 
 def _entries(listed: str, method: str) -> tuple[str, ...]:
@@ -184,12 +186,6 @@ def _cache_scales(settings: Mapping[str, Any], method: str) -> tuple[Component, 
     if method.startswith("modelopt"):
         return tuple(Component(f"{kind}_proj.{kind}_scale", "scale", _WHOLE) for kind in "kv")
     return tuple(Component(f"{kind}_scale", "scale", _WHOLE, single_shape=(1,), element_type="F32") for kind in "kv")
-
-
-def _skipped(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """The modules that GPTQModel's `dynamic` leaves as they are."""
-    dynamic = settings.get("dynamic")
-    return tuple("re:" + key.removeprefix("-:") for key in dynamic if key.startswith("-:")) if isinstance(dynamic, Mapping) else ()
 
 
 def _fp8(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:

@@ -4,7 +4,7 @@ A role is what a weight does in its model, such as "attention.q" or "mlp.down". 
 how tensor-parallel ranks share the weight, its usual shape, the usual names of its module, and what training saves for the backward pass.
 A weight and its bias have the same role. To add a role, add a row to `_ROWS`.
 
-    Role("mlp.down", ROW, ("hidden", "intermediate"), names="down_proj fc2", saved=_DIVIDED_INPUT, quantized=True)
+    Role("mlp.down", ROW, ("hidden", "intermediate"), names="down_proj fc2", saved="in/tp", quantized=True)
          name        split  usual shape [out, in]       module names           backward              a linear layer
 
 Source of `saved`: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), tensor by
@@ -50,26 +50,6 @@ def heads(count: str, *, copies: bool = False, only_one: bool = False) -> Split:
 
 
 @value
-class SavedForBackward:
-    """How many copies of a module's input and output are saved for the backward pass.
-
-    Each tensor-parallel rank saves all of a "whole" copy; only sequence parallelism splits it. A "divided" copy is always split over the
-    tensor-parallel ranks.
-    """
-
-    whole_in: int = 0
-    """Copies of the input that every rank saves whole."""
-    divided_in: int = 0
-    """Copies of the input that are split over the ranks."""
-    whole_out: int = 0
-    """Copies of the output that every rank saves whole."""
-    divided_out: int = 0
-    """Copies of the output that are split over the ranks."""
-    per: str = ""
-    """The dimension that counts how often the module is applied to one token: "heads" for a norm per head. Empty: once."""
-
-
-@value
 class Role:
     """One row of the role table."""
 
@@ -81,8 +61,11 @@ class Role:
     """The usual shape, [out, in] or [out], each axis an expression of dimensions. Empty: declarations do not name this role."""
     names: str = ""
     """The usual endings of the names of modules with this role, separated by spaces."""
-    saved: SavedForBackward = SavedForBackward()
-    """What the backward pass needs from a module of this role."""
+    saved: str = ""
+    """What is saved of a module for the backward pass, as words: its input "in", its output "out". Each tensor-parallel rank saves all of
+    it, and only sequence parallelism splits it; "in/tp" and "out/tp" are always split over the tensor-parallel ranks."""
+    saved_per: str = ""
+    """The dimension that counts how often the module is applied to one token: "heads" for a norm per head. Empty: once."""
     quantized: bool = False
     """Whether quantized models quantize this weight: True for linear layers, False for embeddings, heads, norms and routers."""
     in_layer: bool = True
@@ -92,10 +75,6 @@ class Role:
 
 
 _KV_HEADS = heads("kv_heads", copies=True)
-_WHOLE_INPUT = SavedForBackward(whole_in=1)
-_DIVIDED_INPUT = SavedForBackward(divided_in=1)
-_DIVIDED_OUTPUT = SavedForBackward(divided_out=1)
-_INPUT_AND_OUTPUT = SavedForBackward(whole_in=1, divided_out=1)
 
 # In `saved`, an input that several modules share is counted once: that of q, k and v with q, that of gate and up with up. The product of
 # gate and up is the input of down. The activation between them is computed again from its own input, as fused kernels do.
@@ -107,61 +86,61 @@ _ROWS = (
     Role("final_norm", REPLICATE, ("hidden",), in_layer=False, names="norm ln_f final_layernorm final_layer_norm norm_f"),
     Role("head", VOCABULARY, ("vocab", "hidden"), in_layer=False, names="lm_head embed_out"),
     # Attention.
-    Role("attention.norm", REPLICATE, ("hidden",), names="input_layernorm ln_1 attention_norm", saved=_WHOLE_INPUT),
-    Role("attention.q", heads("heads"), ("heads * head_dim", "hidden"), names="q_proj wq", saved=_INPUT_AND_OUTPUT, quantized=True),
-    Role("attention.k", _KV_HEADS, ("kv_heads * head_dim", "hidden"), names="k_proj wk", saved=_DIVIDED_OUTPUT, quantized=True),
-    Role("attention.v", _KV_HEADS, ("kv_heads * head_dim", "hidden"), names="v_proj wv", saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("attention.norm", REPLICATE, ("hidden",), names="input_layernorm ln_1 attention_norm", saved="in"),
+    Role("attention.q", heads("heads"), ("heads * head_dim", "hidden"), names="q_proj wq", saved="in out/tp", quantized=True),
+    Role("attention.k", _KV_HEADS, ("kv_heads * head_dim", "hidden"), names="k_proj wk", saved="out/tp", quantized=True),
+    Role("attention.v", _KV_HEADS, ("kv_heads * head_dim", "hidden"), names="v_proj wv", saved="out/tp", quantized=True),
     Role("attention.qkv", heads("heads"), quantized=True, fuses=("attention.q", "attention.k", "attention.v")),
     Role(
         "attention.o",
         ROW,
         ("hidden", "heads * head_dim"),
         names="o_proj wo attn.c_proj self_attn.out_proj attention.dense self_attention.dense",
-        saved=_DIVIDED_INPUT,
+        saved="in/tp",
         quantized=True,
     ),
-    Role("attention.q_norm", REPLICATE, ("head_dim",), names="q_norm q_layernorm", saved=SavedForBackward(divided_in=1, per="heads")),
-    Role("attention.k_norm", REPLICATE, ("head_dim",), names="k_norm k_layernorm", saved=SavedForBackward(divided_in=1, per="kv_heads")),
+    Role("attention.q_norm", REPLICATE, ("head_dim",), names="q_norm q_layernorm", saved="in/tp", saved_per="heads"),
+    Role("attention.k_norm", REPLICATE, ("head_dim",), names="k_norm k_layernorm", saved="in/tp", saved_per="kv_heads"),
     Role("attention.post_norm", REPLICATE, ("hidden",)),
     Role("attention.sink", heads("heads"), ("heads",), names="sinks"),
     # Scales of cached keys and values. They follow from the config's quantization_config and are never declared.
     Role("attention.k_scale", REPLICATE),
     Role("attention.v_scale", REPLICATE),
     # Multi-head latent attention: q alone, or q_a and q_b through a bottleneck; keys and values through kv_a and kv_b.
-    Role("mla.q", heads("heads"), ("heads * qk_dim", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
-    Role("mla.q_a", REPLICATE, ("q_rank", "hidden"), saved=_WHOLE_INPUT, quantized=True),
-    Role("mla.q_a_norm", REPLICATE, ("q_rank",), saved=_WHOLE_INPUT),
-    Role("mla.q_b", heads("heads"), ("heads * qk_dim", "q_rank"), saved=_INPUT_AND_OUTPUT, quantized=True),
-    Role("mla.kv_a", REPLICATE, ("kv_rank + rope_dim", "hidden"), saved=SavedForBackward(whole_out=1), quantized=True),
+    Role("mla.q", heads("heads"), ("heads * qk_dim", "hidden"), saved="in out/tp", quantized=True),
+    Role("mla.q_a", REPLICATE, ("q_rank", "hidden"), saved="in", quantized=True),
+    Role("mla.q_a_norm", REPLICATE, ("q_rank",), saved="in"),
+    Role("mla.q_b", heads("heads"), ("heads * qk_dim", "q_rank"), saved="in out/tp", quantized=True),
+    Role("mla.kv_a", REPLICATE, ("kv_rank + rope_dim", "hidden"), saved="out", quantized=True),
     Role("mla.kv_a_norm", REPLICATE, ("kv_rank",)),
-    Role("mla.kv_b", heads("heads"), ("heads * kv_b_dim", "kv_rank"), saved=_INPUT_AND_OUTPUT, quantized=True),
+    Role("mla.kv_b", heads("heads"), ("heads * kv_b_dim", "kv_rank"), saved="in out/tp", quantized=True),
     # A state-space model (Mamba): the output gate z, the input x, b and c for each group, and dt for each head, in one projection; the
     # parts of its convolution; a number per head. Mamba 1 has a head for each channel, and computes dt, b and c from x.
-    Role("ssm.z", heads("ssm_heads"), ("ssm_heads * ssm_head_dim", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
-    Role("ssm.x", heads("ssm_heads"), ("ssm_heads * ssm_head_dim", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
-    Role("ssm.b", heads("ssm_groups", copies=True), ("ssm_groups * ssm_state", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
-    Role("ssm.c", heads("ssm_groups", copies=True), ("ssm_groups * ssm_state", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
-    Role("ssm.dt", heads("ssm_heads"), ("ssm_heads", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
-    Role("ssm.conv_x", heads("ssm_heads"), ("ssm_heads * ssm_head_dim", "1", "ssm_kernel"), saved=_DIVIDED_OUTPUT),
-    Role("ssm.conv_b", heads("ssm_groups", copies=True), ("ssm_groups * ssm_state", "1", "ssm_kernel"), saved=_DIVIDED_OUTPUT),
-    Role("ssm.conv_c", heads("ssm_groups", copies=True), ("ssm_groups * ssm_state", "1", "ssm_kernel"), saved=_DIVIDED_OUTPUT),
+    Role("ssm.z", heads("ssm_heads"), ("ssm_heads * ssm_head_dim", "hidden"), saved="in out/tp", quantized=True),
+    Role("ssm.x", heads("ssm_heads"), ("ssm_heads * ssm_head_dim", "hidden"), saved="out/tp", quantized=True),
+    Role("ssm.b", heads("ssm_groups", copies=True), ("ssm_groups * ssm_state", "hidden"), saved="out/tp", quantized=True),
+    Role("ssm.c", heads("ssm_groups", copies=True), ("ssm_groups * ssm_state", "hidden"), saved="out/tp", quantized=True),
+    Role("ssm.dt", heads("ssm_heads"), ("ssm_heads", "hidden"), saved="out/tp", quantized=True),
+    Role("ssm.conv_x", heads("ssm_heads"), ("ssm_heads * ssm_head_dim", "1", "ssm_kernel"), saved="out/tp"),
+    Role("ssm.conv_b", heads("ssm_groups", copies=True), ("ssm_groups * ssm_state", "1", "ssm_kernel"), saved="out/tp"),
+    Role("ssm.conv_c", heads("ssm_groups", copies=True), ("ssm_groups * ssm_state", "1", "ssm_kernel"), saved="out/tp"),
     Role("ssm.a_log", heads("ssm_heads"), ("ssm_heads",)),
     Role("ssm.d", heads("ssm_heads"), ("ssm_heads",)),
     Role("ssm.dt_bias", heads("ssm_heads"), ("ssm_heads",)),
-    Role("ssm.norm", heads("ssm_heads"), ("ssm_heads * ssm_head_dim",), saved=_DIVIDED_INPUT),
-    Role("ssm.out", ROW, ("hidden", "ssm_heads * ssm_head_dim"), saved=_DIVIDED_INPUT, quantized=True),
-    Role("ssm.dt_b_c", ROW, ("ssm_dt_rank + 2 * ssm_state", "ssm_heads * ssm_head_dim"), saved=_DIVIDED_INPUT, quantized=True),
-    Role("ssm.dt_up", heads("ssm_heads"), ("ssm_heads * ssm_head_dim", "ssm_dt_rank"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("ssm.norm", heads("ssm_heads"), ("ssm_heads * ssm_head_dim",), saved="in/tp"),
+    Role("ssm.out", ROW, ("hidden", "ssm_heads * ssm_head_dim"), saved="in/tp", quantized=True),
+    Role("ssm.dt_b_c", ROW, ("ssm_dt_rank + 2 * ssm_state", "ssm_heads * ssm_head_dim"), saved="in/tp", quantized=True),
+    Role("ssm.dt_up", heads("ssm_heads"), ("ssm_heads * ssm_head_dim", "ssm_dt_rank"), saved="out/tp", quantized=True),
     Role("ssm.inner_norm", REPLICATE, ("ssm_state",)),
     # Gated short convolution: a projection to b, c and x, and a kernel for each channel.
-    Role("conv.b", COLUMN, ("hidden", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
-    Role("conv.c", COLUMN, ("hidden", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
-    Role("conv.x", COLUMN, ("hidden", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
-    Role("conv.kernel", COLUMN, ("hidden", "1", "conv_kernel"), saved=_DIVIDED_INPUT),
-    Role("conv.out", ROW, ("hidden", "hidden"), saved=_DIVIDED_INPUT, quantized=True),
+    Role("conv.b", COLUMN, ("hidden", "hidden"), saved="in out/tp", quantized=True),
+    Role("conv.c", COLUMN, ("hidden", "hidden"), saved="out/tp", quantized=True),
+    Role("conv.x", COLUMN, ("hidden", "hidden"), saved="out/tp", quantized=True),
+    Role("conv.kernel", COLUMN, ("hidden", "1", "conv_kernel"), saved="in/tp"),
+    Role("conv.out", ROW, ("hidden", "hidden"), saved="in/tp", quantized=True),
     # The indexer of sparse attention, which every rank computes whole.
-    Role("indexer.q", REPLICATE, ("index_heads * index_dim", "q_rank"), saved=_INPUT_AND_OUTPUT, quantized=True),
-    Role("indexer.k", REPLICATE, ("index_dim", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("indexer.q", REPLICATE, ("index_heads * index_dim", "q_rank"), saved="in out/tp", quantized=True),
+    Role("indexer.k", REPLICATE, ("index_dim", "hidden"), saved="out/tp", quantized=True),
     Role("indexer.k_norm", REPLICATE, ("index_dim",)),
     Role("indexer.weights", REPLICATE, ("index_heads", "hidden")),
     # Linear attention with a gated delta rule: fewer heads of q and k than of v and of the output gate z; b and a are a number per head.
@@ -170,49 +149,43 @@ _ROWS = (
         "delta.qkvz",
         heads("delta_k_heads"),
         ("2 * delta_k_heads * delta_k_dim + 2 * delta_v_heads * delta_v_dim", "hidden"),
-        saved=_INPUT_AND_OUTPUT,
+        saved="in out/tp",
         quantized=True,
     ),
-    Role("delta.ba", heads("delta_k_heads"), ("2 * delta_v_heads", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
-    Role("delta.q", heads("delta_k_heads"), ("delta_k_heads * delta_k_dim", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
-    Role("delta.k", heads("delta_k_heads"), ("delta_k_heads * delta_k_dim", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
-    Role("delta.v", heads("delta_v_heads"), ("delta_v_heads * delta_v_dim", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
-    Role("delta.z", heads("delta_v_heads"), ("delta_v_heads * delta_v_dim", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
-    Role("delta.b", heads("delta_v_heads"), ("delta_v_heads", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
-    Role("delta.a", heads("delta_v_heads"), ("delta_v_heads", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
-    Role("delta.conv_q", heads("delta_k_heads"), ("delta_k_heads * delta_k_dim", "1", "delta_kernel"), saved=_DIVIDED_OUTPUT),
-    Role("delta.conv_k", heads("delta_k_heads"), ("delta_k_heads * delta_k_dim", "1", "delta_kernel"), saved=_DIVIDED_OUTPUT),
-    Role("delta.conv_v", heads("delta_v_heads"), ("delta_v_heads * delta_v_dim", "1", "delta_kernel"), saved=_DIVIDED_OUTPUT),
+    Role("delta.ba", heads("delta_k_heads"), ("2 * delta_v_heads", "hidden"), saved="out/tp", quantized=True),
+    Role("delta.q", heads("delta_k_heads"), ("delta_k_heads * delta_k_dim", "hidden"), saved="in out/tp", quantized=True),
+    Role("delta.k", heads("delta_k_heads"), ("delta_k_heads * delta_k_dim", "hidden"), saved="out/tp", quantized=True),
+    Role("delta.v", heads("delta_v_heads"), ("delta_v_heads * delta_v_dim", "hidden"), saved="out/tp", quantized=True),
+    Role("delta.z", heads("delta_v_heads"), ("delta_v_heads * delta_v_dim", "hidden"), saved="out/tp", quantized=True),
+    Role("delta.b", heads("delta_v_heads"), ("delta_v_heads", "hidden"), saved="out/tp", quantized=True),
+    Role("delta.a", heads("delta_v_heads"), ("delta_v_heads", "hidden"), saved="out/tp", quantized=True),
+    Role("delta.conv_q", heads("delta_k_heads"), ("delta_k_heads * delta_k_dim", "1", "delta_kernel"), saved="out/tp"),
+    Role("delta.conv_k", heads("delta_k_heads"), ("delta_k_heads * delta_k_dim", "1", "delta_kernel"), saved="out/tp"),
+    Role("delta.conv_v", heads("delta_v_heads"), ("delta_v_heads * delta_v_dim", "1", "delta_kernel"), saved="out/tp"),
     Role("delta.a_log", heads("delta_v_heads"), ("delta_v_heads",)),
     Role("delta.dt_bias", heads("delta_v_heads"), ("delta_v_heads",)),
-    Role("delta.norm", REPLICATE, ("delta_v_dim",), saved=_DIVIDED_INPUT),
-    Role("delta.out", ROW, ("hidden", "delta_v_heads * delta_v_dim"), saved=_DIVIDED_INPUT, quantized=True),
+    Role("delta.norm", REPLICATE, ("delta_v_dim",), saved="in/tp"),
+    Role("delta.out", ROW, ("hidden", "delta_v_heads * delta_v_dim"), saved="in/tp", quantized=True),
     # The MLP of a dense layer.
-    Role("mlp.norm", REPLICATE, ("hidden",), names="post_attention_layernorm ln_2 ffn_norm pre_feedforward_layernorm", saved=_WHOLE_INPUT),
-    Role("mlp.gate", COLUMN, ("intermediate", "hidden"), names="gate_proj", saved=_DIVIDED_OUTPUT, quantized=True),
-    Role("mlp.up", COLUMN, ("intermediate", "hidden"), names="up_proj c_fc dense_h_to_4h fc1", saved=_INPUT_AND_OUTPUT, quantized=True),
+    Role("mlp.norm", REPLICATE, ("hidden",), names="post_attention_layernorm ln_2 ffn_norm pre_feedforward_layernorm", saved="in"),
+    Role("mlp.gate", COLUMN, ("intermediate", "hidden"), names="gate_proj", saved="out/tp", quantized=True),
+    Role("mlp.up", COLUMN, ("intermediate", "hidden"), names="up_proj c_fc dense_h_to_4h fc1", saved="in out/tp", quantized=True),
     # For an engine that keeps the two fused and gathers the output before it separates them.
     Role("mlp.gate_up", COLUMN, quantized=True, fuses=("mlp.gate", "mlp.up")),
-    Role("mlp.down", ROW, ("hidden", "intermediate"), names="down_proj dense_4h_to_h fc2 mlp.c_proj", saved=_DIVIDED_INPUT, quantized=True),
+    Role("mlp.down", ROW, ("hidden", "intermediate"), names="down_proj dense_4h_to_h fc2 mlp.c_proj", saved="in/tp", quantized=True),
     Role("mlp.post_norm", REPLICATE, ("hidden",)),
     # The router and the experts of a sparse layer.
-    Role(
-        "router",
-        REPLICATE,
-        ("experts", "hidden"),
-        names="mlp.gate block_sparse_moe.gate mlp.router",
-        saved=SavedForBackward(whole_in=1, whole_out=1),
-    ),
+    Role("router", REPLICATE, ("experts", "hidden"), names="mlp.gate block_sparse_moe.gate mlp.router", saved="in out"),
     Role("router.correction", REPLICATE, ("experts",)),
-    Role("expert.gate", COLUMN, ("expert_intermediate", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
-    Role("expert.up", COLUMN, ("expert_intermediate", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
+    Role("expert.gate", COLUMN, ("expert_intermediate", "hidden"), saved="out/tp", quantized=True),
+    Role("expert.up", COLUMN, ("expert_intermediate", "hidden"), saved="in out/tp", quantized=True),
     # Gate and up in alternating rows, so that a run of rows holds a run of each.
-    Role("expert.gate_up", COLUMN, ("2 * expert_intermediate", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
-    Role("expert.down", ROW, ("hidden", "expert_intermediate"), saved=_DIVIDED_INPUT, quantized=True),
+    Role("expert.gate_up", COLUMN, ("2 * expert_intermediate", "hidden"), saved="in out/tp", quantized=True),
+    Role("expert.down", ROW, ("hidden", "expert_intermediate"), saved="in/tp", quantized=True),
     Role("expert.down_bias", FIRST_RANK, ("hidden",)),
-    Role("shared_expert.gate", COLUMN, ("shared_intermediate", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
-    Role("shared_expert.up", COLUMN, ("shared_intermediate", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
-    Role("shared_expert.down", ROW, ("hidden", "shared_intermediate"), saved=_DIVIDED_INPUT, quantized=True),
+    Role("shared_expert.gate", COLUMN, ("shared_intermediate", "hidden"), saved="out/tp", quantized=True),
+    Role("shared_expert.up", COLUMN, ("shared_intermediate", "hidden"), saved="in out/tp", quantized=True),
+    Role("shared_expert.down", ROW, ("hidden", "shared_intermediate"), saved="in/tp", quantized=True),
     Role("shared_expert.score", REPLICATE, ("1", "hidden")),
     # The vision tower of a multimodal model, with blocks of its own beside the layers.
     Role("vision.q", heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),

@@ -21,7 +21,6 @@ Source: vLLM 0.32, ModelConfig.get_num_kv_heads and v1/kv_cache_interface.py (Fu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -35,7 +34,7 @@ from reshard.models.engine_rules import EngineRules
 from reshard.models.model import Model
 from reshard.serving.legality import check_degrees, check_stages, degree_problem
 from reshard.serving.ranks import EngineRank
-from reshard.serving.weights import model_dtype, stored_dtypes, weights_without_slot
+from reshard.serving.weights import model_dtype, parts_by_kind, stored_dtypes, weights_without_slot
 
 RulesFor = Callable[[Parallel], EngineRules]
 
@@ -185,7 +184,7 @@ def degree_report(
             continue
         sizes = (parallel.tp, parallel.ep)
         if sizes not in measures:
-            measures[sizes] = _Measure(model, rules, parallel, stored_dtypes(model, rules, dtypes), kinds)
+            measures[sizes] = _Measure(model, rules, stored_dtypes(model, rules, dtypes), kinds)
         stages = tuple(_stages(model, rules, parallel, measures[sizes], cache_dtype, memory))
         rows.append(DegreeRow(parallel, None, stages, _capacity(stages, memory) if memory else None))
     if refusal is not None and all(row.problem == refusal.what for row in rows):
@@ -211,35 +210,23 @@ class _Measure:
     """Bytes of the fullest rank of any stage, at one tensor- and expert-parallel size: all of them, and those that another rank of the
     stage holds as well. Each kind of layer and of ends is measured once."""
 
-    def __init__(self, model: Model, rules: EngineRules, parallel: Parallel, dtypes: Mapping[str, DType], kinds: list[int]) -> None:
-        self.model, self.rules, self.parallel, self.dtypes, self.kinds = model, rules, parallel, dtypes, kinds
+    def __init__(self, model: Model, rules: EngineRules, dtypes: Mapping[str, DType], kinds: list[int]) -> None:
+        self.model, self.rules, self.dtypes, self.kinds = model, rules, dtypes, kinds
+        by_kind = parts_by_kind(model, rules).items()
+        self.parts = {layer: parts for kind, parts in by_kind for layer in (kind.layers if kind else (None,))}
         self.measured: dict[object, Columns] = {}
 
-    def stage(self, layers: range, first: bool, last: bool) -> Columns:
-        return sum((self._layer(layer) for layer in layers), self._ends(first, last))
+    def stage(self, parallel: Parallel, pp_rank: int, layers: range) -> Columns:
+        ranks = [EngineRank(self.model, self.rules, parallel, tp_rank, pp_rank) for tp_rank in range(min(2, parallel.tp))]
+        ends = self._measured((pp_rank == 0, pp_rank == parallel.pp - 1), ranks, None)
+        return sum((self._measured(self.kinds[layer], ranks, layer) for layer in layers), ends)
 
-    def _layer(self, layer: int) -> Columns:
-        kind = self.kinds[layer]
+    def _measured(self, kind: object, ranks: Sequence[EngineRank], layer: int | None) -> Columns:
+        """What the first rank holds of a layer (None: outside of the layers). kind: of that layer, or of the stage's ends."""
         if kind not in self.measured:
-            count = self.model.dimensions["layers"]
-            middle_stage = self._bytes((layer, 1, count - layer - 1), 1)
-            self.measured[kind] = middle_stage - self._ends(first=False, last=False)
+            first, *others = (tuple(rank.stored(self.parts.get(layer, ()), layer, self.dtypes)) for rank in ranks)
+            self.measured[kind] = np.array([sum(tensor.nbytes for tensor in first), sum(_shared_bytes(first, other) for other in others)])
         return self.measured[kind]
-
-    def _ends(self, first: bool, last: bool) -> Columns:
-        """What a stage holds besides its layers. first, last: whether it is the first or the last stage."""
-        if (first, last) not in self.measured:
-            before, after = () if first else (0,), () if last else (0,)
-            self.measured[first, last] = self._bytes((*before, 0, *after), len(before))
-        return self.measured[first, last]
-
-    def _bytes(self, counts: tuple[int, ...], pp_rank: int) -> Columns:
-        """What the first rank of stage `pp_rank` would hold if stage i had counts[i] layers."""
-        rules = replace(self.rules, layers_per_stage=lambda layers, pp: counts)
-        sizes = replace(self.parallel, pp=len(counts))
-        ranks = (EngineRank(self.model, rules, sizes, tp_rank, pp_rank) for tp_rank in range(min(2, sizes.tp)))
-        first, *others = (tuple(rank.tensors(self.dtypes)) for rank in ranks)
-        return np.array([sum(tensor.nbytes for tensor in first), sum(_shared_bytes(first, other) for other in others)])
 
 
 def _shared_bytes(first: Sequence[StoredTensor], second: Sequence[StoredTensor]) -> int:
@@ -248,30 +235,19 @@ def _shared_bytes(first: Sequence[StoredTensor], second: Sequence[StoredTensor])
     Replicas sit on neighbouring ranks, and the boxes of two ranks are equal or disjoint. So the second rank is enough to find replicas of
     what the first one holds.
     """
-    constants = {tensor.name for tensor in second if not tensor.sections}
-    shared = sum(tensor.nbytes for tensor in first if not tensor.sections and tensor.name in constants)
-    numbers: dict[str, int] = {}
-    of_first, of_second = _boxes(first, numbers), _boxes(second, numbers)
-    for ndim, (boxes, nbytes) in of_first.items():
-        if ndim in of_second:
-            elsewhere = set(map(bytes, of_second[ndim][0]))
-            shared += sum(size for box, size in zip(map(bytes, boxes), nbytes.tolist(), strict=True) if box in elsewhere)
-    return shared
+    elsewhere = {box for box, _ in _boxes(second)}
+    return sum(nbytes for box, nbytes in _boxes(first) if box in elsewhere)
 
 
-def _boxes(tensors: Sequence[StoredTensor], numbers: dict[str, int]) -> dict[int, tuple[Columns, Columns]]:
-    """The boxes of weights in stored tensors by their number of axes: [n, 1 + 2 * ndim], the number of the weight, offsets and sizes; and
-    [n], the bytes of each. numbers: weight -> its number, which grows."""
-    found: dict[int, list[tuple[Columns, Columns]]] = {}
+def _boxes(tensors: Sequence[StoredTensor]) -> Iterator[tuple[object, int]]:
+    """Each box of a weight in stored tensors, and each tensor that holds none, with its bytes."""
     for tensor in tensors:
-        names = np.array([numbers.setdefault(name, len(numbers)) for name in tensor.sections.names], np.int64)
-        for ndim, rows, pattern in tensor.sections.pattern.with_ndim():
-            boxes = np.concatenate([names[rows, None], pattern.offsets, pattern.sizes], axis=1)
-            found.setdefault(ndim, []).append((boxes, pattern.volumes * tensor.dtype.itemsize))
-    return {
-        ndim: (np.concatenate([boxes for boxes, _ in parts]), np.concatenate([nbytes for _, nbytes in parts]))
-        for ndim, parts in found.items()
-    }
+        if not tensor.sections:
+            yield tensor.name, tensor.nbytes
+        names = np.array(tensor.sections.names, object)
+        for _, rows, pattern in tensor.sections.pattern.with_ndim():
+            boxes = zip(names[rows], map(bytes, pattern.offsets), map(bytes, pattern.sizes), strict=True)
+            yield from zip(boxes, (pattern.volumes * tensor.dtype.itemsize).tolist(), strict=True)
 
 
 def _kinds_of_layers(model: Model, dtypes: Mapping[str, DType]) -> list[int]:
@@ -294,16 +270,10 @@ def _stages(
     longest = memory.max_model_len if memory else None
     for pp_rank in range(parallel.pp):
         layers = stage_layers(counts, pp_rank)
-        weights, replicated = measure.stage(layers, first=pp_rank == 0, last=pp_rank == parallel.pp - 1).tolist()
+        weights, replicated = measure.stage(parallel, pp_rank, layers).tolist()
         cached = [layer for layer in layers if layer in caching]
         whole = None if longest is None else sum(of_layer[layer] * min(longest, windows[layer] or longest) for layer in cached)
-        yield Stage(
-            layers,
-            weights,
-            replicated,
-            cache_per_token=sum(of_layer[layer] for layer in cached),
-            cache_per_sequence=whole,
-        )
+        yield Stage(layers, weights, replicated, sum(of_layer[layer] for layer in cached), whole)
 
 
 def _capacity(stages: Sequence[Stage], memory: GpuMemory) -> CacheCapacity:

@@ -113,12 +113,7 @@ def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
         raise RequestError(
             f"`ep={parallel.ep}`: a {model.architecture.model_type} model has no experts", do="Leave out `ep=`", id="illegal-sizes"
         )
-    if parallel.ep > 1 and parallel.ep != parallel.tp:
-        raise RequestError(
-            f"`ep={parallel.ep}` with `tp={parallel.tp}`: {rules.engine} distributes experts over the tensor-parallel ranks",
-            do=f"Give `ep={parallel.tp}`, or leave it out",
-            id="illegal-sizes",
-        )
+    check_expert_parallel(parallel, rules.engine)
     if refused := degree_problem(model, rules, parallel.tp, parallel.ep):
         name, reason = refused
         legal = legal_tensor_parallel_sizes(model, rules, with_experts=parallel.ep > 1)
@@ -134,6 +129,16 @@ def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
             f"`pp={parallel.pp}` does not fit this model: {unfit}",
             why=f"{rules.engine} would refuse it",
             do="Use fewer stages",
+            id="illegal-sizes",
+        )
+
+
+def check_expert_parallel(parallel: Parallel, engine: str) -> None:
+    """Raises RequestError if experts would be distributed over other ranks than the tensor-parallel ones."""
+    if parallel.ep > 1 and parallel.ep != parallel.tp:
+        raise RequestError(
+            f"`ep={parallel.ep}` with `tp={parallel.tp}`: {engine} distributes experts over the tensor-parallel ranks",
+            do=f"Give `ep={parallel.tp}`, or leave it out",
             id="illegal-sizes",
         )
 

@@ -6,7 +6,7 @@ the parts of one layer of each kind -> the shard of each -> joined as the engine
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from sys import intern
@@ -21,7 +21,7 @@ from reshard.models.engine_rules import EngineRules, Fusion
 from reshard.models.model import LayerKind, Model, Part
 from reshard.models.splits import shard
 from reshard.models.stored_forms import Component
-from reshard.serving.weights import KEPT_ONCE, model_dtype, parts_by_kind, split_rules, with_split
+from reshard.serving.weights import model_dtype, parts_by_kind, split_rules, with_split
 
 
 @value
@@ -88,24 +88,26 @@ class EngineRank:
         by_kind = parts_by_kind(self.model, self.rules)
         kind_of = {layer: kind for kind in by_kind if kind for layer in kind.layers}
         laid_out: dict[LayerKind, list[RankTensor]] = {}
-        ends = by_kind[None]
-        embeddings = [self.rank_tensors_of([part]) for part in ends if part.role == "embedding"]
-        yield from (tensor for each in embeddings for tensor in self._in_layer(list(each), None, dtypes, compute_dtype))
+        yield from self.stored([part for part in by_kind[None] if part.role == "embedding"], None, dtypes)
         for layer in self.layers:
-            kind = kind_of.get(layer)
-            if kind is None:
-                continue
-            if kind not in laid_out:
-                laid_out[kind] = list(self.rank_tensors_of(list(by_kind[kind])))
-            yield from self._in_layer(laid_out[kind], layer, dtypes, compute_dtype)
-        others = self.rank_tensors_of([part for part in ends if part.role != "embedding"])
-        yield from self._in_layer(list(others), None, dtypes, compute_dtype)
+            if kind := kind_of.get(layer):
+                if kind not in laid_out:
+                    laid_out[kind] = list(self._rank_tensors_of(by_kind[kind]))
+                yield from self._in_layer(laid_out[kind], layer, dtypes, compute_dtype)
+        yield from self.stored([part for part in by_kind[None] if part.role != "embedding"], None, dtypes)
 
-    def rank_tensors_of(self, parts: list[Part]) -> Iterator[RankTensor]:
+    def stored(self, parts: Sequence[Part], layer: int | None, dtypes: Mapping[str, DType]) -> Iterator[StoredTensor]:
+        """The tensors that some parts of the model become in one layer (None: outside of the layers)."""
+        return self._in_layer(list(self._rank_tensors_of(parts)), layer, dtypes, model_dtype(self.model, dtypes))
+
+    def _rank_tensors_of(self, parts: Sequence[Part]) -> Iterator[RankTensor]:
         """The tensors that some parts of the model become. All parts are of one layer, or all are outside of the layers."""
         fusion_of = {role: fusion for fusion in self.rules.fusions for role in fusion.roles}
         groups: dict[tuple[object, ...], list[Part]] = {}
-        for part in (*parts, *self._in_place_of_others(parts)):
+        # What the engine stores a second time, in the place of weights that the layer does not have.
+        roles = {part.role for part in parts}
+        absent = {used: role for role, used in self.rules.in_place_of.items() if role not in roles}
+        for part in (*parts, *(replace(part, role=absent[part.role]) for part in parts if part.role in absent)):
             fusion = fusion_of.get(part.role)
             # The parts of a fused tensor are one group, all experts included. Any other tensor of the model is a group of its own: its
             # sections, such as [z; x; b; c; dt], stay one tensor, in which a rank holds its share of each.
@@ -123,12 +125,6 @@ class EngineRank:
                 is_fused = fusion is not None and len({part.tensor for part in group}) > 1
                 name = _with_component(ordered[0].pattern, fusion.component) if is_fused and fusion else first.pattern
                 yield self._rank_tensor(name, ordered)
-
-    def _in_place_of_others(self, parts: list[Part]) -> list[Part]:
-        """The parts that the engine stores a second time, in the place of weights that the layer does not have."""
-        roles = {part.role for part in parts}
-        absent = {used: role for role, used in self.rules.in_place_of.items() if role not in roles}
-        return [replace(part, role=absent[part.role]) for part in parts if part.role in absent]
 
     def _in_layer(
         self, tensors: list[RankTensor], layer: int | None, dtypes: Mapping[str, DType], compute_dtype: DType
@@ -150,11 +146,10 @@ class EngineRank:
 
     def _engine_name(self, tensor: RankTensor, layer: int | None) -> str:
         """The engine's name of a tensor in a layer."""
-        module_name = self.rules.module_names.get(tensor.first.role)
-        if module_name is None:
-            return self._renamed(tensor.name, layer)
-        number = None if layer is None else layer - self.layers.start
-        return f"{module_name.format(layer=number)}.{tensor.first.parameter}"
+        if module_name := self.rules.module_names.get(tensor.first.role):
+            number = None if layer is None else layer - self.layers.start
+            return f"{module_name.format(layer=number)}.{tensor.first.parameter}"
+        return self._renamed(tensor.name, layer)
 
     def _renamed(self, name: str, layer: int | None) -> str:
         """The engine's name of a tensor of a layer; in the engine's own list of such layers, if there is one."""
@@ -170,10 +165,9 @@ class EngineRank:
     def _rank_tensor(self, name: str, parts: list[Part]) -> RankTensor:
         """The shards of some parts, joined to one tensor."""
         component = parts[0].component
-        if component and component.use in KEPT_ONCE:
+        if component and component.use == "shape":
             parts = parts[-1:]
-        array = joined([self._shard(part) for part in parts])
-        array = _as_stored(array, component) if component else array
+        array = self._joined_shards(parts)
         return RankTensor(
             name, parts[0], _stored_shape(array, component), self._sections(array, parts), tuple(part.pattern for part in parts)
         )
@@ -214,15 +208,15 @@ class EngineRank:
             if part.expert in by_expert:
                 by_expert[part.expert].append(part)
         component = group[0].component
-        keeps_one = group[0].parameter in self.rules.scales_kept_once or (component is not None and component.use in KEPT_ONCE)
+        keeps_one = group[0].parameter in self.rules.scales_kept_once or (component is not None and component.use == "shape")
         stored = [parts[-1:] if keeps_one else parts for parts in by_expert.values()]
         first = stored[0]
-        array = self._of_expert(first)
+        array = self._joined_shards(first)
         if all(len(parts) == len(first) and all(map(Part.is_like, first, parts)) for parts in stored):
             of_one = self._sections(array, first)
             shape, sections = (len(stored), *_stored_shape(array, first[0].component)), _repeated(of_one, math.prod(array.shape), stored)
         else:
-            array = stacked([self._of_expert(parts) for parts in stored])
+            array = stacked([self._joined_shards(parts) for parts in stored])
             shape, sections = _stored_shape(array, first[0].component), self._sections(array, [part for parts in stored for part in parts])
         if len(shape) == 2 and shape[1] == 1 and group[0].is_scale:
             shape = shape[:1]  # one scale for each expert
@@ -231,10 +225,10 @@ class EngineRank:
         origins = tuple(part.layer_pattern for parts in by_expert.values() for part in parts)
         return RankTensor(f"{module}.{fusion.component}_{group[0].parameter}", in_order[0], shape, sections, origins)
 
-    def _of_expert(self, parts: list[Part]) -> Mosaic:
-        """The shards of the parts of one expert, joined."""
+    def _joined_shards(self, parts: list[Part]) -> Mosaic:
+        """The shards of some parts, joined. A component of a weight has the axes in which it is stored."""
         array, component = joined([self._shard(part) for part in parts]), parts[0].component
-        return _as_stored(array, component) if component else array
+        return array.transposed() if component and component.transposed and not component.is_single else array
 
     def _tied_embedding(self, part: Part) -> Iterator[RankTensor]:
         """The tied embedding, if this stage holds it, under the name or names that the engine stores."""
@@ -268,13 +262,6 @@ class EngineRank:
                 dtype = extra.dtype or compute_dtype
                 value = self.model.dimensions[extra.square_root_of] ** 0.5 if extra.square_root_of else extra.value
                 yield constant(self._renamed(f"{parent}.{extra.name}", layer), dtype, extra.shape, dtype.encoded(value))
-
-
-def _as_stored(array: Mosaic, component: Component) -> Mosaic:
-    """A component with the axes in which it is stored, from an array with those of the weight."""
-    if component.is_single:
-        return array
-    return array.transposed() if component.transposed else array
 
 
 def _stored_shape(array: Mosaic, component: Component | None) -> tuple[int, ...]:

@@ -88,10 +88,6 @@ def layers_not_served(model: Model) -> dict[str, str]:
     return {weight.name: why for weight in model.weights.values() if weight.layer is not None and weight.layer >= layers}
 
 
-# What stands beside quantized weights and is stored once for weights that an engine fuses.
-KEPT_ONCE = ("shape",)
-
-
 def scale_aliases(model: Model, rules: EngineRules) -> dict[str, str]:
     """Scale -> the equal scale that an engine stores in its place, where it stores one scale for the fused weights of an expert."""
 

@@ -101,11 +101,11 @@ def itemised(model: Model, layer: Iterable[Part]) -> SavedActivations:
     for part in layer:
         if part.role not in ROLES or part.parameter != "weight":
             continue
-        saved = ROLES[part.role].saved
-        out_features, in_features = part.array.shape[0], part.array.shape[-1]
-        times = 2 * (routed if part.expert is not None else 1) * (dimensions[saved.per] if saved.per else 1)
-        whole += times * (saved.whole_in * in_features + saved.whole_out * out_features)
-        divided += times * (saved.divided_in * in_features + saved.divided_out * out_features)
+        role = ROLES[part.role]
+        times = 2 * (routed if part.expert is not None else 1) * (dimensions[role.saved_per] if role.saved_per else 1)
+        for word, features in (("out", part.array.shape[0]), ("in", part.array.shape[-1])):
+            whole += times * features * (word in role.saved.split())
+            divided += times * features * (f"{word}/tp" in role.saved.split())
     hidden = dimensions["hidden"]
     return SavedActivations(whole + 2 * hidden * dropout, divided, (2 + 3 * dropout) * dimensions["heads"], 2 * hidden)
 

@@ -6,7 +6,7 @@ from helpers.random_shardings import partitions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.canonical.name_variants import NAME_VARIANTS, PREFIXES, Names, with_canonical_names
+from reshard.canonical.name_variants import PREFIXES, Names, with_canonical_names
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import from_torch
@@ -180,10 +180,6 @@ def test_names_of_another_model_mean_nothing():
         "model.layers.0.self_attn.qkv_proj.bias",
     ):
         assert names.array(name) is None
-
-
-def test_the_first_spelling_of_each_name_is_the_only_one():
-    assert len({variant.name for variant in NAME_VARIANTS}) == len(NAME_VARIANTS)
 
 
 def test_another_shape_than_the_name_says_is_refused():

@@ -81,8 +81,8 @@ def row_of(name: str, layout: LearnedLayout | str) -> str:
     """A row of docs/reference/traced-models.md."""
     if not isinstance(layout, LearnedLayout):
         return f"| {name} | - | {layout.partition('rank 0: ')[2][:90]} |"
-    problems = {each.template.problem for stage in layout.stages for each in stage.tensors if each.template.problem}
-    kernels = any(each.template.kernel for stage in layout.stages for each in stage.tensors)
+    problems = {each.template.problem for stage in layout.stages.values() for each in stage if each.template.problem}
+    kernels = any(each.template.kernel for stage in layout.stages.values() for each in stage)
     about = "; ".join(
         [*sorted({problem.partition(" to ")[0] for problem in problems}), *(["experts depend on the platform"] if kernels else [])]
     )

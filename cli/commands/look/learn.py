@@ -59,7 +59,7 @@ def command(model: str, output: OutputFile, as_json: bool, **given: Any) -> None
 
 def document(layout: LearnedLayout, output: str, seconds: float) -> dict[str, Any]:
     """The result for --json, with stable keys."""
-    templates = [each for stage in layout.stages for each in stage.tensors]
+    templates = [each for stage in layout.stages.values() for each in stage]
     return {
         "layout": output,
         "engine": layout.engine,

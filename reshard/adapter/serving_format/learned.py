@@ -106,7 +106,7 @@ def lay_out(serving_format: ServingEngine, layout: LearnedLayout, content: Conte
         parallel,
         (
             note,
-            *serving_format.layout_notes({tensor.name for stage in layout.stages for tensor in stage.tensors}),
+            *serving_format.layout_notes({tensor.name for stage in layout.stages.values() for tensor in stage}),
             *config_notes,
             *_about_platform(templates),
             *(_about_casts(content, of_sources) if target.dtype is None else ()),

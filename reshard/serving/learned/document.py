@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import RequestError
+from reshard.geometry.documents import document
 from reshard.geometry.dtypes import DType, from_safetensors
 from reshard.geometry.functions import FUNCTIONS
 from reshard.serving.learned.layout import (
     LearnedLayout,
     LearnedSizes,
-    LearnedStage,
     NamedTemplate,
     Ranges,
     TemplateAxis,
@@ -20,7 +20,7 @@ from reshard.serving.learned.layout import (
     TemplateRun,
     TensorTemplate,
 )
-from reshard.serving.learned.numbers import Listed, Number, OnFirst, Rest, Share, Sum
+from reshard.serving.learned.numbers import Number, Rule
 from reshard.storage.json_input import parsed
 
 SCHEMA_VERSION = 1
@@ -30,11 +30,10 @@ LAYOUT_FILE = "reshard.layout.json"
 
 def text_of(layout: LearnedLayout) -> str:
     """The layout as a document, with one line for each template and each row."""
-    document = _document(layout)
     lines = []
-    for key, value in document.items():
-        if isinstance(value, list) and value and key in ("templates", "sources", "stages"):
-            rows = ",\n  ".join(_compact(row) for row in value) if key != "stages" else ",\n  ".join(map(_stage_text, value))
+    for key, value in _document(layout).items():
+        if value and key in ("templates", "sources", "stages"):
+            rows = ",\n  ".join(map(_stage_text if key == "stages" else _compact, value))
             lines.append(f"{json.dumps(key)}: [\n  {rows}\n ]")
         else:
             lines.append(f"{json.dumps(key)}: {_compact(value)}")
@@ -42,7 +41,7 @@ def text_of(layout: LearnedLayout) -> str:
 
 
 def _compact(value: object) -> str:
-    return json.dumps(value, separators=(", ", ": "))
+    return json.dumps(value, default=_rule_json)
 
 
 def _stage_text(stage: Mapping[str, Any]) -> str:
@@ -54,31 +53,15 @@ def _stage_text(stage: Mapping[str, Any]) -> str:
 def _document(layout: LearnedLayout) -> dict[str, Any]:
     templates: dict[TensorTemplate, int] = {}
     stages = []
-    for stage in layout.stages:
+    for (pp, has_ep, pp_rank), tensors in layout.stages.items():
         rows = []
-        for each in stage.tensors:
-            row = [each.name, _ranges_text(each.ranges), templates.setdefault(each.template, len(templates))]
-            rows.append(row if each.ranks is None else [*row, {str(tp): list(ranks) for tp, ranks in each.ranks.items()}])
-        stages.append({"pp": stage.pp, "pp_rank": stage.pp_rank, "ep": stage.has_ep, "tensors": rows})
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "engine": layout.engine,
-        "engine_version": layout.engine_version,
-        "platform": layout.platform,
-        "model_class": layout.model_class,
-        "dtype": layout.dtype.name,
-        "config": dict(layout.config),
-        "counts": dict(layout.counts),
-        "sizes": [{"tp": list(each.tp), "pp": each.pp, "ep": each.has_ep, "withheld": each.withheld} for each in layout.sizes],
-        "softened": list(layout.softened),
-        "sources": [[each.name, _ranges_text(each.ranges), each.template.dtype.name, list(each.template.shape)] for each in layout.sources],
-        "templates": [_template_json(template) for template in templates],
-        "stages": stages,
-    }
-
-
-def _ranges_text(ranges: Ranges) -> list[str]:
-    return [_range_text(values) for values in ranges]
+        for each in tensors:
+            row = [each.name, list(map(_range_text, each.ranges)), templates.setdefault(each.template, len(templates))]
+            rows.append(row if each.ranks is None else [*row, each.ranks])
+        stages.append({"pp": pp, "pp_rank": pp_rank, "ep": has_ep, "tensors": rows})
+    sources = [[each.name, list(map(_range_text, each.ranges)), each.template.dtype.name, each.template.shape] for each in layout.sources]
+    parts = {"sources": sources, "templates": list(map(_template_json, templates)), "stages": stages}
+    return {**document(layout, schema_version=SCHEMA_VERSION), **parts}
 
 
 def _range_text(values: tuple[int, ...]) -> str:
@@ -93,43 +76,18 @@ def _range_text(values: tuple[int, ...]) -> str:
 
 
 def _template_json(template: TensorTemplate) -> dict[str, Any]:
-    found: dict[str, Any] = {"dtype": str(template.dtype), "shape": _numbers_json(template.shape)}
-    if template.parts:
-        found["parts"] = [_part_json(part) for part in template.parts]
-    for key in ("fill", "problem", "kernel"):
-        value = getattr(template, key)
-        if value not in (None, ""):
-            found[key] = value
-    return found
+    found: dict[str, Any] = {"dtype": str(template.dtype), "shape": template.shape, "parts": list(map(_part_json, template.parts))}
+    found |= {key: getattr(template, key) for key in ("fill", "problem", "kernel")}
+    return {key: value for key, value in found.items() if value not in (None, "", [])}
 
 
 def _part_json(part: TemplatePart) -> dict[str, Any]:
-    axes = [_numbers_json(axis) for axis in part.axes]
-    found: dict[str, Any] = {"from": part.source, "start": _numbers_json(part.start), "at": _numbers_json(part.at), "axes": axes}
-    if part.run:
-        found["run"] = _numbers_json(part.run)
-    return found
+    found: dict[str, Any] = {"from": part.source, "start": part.start, "at": part.at, "axes": part.axes}
+    return {**found, "run": part.run} if part.run else found
 
 
-def _numbers_json(numbers: Iterable[Number]) -> list[Any]:
-    return [_number_json(number) for number in numbers]
-
-
-def _number_json(number: Number) -> Any:
-    match number:
-        case int():
-            return number
-        case Share():
-            heads = [number.heads] if number.heads else []
-            return ["share", number.total, *heads] if number.base is None else ["start", number.total, number.base, *heads]
-        case Rest():
-            return ["rest", number.total, number.padded]
-        case Sum():
-            return ["sum", _number_json(number.first), _number_json(number.second)]
-        case OnFirst():
-            return ["first", number.number]
-        case Listed():
-            return {str(tp): list(numbers) for tp, numbers in sorted(number.numbers.items())}
+def _rule_json(rule: Rule) -> Any:
+    return dict(rule.numbers) if rule.word == "listed" else [rule.word, *rule.numbers]
 
 
 # ---- reading
@@ -167,12 +125,10 @@ def _layout(document: Mapping[str, Any]) -> LearnedLayout:
         for name, ranges, dtype, shape in document["sources"]
     )
     templates = [_template(each) for each in document["templates"]]
-    stages = tuple(
-        LearnedStage(
-            _count(stage["pp"]), _count(stage["pp_rank"]), bool(stage["ep"]), tuple(_row(row, templates) for row in stage["tensors"])
-        )
+    stages = {
+        (_count(stage["pp"]), bool(stage["ep"]), _count(stage["pp_rank"])): tuple(_row(row, templates) for row in stage["tensors"])
         for stage in document["stages"]
-    )
+    }
     sizes = tuple(
         LearnedSizes(tuple(map(_count, each["tp"])), _count(each["pp"]), bool(each["ep"]), each["withheld"]) for each in document["sizes"]
     )
@@ -266,23 +222,10 @@ def _number(value: Any) -> Number:
     match value:
         case int():
             return _count(value)
-        case ["share", total, *heads]:
-            return Share(_count(total), None, *map(_count, heads))
-        case ["start", total, base, *heads]:
-            return Share(_count(total), _count(base), *map(_count, heads))
-        case ["rest", total, padded]:
-            return Rest(_count(total), _count(padded))
-        case ["sum", first, second]:
-            return Sum(_share(first), _share(second))
-        case ["first", number]:
-            return OnFirst(_count(number))
+        case ["share", _] | ["share", _, _] | ["start", _, _] | ["start", _, _, _] | ["rest", _, _] | ["first", _]:
+            return Rule(value[0], tuple(map(_count, value[1:])))
+        case ["sum", ["share", *_], ["share", *_]]:
+            return Rule("sum", tuple(map(_number, value[1:])))
         case dict():
-            return Listed({int(tp): tuple(map(_count, numbers)) for tp, numbers in value.items()})
+            return Rule("listed", tuple(sorted((int(tp), tuple(map(_count, numbers))) for tp, numbers in value.items())))
     raise ValueError(f"{value!r} is no number")
-
-
-def _share(value: Any) -> Share:
-    number = _number(value)
-    if not isinstance(number, Share):
-        raise ValueError(f"{value!r} is no share")
-    return number

@@ -9,9 +9,10 @@ from typing import Any
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.meshes import Parallel
 from reshard.serving.capacity import DegreeReport, DegreeRow, Stage
-from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, NamedTemplate, TensorTemplate, filled
+from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, NamedTemplate, TensorTemplate
 from reshard.serving.learned.learn import config_digests
 from reshard.serving.learned.numbers import NoRule, TpRank, values
+from reshard.serving.legality import check_expert_parallel
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -84,12 +85,7 @@ def _does_not_fit(layout: LearnedLayout, name: str, what: str) -> RequestError:
 
 def check_sizes(layout: LearnedLayout, parallel: Parallel) -> None:
     """Raises RequestError, with the reason, if the layout does not say what ranks hold at these sizes."""
-    if parallel.ep > 1 and parallel.ep != parallel.tp:
-        raise RequestError(
-            f"`ep={parallel.ep}` with `tp={parallel.tp}`: {layout.engine} distributes experts over the tensor-parallel ranks",
-            do=f"Give `ep={parallel.tp}`, or leave it out",
-            id="illegal-sizes",
-        )
+    check_expert_parallel(parallel, layout.engine)
     if reason := size_problem(layout, parallel):
         raise RequestError(
             f"the layout does not cover {parallel}: {reason}",
@@ -124,7 +120,7 @@ def _count_problem(layout: LearnedLayout, traced: LearnedSizes, tp: int) -> str 
 def _rule_problem(layout: LearnedLayout, parallel: Parallel) -> str | None:
     """Why a number has no value at these sizes."""
     for pp_rank in range(parallel.pp):
-        for each in layout.stage(parallel, pp_rank).tensors:
+        for each in layout.stage(parallel, pp_rank):
             try:
                 for rank in range(parallel.tp):
                     values(each.template.numbers, (parallel.tp, rank))
@@ -169,19 +165,8 @@ def held_sources(layout: LearnedLayout, parallel: Parallel) -> Iterator[tuple[st
     for pp_rank in range(parallel.pp):
         for tp_rank in range(parallel.tp):
             for name, numbers, template in layout.rank_templates(parallel, tp_rank, pp_rank):
-                yield name, template, tuple(_sources_of(template, numbers, (parallel.tp, tp_rank)))
-
-
-def _sources_of(template: TensorTemplate, numbers: tuple[int, ...], rank: TpRank) -> Iterator[str]:
-    """The checkpoint tensors that a tensor holds parts of on a rank."""
-    for part in template.parts:
-        if 0 in values((axis.size for axis in part.axes), rank):
-            continue
-        if part.run is None:
-            yield filled(part.source, numbers)
-        else:
-            first, count, *_ = values(part.run, rank)
-            yield from (filled(part.source, numbers, first + number) for number in range(count))
+                boxes = (box for part in template.parts for box in part.on(numbers, (parallel.tp, tp_rank)))
+                yield name, template, tuple(box.source for box in boxes)
 
 
 def learned_degree_report(layout: LearnedLayout, model_type: str, parallels: Sequence[Parallel]) -> DegreeReport:
@@ -199,7 +184,7 @@ def learned_degree_report(layout: LearnedLayout, model_type: str, parallels: Seq
 
 
 def _stage(layout: LearnedLayout, parallel: Parallel, pp_rank: int) -> Stage:
-    tensors = layout.stage(parallel, pp_rank).tensors
+    tensors = layout.stage(parallel, pp_rank)
     ranks = [(parallel.tp, rank) for rank in range(parallel.tp)]
     weights = {rank: sum(_nbytes(each, rank) for each in tensors if each.is_on(*rank)) for rank in ranks}
     fullest = max(weights, key=lambda rank: weights[rank])

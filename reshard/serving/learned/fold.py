@@ -6,7 +6,7 @@ Three things fold: ranks (here), layers (layers.py), and experts (trace.py). Eve
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from reshard.geometry.dtypes import DType
 from reshard.serving.learned.layers import Ranks, folded_layers
@@ -27,16 +27,9 @@ def folded_stage(ranks: TracedRanks) -> tuple[NamedTemplate, ...]:
     for name, of_name in by_name.items():
         for alike in _alike(of_name):
             for group, template in _exact(alike):
-                is_everywhere = len(group) == len(ranks)
-                found.setdefault(name, []).append((None if is_everywhere else _by_size(group), template))
+                by_size = {tp: tuple(sorted(rank for size, rank in group if size == tp)) for tp, _ in sorted(group)}
+                found.setdefault(name, []).append((None if len(group) == len(ranks) else by_size, template))
     return tuple(folded_layers(found))
-
-
-def _by_size(ranks: Iterable[TpRank]) -> dict[int, tuple[int, ...]]:
-    found: dict[int, list[int]] = {}
-    for tp, rank in sorted(ranks):
-        found.setdefault(tp, []).append(rank)
-    return {tp: tuple(numbers) for tp, numbers in found.items()}
 
 
 def _alike(tensors: Mapping[TpRank, TensorTemplate]) -> Iterator[Mapping[TpRank, TensorTemplate]]:
@@ -81,13 +74,13 @@ def _is_subset(tensor: TensorTemplate, of: TensorTemplate) -> bool:
 def _template(tensors: Mapping[TpRank, TensorTemplate]) -> TensorTemplate:
     """One template for all of these ranks."""
     first = max(tensors.values(), key=lambda tensor: len(tensor.parts))
-    shape = tuple(_number({rank: tensor.shape[axis] for rank, tensor in tensors.items()}) for axis in range(len(first.shape)))
     parts = []
     for position, _ in enumerate(first.parts):
         found = {rank: part for rank, tensor in tensors.items() if (part := _part_at(tensor, first, position)) is not None}
         parts.append(_part(found, tensors))
     fill = next((tensor.fill for tensor in tensors.values() if tensor.fill is not None), None)
     kernel = next((tensor.kernel for tensor in tensors.values() if tensor.kernel), "")
+    shape = _numbers({rank: tensor.shape for rank, tensor in tensors.items()})
     return TensorTemplate(first.dtype, shape, tuple(parts), fill, first.problem, kernel)
 
 
@@ -109,18 +102,14 @@ def _part(found: Mapping[TpRank, TemplatePart], ranks: Collection[TpRank]) -> Te
         # A loop that is not there has one turn. A box that a rank lacks has a loop without turns.
         sizes: dict[TpRank, Number] = {rank: here[rank].size if rank in here else 1 for rank in found}
         sizes |= {rank: 0 for rank in ranks if rank not in found} if number == 0 else {}
-        steps = _number({rank: loop.step for rank, loop in here.items()})
-        source_steps = _number({rank: loop.source_step for rank, loop in here.items()})
-        loops.append(TemplateAxis(_number(sizes), wanted.axis, steps, wanted.source_axis, source_steps))
+        steps = _numbers({rank: (loop.step, loop.source_step) for rank, loop in here.items()})
+        loops.append(TemplateAxis(_number(sizes), wanted.axis, steps[0], wanted.source_axis, steps[1]))
     if not first.axes and len(found) < len(ranks):
         loops.append(TemplateAxis(_number({rank: int(rank in found) for rank in ranks}), 0, 1, 0, 1))
-    start = tuple(_number({rank: part.start[axis] for rank, part in found.items()}) for axis in range(len(first.start)))
-    at = tuple(_number({rank: part.at[axis] for rank, part in found.items()}) for axis in range(len(first.at)))
-    runs = {rank: part.run for rank, part in found.items() if part.run}
-    run = None
-    if first.run:
-        of_first, experts, step = (_number({rank: run[field] for rank, run in runs.items()}) for field in (0, 1, 3))
-        run = TemplateRun(of_first, experts, first.run.axis, step)
+    start = _numbers({rank: part.start for rank, part in found.items()})
+    at = _numbers({rank: part.at for rank, part in found.items()})
+    runs = _numbers({rank: part.run for rank, part in found.items() if part.run})
+    run = TemplateRun(runs[0], runs[1], first.run.axis, runs[3]) if first.run else None
     return TemplatePart(first.source, start, at, tuple(loops), run)
 
 
@@ -133,6 +122,11 @@ def _loop(part: TemplatePart, of: TemplatePart, number: int) -> TemplateAxis | N
     if len(same) > 1:
         same = [loop for loop in same if loop.source_step == wanted.source_step]
     return same[0] if same else None
+
+
+def _numbers(rows: Mapping[TpRank, Sequence[Number]]) -> tuple[Number, ...]:
+    """The numbers that are each of these rows on its rank."""
+    return tuple(_number(dict(zip(rows, column, strict=True))) for column in zip(*rows.values(), strict=True))
 
 
 def _number(points: Mapping[TpRank, Number]) -> Number:

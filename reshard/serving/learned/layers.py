@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
+from reshard.geometry.groups import grouped
 from reshard.serving.learned.layout import NamedTemplate, Ranges, TensorTemplate
 
 # A number in a name: a part of the name that consists of digits.
@@ -44,12 +45,8 @@ def products(rows: Iterable[Numbers]) -> Iterator[Ranges]:
     if sum(1 for _ in product(*whole)) == len(rows):
         yield whole
         return
-    by_rest: dict[Numbers, list[int]] = {}
-    for row in rows:
-        by_rest.setdefault(row[1:], []).append(row[0])
-    by_firsts: dict[Numbers, list[Numbers]] = {}
-    for rest, firsts in by_rest.items():
-        by_firsts.setdefault(tuple(firsts), []).append(rest)
+    by_rest = grouped(rows, lambda row: row[1:])
+    by_firsts = grouped(by_rest, lambda rest: tuple(row[0] for row in by_rest[rest]))
     for same, rests in by_firsts.items():
         yield from ((same, *ranges) for ranges in products(rests))
 

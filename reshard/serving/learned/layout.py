@@ -15,12 +15,14 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.mosaics import Mosaic, Tile
-from reshard.geometry.sections import StoredTensor, constant
+from reshard.geometry.sections import StoredTensor
 from reshard.geometry.value import value
 from reshard.serving.learned.numbers import ONE_RANK, Number, TpRank, values
 
 Ranges = tuple[tuple[int, ...], ...]
 """For each number in a name, the values that it takes. The names are those of the product."""
+StageKey = tuple[int, bool, int]
+"""A pipeline-parallel size, whether the ranks hold whole experts, and a stage."""
 
 
 class TemplateAxis(NamedTuple):
@@ -144,22 +146,10 @@ class NamedTemplate:
 
 
 @value
-class LearnedStage:
-    """The tensors of one pipeline stage."""
-
-    pp: int
-    """Pipeline-parallel size."""
-    pp_rank: int
-    """The stage."""
-    has_ep: bool
-    """Whether the ranks hold whole experts."""
-    tensors: tuple[NamedTemplate, ...]
-    """The tensors."""
-
-
-@value
 class LearnedSizes:
     """Parallel sizes that were traced together."""
+
+    JSON = "tp pp ep=has_ep withheld"
 
     tp: tuple[int, ...]
     """Tensor-parallel sizes."""
@@ -175,6 +165,8 @@ class LearnedSizes:
 @value(slots=False)
 class LearnedLayout:
     """What every rank of an engine holds of one model."""
+
+    JSON = "schema_version engine engine_version platform model_class dtype=dtype.name config counts sizes softened"
 
     engine: str
     """The engine's format, such as vllm."""
@@ -194,8 +186,8 @@ class LearnedLayout:
     """The parallel sizes."""
     sources: tuple[NamedTemplate, ...]
     """The tensors of the checkpoint that was traced, whose templates have no parts."""
-    stages: tuple[LearnedStage, ...]
-    """The tensors of the ranks."""
+    stages: Mapping[StageKey, tuple[NamedTemplate, ...]]
+    """The tensors of the ranks of each pipeline stage."""
     softened: tuple[str, ...] = ()
     """What the engine could not choose on that platform, and was passed over, since it does not matter for loading."""
 
@@ -209,14 +201,13 @@ class LearnedLayout:
         """The shape of every checkpoint tensor."""
         return {name: values(template.shape, ONE_RANK) for name, template in self.source_entries.items()}
 
-    def stage(self, parallel: Parallel, pp_rank: int) -> LearnedStage:
+    def stage(self, parallel: Parallel, pp_rank: int) -> tuple[NamedTemplate, ...]:
         """The tensors of a stage. The sizes must have been traced."""
-        key = parallel.pp, pp_rank, parallel.ep > 1
-        return next(stage for stage in self.stages if (stage.pp, stage.pp_rank, stage.has_ep) == key)
+        return self.stages[parallel.pp, parallel.ep > 1, pp_rank]
 
     def rank_templates(self, parallel: Parallel, tp_rank: int, pp_rank: int) -> Iterator[tuple[str, tuple[int, ...], TensorTemplate]]:
         """The tensors of a rank: name, its numbers, template."""
-        for each in self.stage(parallel, pp_rank).tensors:
+        for each in self.stage(parallel, pp_rank):
             if each.is_on(parallel.tp, tp_rank):
                 yield from ((name, numbers, each.template) for name, numbers in each.names())
 
@@ -232,13 +223,10 @@ class LearnedLayout:
         dtype = dtype or template.dtype
         shape = values(template.shape, rank)
         fill = b"\0" if not template.fill else dtype.encoded(template.fill)
-        if not template.parts:
-            return constant(name, dtype, shape, fill)
         tiles = tuple(tile for part in template.parts for box in part.on(numbers, rank) for tile in _tiles(box))
         for tile in tiles:
             self._check_inside(name, shape, tile)
-        stored = Mosaic(shape, tiles).stored(name, dtype)
-        return StoredTensor(stored.name, dtype, shape, stored.sections, fill)
+        return StoredTensor(name, dtype, shape, Mosaic(shape, tiles).sections(), fill)
 
     def _check_inside(self, name: str, shape: tuple[int, ...], tile: Tile) -> None:
         source = self.source_shapes.get(tile.name, ())

@@ -8,37 +8,33 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_safetensors, from_torch
+from reshard.geometry.groups import grouped
 from reshard.geometry.value import value
 from reshard.serving.learned.fold import TracedRanks, folded_stage, unfolded
 from reshard.serving.learned.layers import folded_layers
-from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, LearnedStage, NamedTemplate, TensorTemplate
-from reshard.serving.learned.numbers import Listed, NoRule, heads_of
+from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, NamedTemplate, StageKey, TensorTemplate
+from reshard.serving.learned.numbers import NoRule, Rule, TpRank, heads_of
 from reshard.serving.learned.trace import traced_tensor
 
 # Keys of a config that do not change what an engine loads.
 UNIMPORTANT_KEYS = frozenset({"transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype"})
 _COUNTS = re.compile(r"((num|n)_(.*_)?|.*_)(heads?|groups?)(_kv)?|n_heads?")
-Sizes = tuple[int, int]
-"""(pp, ep): a pipeline-parallel size, and 1 or 2 for ranks that hold whole experts."""
 
 
 @value
 class TracedRank:
     """One rank of a traced run."""
 
-    tp: int
-    """Tensor-parallel size."""
-    pp: int
-    """Pipeline-parallel size."""
-    has_ep: bool
-    """Whether the ranks hold whole experts."""
-    rank: int
-    """Its number: pp_rank * tp + tp_rank."""
+    stage: StageKey
+    """Its stage."""
+    rank: TpRank
+    """Its tensor-parallel size and rank."""
     model_class: str
     """The engine's class of the model."""
     dtype: DType
@@ -61,7 +57,8 @@ def traced_rank(document: Mapping[str, Any]) -> TracedRank:
         )
     tensors = {name: traced_tensor(each) for name, each in document["tensors"].items()}
     about = document["class"], from_torch(document["dtype"], where="the layout"), tensors, tuple(document["softened"])
-    return TracedRank(case["tp"], case["pp"], case["ep"] > 1, number, *about)
+    pp_rank, tp_rank = divmod(number, case["tp"])
+    return TracedRank((case["pp"], case["ep"] > 1, pp_rank), (case["tp"], tp_rank), *about)
 
 
 def learned_layout(about: Mapping[str, Any], ranks: Iterable[TracedRank], config: Mapping[str, Any]) -> LearnedLayout:
@@ -70,19 +67,15 @@ def learned_layout(about: Mapping[str, Any], ranks: Iterable[TracedRank], config
     Raises: ReshardError if a fold does not give back what was traced, which is a defect.
     """
     traced = list(ranks)
-    stages, sizes = [], []
-    for pp, has_ep in sorted({(rank.pp, rank.has_ep) for rank in traced}):
-        chosen = [rank for rank in traced if (rank.pp, rank.has_ep) == (pp, has_ep)]
-        by_stage: dict[int, dict[tuple[int, int], Mapping[str, TensorTemplate]]] = {}
-        for rank in chosen:
-            by_stage.setdefault(rank.rank // rank.tp, {})[rank.tp, rank.rank % rank.tp] = rank.tensors
-        folded = {pp_rank: folded_stage(of_stage) for pp_rank, of_stage in sorted(by_stage.items())}
-        for pp_rank, templates in folded.items():
-            _check_fold(templates, by_stage[pp_rank])
-            stages.append(LearnedStage(pp, pp_rank, has_ep, templates))
-        tps = tuple(sorted({rank.tp for rank in chosen}))
-        withheld = _withheld(tps, by_stage, folded) if _counted(folded.values(), counts_of(config)) else None
-        sizes.append(LearnedSizes(tps, pp, has_ep, withheld))
+    by_stage = {stage: {each.rank: each.tensors for each in of} for stage, of in sorted(grouped(traced, attrgetter("stage")).items())}
+    stages = {stage: folded_stage(of_stage) for stage, of_stage in by_stage.items()}
+    for stage, templates in stages.items():
+        _check_fold(templates, by_stage[stage])
+    sizes = []
+    for (pp, has_ep), alike in grouped(stages, lambda stage: stage[:2]).items():
+        tps = tuple(sorted({tp for stage in alike for tp, _ in by_stage[stage]}))
+        folded = [each for stage in alike for each in stages[stage]]
+        sizes.append(LearnedSizes(tps, pp, has_ep, _withheld(tps, [by_stage[stage] for stage in alike], folded, counts_of(config))))
     return LearnedLayout(
         engine=about["engine"],
         engine_version=about["version"],
@@ -93,7 +86,7 @@ def learned_layout(about: Mapping[str, Any], ranks: Iterable[TracedRank], config
         counts=counts_of(config),
         sizes=tuple(sizes),
         sources=_sources(about["sources"]),
-        stages=tuple(stages),
+        stages=stages,
         softened=tuple(dict.fromkeys(line for rank in traced for line in rank.softened)),
     )
 
@@ -150,27 +143,21 @@ def _difference(templates: tuple[NamedTemplate, ...], ranks: TracedRanks) -> str
     return None
 
 
-def _withheld(tps: tuple[int, ...], by_stage: Mapping[int, TracedRanks], folded: Mapping[int, tuple[NamedTemplate, ...]]) -> int | None:
-    """A traced size that the rules of the others predict exactly, if all numbers follow rules; None if there is none."""
-    if len(tps) < 3 or any(_has_lists(templates) for templates in folded.values()):
-        return None
-    for size in reversed(tps):
-        if all(_predicts(of_stage, size) for of_stage in by_stage.values()):
-            return size
-    return None
+def _withheld(
+    tps: tuple[int, ...], stages: Sequence[TracedRanks], templates: Sequence[NamedTemplate], counts: Mapping[str, int]
+) -> int | None:
+    """A traced size that the rules of the others predict exactly; None if there is none, or if not all numbers follow rules.
 
-
-def _counted(folded: Iterable[tuple[NamedTemplate, ...]], counts: Mapping[str, int]) -> bool:
-    """Whether every number of heads in the rules is one that the config states. Others may be an accident of the traced sizes."""
+    Every number of heads in the rules must be one that the config states. Others may be an accident of the traced sizes.
+    """
+    rules = [number for each in templates for number in each.template.numbers if isinstance(number, Rule)]
     known = {0, 1, *counts.values()}
-    return all(heads in known for templates in folded for each in templates for n in each.template.numbers for heads in heads_of(n))
+    is_certain = all(rule.word != "listed" and known.issuperset(heads_of(rule)) for rule in rules)
+    if len(tps) < 3 or not is_certain or any(each.ranks is not None for each in templates):
+        return None
+    return next((size for size in reversed(tps) if all(_predicts(of_stage, size) for of_stage in stages)), None)
 
 
 def _predicts(ranks: TracedRanks, size: int) -> bool:
     others = folded_stage({rank: tensors for rank, tensors in ranks.items() if rank[0] != size})
     return _difference(others, {rank: tensors for rank, tensors in ranks.items() if rank[0] == size}) is None
-
-
-def _has_lists(templates: tuple[NamedTemplate, ...]) -> bool:
-    """Whether a number follows no rule, or a tensor is not on all ranks."""
-    return any(each.ranks is not None or any(isinstance(number, Listed) for number in each.template.numbers) for each in templates)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 
 from reshard.geometry.value import value
 
@@ -16,89 +17,70 @@ class NoRule(Exception):
     """A rule has no value at a tensor-parallel size."""
 
 
+@value
+class Rule:
+    """A number that depends on the rank, by one of _RULES. A layout file has it as a list, such as ["share", 4096]."""
+
+    word: str
+    """The rule."""
+    numbers: tuple[Any, ...]
+    """What it takes besides the size and the rank."""
+
+    def at(self, tp: int, tp_rank: int) -> int:
+        """The number on a rank. Raises NoRule if there is none: the ranks do not share something equally."""
+        return _RULES[self.word](tp, tp_rank, *self.numbers)
+
+
+Number = int | Rule
+"""A number that is the same on all ranks, or the rule that gives it."""
+
+
+def _share(tp: int, tp_rank: int, total: int, heads: int = 0) -> int:
+    """An equal share of `total`. With `heads`, there are at most that many shares: more ranks hold the same share several times."""
+    if heads and tp % heads and heads % tp:
+        raise NoRule(f"{tp} ranks do not share {heads} heads")
+    return _exact(total, min(tp, heads) if heads else tp)
+
+
+def _start(tp: int, tp_rank: int, total: int, base: int, heads: int = 0) -> int:
+    """The position where the rank's share of `total` starts. Rank 0 has `base`."""
+    share = _share(tp, tp_rank, total, heads)
+    return base + tp_rank * (min(tp, heads) if heads else tp) // tp * share
+
+
+def _rest(tp: int, tp_rank: int, total: int, padded: int) -> int:
+    """What padding leaves of a rank's share: `total` rows, padded to `padded`, are cut into equal shares."""
+    share = _exact(padded, tp)
+    return max(0, min(share, total - tp_rank * share))
+
+
+def _sum(tp: int, tp_rank: int, first: Rule, second: Rule) -> int:
+    """The sum of two shares, as where key heads that several ranks hold follow query heads."""
+    return first.at(tp, tp_rank) + second.at(tp, tp_rank)
+
+
+def _first(tp: int, tp_rank: int, number: int) -> int:
+    """A number on rank 0, and 0 on all other ranks, such as the size of a bias that only one rank adds."""
+    return 0 if tp_rank else number
+
+
+def _listed(tp: int, tp_rank: int, *traced: tuple[int, tuple[int, ...]]) -> int:
+    """A number that follows no rule. traced: each traced size, with the number on each of its ranks."""
+    numbers = dict(traced)
+    if tp not in numbers:
+        raise NoRule(f"the layout was traced at TP {', '.join(map(str, sorted(numbers)))}")
+    return numbers[tp][tp_rank]
+
+
+_RULES: Mapping[str, Callable[..., int]] = {
+    "share": _share, "start": _start, "rest": _rest, "sum": _sum, "first": _first, "listed": _listed,
+}  # fmt: skip
+
+
 def _exact(number: int, parts: int) -> int:
     if number % parts:
         raise NoRule(f"{number} is not a multiple of {parts}")
     return number // parts
-
-
-@value
-class Share:
-    """An equal share of `total`, or the position where the rank's share starts, counted from `base`.
-
-    With `heads`, there are at most so many shares: more ranks than heads hold the same share several times.
-    """
-
-    total: int
-    base: int | None
-    """None: the size of a share. Otherwise the position of the rank's share, where rank 0 has `base`."""
-    heads: int = 0
-
-    def at(self, tp: int, tp_rank: int) -> int:
-        """The number on a rank. Raises NoRule if the ranks do not share the total equally."""
-        if self.heads and tp % self.heads and self.heads % tp:
-            raise NoRule(f"{tp} ranks do not share {self.heads} heads")
-        parts = min(tp, self.heads) if self.heads else tp
-        share = _exact(self.total, parts)
-        return share if self.base is None else self.base + tp_rank * parts // tp * share
-
-
-@value
-class Rest:
-    """What padding leaves of a rank's share: `total` rows, padded to `padded`, are cut into equal shares."""
-
-    total: int
-    padded: int
-
-    def at(self, tp: int, tp_rank: int) -> int:
-        """The number of rows on a rank that are no padding. Raises NoRule if the ranks do not share the padded rows equally."""
-        share = _exact(self.padded, tp)
-        return max(0, min(share, self.total - tp_rank * share))
-
-
-@value
-class Sum:
-    """The sum of two shares, as where key heads that several ranks hold follow query heads."""
-
-    first: Share
-    second: Share
-
-    def at(self, tp: int, tp_rank: int) -> int:
-        """The number on a rank. Raises NoRule if the ranks do not share one of the two equally."""
-        return self.first.at(tp, tp_rank) + self.second.at(tp, tp_rank)
-
-
-@value
-class OnFirst:
-    """A number on rank 0, and 0 on all other ranks, such as the size of a bias that only one rank adds."""
-
-    number: int
-
-    def at(self, tp: int, tp_rank: int) -> int:
-        """The number on a rank."""
-        return 0 if tp_rank else self.number
-
-
-@value(slots=False)
-class Listed:
-    """A number that follows no rule: one for each rank of the traced sizes."""
-
-    numbers: Mapping[int, tuple[int, ...]]
-    """Tensor-parallel size -> the number on each rank."""
-
-    def __hash__(self) -> int:
-        return hash(tuple(sorted(self.numbers.items())))
-
-    def at(self, tp: int, tp_rank: int) -> int:
-        """The number on a rank. Raises NoRule for a size that was not traced."""
-        if tp not in self.numbers:
-            raise NoRule(f"the layout was traced at TP {', '.join(map(str, sorted(self.numbers)))}")
-        return self.numbers[tp][tp_rank]
-
-
-Rule = Share | Rest | Sum | OnFirst | Listed
-Number = int | Rule
-"""A number that is the same on all ranks, or the rule that gives it."""
 
 
 def values(numbers: Iterable[Number], rank: TpRank) -> tuple[int, ...]:
@@ -116,70 +98,57 @@ def _fitted(points: tuple[tuple[TpRank, int], ...]) -> Number | None:
     found = {number for _, number in points}
     if len(found) == 1:
         return found.pop()
-    most = max(tp for (tp, _), _ in points)
-    for heads in (0, *range(1, most)):
-        for rule in _shares(points, heads):
-            if _gives(rule, points):
-                return rule
-    if (both := _sum(points, most)) is not None:
-        return both
-    total = max(_sums(points))
-    if _gives(OnFirst(points[0][1]), points):
-        return OnFirst(points[0][1])
-    for padded in (-(-total // 64) * 64, *(-(-total // multiple) * multiple for multiple in sorted({tp for (tp, _), _ in points}))):
-        if _gives(Rest(total, padded), points):
-            return Rest(total, padded)
-    return None
+    return next((rule for rule in _candidates(points) if _gives(rule, points)), None)
 
 
-def _shares(points: tuple[tuple[TpRank, int], ...], heads: int) -> list[Share]:
+def _candidates(points: tuple[tuple[TpRank, int], ...]) -> Iterator[Rule]:
+    """The rules that may give these numbers, the simplest first."""
+    sizes = sorted({tp for (tp, _), _ in points})
+    for heads in range(sizes[-1]):
+        yield from _shares(points, heads)
+    yield from _sums(points)
+    yield Rule("first", (points[0][1],))
+    total = max(sum(number for (other, _), number in points if other == tp) for tp in sizes)
+    for multiple in (64, *sizes):
+        yield Rule("rest", (total, -(-total // multiple) * multiple))
+
+
+def _shares(points: tuple[tuple[TpRank, int], ...], heads: int) -> Iterator[Rule]:
     """The sizes and positions with that number of heads that give the first points that tell them."""
     (tp, _), first = points[0]
-    found = [Share(first * (min(tp, heads) if heads else tp), None, heads)]
+    of_heads = (heads,) if heads else ()
+    yield Rule("share", (first * (min(tp, heads) if heads else tp), *of_heads))
     bases = {rank[0]: value for rank, value in points if rank[1] == 0}
     for (tp, rank), value in points:
         parts = min(tp, heads) if heads else tp
         number = rank * parts // tp
         if number and tp in bases and value > bases[tp] and (value - bases[tp]) % number == 0:
-            found.append(Share((value - bases[tp]) // number * parts, bases[tp], heads))
-            break
-    return found
+            yield Rule("start", ((value - bases[tp]) // number * parts, bases[tp], *of_heads))
+            return
 
 
-def _sum(points: tuple[tuple[TpRank, int], ...], most: int) -> Sum | None:
-    """The sum of a share of all ranks and a share of some heads that gives these numbers; None if there is none."""
-    sizes = {tp: value for (tp, _), value in points}
-    if len(sizes) < 2:
-        return None
-    (one, first), *_, (other, last) = sorted(sizes.items())
-    for heads in range(1, most):
+def _sums(points: tuple[tuple[TpRank, int], ...]) -> Iterator[Rule]:
+    """The sums of a share of all ranks and a share of some heads that give the numbers of the first and the last size."""
+    sizes = sorted({tp: value for (tp, _), value in points}.items())
+    (one, first), (other, last) = sizes[0], sizes[-1]
+    for heads in range(1, other):
         # first = a / one + b / min(one, heads), last = a / other + b / min(other, heads)
         few, many = min(one, heads), min(other, heads)
-        if not (factor := one * many - other * few):
-            continue
-        second, rest = divmod((first * one - last * other) * few * many, factor)
-        total = first * one - second * one // few
-        if rest or second <= 0 or total <= 0:
-            continue
-        rule = Sum(Share(total, None), Share(second, None, heads))
-        if _gives(rule, points):
-            return rule
-    return None
+        if factor := one * many - other * few:
+            second, rest = divmod((first * one - last * other) * few * many, factor)
+            total = first * one - second * one // few
+            if not rest and second > 0 and total > 0:
+                yield Rule("sum", (Rule("share", (total,)), Rule("share", (second, heads))))
 
 
-def heads_of(number: Number) -> tuple[int, ...]:
+def heads_of(rule: Rule) -> tuple[int, ...]:
     """The numbers of heads that a rule assumes."""
-    if isinstance(number, Sum):
-        return number.first.heads, number.second.heads
-    return (number.heads,) if isinstance(number, Share) else ()
-
-
-def _sums(points: tuple[tuple[TpRank, int], ...]) -> list[int]:
-    """For each size, the sum of the numbers on all its ranks."""
-    sums: dict[int, int] = {}
-    for (tp, _), value in points:
-        sums[tp] = sums.get(tp, 0) + value
-    return list(sums.values())
+    match rule:
+        case Rule("share", (_, heads)) | Rule("start", (_, _, heads)):
+            return (heads,)
+        case Rule("sum", shares):
+            return tuple(heads for share in shares for heads in heads_of(share))
+    return ()
 
 
 def _gives(rule: Rule, points: tuple[tuple[TpRank, int], ...]) -> bool:
@@ -189,7 +158,7 @@ def _gives(rule: Rule, points: tuple[tuple[TpRank, int], ...]) -> bool:
         return False
 
 
-def listed(points: Mapping[TpRank, int]) -> Listed:
+def listed(points: Mapping[TpRank, int]) -> Rule:
     """The numbers themselves. Ranks without a number get 0, which nothing uses."""
     sizes = sorted({tp for tp, _ in points})
-    return Listed({tp: tuple(points.get((tp, rank), 0) for rank in range(tp)) for tp in sizes})
+    return Rule("listed", tuple((tp, tuple(points.get((tp, rank), 0) for rank in range(tp))) for tp in sizes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from reshard.geometry.dtypes import from_torch
@@ -21,17 +22,14 @@ def traced_tensor(document: Mapping[str, Any]) -> TensorTemplate:
     boxes: dict[tuple[str, ...], list[HeldBox]] = {}
     for source, start, at, axes, functions in document.get("parts", ()):
         boxes.setdefault(tuple(functions), []).append(HeldBox(source, tuple(start), tuple(at), tuple(map(tuple, axes))))
-    applied = {functions: sorted(_runs(of), key=_place) for functions, of in boxes.items()}
-    parts = sorted((part for of in applied.values() for part in of), key=_place)
+    place = attrgetter("at", "source")
+    applied = {functions: sorted(_runs(of), key=place) for functions, of in boxes.items()}
+    parts = sorted((part for of in applied.values() for part in of), key=place)
     if len(applied) == 1 and applied.keys() <= _KNOWN_FUNCTIONS.keys():
         dtype = dtype.of(_KNOWN_FUNCTIONS[next(iter(applied))])
     elif functions := next(filter(None, applied), None):
         problem = f"the engine applies {', then '.join(functions)} to {applied[functions][-1].source}"
     return TensorTemplate(dtype, shape, tuple(parts), fill, problem, document.get("kernel", ""))
-
-
-def _place(part: TemplatePart) -> tuple[object, ...]:
-    return part.at, part.source
 
 
 def _rest(document: Mapping[str, Any]) -> tuple[float | None, str]:
@@ -71,13 +69,12 @@ def _runs(boxes: Iterable[HeldBox]) -> Iterator[TemplatePart]:
     for (front, back, *_), members in groups.items():
         members.sort(key=lambda member: member[0])
         while members:
-            count = _length_of_run(members)
-            number, first = members[0]
-            if count == 1:
-                yield _part(first)
-            else:
+            (number, first), count = members[0], _length_of_run(members)
+            if count > 1:
                 run = TemplateRun(number, count, 0, members[1][1].at[0] - first.at[0])
                 yield _part(first._replace(source=f"{front}{{run}}{back}"), run)
+            else:
+                yield _part(first)
             members = members[count:]
 
 
