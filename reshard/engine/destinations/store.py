@@ -340,8 +340,10 @@ class StoreFolder:
         self.store.remove([BEGUN])
 
     def _read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """Bytes of a file that is complete. Raises TargetInUse if another process has written the file again meanwhile."""
-        entry = self._complete[path]
+        """Bytes of a file that is complete. Raises TargetInUse if another process has written it again, or has completed the target."""
+        entry = self._complete.get(path)
+        if entry is None:
+            raise TargetInUse(f"another process has removed the record of {path}", where=self.place, do="Wait until it has ended")
         try:
             return bytes(self.store.read(entry, byte_offset, byte_offset + nbytes))
         except CheckpointError as error:
