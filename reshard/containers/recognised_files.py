@@ -27,7 +27,7 @@ from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor
 from reshard.containers.zip_directory import Directory, Range, members_of, payload, read_records
 from reshard.errors import CheckpointError
-from reshard.geometry.boxes import Box
+from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.sections import Columns
 from reshard.geometry.value import mutable, value
 from reshard.storage.files import Files
@@ -72,11 +72,8 @@ def boxes_of_ranks(local: LocalTensor, ranks: Sequence[int]) -> Sequence[Box]:
 def coordinates(local: LocalTensor, rank: int) -> tuple[int, ...]:
     """The coordinates of a rank on the mesh of a distributed tensor, if the mesh numbers its ranks row by row."""
     assert local.distribution is not None
-    found = []
-    for size in reversed(local.distribution.mesh.sizes):
-        rank, at = divmod(rank, size)
-        found.append(at)
-    return tuple(reversed(found))
+    sizes = local.distribution.mesh.sizes
+    return tuple(rank // step % size for step, size in zip(row_major(sizes), sizes, strict=True))
 
 
 def read_ranks(files: Files, ranks: Sequence[tuple[int, str]], parse: Parse) -> tuple[list[AlikeRanks], Sequence[tuple[int, str]]]:

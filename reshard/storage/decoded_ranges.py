@@ -14,7 +14,7 @@ from dataclasses import field
 from typing import Any
 
 from reshard.errors import CheckpointError
-from reshard.geometry.value import mutable
+from reshard.geometry.value import mutable, value
 from reshard.storage.system_calls import open_files_at_once, read_at, system_errors
 
 Read = Callable[[str, int, memoryview], None]
@@ -47,9 +47,9 @@ def check_known(names: Sequence[str], *, where: str) -> None:
         )
 
 
-@mutable(eq=False)
+@value(eq=False)
 class _Range:
-    """An encoded byte range, and its decoded bytes while they are on the disk."""
+    """An encoded byte range."""
 
     path: str
     """The file that holds the encoded bytes."""
@@ -62,11 +62,18 @@ class _Range:
     limit: int
     """The most bytes that decoding may produce."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while the decoded file is written, read or closed."""
-    file: Any = None
-    """The open temporary file with the decoded bytes; None if there is none at the moment."""
+    """Held while the range is decoded."""
+
+
+@mutable(eq=False)
+class _DecodedFile:
+    """An open temporary file with decoded bytes, which is closed when nobody refers to it any more."""
+
+    file: Any
     size: int = 0
-    """The number of decoded bytes, once they have been decoded."""
+
+    def __del__(self) -> None:
+        self.file.close()
 
 
 class DecodedRanges:
@@ -75,7 +82,7 @@ class DecodedRanges:
     def __init__(self, read: Read) -> None:
         self._read = read
         self._ranges: dict[str, _Range] = {}
-        self._recent: OrderedDict[str, _Range] = OrderedDict()
+        self._recent: OrderedDict[str, _DecodedFile] = OrderedDict()
         self._lock, self._most = threading.Lock(), min(_MAX_DECODED, open_files_at_once() // 4)
 
     def __contains__(self, path: str) -> bool:
@@ -92,69 +99,50 @@ class DecodedRanges:
 
     def size(self, path: str) -> int:
         """The number of decoded bytes of a range. Raises CheckpointError as `read_into` does."""
-        return int(self._with_file(path, lambda encoded: encoded.size))
+        return self._decoded(path).size
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill the buffer with decoded bytes from `byte_offset` on.
 
         Raises: CheckpointError if the range cannot be decoded, decodes to more than its limit, or ends before the buffer is full.
         """
+        decoded, done = self._decoded(path), 0
+        if byte_offset + len(buffer) > decoded.size:
+            raise CheckpointError(
+                f"it decodes to {decoded.size:,} bytes, {byte_offset + len(buffer):,} are needed", where=_shown_path(path)
+            )
+        while done < len(buffer):
+            done += read_at(decoded.file.fileno(), buffer[done:], byte_offset + done)
 
-        def fill(encoded: _Range) -> None:
-            if byte_offset + len(buffer) > encoded.size:
-                raise CheckpointError(
-                    f"it decodes to {encoded.size:,} bytes, {byte_offset + len(buffer):,} are needed", where=_shown_path(path)
-                )
-            done = 0
-            while done < len(buffer):
-                done += read_at(encoded.file.fileno(), buffer[done:], byte_offset + done)
-
-        self._with_file(path, fill)
-
-    def _with_file(self, path: str, use: Callable[[_Range], Any]) -> Any:
+    def _decoded(self, path: str) -> _DecodedFile:
+        """The decoded bytes of a range, which become those that were used last."""
         import tempfile
 
         encoded = self._ranges[path]
-        with encoded.lock:
-            if encoded.file is None:
-                with system_errors("written", tempfile.gettempdir()):
-                    self._decode_to_file(encoded, path)
-            result = use(encoded)
-        self._note_use(path, encoded)
-        return result
+        with encoded.lock, system_errors("written", tempfile.gettempdir()):
+            decoded = self._recent.get(path) or self._decode(encoded, path)
+            with self._lock:
+                self._recent[path] = decoded
+                self._recent.move_to_end(path)
+                if len(self._recent) > self._most:
+                    self._recent.popitem(last=False)
+        return decoded
 
-    def _note_use(self, path: str, encoded: _Range) -> None:
-        """Make a range the most recently used one, and close the file of the least recently used one if there are too many."""
-        with self._lock:
-            self._recent[path] = encoded
-            self._recent.move_to_end(path)
-            old = self._recent.popitem(last=False)[1] if len(self._recent) > self._most else None
-        if old is not None:
-            with old.lock:
-                if old.file is not None:
-                    old.file.close()
-                old.file = None
-
-    def _decode_to_file(self, encoded: _Range, path: str) -> None:
+    def _decode(self, encoded: _Range, path: str) -> _DecodedFile:
         import tempfile
 
-        file = tempfile.TemporaryFile(prefix="reshard-")  # noqa: SIM115  # `_note_use` closes it
-        size = 0
-        try:
-            for data in self._decoded_bytes(encoded, path):
-                size += len(data)
-                if size > encoded.limit:
-                    raise CheckpointError(
-                        f"it decodes to more than {encoded.limit:,} bytes, the most that it should have",
-                        where=_shown_path(path),
-                        why="The file does not belong to its metadata, or was made to fill the disk",
-                    )
-                file.write(data)
-            file.flush()
-        except BaseException:
-            file.close()
-            raise
-        encoded.file, encoded.size = file, size
+        decoded = _DecodedFile(tempfile.TemporaryFile(prefix="reshard-"))  # noqa: SIM115
+        for data in self._decoded_bytes(encoded, path):
+            decoded.size += len(data)
+            if decoded.size > encoded.limit:
+                raise CheckpointError(
+                    f"it decodes to more than {encoded.limit:,} bytes, the most that it should have",
+                    where=_shown_path(path),
+                    why="The file does not belong to its metadata, or was made to fill the disk",
+                )
+            decoded.file.write(data)
+        decoded.file.flush()
+        return decoded
 
     def _decoded_bytes(self, encoded: _Range, path: str) -> Iterator[bytes]:
         data: Iterator[bytes] = self._encoded_bytes(encoded)
