@@ -6,14 +6,11 @@ import io
 import os
 import posixpath
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointError
-from reshard.storage.files import Change, Files, LocalFiles, entries_of, read_each_run
+from reshard.storage.files import Files, LocalFiles, entries_of, read_each_run
 from reshard.storage.system_calls import is_url
-
-if TYPE_CHECKING:
-    from reshard.storage.stores.store import Store
+from reshard.storage.trees import FilesElsewhere
 
 _SUFFIXES = (".nemo", ".tar")
 _GZIP = b"\x1f\x8b"
@@ -46,13 +43,13 @@ def open_files(path: str | os.PathLike[str]) -> Files:
     return RemoteFiles(os.fspath(path))
 
 
-class TarFiles:
+class TarFiles(FilesElsewhere):
     """`Files` of a tar archive: its regular members. Raises CheckpointError if the file is not a tar, or is compressed."""
 
     is_file = False
 
     def __init__(self, files: Files, path: str) -> None:
-        self._files, self._path = files, path
+        self._main, self._archive = files, path
         self.root = files.root if files.root.endswith(path) else f"{files.root.rstrip('/')}/{path}"
         stream = _FileStream(files, path)
         if stream.read(2) == _GZIP:
@@ -64,13 +61,6 @@ class TarFiles:
         stream.seek(0)
         self._members = dict(_members(stream, path))
 
-    @property
-    def store(self) -> Store | None:
-        return self._files.store
-
-    def opened(self) -> None:
-        self._files.opened()
-
     def parent(self) -> None:
         return None
 
@@ -80,17 +70,8 @@ class TarFiles:
     def size(self, path: str) -> int | None:
         return self._members[path][1] if path in self._members else None
 
-    def stamp(self, path: str) -> str:
-        return self._files.stamp(self._path)
-
-    def trace(self, path: str) -> str:
-        return self._files.trace(self._path)
-
-    def changed(self, path: str) -> Change:
-        return self._files.changed(self._path)
-
     def written(self, path: str) -> float | None:
-        return self._files.written(self._path) if path in self._members else None
+        return super().written(path) if path in self._members else None
 
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
         raise CheckpointError(
@@ -104,16 +85,19 @@ class TarFiles:
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         if path not in self._members:
-            raise CheckpointError("the archive has no such file", where=f"{path} in {self._path}", do="Copy the archive again")
+            raise CheckpointError("the archive has no such file", where=f"{path} in {self._archive}", do="Copy the archive again")
         offset, size = self._members[path]
         if byte_offset < 0 or byte_offset + len(buffer) > size:
             raise CheckpointError(
                 f"bytes {byte_offset:,}..{byte_offset + len(buffer):,} are needed, the file ends at {size:,}",
-                where=f"{path} in {self._path}",
+                where=f"{path} in {self._archive}",
                 why="The file was cut short",
                 do="Copy the archive again",
             )
-        self._files.read_into(self._path, offset + byte_offset, buffer)
+        self._main.read_into(self._archive, offset + byte_offset, buffer)
+
+    def _find(self, path: str) -> tuple[Files, str]:
+        return self._main, self._archive
 
 
 def _members(stream: _FileStream, path: str) -> Iterator[tuple[str, tuple[int, int]]]:

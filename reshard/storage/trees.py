@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _BETWEEN = "/./"
 
 
-class _OtherFiles(ABC):
+class FilesElsewhere(ABC):
     """`Files` that lie in other trees, under other paths."""
 
     root: str
@@ -26,9 +26,9 @@ class _OtherFiles(ABC):
     def _find(self, path: str) -> tuple[Files, str]:
         """The tree of a file, and its path there."""
 
-    @abstractmethod
     def _path(self, files: Files, path: str) -> str:
         """The path here of a file of one of the trees."""
+        return path
 
     @property
     def store(self) -> Store | None:
@@ -70,7 +70,7 @@ class _OtherFiles(ABC):
         return self._path(files, files.decoded(inner, start, nbytes, codecs, limit=limit))
 
 
-class FolderFiles(_OtherFiles):
+class FolderFiles(FilesElsewhere):
     """`Files` of one folder of another tree, such as a step of a run. In a store they need no further listing."""
 
     is_file = False
@@ -93,7 +93,7 @@ class FolderFiles(_OtherFiles):
         return path.removeprefix(self._prefix)
 
 
-class JoinedFiles(_OtherFiles):
+class JoinedFiles(FilesElsewhere):
     """`Files` of a main tree, and of others under their absolute paths: a base checkpoint, and an adapter that lies elsewhere.
 
     A path in a checkpoint's metadata is relative (`inside`), so it never leads into another tree.
