@@ -24,8 +24,8 @@ from reshard.canonical.name_variants import Names
 from reshard.canonical.renaming import PREFIX, adapter_name
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.boxes import Box
-from reshard.geometry.groups import grouped
 from reshard.geometry.mosaics import Mosaic, Tile
+from reshard.geometry.quantities import grouped
 from reshard.geometry.value import mutable, value
 from reshard.index.index import Tensor, Update
 

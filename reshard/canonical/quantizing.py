@@ -25,23 +25,28 @@ QUANTIZE, REQUANTIZE = ("fp8-block", "mxfp4"), ("fp8-block",)
 """What --quantize and --requantize take."""
 
 
-def _scheme(name: str, **group: Any) -> dict[str, Any]:
-    return {"format": name, "config_groups": {"group_0": {"format": name, "targets": ["Linear"], **group}}}
-
-
 # What llm-compressor 0.14 writes for its schemes FP8_BLOCK and MXFP4A16.
 _GROUPS_OF_4 = {"num_bits": 4, "type": "float", "strategy": "group"}
-_SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "fp8-block": _scheme(
-        "float-quantized",
-        weights={"num_bits": 8, "type": "float", "strategy": "block", "symmetric": True, "dynamic": False, "block_structure": [128, 128]},
-        input_activations={"num_bits": 8, "type": "float", "strategy": "group", "symmetric": True, "dynamic": True, "group_size": 128},
-    ),
-    "mxfp4": _scheme(
-        "mxfp4-pack-quantized",
-        weights={**_GROUPS_OF_4, "symmetric": True, "dynamic": False, "group_size": 32, "scale_dtype": "torch.uint8"},
-    ),
-}
+_GROUPS: Mapping[str, Mapping[str, Any]] = {
+    "fp8-block": {
+        "format": "float-quantized",
+        "targets": ["Linear"],
+        "weights": {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "block",
+            "symmetric": True,
+            "dynamic": False,
+            "block_structure": [128, 128],
+        },
+        "input_activations": {"num_bits": 8, "type": "float", "strategy": "group", "symmetric": True, "dynamic": True, "group_size": 128},
+    },
+    "mxfp4": {
+        "format": "mxfp4-pack-quantized",
+        "targets": ["Linear"],
+        "weights": {**_GROUPS_OF_4, "symmetric": True, "dynamic": False, "group_size": 32, "scale_dtype": "torch.uint8"},
+    },
+}  # fmt: skip
 _STORED: Mapping[str, tuple[str, str]] = {"fp8-block": ("F8_E4M3", "BF16"), "mxfp4": ("U8", "U8")}
 
 
@@ -102,8 +107,9 @@ def _with_settings(config: Mapping[str, Any], form: str, content: Content, chose
         for name, tensor in content.weights.items()
         if name.endswith(".weight") and len(tensor.shape) == 2 and name not in chosen
     )
-    settings = {"quant_method": "compressed-tensors", "quantization_status": "compressed", **_SETTINGS[form], "ignore": ignored}
-    return {**config, SETTING: settings}
+    group = _GROUPS[form]
+    about = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": group["format"]}
+    return {**config, SETTING: {**about, "config_groups": {"group_0": group}, "ignore": ignored}}
 
 
 def _quantized(

@@ -34,7 +34,7 @@ from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import is_state_key
 from reshard.canonical.renaming import renamed, without_wrappers
 from reshard.errors import RequestError
-from reshard.geometry.groups import grouped
+from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, Tensor, element_count
 from reshard.models.lookup import is_draft_table

@@ -21,8 +21,8 @@ from typing import Any
 
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
-from reshard.geometry.groups import grouped
 from reshard.geometry.mosaics import Mosaic, joined
+from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
 from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
 from reshard.models.config_values import entries, value_at, whole_number

@@ -34,7 +34,7 @@ from reshard.training.parameter_counts import (
     stages_of_number,
     vocabulary_rows,
 )
-from reshard.training.schedules import NO_PIPELINE, Schedule
+from reshard.training.schedules import NO_PIPELINE, PipelineSchedule
 
 ZERO_STAGES = (0, 1, 2, 3)
 FORMULAS = ("published", "itemised")
@@ -77,7 +77,7 @@ class TrainingRun:
 
     parallel: Parallel = ONE_RANK
     """The parallel sizes."""
-    schedule: Schedule = NO_PIPELINE
+    schedule: PipelineSchedule = NO_PIPELINE
     """The pipeline's schedule."""
     batch: Batch | None = None
     """One microbatch; None: activations are not counted."""
@@ -405,7 +405,7 @@ def _largest(estimate: Callable[[int], Estimate], nbytes: int) -> int:
     return low
 
 
-def schedules_of(estimates: Sequence[Estimate]) -> tuple[Schedule, ...]:
+def schedules_of(estimates: Sequence[Estimate]) -> tuple[PipelineSchedule, ...]:
     """The pipelines of several estimates, each number of stages once, the shortest first."""
     by_stages = {each.training.schedule.stages: each.training.schedule for each in estimates}
     return tuple(by_stages[stages] for stages in sorted(by_stages) if stages > 1)

@@ -27,7 +27,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
 @value
-class Schedule:
+class PipelineSchedule:
     """The order in which a pipeline computes its microbatches."""
 
     JSON = "schedule=name stages microbatches chunks_per_stage=chunks"
@@ -73,10 +73,10 @@ class Schedule:
         return Fraction(min(self.chunks * self.microbatches, ahead + 1), self.chunks)
 
 
-NO_PIPELINE = Schedule()
+NO_PIPELINE = PipelineSchedule()
 
 
-def fewest_microbatches(schedule: Schedule, most: float) -> int:
+def fewest_microbatches(schedule: PipelineSchedule, most: float) -> int:
     """The fewest microbatches at which stages wait for at most the share `most` of the time.
 
     Raises: RequestError unless 0 < most < 1.
@@ -89,7 +89,7 @@ def fewest_microbatches(schedule: Schedule, most: float) -> int:
     return -(-count // step) * step
 
 
-def bubbles(schedule: Schedule) -> tuple[tuple[int, float], ...]:
+def bubbles(schedule: PipelineSchedule) -> tuple[tuple[int, float], ...]:
     """(microbatches, bubble) from as many microbatches as stages on, doubled five times, and for the number that was asked for."""
     counts = sorted({schedule.stages << power for power in range(6)} | {schedule.microbatches})
     return tuple((count, float(replace(schedule, microbatches=count).bubble)) for count in counts)

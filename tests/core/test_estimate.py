@@ -18,7 +18,7 @@ from reshard.storage.files import LocalFiles
 from reshard.training.activations import RECOMPUTE, Batch, embedding_bytes, has_dropout, head_bytes, itemised, published
 from reshard.training.memory import BytesPer, all_reduce_bytes, gathered_bytes
 from reshard.training.parameter_counts import layer_parts, parameters, stages_of_model
-from reshard.training.schedules import Schedule
+from reshard.training.schedules import PipelineSchedule
 
 GB = 10**9
 
@@ -257,16 +257,16 @@ def simulate(schedule):
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("stages, microbatches", [(1, 3), (2, 1), (4, 2), (4, 8), (8, 32), (3, 5)])
 def test_a_pipeline_waits_and_holds_as_one_that_runs(name, stages, microbatches):
-    schedule = Schedule(name, stages, microbatches)
+    schedule = PipelineSchedule(name, stages, microbatches)
     makespan, most = simulate(schedule)
     assert schedule.bubble == 1 - Fraction(3 * microbatches, makespan) == Fraction(stages - 1, microbatches + stages - 1)
     assert [schedule.in_flight(stage) for stage in range(stages)] == most
 
 
 def test_interleaving_divides_the_wait_by_the_chunks():
-    assert Schedule("interleaved", 4, 8, 2).bubble == Fraction(3, 2 * 8 + 3)
+    assert PipelineSchedule("interleaved", 4, 8, 2).bubble == Fraction(3, 2 * 8 + 3)
     # Narayanan et al. give it relative to the time without a wait: (P - 1) / (v M).
-    waiting = Schedule("interleaved", 4, 8, 2).bubble
+    waiting = PipelineSchedule("interleaved", 4, 8, 2).bubble
     assert waiting / (1 - waiting) == Fraction(3, 2 * 8)
 
 

@@ -9,7 +9,7 @@ from helpers.reshard_command import reshard
 import reshard as library
 from reshard.errors import RequestError
 from reshard.training.memory import fits
-from reshard.training.schedules import Schedule, bubbles, fewest_microbatches
+from reshard.training.schedules import PipelineSchedule, bubbles, fewest_microbatches
 from reshard.verbs.look.estimate import estimates
 
 
@@ -19,22 +19,22 @@ from reshard.verbs.look.estimate import estimates
 def test_one_microbatch_fewer_waits_longer(stages, chunks, most):
     name = "interleaved" if chunks > 1 else "1f1b"
     step = stages if chunks > 1 else 1
-    count = fewest_microbatches(Schedule(name, stages, stages, chunks), most)
-    assert float(Schedule(name, stages, count, chunks).bubble) <= most + 1e-12
+    count = fewest_microbatches(PipelineSchedule(name, stages, stages, chunks), most)
+    assert float(PipelineSchedule(name, stages, count, chunks).bubble) <= most + 1e-12
     if count > step:
-        assert float(Schedule(name, stages, count - step, chunks).bubble) > most
+        assert float(PipelineSchedule(name, stages, count - step, chunks).bubble) > most
 
 
 def test_a_bubble_is_a_share():
     for most in (0, 1, -0.1, 10):
         with pytest.raises(RequestError, match="is not between 0 and 1"):
-            fewest_microbatches(Schedule("1f1b", 4, 4), most)
+            fewest_microbatches(PipelineSchedule("1f1b", 4, 4), most)
     assert "is not a share" in reshard("estimate", "--parameters", "7B", "--pp", 2, "--max-bubble", "much").err
     assert "27 microbatches" in reshard("estimate", "--parameters", "7B", "--pp", 4, "--max-bubble", "10%").out
 
 
 def test_the_bubble_falls_with_more_microbatches():
-    found = bubbles(Schedule("1f1b", 4, 6))
+    found = bubbles(PipelineSchedule("1f1b", 4, 6))
     assert (6, 1 / 3) in found and [bubble for _, bubble in found] == sorted((bubble for _, bubble in found), reverse=True)
 
 

@@ -235,14 +235,14 @@ def _check_one_save(ranks: Sequence[MegatronRank]) -> None:
         own = _facts_of_save(rank)
         if differing := next((name for name in facts if name in own and own[name] != facts[name]), None):
             raise MixedSaves(
-                f"it has {differing} {own[differing]}, {first.path} has {differing} {facts[differing]}",
+                f"it has {differing}{own[differing]}, {first.path} has {differing}{facts[differing]}",
                 where=rank.path,
-                why="The folder holds files of several saves or runs, which together are not the model at any step",
+                why="The folder holds files of several runs or of several saves, which together are not the model at any step",
                 do="Keep the folders of one save only",
             )
 
 
 def _facts_of_save(rank: MegatronRank) -> dict[str, Any]:
     """What the files of all ranks of a save tell alike."""
-    of_file = {"iteration": rank.iteration, "checkpoint version": rank.version, "chunk count": len(rank.chunks)}
-    return of_file | {f"setting {key}": rank.args[key] for key in MODEL_ARGS if key in rank.args}
+    of_file = {"iteration ": rank.iteration, "checkpoint version ": rank.version, "chunk count ": len(rank.chunks)}
+    return of_file | {f"the setting {key}=": rank.args[key] for key in MODEL_ARGS if key in rank.args}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
-from reshard.geometry.groups import grouped
+from reshard.geometry.quantities import grouped
 from reshard.serving.learned.layout import NamedTemplate, Ranges, TensorTemplate
 
 # A number in a name: a part of the name that consists of digits.

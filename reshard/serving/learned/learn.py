@@ -14,7 +14,7 @@ from typing import Any
 
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_safetensors, from_torch
-from reshard.geometry.groups import grouped
+from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
 from reshard.serving.learned.fold import TracedRanks, folded_stage, unfolded
 from reshard.serving.learned.layers import folded_layers

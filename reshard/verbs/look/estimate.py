@@ -17,7 +17,7 @@ from reshard.requests.opening import model_at
 from reshard.training import memory
 from reshard.training.activations import Batch
 from reshard.training.memory import Estimate, TrainingRun
-from reshard.training.schedules import Schedule, fewest_microbatches
+from reshard.training.schedules import PipelineSchedule, fewest_microbatches
 from reshard.verbs.look.keywords import EstimateOptions
 
 
@@ -42,7 +42,7 @@ def estimate(
     about_batch = given["micro_batch"], tp, given["sequence_parallel"], given["recompute"], not given["flash_attention"]
     training = TrainingRun(
         parallel=Parallel(tp, pp, given["ep"], _data_parallel(given["gpus"], given["dp"], tp, pp)),
-        schedule=Schedule(given["schedule"], pp, given["microbatches"], given["vp"]),
+        schedule=PipelineSchedule(given["schedule"], pp, given["microbatches"], given["vp"]),
         batch=None if seq_len is None else Batch(seq_len, *about_batch),
         formula=given["activations"],
         bytes_per=given["bytes_per"] or memory.ADAM,
