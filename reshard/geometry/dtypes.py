@@ -68,6 +68,12 @@ class DType:
         (word,) = struct.unpack("<I", struct.pack("<f", value))
         return struct.pack("<H", (word + 0x7FFF + (word >> 16 & 1)) >> 16)
 
+    def decoded(self, element: bytes) -> float:
+        """The number that the first bytes hold as one element of F64, F32, F16 or BF16. Raises KeyError for another type."""
+        if self.name == "BF16":
+            return float(struct.unpack("<f", b"\0\0" + element[:2])[0])
+        return float(struct.unpack({"F64": "<d", "F32": "<f", "F16": "<e"}[self.name], element[: self.itemsize])[0])
+
     def of(self, function: str) -> DType:
         """The type of the values of a function, stored in this type; of "", of the weight's own values."""
         return self if function == self.function else replace(self, function=function)

@@ -1,0 +1,259 @@
+"""Schedule: what one rank sends or receives in an update, as columns. It is computed once and used for every step.
+
+A way is what travels from one source rank to one target rank: boxes, in an order that both know. A box is an array that lies strided in a
+tensor of the source and strided in a tensor of the target. On the wire it is row-major, and the boxes of a way follow each other:
+
+    source tensor   box at `source_start`, strides of its form     \
+                                                                    wire: box 0 | box 1 | box 2 | ...
+    target tensor   box at `target_start`, strides of its form     /
+
+Boxes of all layers share a few forms: sizes, strides and element types. Offsets, sizes and strides count elements of the tensor on
+that side; `runs` gives the same in bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from operator import mul
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import UnsupportedError
+from reshard.geometry.dtypes import DType, from_safetensors
+from reshard.geometry.quantities import plural
+from reshard.geometry.sections import Columns
+from reshard.geometry.value import value
+
+
+@value
+class HeldTensor:
+    """A tensor in the memory of one rank."""
+
+    name: str
+    """The name by which the rank's own program knows it."""
+    dtype: DType
+    """Its element type."""
+    shape: tuple[int, ...]
+    """Its local shape."""
+    strides: tuple[int, ...]
+    """The distance between neighbours along each axis, in elements."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.dtype}, {list(self.shape)})"
+
+
+@value
+class BoxForm:
+    """What many boxes have in common."""
+
+    sizes: tuple[int, ...]
+    """Elements along each axis."""
+    source_strides: tuple[int, ...]
+    """The distance between neighbours in the source's tensor, in elements."""
+    target_strides: tuple[int, ...]
+    """The same in the target's tensor."""
+    source: DType
+    """The element type in the source."""
+    target: DType
+    """The element type in the target. Where it holds a function of a weight, the target computes it."""
+
+    @property
+    def wire(self) -> DType:
+        """The element type that travels: the source casts to a narrower type, the target to a wider one."""
+        return self.target if self.target.itemsize < self.source.itemsize and not self.target.function else self.source
+
+    @property
+    def elements(self) -> int:
+        """The number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes on the wire."""
+        return self.elements * self.wire.itemsize
+
+
+@value
+class ByteRun:
+    """Contiguous bytes that occur several times at fixed distances, on both sides. Offsets count bytes from the start of the tensor."""
+
+    source_tensor: str
+    """The name of the tensor on the source's side."""
+    source_offset: int
+    """Where the first run starts in it."""
+    target_tensor: str
+    """The name of the tensor on the target's side."""
+    target_offset: int
+    """Where the first run starts in it."""
+    length: int
+    """Bytes of one run."""
+    counts: tuple[int, ...]
+    """How often the run occurs along each axis that it does not fill, outermost first; empty for a single run."""
+    source_strides: tuple[int, ...]
+    """Bytes from one run to the next along each of these axes, in the source."""
+    target_strides: tuple[int, ...]
+    """The same in the target."""
+
+
+@value(slots=False, eq=False)
+class Way:
+    """The boxes that travel from one source rank to one target rank, in the order in which they travel. n boxes."""
+
+    source_rank: int
+    """The rank that sends."""
+    target_rank: int
+    """The rank that receives."""
+    forms: Columns
+    """[n]: the form of each box, as an index into the schedule's forms."""
+    source_tensors: Columns
+    """[n]: the tensor of the source, as an index into the schedule's sources."""
+    source_starts: Columns
+    """[n]: where the box starts in it, in elements from its first element."""
+    target_tensors: Columns
+    """[n]: the tensor of the target, as an index into the schedule's targets."""
+    target_starts: Columns
+    """[n]: where the box starts in it, in elements from its first element."""
+
+    def __len__(self) -> int:
+        return len(self.forms)
+
+    def __repr__(self) -> str:
+        return f"Way({self.source_rank} -> {self.target_rank}, {plural(len(self), 'box', 'boxes')})"
+
+
+@value(slots=False, eq=False)
+class Schedule:
+    """The ways that start or end at one rank."""
+
+    rank: int
+    """The rank: of the sources, or of the targets."""
+    sources: tuple[HeldTensor, ...]
+    """The tensors of source ranks that the ways name."""
+    targets: tuple[HeldTensor, ...]
+    """The tensors of target ranks that the ways name."""
+    forms: tuple[BoxForm, ...]
+    """The forms of the boxes."""
+    ways: tuple[Way, ...]
+    """The ways, by the rank at the other end."""
+
+    @cached_property
+    def form_nbytes(self) -> Columns:
+        """[forms]: the bytes of a box of each form on the wire."""
+        return np.array([form.nbytes for form in self.forms], np.int64)
+
+    def nbytes_of(self, way: Way) -> int:
+        """The bytes of a way on the wire."""
+        return int(self.form_nbytes[way.forms].sum())
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all ways on the wire."""
+        return sum(map(self.nbytes_of, self.ways))
+
+    def runs(self, way: Way) -> Iterator[ByteRun]:
+        """The boxes of a way as runs of bytes, in their order. A box whose element type changes has runs of single elements."""
+        for i in range(len(way)):
+            form = self.forms[way.forms[i]]
+            source, target = self.sources[way.source_tensors[i]], self.targets[way.target_tensors[i]]
+            starts = int(way.source_starts[i]) * source.dtype.itemsize, int(way.target_starts[i]) * target.dtype.itemsize
+            yield _run(form, source.name, starts[0], target.name, starts[1])
+
+    def descriptors(self, way: Way, sources: Mapping[str, int], targets: Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
+        """(address in the source, address in the target, bytes) of each run of a way, one by one: what a transport of remote memory takes.
+        NIXL's descriptor lists are made of these: (address, bytes, device) of either side.
+
+        sources, targets: where each tensor starts in the memory of its rank.
+
+        Raises: UnsupportedError if an element type changes on the way.
+        """
+        if any(self.forms[i].source != self.forms[i].target for i in np.unique(way.forms).tolist()):
+            raise UnsupportedError("a transport of remote memory copies bytes, and some elements of this way are cast", do="Send it packed")
+        for run in self.runs(way):
+            source, target = sources[run.source_tensor] + run.source_offset, targets[run.target_tensor] + run.target_offset
+            for at in np.ndindex(*run.counts):
+                a, b = (sum(map(mul, at, strides)) for strides in (run.source_strides, run.target_strides))
+                yield source + a, target + b, run.length
+
+    def to_bytes(self) -> bytes:
+        """The schedule as bytes: a safe container of plain numbers and JSON, no pickle."""
+        about = {
+            "rank": self.rank,
+            "sources": [[each.name, each.dtype.name, each.shape, each.strides] for each in self.sources],
+            "targets": [[each.name, each.dtype.name, each.dtype.function, each.shape, each.strides] for each in self.targets],
+            "forms": [
+                [form.sizes, form.source_strides, form.target_strides, form.source.name, form.target.name, form.target.function]
+                for form in self.forms
+            ],
+            "ways": [[way.source_rank, way.target_rank, len(way)] for way in self.ways],
+        }
+        columns = np.concatenate([np.stack(_columns(way)) for way in self.ways], axis=1) if self.ways else np.zeros((5, 0), np.int64)
+        text, buffer = json.dumps(about, separators=(",", ":")).encode(), io.BytesIO()
+        np.savez_compressed(buffer, about=np.frombuffer(text, np.uint8), columns=columns)
+        return buffer.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Schedule:
+        """The schedule that `to_bytes` has written."""
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            about: Mapping[str, Any] = json.loads(arrays["about"].tobytes())
+            columns = arrays["columns"]
+        sources = tuple(
+            HeldTensor(name, from_safetensors(dtype, where=name), tuple(shape), tuple(strides))
+            for name, dtype, shape, strides in about["sources"]
+        )
+        targets = tuple(
+            HeldTensor(name, from_safetensors(dtype, where=name).of(function), tuple(shape), tuple(strides))
+            for name, dtype, function, shape, strides in about["targets"]
+        )
+        forms = tuple(
+            BoxForm(
+                tuple(sizes),
+                tuple(a),
+                tuple(b),
+                from_safetensors(source, where="form"),
+                from_safetensors(target, where="form").of(function),
+            )
+            for sizes, a, b, source, target, function in about["forms"]
+        )
+        ways, start = [], 0
+        for source_rank, target_rank, count in about["ways"]:
+            ways.append(Way(source_rank, target_rank, *columns[:, start : start + count]))
+            start += count
+        return cls(about["rank"], sources, targets, forms, tuple(ways))
+
+    def __repr__(self) -> str:
+        return f"Schedule(rank {self.rank}, {plural(len(self.ways), 'way')}, {plural(self.nbytes, 'byte')})"
+
+
+def _columns(way: Way) -> tuple[Columns, ...]:
+    return way.forms, way.source_tensors, way.source_starts, way.target_tensors, way.target_starts
+
+
+def _run(form: BoxForm, source: str, source_offset: int, target: str, target_offset: int) -> ByteRun:
+    sizes, a, b = list(form.sizes), list(form.source_strides), list(form.target_strides)
+    elements = 1
+    if form.source == form.target:
+        # Axes that lie without gaps on both sides, innermost first, make one run.
+        while axis := next((i + 1 for i in range(len(sizes)) if sizes[i] == 1 or a[i] == b[i] == elements), 0):
+            elements *= sizes.pop(axis - 1)
+            del a[axis - 1], b[axis - 1]
+    return ByteRun(
+        source,
+        source_offset,
+        target,
+        target_offset,
+        elements * form.source.itemsize,
+        tuple(sizes),
+        tuple(stride * form.source.itemsize for stride in a),
+        tuple(stride * form.target.itemsize for stride in b),
+    )

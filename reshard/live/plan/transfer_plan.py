@@ -1,0 +1,435 @@
+"""TransferPlan: which bytes travel from which source rank to which target rank, for one model and two layouts. It is made once and used for
+every update.
+
+    memory of ranks   \\
+                       proven plan of a conversion -> boxes that meet -> who sends each -> TransferPlan -> Schedule of a rank
+    layout of ranks   /
+
+The plan of a conversion says where each element comes from. Here its files are memories of ranks, and only the bytes travel another way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import RequestError, UnsupportedError
+from reshard.geometry.boxes import row_major
+from reshard.geometry.dtypes import from_safetensors
+from reshard.geometry.quantities import nbytes_text, plural
+from reshard.geometry.sections import Columns
+from reshard.geometry.value import Drawn, value
+from reshard.index.index import Index
+from reshard.live.plan.balance import chosen_holders
+from reshard.live.plan.joining import Forms, Meetings, joined
+from reshard.live.plan.schedule import BoxForm, HeldTensor, Schedule, Way
+from reshard.plans.layout import Layout
+from reshard.plans.plan import Plan
+from reshard.storage.output_file import OutputFile
+
+# Boxes that several ranks hold are cut, if they are larger, so that each of these ranks sends a part.
+_CUT_ABOVE = 1 << 16
+_SHOWN_WAYS = 8
+
+
+@value(slots=False, eq=False)
+class RankMemory:
+    """The tensors of one rank, in the order of their addresses."""
+
+    tensors: tuple[HeldTensor, ...]
+    """The tensors."""
+    addresses: Columns
+    """[n]: where each starts in the rank's memory, in bytes."""
+
+    def __repr__(self) -> str:
+        return f"RankMemory({plural(len(self.tensors), 'tensor')})"
+
+
+@value
+class Fill:
+    """A range of a target's tensor that no source feeds, such as padding rows."""
+
+    tensor: str
+    """The tensor."""
+    offset: int
+    """Where the range starts, in bytes from the start of the tensor."""
+    nbytes: int
+    """Its length."""
+    expected: bytes
+    """The bytes, repeated over the range."""
+
+
+@value(slots=False, eq=False)
+class TransferPlan(Drawn):
+    """What travels in one update. n boxes."""
+
+    source: str
+    """What the sources are, in words."""
+    target: str
+    """What the targets are, in words."""
+    sources: Sequence[RankMemory]
+    """The memory of each source rank."""
+    memories: tuple[RankMemory, ...]
+    """The memory of each rank of one replica of the target."""
+    replicas: int
+    """How many replicas of the target there are; the ranks of replica i come after those of replica i - 1."""
+    forms: tuple[BoxForm, ...]
+    """The forms of the boxes."""
+    form: Columns
+    """[n]: the form of each box."""
+    source_rank: Columns
+    """[n]: the rank that sends it."""
+    source_address: Columns
+    """[n]: where it starts in that rank's memory, in bytes."""
+    target_rank: Columns
+    """[n]: the rank of a replica that receives it."""
+    target_address: Columns
+    """[n]: where it starts in that rank's memory, in bytes."""
+    replica: Columns
+    """[n]: the replica that receives it; -1: each of them."""
+    unfed: Mapping[int, tuple[Fill, ...]]
+    """By rank of a replica: what no source feeds."""
+    fallbacks: tuple[str, ...] = ()
+    """The tensors that are sent whole to the engine's own loader, because their places in it cannot be planned."""
+    notes: tuple[str, ...] = ()
+    """Sentences for a reader of the plan."""
+
+    @cached_property
+    def box_nbytes(self) -> Columns:
+        """[n]: the bytes that travel for each box, to all replicas that receive it."""
+        times = np.where(self.replica < 0, self.replicas, 1)
+        found: Columns = np.array([form.nbytes for form in self.forms], np.int64)[self.form] * times
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that travel in one update."""
+        return int(self.box_nbytes.sum())
+
+    @cached_property
+    def bytes_out(self) -> Columns:
+        """[source ranks]: the bytes that each sends."""
+        return _sums(self.source_rank, self.box_nbytes, len(self.sources))
+
+    @cached_property
+    def bytes_in(self) -> Columns:
+        """[target ranks]: the bytes that each receives, of all replicas."""
+        found = np.zeros((self.replicas, len(self.memories)), np.int64)
+        for replica in range(self.replicas):
+            rows = (self.replica < 0) | (self.replica == replica)
+            found[replica] = _sums(
+                self.target_rank[rows], (self.box_nbytes // np.where(self.replica < 0, self.replicas, 1))[rows], len(self.memories)
+            )
+        return found.reshape(-1)
+
+    @cached_property
+    def traffic(self) -> Columns:
+        """[source ranks, target ranks of a replica]: the bytes from each to each, to all replicas together."""
+        places = self.source_rank * len(self.memories) + self.target_rank
+        return _sums(places, self.box_nbytes, len(self.sources) * len(self.memories)).reshape(len(self.sources), len(self.memories))
+
+    def sends(self, rank: int) -> Schedule:
+        """What a source rank sends. Raises RequestError if there is no such rank."""
+        _check_rank(rank, len(self.sources), "source")
+        return self._schedule(rank, self.source_rank == rank, range(self.replicas))
+
+    def receives(self, rank: int) -> Schedule:
+        """What a target rank receives. Raises RequestError if there is no such rank."""
+        _check_rank(rank, len(self.memories) * self.replicas, "target")
+        replica, of_replica = divmod(rank, len(self.memories))
+        rows = (self.target_rank == of_replica) & ((self.replica < 0) | (self.replica == replica))
+        return self._schedule(rank, rows, [replica])
+
+    def targets(self, rank: int) -> tuple[HeldTensor, ...]:
+        """All tensors of a target rank, also those that nothing is sent for."""
+        return self.memories[rank % len(self.memories)].tensors
+
+    def fills(self, rank: int) -> dict[str, float]:
+        """The tensors of a target rank that are one constant, by name. Other elements that nothing is sent for are zeros.
+
+        Raises: UnsupportedError for a tensor of which a part has a constant that is not zero.
+        """
+        held = {each.name: each for each in self.targets(rank)}
+        found: dict[str, float] = {}
+        for fill in self.unfed.get(rank % len(self.memories), ()):
+            if any(fill.expected):
+                if fill.nbytes != held[fill.tensor].nbytes:
+                    raise UnsupportedError("a part of it is a constant other than zero", where=fill.tensor)
+                found[fill.tensor] = held[fill.tensor].dtype.decoded(fill.expected)
+        return found
+
+    def _schedule(self, rank: int, chosen: Any, replicas: Iterable[int]) -> Schedule:
+        rows = np.flatnonzero(chosen)
+        used, form = np.unique(self.form[rows], return_inverse=True)
+        sources, of_source, source_start = _located(self.sources, self.source_rank[rows], self.source_address[rows])
+        targets, of_target, target_start = _located(self.memories, self.target_rank[rows], self.target_address[rows])
+        columns = [form.reshape(-1), of_source, source_start, of_target, target_start]
+        ways = []
+        for replica in replicas:
+            here = np.flatnonzero((self.replica[rows] < 0) | (self.replica[rows] == replica))
+            pairs = self.source_rank[rows][here] * len(self.memories) + self.target_rank[rows][here]
+            order = np.argsort(pairs, kind="stable")
+            bounds = np.flatnonzero(np.diff(pairs[order], prepend=-1))
+            for start, stop in zip(bounds.tolist(), [*bounds[1:].tolist(), len(order)], strict=True):
+                of_way = here[order[start:stop]]
+                source_rank, target_rank = divmod(int(pairs[order[start]]), len(self.memories))
+                ways.append(Way(source_rank, replica * len(self.memories) + target_rank, *(column[of_way] for column in columns)))
+        return Schedule(rank, sources, targets, tuple(self.forms[i] for i in used.tolist()), tuple(ways))
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain values: its sums, and the bytes from each source rank to each target rank."""
+        return {
+            "source": {"what": self.source, "ranks": len(self.sources)},
+            "target": {"what": self.target, "ranks": len(self.memories), "replicas": self.replicas},
+            "bytes": self.nbytes,
+            "most_out": int(self.bytes_out.max(initial=0)),
+            "most_in": int(self.bytes_in.max(initial=0)),
+            "boxes": len(self.form),
+            "forms": len(self.forms),
+            "ways": [{"source": int(a), "target": int(b), "bytes": int(self.traffic[a, b])} for a, b in np.argwhere(self.traffic).tolist()],
+            "fallbacks": list(self.fallbacks),
+            "notes": list(self.notes),
+        }
+
+    def save(self, path: str) -> int:
+        """Write the plan as JSON, with the schedule of each source rank as runs; returns the bytes of the file."""
+        document = self.to_json() | {"sends": [_document(self.sends(rank)) for rank in range(len(self.sources))]}
+        return OutputFile.at(path).write(json.dumps(document).encode())
+
+    def tensors_of(self, source_rank: int, target_rank: int) -> int:
+        """How many tensors of a target rank a source rank sends parts of."""
+        rows = (self.source_rank == source_rank) & (self.target_rank == target_rank % len(self.memories))
+        addresses = self.memories[target_rank % len(self.memories)].addresses
+        return len(np.unique(np.searchsorted(np.sort(addresses), self.target_address[rows], side="right")))
+
+    def __str__(self) -> str:
+        """What the plan does, in lines for a person: its sums, and the largest ways."""
+        out, into = int(self.bytes_out.argmax()), int(self.bytes_in.argmax())
+        lines = [
+            f"{self.source} -> {self.target}" + (f", {self.replicas} replicas" if self.replicas > 1 else ""),
+            f"  bytes     {nbytes_text(self.nbytes)} ({self.nbytes:,}) in {plural(len(self.form), 'box', 'boxes')}",
+            f"  most out  {nbytes_text(int(self.bytes_out[out]))}, from source rank {out}",
+            f"  most in   {nbytes_text(int(self.bytes_in[into]))}, into target rank {into}",
+        ]
+        ways = sorted(np.argwhere(self.traffic).tolist(), key=lambda way: (-self.traffic[*way], way))
+        for source, target in ways[:_SHOWN_WAYS]:
+            tensors = plural(self.tensors_of(source, target), "tensor")
+            lines.append(f"  way       {source} -> {target}: {nbytes_text(int(self.traffic[source, target]))}, {tensors}")
+        lines += [f"  ways      {len(ways) - _SHOWN_WAYS} more, with fewer bytes"] if len(ways) > _SHOWN_WAYS else []
+        lines += [f"  whole     {name}: sent whole to the engine's own loader" for name in self.fallbacks]
+        return "\n".join([*lines, *(f"  note      {note}" for note in self.notes)])
+
+    def __repr__(self) -> str:
+        ranks = f"{len(self.sources)} -> {len(self.memories) * self.replicas} ranks"
+        sizes = f"{plural(self.nbytes, 'byte')}, {plural(len(self.form), 'box', 'boxes')}"
+        return f"TransferPlan({self.source} -> {self.target}, {ranks}, {sizes})"
+
+
+def transfer_plan(
+    plan: Plan, *, replicas: int = 1, sources: Sequence[RankMemory] | None = None, fallbacks: tuple[str, ...] = ()
+) -> TransferPlan:
+    """The transfer that fills the layout of a proven plan from the memory of ranks.
+
+    plan: of a conversion whose source's files are memories of ranks. sources: the tensors in these; None: those that a layout placed there.
+    replicas: how many engines receive the same.
+
+    Raises: UnsupportedError, with the names, if values of the target are computed from more than one element of the source.
+    """
+    if replicas < 1:
+        raise RequestError(f"`replicas={replicas}`: at least one is needed")
+    _check_copied(plan)
+    paths = tuple(file.path for file in plan.source.files)
+    forms = Forms()
+    meetings = [_cut(each, forms) for each in joined(plan.routes, forms)]
+    made = tuple(forms.numbers)
+    sizes = np.array([form.nbytes for form in made], np.int64)
+    holders = [each.source_ranks.reshape(-1, each.source_ranks.shape[2]) for each in meetings]
+    nbytes = [np.tile(sizes[each.forms], len(each.source_ranks)) for each in meetings]
+    chosen = chosen_holders(holders, nbytes, len(paths), replicas)
+    targets, rank_of, base_of = _targets(plan.layout)
+    columns = [_columns(*each, rank_of, base_of) for each in zip(meetings, chosen, strict=True)]
+    form, source_rank, source_address, target_rank, target_address, replica = (np.concatenate(each) for each in zip(*columns, strict=True))
+    return TransferPlan(
+        f"{plural(len(paths), 'rank')} of {plan.source.facts.producer or plan.source.format}",
+        f"{plan.layout.format} on {plan.layout.parallel}",
+        sources or (),
+        targets,
+        replicas,
+        made,
+        form,
+        source_rank,
+        source_address,
+        target_rank,
+        target_address,
+        replica,
+        _fills(plan, targets, rank_of, base_of),
+        fallbacks,
+        plan.layout.notes,
+    )
+
+
+def memory_of_layout(layout: Layout) -> tuple[RankMemory, ...]:
+    """The tensors of each file of a layout."""
+    return tuple(
+        RankMemory(tuple(_held(item.tensor) for item in file.tensors), np.array([item.byte_offset for item in file.tensors], np.int64))
+        for file in layout.files
+    )
+
+
+def memory_of_files(index: Index) -> tuple[RankMemory, ...]:
+    """The files of a checkpoint, each as one tensor of bytes: a box starts so many bytes after the start of its file."""
+    return tuple(
+        RankMemory((HeldTensor(file.path, from_safetensors("U8", where=file.path), (file.nbytes,), (1,)),), np.zeros(1, np.int64))
+        for file in index.files
+    )
+
+
+def _held(stored: Any) -> HeldTensor:
+    return HeldTensor(stored.name, stored.dtype, stored.shape, row_major(stored.shape))
+
+
+def _check_copied(plan: Plan) -> None:
+    computed = [route.name for route in plan.routes if route.source.encoding or route.source.derivation or route.source.updates]
+    if computed:
+        raise UnsupportedError(
+            f"{plural(len(computed), 'tensor')} of the target would be computed from several elements of the source",
+            where=computed[0],
+            why="A live update copies and casts elements",
+            do="Send in the element type of the source, or `reshard push` a checkpoint, which computes everything that `convert` does",
+        )
+
+
+def _cut(meetings: Meetings, forms: Forms) -> Meetings:
+    """The boxes, of which those that several ranks hold and that are large are cut into one part for each of these ranks."""
+    copies, made = meetings.source_ranks.shape[2], tuple(forms.numbers)
+    if copies == 1:
+        return meetings
+    rows, numbers, source_steps, target_steps = [], [], [], []
+    for i, number in enumerate(meetings.forms.tolist()):
+        form = made[number]
+        axis = next((a for a, size in enumerate(form.sizes) if size > 1), None)
+        parts = min(copies, form.sizes[axis]) if axis is not None and form.nbytes > _CUT_ABOVE else 1
+        for part in range(parts):
+            start, stop = (0, 0) if axis is None else (form.sizes[axis] * each // parts for each in (part, part + 1))
+            cut = form if parts == 1 or axis is None else replace(form, sizes=(*form.sizes[:axis], stop - start, *form.sizes[axis + 1 :]))
+            rows.append(i)
+            numbers.append(forms.number(cut))
+            source_steps.append(0 if axis is None else start * form.source_strides[axis] * form.source.itemsize)
+            target_steps.append(0 if axis is None else start * form.target_strides[axis] * form.target.itemsize)
+    return Meetings(
+        np.array(numbers, np.int64),
+        meetings.source_ranks[:, rows],
+        meetings.source_addresses[:, rows] + np.array(source_steps, np.int64)[:, None],
+        meetings.target_ranks[:, rows],
+        meetings.target_addresses[:, rows] + np.array(target_steps, np.int64),
+    )
+
+
+def _columns(meetings: Meetings, chosen: Columns, rank_of: Columns, base_of: Columns) -> tuple[Columns, ...]:
+    """(form, source rank, source address, target rank, target address, replica) of boxes.
+
+    chosen: [replicas, boxes]: the copy that is sent.
+    """
+    tensors, boxes, copies = meetings.source_ranks.shape
+    count = tensors * boxes
+    forms, files = np.tile(meetings.forms, tensors), meetings.target_ranks.reshape(-1)
+    target = rank_of[files], meetings.target_addresses.reshape(-1) + base_of[files]
+    ranks, addresses = meetings.source_ranks.reshape(count, copies), meetings.source_addresses.reshape(count, copies)
+    if copies == 1 or len(chosen) == 1:
+        rows = np.arange(count)
+        return forms, ranks[rows, chosen[0]].astype(np.int64), addresses[rows, chosen[0]], *target, np.full(count, -1, np.int64)
+    rows, picked, times = np.tile(np.arange(count), len(chosen)), chosen.reshape(-1), len(chosen)
+    replica = np.repeat(np.arange(times), count)
+    return (
+        np.tile(forms, times),
+        ranks[rows, picked].astype(np.int64),
+        addresses[rows, picked],
+        *(np.tile(each, times) for each in target),
+        replica,
+    )
+
+
+def _targets(layout: Layout) -> tuple[tuple[RankMemory, ...], Columns, Columns]:
+    """The memory of each target rank; the rank of each file, and where the file starts in the rank's memory."""
+    ranks = sorted({tuple(sorted(file.ranks.items())) for file in layout.files})
+    number = {each: i for i, each in enumerate(ranks)}
+    rank_of = np.array([number[tuple(sorted(file.ranks.items()))] for file in layout.files], np.int64)
+    base_of, ends = np.zeros(len(layout.files), np.int64), [0] * len(ranks)
+    tensors: list[list[HeldTensor]] = [[] for _ in ranks]
+    addresses: list[list[int]] = [[] for _ in ranks]
+    for i, file in enumerate(layout.files):
+        rank = int(rank_of[i])
+        base_of[i] = ends[rank]
+        tensors[rank] += [_held(item.tensor) for item in file.tensors]
+        addresses[rank] += [ends[rank] + item.byte_offset for item in file.tensors]
+        ends[rank] += file.nbytes
+    return tuple(RankMemory(tuple(a), np.array(b, np.int64)) for a, b in zip(tensors, addresses, strict=True)), rank_of, base_of
+
+
+def _fills(plan: Plan, targets: tuple[RankMemory, ...], rank_of: Columns, base_of: Columns) -> dict[int, tuple[Fill, ...]]:
+    files = {file.path: i for i, file in enumerate(plan.layout.files)}
+    found: dict[int, list[Fill]] = {}
+    for constant in plan.target_index.constants:
+        file = files[constant.path]
+        memory = targets[int(rank_of[file])]
+        address = constant.byte_offset + int(base_of[file])
+        place = int(np.searchsorted(memory.addresses, address, side="right")) - 1
+        fill = Fill(memory.tensors[place].name, address - int(memory.addresses[place]), constant.nbytes, constant.expected)
+        found.setdefault(int(rank_of[file]), []).append(fill)
+    return {rank: tuple(fills) for rank, fills in found.items()}
+
+
+def _located(memories: Sequence[RankMemory], ranks: Columns, addresses: Columns) -> tuple[tuple[HeldTensor, ...], Columns, Columns]:
+    """The tensors in which addresses lie, the number of that of each address, and how many elements after its start it lies."""
+    tensors: list[HeldTensor] = []
+    numbers, starts = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
+    for rank in np.unique(ranks).tolist():
+        rows = np.flatnonzero(ranks == rank)
+        memory = memories[rank]
+        order = np.argsort(memory.addresses, kind="stable")
+        places = order[np.searchsorted(memory.addresses[order], addresses[rows], side="right") - 1]
+        used, inverse = np.unique(places, return_inverse=True)
+        numbers[rows] = inverse.reshape(-1) + len(tensors)
+        chosen = [memory.tensors[i] for i in used.tolist()]
+        itemsizes = np.array([each.dtype.itemsize for each in chosen], np.int64)
+        starts[rows] = (addresses[rows] - memory.addresses[places]) // itemsizes[inverse.reshape(-1)]
+        tensors += chosen
+    return tuple(tensors), numbers, starts
+
+
+def _sums(places: Columns, nbytes: Columns, count: int) -> Columns:
+    # Sums of integers in float64 are exact up to 2^53.
+    return np.bincount(places, nbytes, count).astype(np.int64)
+
+
+def _check_rank(rank: int, ranks: int, what: str) -> None:
+    if not 0 <= rank < ranks:
+        raise RequestError(f"there is no {what} rank {rank}", do=f"The {what} has the ranks 0 to {ranks - 1}")
+
+
+def _document(schedule: Schedule) -> list[dict[str, Any]]:
+    return [
+        {
+            "to": way.target_rank,
+            "bytes": schedule.nbytes_of(way),
+            "runs": [
+                [
+                    run.source_tensor,
+                    run.source_offset,
+                    run.target_tensor,
+                    run.target_offset,
+                    run.length,
+                    run.counts,
+                    run.source_strides,
+                    run.target_strides,
+                ]
+                for run in schedule.runs(way)
+            ],
+        }
+        for way in schedule.ways
+    ]
