@@ -18,13 +18,15 @@ Measured on torch 2.13 (fixtures/dcp); earlier versions from their sources.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from reshard.adapter.format import MAX_SHARD_SIZE, Format, Hints
 from reshard.adapter.save_folders import the_one_save
 from reshard.errors import CheckpointError, IncompleteError
 
 if TYPE_CHECKING:
+    from reshard.adapter.dcp_reader import KeyedFolder
     from reshard.adapter.model_files import ModelFiles
     from reshard.canonical.content import Content
     from reshard.index.index import Index
@@ -38,6 +40,7 @@ _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+/")
 
 class Dcp(Format):
     name = "dcp"
+    framework = "torch"
     summary = "torch.distributed.checkpoint: FSDP1, FSDP2, accelerate, torchtitan"
     owns = (".metadata", "__*.metadata", "*.distcp")
     options = (MAX_SHARD_SIZE,)
@@ -50,6 +53,11 @@ class Dcp(Format):
         from .read import read
 
         return read(files, dcp_folders(files), hints)
+
+    def read_memory(self, memory: KeyedFolder, settings: Mapping[str, Any], hints: Hints) -> Index:
+        from .read import read_memory
+
+        return read_memory(memory, hints)
 
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         from .write import lay_out

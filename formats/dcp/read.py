@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from reshard.adapter.dcp_reader import DcpFolder
+from reshard.adapter.dcp_reader import DcpFolder, KeyedFolder
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.save_folders import step_of
@@ -48,6 +48,14 @@ def read(files: Files, prefixes: Sequence[str], hints: Hints) -> Index:
         return tuple(group for folder in folders for group in param_groups(folder, number_names(folder, parameters)[0]))
 
     return builder.build(facts, param_groups=read_param_groups)
+
+
+def read_memory(memory: KeyedFolder, hints: Hints) -> Index:
+    """The index of what the ranks of a run hold in memory, under the names of the model's parameters and buffers."""
+    items = memory.metadata.tensors.values()
+    tensors = tuple(Tensor(item.fqn, item.dtype, item.shape, "weight", memory.shards(item)) for item in items)
+    facts = RunFacts(producer="torch", parallel={"ranks": len(memory.files)}, config=hints.config)
+    return Index("dcp", tensors, memory.files, facts)
 
 
 def parameters_of(folder: DcpFolder, hints: Hints) -> dict[str, Shape]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from reshard.adapter.format import Hints
 from reshard.storage.files import Files
@@ -11,6 +12,7 @@ from . import Megatron
 from .layout.save_folders import COMMON, DCP_METADATA, METADATA_JSON, TRACKER, find_distributed, folder_of_save
 
 if TYPE_CHECKING:
+    from reshard.adapter.dcp_reader import KeyedFolder
     from reshard.adapter.model_files import ModelFiles
     from reshard.canonical.content import Content
     from reshard.index.index import Index
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 class MegatronDist(Megatron):
     name = "megatron-dist"
+    framework = "megatron-core"
     summary = "Megatron-Core distributed checkpoints (torch_dist): iter_*/metadata.json, common.pt, *.distcp"
     owns = (METADATA_JSON, COMMON, DCP_METADATA, "*.distcp", TRACKER)
     refines = ("dcp", "pt")
@@ -30,6 +33,11 @@ class MegatronDist(Megatron):
         from .read.distributed import read_distributed
 
         return read_distributed(files, folder_of_save(files, METADATA_JSON), hints)
+
+    def read_memory(self, memory: KeyedFolder, settings: Mapping[str, Any], hints: Hints) -> Index:
+        from .read.distributed import read_memory
+
+        return read_memory(memory, settings, hints)
 
     def check_values(self, files: Files, index: Index) -> Index:
         from .read.run_model import without_wrong_masters

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,6 +32,20 @@ _METADATA_LIMIT = 4 << 30
 # Most bytes of an entry that are not elements: the framing of torch.save, about 1.5 kB, and padding.
 _FRAMING = 1 << 16
 _OBJECT_LIMIT = 1 << 28
+
+
+class KeyedFolder(Protocol):
+    """Tensors under keys, in boxes: a folder of torch.distributed.checkpoint, or what ranks hold in memory."""
+
+    prefix: str
+    """What the paths of its files start with."""
+    metadata: DcpMetadata
+    """The tensors and objects by key."""
+    files: tuple[StoredFile, ...]
+    """What holds them."""
+
+    def shards(self, item: TensorItem) -> Shards:
+        """The boxes of a tensor, and where they lie."""
 
 
 class DcpFolder:

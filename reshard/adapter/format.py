@@ -20,6 +20,7 @@ from reshard.geometry.quantities import parse_size
 from reshard.geometry.value import value
 
 if TYPE_CHECKING:
+    from reshard.adapter.dcp_reader import KeyedFolder
     from reshard.adapter.model_files import ModelFiles
     from reshard.canonical.content import Content
     from reshard.index.index import Index
@@ -89,6 +90,12 @@ class Format(ABC):
     needs_model_files: ClassVar[bool] = False
     """Whether engines load its folders, and need the model's config and tokenizer beside the weights."""
 
+    framework: ClassVar[str] = ""
+    """The framework whose keys `read_memory` reads; empty: none."""
+
+    holds_rows: ClassVar[bool] = False
+    """Whether its ranks hold the rows of every tensor, in runs of ceil(rows / ranks), as FSDP2 cuts them."""
+
     holds_adapters: ClassVar[bool] = False
     """Whether its checkpoints hold a LoRA adapter and no model: a conversion to it takes the adapter and leaves out the base weights."""
 
@@ -102,6 +109,13 @@ class Format(ABC):
 
         Raises: CheckpointError if something is missing, truncated or contradicts itself.
         """
+
+    def read_memory(self, memory: KeyedFolder, settings: Mapping[str, Any], hints: Hints) -> Index:
+        """The index of what ranks of the framework hold in memory, under its keys. settings: those of the run.
+
+        Raises: CheckpointError if the keys and the settings do not describe one model.
+        """
+        raise UnsupportedError(f"the format {self.name} does not read the memory of ranks")
 
     def check_values(self, files: Files, index: Index) -> Index:
         """The index, corrected by what a few elements tell and metadata do not. Called once, when a checkpoint is opened.

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from reshard.adapter.dcp_reader import DcpFolder
+from reshard.adapter.dcp_reader import DcpFolder, KeyedFolder
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.canonical.optimizer_state import plain_settings
@@ -24,10 +24,11 @@ from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import shown
 from reshard.errors import CheckpointError
 from reshard.index.index import Index, RunFacts, Tensor
+from reshard.models.lookup import changed_keys
 from reshard.storage.files import Files, read_whole
 from reshard.storage.json_input import parsed
 
-from ..layout.arguments import NotUnderstoodError, nemo_args, plain_args
+from ..layout.arguments import NotUnderstoodError, config_from_args, nemo_args, plain_args
 from ..layout.chunks import ChunkTensor, RankView
 from ..layout.names import LayerSpec, is_weight_name, parse_key, strip_wrappers
 from ..layout.save_folders import COMMON, METADATA_JSON
@@ -90,6 +91,36 @@ def read_distributed(files: Files, folder: str, hints: Hints) -> Index:
         unanswered=model.unanswered,
     )
     return completed(builder.build(facts), model, files.root, with_optimizer=False)
+
+
+def read_memory(memory: KeyedFolder, args: Args, hints: Hints) -> Index:
+    """The index of what the ranks of a run hold in memory, under the keys of their sharded state dict.
+
+    Raises: CheckpointError if the keys and the settings do not describe one model.
+    """
+    _check_settings(args, hints)
+    model = describe_model(args, hints, _stored_vocab(memory), "the settings of the run")
+    parallel = {name: size for name, size in ParallelSizes.from_args(args).by_name.items() if size > 1}
+    facts = RunFacts("Megatron-Core", config=model.config, parallel=parallel, unanswered=model.unanswered)
+    index = Index("megatron-dist", tuple(keyed_tensors(memory, model, ())), memory.files, facts)
+    return completed(index, model, "the memory of the ranks", with_optimizer=False)
+
+
+def _check_settings(args: Args, hints: Hints) -> None:
+    """Raises CheckpointError if the config describes another layout than the settings of the run; the number of MTP layers may differ."""
+    if hints.config is None:
+        return
+    own = config_from_args(args, hints.config["vocab_size"])
+    if own["model_type"] != hints.config.get("model_type"):
+        return  # Megatron's settings do not tell some types from others; the shapes are compared.
+    changed = [each for each in changed_keys(own, hints.config) if each.key != "num_nextn_predict_layers"]
+    if changed:
+        raise CheckpointError(
+            f"the run's settings and the config differ: {', '.join(map(str, changed[:5]))}",
+            where="the settings of the run",
+            why="Heads and experts lie in fused weights as these values say",
+            do="Give the config of the model that is trained",
+        )
 
 
 def _stored_parameters(stored: StoredFolder, model: RunModel, args: Args) -> list[ChunkTensor]:
@@ -158,7 +189,7 @@ def read_common(files: Files, stored: StoredFolder, backend: str) -> Mapping[str
     return common
 
 
-def _stored_vocab(stored: StoredFolder) -> int | None:
+def _stored_vocab(stored: KeyedFolder) -> int | None:
     """The rows of the embedding with padding; None if there is no embedding."""
     shapes = (item.shape for key, item in stored.metadata.tensors.items() if strip_wrappers(key) == EMBEDDING)
     shape = next(shapes, None)

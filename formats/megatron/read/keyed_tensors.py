@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
+from reshard.adapter.dcp_reader import KeyedFolder
 from reshard.canonical.optimizer_state import state_kind
 from reshard.containers.dcp_metadata import TensorItem
 from reshard.errors import CheckpointError, UnsupportedError
@@ -34,7 +35,6 @@ from ..layout.names import ParsedName, is_weight_name, parse_key
 from ..layout.tensors import MegatronTensor
 from .arrays import flat_sections, model_tensor, named_tensor, shared_expert, wrong_shape
 from .run_model import RunModel
-from .zarr import StoredFolder
 
 _STATE_KEY = re.compile(
     r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[a-z0-9_]+)\.(?P<key>(?:(?:module|model)\.)*(?:embedding|decoder|output_layer|mtp)\..*)"
@@ -47,7 +47,7 @@ def is_run_key(key: str) -> bool:
     return key.startswith(_RUN_KEYS)
 
 
-def keyed_tensors(stored: StoredFolder, model: RunModel, numbered: Iterable[tuple[ChunkTensor, str, TensorItem]]) -> Iterator[Tensor]:
+def keyed_tensors(stored: KeyedFolder, model: RunModel, numbered: Iterable[tuple[ChunkTensor, str, TensorItem]]) -> Iterator[Tensor]:
     """The canonical tensors that the stored tensors hold; without optimizer state if there are LoRA adapters.
 
     numbered: (parameter, torch's name of the kind of state, item) of optimizer state that is stored under the parameters' numbers.
@@ -94,7 +94,7 @@ def merged(parts: Iterable[Tensor]) -> Iterator[Tensor]:
 class _Locator:
     """Finds the canonical tensors in the stored boxes of keyed tensors. What layers and experts that are alike share is found once."""
 
-    def __init__(self, stored: StoredFolder, model: RunModel) -> None:
+    def __init__(self, stored: KeyedFolder, model: RunModel) -> None:
         self.stored, self.shapes, self.model = stored, model.shapes, model.megatron
         self._found: dict[tuple[object, ...], SubviewsByTensor] = {}
 

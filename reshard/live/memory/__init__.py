@@ -1,0 +1,1 @@
+"""What ranks hold: described by themselves or computed, and as an index."""

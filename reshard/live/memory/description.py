@@ -1,0 +1,84 @@
+"""RankDescription: what one rank of a run says of its memory. It can be pickled, sent and compared, and needs no torch.
+
+A rank holds a box of each tensor, as an array in its own memory. For the index, the memory of a rank is an address space in which its
+arrays follow each other, each where a multiple of 64 bytes begins; addresses of the process are never told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from reshard.geometry.boxes import Box
+from reshard.geometry.extents import span_elements
+from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
+from reshard.live.plan.schedule import HeldTensor
+
+ALIGNMENT = 64
+
+
+@value
+class MemoryBox:
+    """A box of a tensor of the run, in the memory of one rank."""
+
+    held: HeldTensor
+    """The array that holds it."""
+    key: str
+    """The name of the run's tensor: for FSDP that of the parameter, for Megatron-Core that of its sharded state dict."""
+    shape: tuple[int, ...]
+    """The shape of the run's tensor."""
+    box: Box
+    """The box, in its coordinates."""
+    strides: tuple[int, ...]
+    """The distance between neighbours along each axis of the run's tensor, in elements of the array."""
+    start: int = 0
+    """Where the box starts, in elements from the start of the array."""
+    is_replica: bool = False
+    """Whether the run itself calls it a copy of what another rank holds."""
+
+
+@value(slots=False, eq=False)
+class RankDescription:
+    """What one rank holds."""
+
+    rank: int
+    """Its number in the run, from 0."""
+    boxes: tuple[MemoryBox, ...]
+    """The boxes, those of one array one after the other."""
+    framework: str = "torch"
+    """What its keys follow: "torch", the names of parameters; or another framework, such as "megatron-core"."""
+    settings: Mapping[str, Any] | None = None
+    """The settings of the run, as a checkpoint of the framework has them; None: there are none."""
+    config: Mapping[str, Any] | None = None
+    """The model's Hugging Face config, if the model has one."""
+
+    @cached_property
+    def addresses(self) -> dict[str, int]:
+        """Where each array starts in the rank's address space, in bytes."""
+        found: dict[str, int] = {}
+        end = 0
+        for each in self.boxes:
+            if each.held.name not in found:
+                found[each.held.name] = end
+                elements = span_elements(each.held.shape, each.held.strides) if 0 not in each.held.shape else 0
+                end += -(-elements * each.held.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return found
+
+    @cached_property
+    def tensors(self) -> tuple[HeldTensor, ...]:
+        """The arrays, in the order of their addresses."""
+        return tuple({each.held.name: each.held for each in self.boxes}.values())
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The length of the address space."""
+        last = self.tensors[-1] if self.tensors else None
+        if last is None:
+            return 0
+        elements = span_elements(last.shape, last.strides) if 0 not in last.shape else 0
+        return self.addresses[last.name] + elements * last.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"RankDescription(rank {self.rank}, {plural(len(self.tensors), 'tensor')}, {plural(self.nbytes, 'byte')})"
