@@ -1,0 +1,190 @@
+"""Transport: what carries bytes between the ranks of trainers and engines. TorchDistributed does it with a process group of its own.
+
+The ranks of a channel are numbered through: the trainer's 0..n-1 first, then the engines'. Two kinds of content travel between two ranks:
+
+    tensors    contiguous, of a length that both ends know; counted in `nbytes_sent` and `nbytes_received`
+    messages   a small JSON document, and bytes that belong to it; not counted
+
+What one rank sends to another arrives in order. Another transport is another class with these methods (docs/extending/transport.md).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from reshard.errors import RequestError, ReshardError, SystemRefusal, printable
+from reshard.geometry.value import value
+
+if TYPE_CHECKING:
+    import torch
+
+SECONDS = 300.0
+"""The longest wait for another rank, by default."""
+_MOST_MESSAGE_BYTES = 1 << 30
+
+
+@value(eq=False)
+class Message:
+    """A document, and bytes that belong to it."""
+
+    document: Mapping[str, Any]
+    content: bytes = b""
+
+
+class Pending(Protocol):
+    """A tensor that is under way."""
+
+    def wait(self) -> object:
+        """Wait until it has left, or has arrived. Raises an exception of the transport if it did not."""
+
+
+class Transport(Protocol):
+    """Point-to-point connections between the ranks of a channel, of which this process is one. Errors are SystemRefusal, or any exception
+    of the library that carries the bytes: a connection that ends and a wait that takes too long are such errors."""
+
+    rank: int
+    """This process's rank in the channel."""
+    size: int
+    """The number of ranks."""
+    device: str
+    """Where tensors must lie that are sent and received, such as "cpu" or "cuda:0"."""
+    nbytes_sent: int
+    """The bytes of tensors that were sent."""
+    nbytes_received: int
+    """The bytes of tensors that were received."""
+
+    def send(self, peer: int, tensor: torch.Tensor) -> Pending:
+        """Begin to send a contiguous tensor, which must not change until it has left."""
+
+    def receive(self, peer: int, tensor: torch.Tensor) -> Pending:
+        """Begin to receive into a contiguous tensor."""
+
+    def tell(self, peer: int, document: Mapping[str, Any], content: bytes = b"") -> None:
+        """Send a message, and wait until it has left."""
+
+    def hear(self, peer: int) -> Message:
+        """Wait for a message."""
+
+    def close(self) -> None:
+        """End the connections. A second call does nothing."""
+
+
+class TorchDistributed:
+    """A process group of torch that has only these ranks, apart from the default group of trainer or engine."""
+
+    def __init__(self, group: Any, device: str = "cpu") -> None:
+        """group: a ProcessGroup that can send and receive. device: where its tensors lie."""
+        self.group = group
+        self.rank, self.size, self.device = group.rank(), group.size(), device
+        self.nbytes_sent = self.nbytes_received = 0
+
+    @staticmethod
+    def join(
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        backend: str = "gloo",
+        device: str = "cpu",
+        seconds: float = SECONDS,
+        address: str | None = None,
+    ) -> TorchDistributed:
+        """Become one rank of a channel; returns once all have. store: a torch store that all ranks share, and nobody else.
+
+        backend: gloo, whose tensors lie in the memory of the host, or nccl, whose tensors lie on `device`. address: where the other ranks
+        reach this one by gloo; None: what gloo finds, by GLOO_SOCKET_IFNAME or by the name of the host.
+        """
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        if backend == "gloo":
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._timeout = timedelta(seconds=seconds)
+            options._devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
+            group: Any = gloo(store, rank, size, options)
+        elif backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=seconds)
+            group = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            raise RequestError(f"backend {backend!r} is unknown", do="Use gloo or nccl")
+        return TorchDistributed(group, device if backend == "nccl" else "cpu")
+
+    def send(self, peer: int, tensor: torch.Tensor) -> Pending:
+        """Begin to send a contiguous tensor."""
+        self.nbytes_sent += tensor.nbytes
+        return self.begun(self.group.send, peer, tensor)
+
+    def receive(self, peer: int, tensor: torch.Tensor) -> Pending:
+        """Begin to receive into a contiguous tensor."""
+        self.nbytes_received += tensor.nbytes
+        return self.begun(self.group.recv, peer, tensor)
+
+    def tell(self, peer: int, document: Mapping[str, Any], content: bytes = b"") -> None:
+        """Send a message: the lengths of its two parts, then both."""
+        import torch
+
+        text = json.dumps(document, separators=(",", ":")).encode()
+        lengths = torch.tensor([len(text), len(content)], dtype=torch.int64, device=self.device)
+        body = torch.frombuffer(bytearray(text + content), dtype=torch.uint8).to(self.device)
+        self.begun(self.group.send, peer, lengths).wait()
+        self.begun(self.group.send, peer, body).wait()
+
+    def hear(self, peer: int) -> Message:
+        """Wait for a message."""
+        import torch
+
+        lengths = torch.empty(2, dtype=torch.int64, device=self.device)
+        self.begun(self.group.recv, peer, lengths).wait()
+        text, content = lengths.tolist()
+        if text < 1 or content < 0 or text + content > _MOST_MESSAGE_BYTES:
+            raise SystemRefusal(f"a message claims {text:,} and {content:,} bytes", where=f"rank {peer} of the channel")
+        body = torch.empty(text + content, dtype=torch.uint8, device=self.device)
+        self.begun(self.group.recv, peer, body).wait()
+        data = body.cpu().numpy().tobytes()
+        return Message(json.loads(data[:text]), data[text:])
+
+    def close(self) -> None:
+        """End the connections."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.abort()
+
+    def begun(self, operation: Any, peer: int, tensor: torch.Tensor) -> Pending:
+        """Begin `group.send` or `group.recv`; what goes wrong names the other rank."""
+        try:
+            pending: Pending = operation([tensor], peer, 0)
+        except RuntimeError as error:
+            raise lost(peer, error) from None
+        return _Work(pending, peer)
+
+
+class _Work:
+    """A work of torch whose exceptions name the other rank."""
+
+    def __init__(self, work: Any, peer: int) -> None:
+        self._work, self._peer = work, peer
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise lost(self._peer, error) from None
+
+
+def lost(peer: int, error: Exception) -> SystemRefusal:
+    """The error for a connection that carries nothing more."""
+    # Gloo puts its own file before its sentence, and advice behind it.
+    said = reason(error).partition(" This is typically")[0].partition("] ")
+    return SystemRefusal(f"the connection to it ended: {said[2] or said[0]}", where=f"rank {peer} of the channel")
+
+
+def reason(error: Exception) -> str:
+    """An exception as a sentence for other ranks: reshard's own as they are, others with their type, without a stack."""
+    if isinstance(error, ReshardError):
+        return str(error)
+    return printable(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
