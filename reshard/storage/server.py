@@ -55,25 +55,50 @@ class Server:
 
         Raises: SystemRefusal if the server cannot be reached, CheckpointError for another answer than a JSON document.
         """
+        status, reason, body = self.answer(path, question)
+        if status in (404, 405):
+            return None
+        if not 200 <= status < 300:
+            raise CheckpointError(
+                f"the server answered {status} {printable(reason)[:80]} to {path}",
+                where=self.address,
+                why="reshard follows no redirect and has no key to show" if status < 404 else None,
+                do="Ask the server with curl, and give its answer to `reshard digests --compare FILE`",
+            )
+        return document(body, self.address)
+
+    def answer(self, path: str, question: dict[str, Any] | None = None, *, seconds: float = _SECONDS) -> tuple[int, str, bytes]:
+        """The status, its reason and the body that the server answers to a GET of a path, or to a POST if there is a question.
+
+        seconds: the longest wait for the whole answer.
+
+        Raises: SystemRefusal if the server cannot be reached, CheckpointError for an answer that is not HTTP or beyond a limit.
+        """
         try:
             with connected(self.address) as connection:
                 connection.sendall(_request(self.address, path, question))
-                answer = Answer(connection, self.address, most_bytes=_MOST_BYTES, seconds=_SECONDS)
-                status, reason = answer.status()
-                if status in (404, 405):
-                    return None
-                if not 200 <= status < 300:
-                    raise CheckpointError(
-                        f"the server answered {status} {printable(reason)[:80]} to {path}",
-                        where=self.address,
-                        why="reshard follows no redirect and has no key to show" if status < 404 else None,
-                        do="Ask the server with curl, and give its answer to `reshard digests --compare FILE`",
-                    )
-                return _document(answer.body(), self.address)
+                answer = Answer(connection, self.address, most_bytes=_MOST_BYTES, seconds=seconds)
+                return *answer.status(), answer.body()
         except (OSError, UnicodeError) as error:
-            raise SystemRefusal(
-                f"the server cannot be asked: {printable(str(error))[:200]}", where=self.address, do="Check the address, and that it runs"
-            ) from None
+            raise self._unreached(error) from None
+
+    def own_address(self) -> str:
+        """The address of this machine on its way to the server. Raises SystemRefusal if the server cannot be reached."""
+        try:
+            return own_address(self.address)
+        except OSError as error:
+            raise self._unreached(error) from None
+
+    def _unreached(self, error: Exception) -> SystemRefusal:
+        return SystemRefusal(
+            f"the server cannot be asked: {printable(str(error))[:200]}", where=self.address, do="Check the address, and that it runs"
+        )
+
+
+def own_address(address: str) -> str:
+    """The address of this machine on its way to an address such as http://host:8000. Raises OSError if nobody listens there."""
+    with connected(address) as connection:
+        return str(connection.getsockname()[0])
 
 
 def _request(address: str, path: str, question: dict[str, Any] | None) -> bytes:
@@ -85,7 +110,8 @@ def _request(address: str, path: str, question: dict[str, Any] | None) -> bytes:
     return "\r\n".join([*head, "", ""]).encode("ascii") + body
 
 
-def _document(content: bytes, where: str) -> Any:
+def document(content: bytes, where: str) -> Any:
+    """The JSON document in the body of an answer. Raises CheckpointError if there is none."""
     if sum(map(content.count, (b",", b"[", b"{"))) > _MOST_VALUES:
         raise CheckpointError(f"the server's answer has more than {_MOST_VALUES:,} values", where=where)
     try:

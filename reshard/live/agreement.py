@@ -1,0 +1,76 @@
+"""Agreement: the plan for what a trainer's ranks and an engine's ranks say of themselves, or the reason why there is none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reshard.canonical.content import Selection
+from reshard.errors import RequestError
+from reshard.geometry.dtypes import DType, from_user
+from reshard.live.hello import Hello
+from reshard.live.memory.description import RankDescription
+from reshard.live.memory.index import checkpoint_of, memories_of
+from reshard.live.plan.transfer_plan import TransferPlan, transfer_plan
+from reshard.models.lookup import changed_keys
+from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.planning import plan_conversion
+from reshard.requests.request import ConversionRequest
+
+
+def agreed_plan(said: Sequence[RankDescription | str], hellos: Sequence[Hello]) -> TransferPlan:
+    """The proven plan from the memory of a trainer's ranks into that of the ranks of one or more engines.
+
+    said: of each rank of the trainer, what it holds, or why it cannot say it. hellos: of all ranks of all engines. These are replicas: they
+    serve one model on the same parallel sizes.
+
+    Raises: RequestError if the two sides do not hold one model, or the engines differ. CheckpointError if the trainer's ranks do not hold
+    the whole model.
+    """
+    if failed := next(((rank, each) for rank, each in enumerate(said) if isinstance(each, str)), None):
+        raise RequestError(failed[1], where=f"rank {failed[0]} of the trainer")
+    descriptions = [each for each in said if isinstance(each, RankDescription)]
+    first = hellos[0]
+    name, _, version = first.engine.partition(" ")
+    sizes = {axis: first.degrees.get(axis, 1) for axis in ("tp", "pp", "ep")}
+    for hello in hellos:
+        if (hello.engine, {axis: hello.degrees.get(axis, 1) for axis in sizes}) != (first.engine, sizes):
+            raise RequestError(
+                f"the engines differ: {first.engine} on {sizes}, and {hello.engine}",
+                do="Update engines of other sizes by a Sender of their own",
+            )
+    source = checkpoint_of(descriptions, config=_agreed_config(descriptions, first))
+    request = ConversionRequest.of(name, {**sizes, "engine_version": version or None, "dtype": _dtype(source, first)})
+    ranks = sizes["tp"] * sizes["pp"]
+    if len(hellos) % ranks:
+        raise RequestError(f"{len(hellos)} ranks of engines have joined, and each engine has {ranks}")
+    plan = plan_conversion(source, request)
+    return transfer_plan(plan, replicas=len(hellos) // ranks, sources=memories_of(descriptions))
+
+
+def _agreed_config(descriptions: Sequence[RankDescription], hello: Hello) -> Mapping[str, Any]:
+    """The engine's config. Raises RequestError if the trainer's config gives the model another layout."""
+    own = next((each.config for each in descriptions if each.config is not None), None)
+    changed = changed_keys(own, hello.config) if own is not None else ()
+    if changed:
+        raise RequestError(
+            f"the trainer's model and the engine's differ: {', '.join(map(str, changed[:5]))} (the trainer's value -> the engine's)",
+            where=hello.model,
+            why="The weights of one do not fit into the other; nothing was sent, and the engine goes on with the weights that it has",
+            do="Train the model that the engine serves, or start the engine with the trainer's model",
+        )
+    return hello.config
+
+
+def _dtype(source: Checkpoint, hello: Hello) -> str | None:
+    """The element type to which weights are cast: that of the engine, if it differs from that of most of the trainer's weights."""
+    stated = hello.config.get("dtype") or hello.config.get("torch_dtype")
+    held: Counter[DType] = Counter()
+    for tensor in source.content(Selection()).weights.values():
+        held[tensor.dtype] += tensor.elements
+    served = from_user(str(stated).removeprefix("torch.")) if stated else None
+    if served is None or not held:
+        return None
+    most = held.most_common(1)[0][0]
+    return served.torch if most.floating and most != served else None

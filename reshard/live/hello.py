@@ -1,0 +1,109 @@
+"""Hello: what a rank of an engine says of itself when it joins a channel, and whether a plan is made for it.
+
+A document of plain values goes over the channel:
+
+    engine      "vllm 0.32.0"                                              the program and its version
+    rank        3                                                          the number of this rank among those of its engine
+    degrees     {"tp": 2, "tp_rank": 1, "pp": 1, "pp_rank": 0, "ep": 1}    parallel sizes and ranks
+    config      {"model_type": "llama", "vocab_size": 250, ...}            the model's config as the engine has read it
+    model       "/models/llama"                                            the directory or the name by which the engine opened it
+    tensors     [[["model.norm.weight"], "BF16", [32]], ...]               the load form: all names of each tensor, element type, shape
+    others      ["model.layers.0.self_attn.attn._k_scale", ...]            what the engine computes itself: it takes no update of these
+    is_open     false                                                      whether an update has begun and has not been finished
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from reshard.errors import RequestError
+from reshard.geometry.boxes import row_major
+from reshard.geometry.dtypes import from_safetensors
+from reshard.geometry.value import value
+from reshard.live.plan.schedule import HeldTensor
+
+
+@value
+class KeptTensor:
+    """A tensor of the load form in an engine's rank."""
+
+    names: tuple[str, ...]
+    """All names by which the engine knows it."""
+    dtype: str
+    """Its element type's name in safetensors."""
+    shape: tuple[int, ...]
+    """Its local shape."""
+
+
+@value(eq=False)
+class Hello:
+    """What a rank of an engine says of itself."""
+
+    engine: str
+    """The program and its version."""
+    rank: int
+    """Its number among the ranks of the engine."""
+    degrees: Mapping[str, int]
+    """Parallel sizes and ranks."""
+    config: Mapping[str, Any]
+    """The model's config as the engine has read it."""
+    model: str
+    """The directory or the name by which the engine opened the model."""
+    tensors: tuple[KeptTensor, ...]
+    """The load form."""
+    others: frozenset[str]
+    """Tensors that the engine computes itself."""
+    is_open: bool
+    """Whether an update has begun and has not been finished."""
+
+    @staticmethod
+    def of(document: Mapping[str, Any]) -> Hello:
+        """From the document. Raises RequestError if it is another one."""
+        try:
+            tensors = tuple(KeptTensor(tuple(names), dtype, tuple(shape)) for names, dtype, shape in document["tensors"])
+            values = {name: document[name] for name in ("engine", "rank", "degrees", "config", "model", "is_open")}
+            return Hello(**values, tensors=tensors, others=frozenset(document["others"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise RequestError(
+                f"an engine says of itself what this version of reshard does not understand: {error!r}",
+                do="Install the same version of reshard in the trainer's environment and in the engine's",
+            ) from None
+
+
+def check(hello: Hello, targets: Sequence[HeldTensor]) -> None:
+    """Raises RequestError, naming the first tensor, unless the plan's tensors for a rank are those that it holds."""
+    planned = {target.name: target for target in targets}
+    for kept in hello.tensors:
+        found = [planned.pop(name) for name in kept.names if name in planned]
+        if not found:
+            raise _differs(hello, kept.names[0], "the engine holds it, and the plan brings nothing for it")
+        for target in found:
+            theirs, ours = (kept.dtype, list(kept.shape)), (target.dtype.name, list(target.shape))
+            if theirs != ours:
+                raise _differs(hello, target.name, f"the engine holds {theirs[0]} {theirs[1]}, the plan brings {ours[0]} {ours[1]}")
+    if surplus := [name for name in planned if name not in hello.others]:
+        raise _differs(hello, surplus[0], f"the plan brings it, and {len(surplus) - 1} more, that the engine does not hold")
+
+
+def _differs(hello: Hello, name: str, what: str) -> RequestError:
+    degrees = ", ".join(f"{name} {number}" for name, number in hello.degrees.items())
+    return RequestError(
+        what,
+        where=f"{name} of rank {hello.rank} of {hello.engine} ({degrees})",
+        why="Nothing was sent, the engine answers with the weights that it has",
+        do="Check that trainer and engine have the same model, and the plan the engine's parallel sizes",
+    )
+
+
+def held_to_json(tensors: Iterable[HeldTensor]) -> list[Any]:
+    """Contiguous tensors as plain values."""
+    return [[each.name, each.dtype.name, each.dtype.function, each.shape] for each in tensors]
+
+
+def held_from_json(document: Iterable[Any]) -> tuple[HeldTensor, ...]:
+    """The tensors that `held_to_json` has written."""
+    return tuple(
+        HeldTensor(name, from_safetensors(dtype, where=name).of(function), tuple(shape), row_major(shape))
+        for name, dtype, function, shape in document
+    )

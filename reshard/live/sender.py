@@ -1,0 +1,123 @@
+"""Sender: a trainer's ranks update running engines.
+
+    sender = Sender(model, engine="http://127.0.0.1:8000")
+    report = sender.update()
+
+Both lines run on every rank of the trainer, at the same time. The plan is computed once; an update sends what the tensors hold then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import RequestError, UnsupportedError
+from reshard.live.agreement import agreed_plan
+from reshard.live.arrangement import Arrangement, Link, Planned
+from reshard.live.engines import controls
+from reshard.live.hello import Hello
+from reshard.live.leading import UpdateReport
+from reshard.live.memory.describe import arrays_of, describe
+from reshard.live.memory.description import RankDescription
+from reshard.live.plan.schedule import Schedule
+from reshard.live.session import opened
+from reshard.live.trainers import Trainers
+from reshard.live.wire.exchange import Exchange
+from reshard.live.wire.transport import reason
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Sender:
+    """The rank of a trainer that this process is, joined with engines."""
+
+    def __init__(
+        self,
+        model: Any,
+        engine: Any,
+        plan: Planned | Callable[[Sequence[Hello]], Planned] | None = None,
+        group: Any = None,
+        transport: str | Link = "gloo",
+        adapter: bool = False,
+        verify: bool = False,
+        fallback: str | None = None,
+    ) -> None:
+        """Join the engines, plan, and check both sides; nothing is sent yet.
+
+        model: a torch module, or a mapping of names to tensors.
+        engine: a server's address, vLLM's `LLM` of this process, or a list of them: replicas, which all get the same weights.
+        plan: what goes where; a function makes it from what the engines' ranks say. Only source rank 0 needs it.
+        group: the trainer's process group; None: torch.distributed's default group, or this process alone.
+        transport: gloo or nccl, or a Link with more to say.
+        verify: compare the digests of all bytes that arrive before they are installed.
+
+        Raises: RequestError or SystemRefusal on every rank; trainer and engines stay as they were.
+        """
+        if adapter or fallback is not None:
+            raise UnsupportedError("adapter and fallback are not supported yet")
+        link = transport if isinstance(transport, Link) else Link(transport)
+        trainers = Trainers.of(group)
+        self.plan: Planned | None = None
+        """The plan, on source rank 0."""
+        descriptions = trainers.gather(_described(model, trainers.rank)) if plan is None else []
+
+        def arrange(hellos: Sequence[Hello]) -> Arrangement:
+            made = agreed_plan(descriptions, hellos) if plan is None else plan(hellos) if callable(plan) else plan
+            self.plan = made
+            return Arrangement.of(made, verify=verify)
+
+        self._model = model
+        self._session = opened(controls(engine, link.seconds) if not trainers.rank else (), trainers, arrange, link)
+        assert self._session.sends is not None
+        self._sends = self._session.sends
+        self._exchange = Exchange(self._session.transport, self._session.members, self._sends, verify=verify)
+
+    @property
+    def transport(self) -> Any:
+        """What carries the bytes; it counts them."""
+        return self._session.transport
+
+    def update(self, version: str | None = None) -> UpdateReport:
+        """Send what the model's tensors hold now, and let the engines answer with it.
+
+        version: what the engines call these weights; None: a number, one more than that of the first engine.
+
+        Raises: SystemRefusal on every rank if the update failed. The message says what the engines hold.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+
+        def ready() -> None:
+            tensors.update(arrays_of(self._model))
+            check_live(self._sends, tensors)
+
+        return self._session.update(lambda: self._exchange.send(tensors), ready, version)
+
+    def close(self) -> None:
+        """Leave the engines. They go on with the weights that they have."""
+        self._session.close()
+
+
+def _described(model: Any, rank: int) -> RankDescription | str:
+    """What this rank holds; or why that cannot be said: the other ranks wait for an answer."""
+    try:
+        return describe(model, rank=rank)
+    except Exception as error:
+        return reason(error)
+
+
+def check_live(sends: Schedule, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises RequestError, naming the first tensor, unless the live tensors are those of the plan."""
+    for held in sends.sources:
+        tensor = tensors.get(held.name)
+        if tensor is None:
+            raise RequestError("the plan sends it, and the model does not have it", where=held.name, do="Make a new Sender for this model")
+        found = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())
+        planned = held.dtype.torch, list(held.shape), list(held.strides)
+        if found != planned:
+            raise RequestError(
+                f"it is {found[0]} {found[1]} with strides {found[2]}, in the plan {planned[0]} {planned[1]} with {planned[2]}",
+                where=held.name,
+                why="Other bytes than those of the plan would be sent",
+                do="Make a new Sender for this model",
+            )

@@ -1,0 +1,195 @@
+"""Session: the ranks of a trainer, joined with the ranks of engines in one channel, update after update.
+
+Source rank 0 leads (leading.py): it alone asks the engines, knows the plan, and decides. An update:
+
+    source rank 0                             other source ranks            target ranks (target_rank.py)
+    hears who is ready                        tell whether they are ready
+    pauses the engines, starts the update                                   start
+    "go", or why not                          hear it                       receive
+    sends its ways                            send their ways               receive theirs
+    hears all verdicts, tells the decision    tell a verdict, hear          tell a verdict, hear
+    finishes the update, hears the results                                  finish: all install, or none; tell the result
+    version, cache, resume; tells the end     hear the end
+
+A session's methods are called by all source ranks at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from reshard.errors import RequestError, SystemRefusal
+from reshard.live.arrangement import Arrangement, Link
+from reshard.live.engines import EngineControl
+from reshard.live.hello import Hello, check, held_to_json
+from reshard.live.leading import Lead, UpdateReport, dropped
+from reshard.live.plan.schedule import Schedule
+from reshard.live.trainers import Trainers
+from reshard.live.wire.channel import Joining, joined, led, opened_store
+from reshard.live.wire.exchange import Members, Outcome
+from reshard.live.wire.transport import Transport, reason
+
+Arrange = Callable[[Sequence[Hello]], Arrangement]
+
+
+class Session:
+    """A source rank's end of the channel. Make it with `opened`."""
+
+    def __init__(self, transport: Transport, members: Members, sends: Schedule | None, lead: Lead | None) -> None:
+        """sends: what this rank sends; None: a stream. lead: of source rank 0."""
+        self.transport, self.members, self.sends = transport, members, sends
+        self._lead, self._is_lost = lead, False
+
+    def update(self, send: Callable[[], Outcome], ready: Callable[[], None], version: str | None = None) -> UpdateReport:
+        """One update.
+
+        send: sends this rank's part. ready: raises if it cannot. version: what the engines call the new weights; None: a number, one more
+        than that of the first engine.
+
+        Raises: SystemRefusal if the update was dropped or did not end well, on every rank. The message says what the engines hold.
+        """
+        if self._is_lost:
+            raise SystemRefusal("the connection to the engine ended in an earlier update", do="Make a new Sender")
+        failures = []
+        try:
+            ready()
+        except Exception as error:
+            failures.append(reason(error))
+        if self._lead is None:
+            return self._follow(send, failures)
+        try:
+            return self._lead.update(send, failures, version)
+        finally:
+            self._is_lost = self._lead.is_lost
+
+    def close(self) -> None:
+        """Leave the channel. The engines give their staging back, and go on with the weights that they have."""
+        if self._lead is not None and not self._is_lost:
+            self._lead.leave()
+        self._is_lost = True
+        with suppress(Exception):
+            self.transport.close()
+
+    def _follow(self, send: Callable[[], Outcome], failures: list[str]) -> UpdateReport:
+        """What another source rank than 0 does."""
+        self._is_lost = True
+        try:
+            self.transport.tell(0, {"failures": failures})
+            end = self.transport.hear(0).document
+            if end.get("go"):
+                outcome = send()
+                self.transport.tell(0, {"failures": outcome.failures, "nbytes": outcome.nbytes})
+                self.transport.hear(0)
+                end = self.transport.hear(0).document
+        except Exception as error:
+            raise dropped(reason(error), "The engine's log says whether it has installed the update. Make a new Sender") from None
+        self._is_lost = bool(end.get("is_lost"))
+        if "failed" in end:
+            raise dropped(end["failed"], end["do"])
+        return UpdateReport(**{**end["report"], "fallbacks": tuple(end["report"]["fallbacks"])})
+
+
+def opened(engines: Sequence[EngineControl], trainers: Trainers, arrange: Arrange, link: Link) -> Session:
+    """Join the trainer's ranks with those of the engines, and check both sides against the plan.
+
+    engines, arrange: used by source rank 0 alone. arrange: from what all target ranks say of themselves to what they are answered; where it
+    raises, everybody is refused.
+
+    Raises: RequestError or SystemRefusal on every rank; the engines go on as they are.
+    """
+    return _followed(trainers, link) if trainers.rank else _led(engines, trainers, arrange, link)
+
+
+def _followed(trainers: Trainers, link: Link) -> Session:
+    shared = trainers.share()
+    if "refused" in shared:
+        raise RequestError(shared["refused"])
+    joining = Joining.of(shared)
+    transport = joined(joining, trainers.rank, device=link.device)
+    answer = transport.hear(0)
+    if "refused" in answer.document:
+        transport.close()
+        raise RequestError(answer.document["refused"])
+    return Session(transport, Members(joining.sources, joining.targets), Schedule.from_bytes(answer.content), None)
+
+
+def _led(engines: Sequence[EngineControl], trainers: Trainers, arrange: Arrange, link: Link) -> Session:
+    try:
+        sizes = [engine.ranks() for engine in engines]
+        host = link.host or engines[0].own_address()
+        store = opened_store(host, link.seconds)
+        joining = Joining(host, store.port, trainers.size, sum(sizes), backend=link.backend, seconds=link.seconds)
+    except Exception as error:
+        trainers.share({"refused": reason(error)})
+        raise
+    trainers.share(joining.to_json())
+    # The engines' ranks are in the channel until they have heard the answer, and only then do the requests end.
+    with ThreadPoolExecutor(len(engines)) as pool:
+        offsets = accumulate(sizes, initial=0)
+        requests = [
+            pool.submit(engine.init, replace(joining, offset=offset).to_json()) for engine, offset in zip(engines, offsets, strict=False)
+        ]
+
+        def still_coming() -> None:
+            for request in requests:
+                if request.done():
+                    request.result()
+                    raise SystemRefusal(
+                        "the engine's ranks did not join the channel", do="Its log says why, in a line that begins with reshard:"
+                    )
+
+        transport = led(joining, store, still_coming, link.device)
+        members = Members(joining.sources, joining.targets)
+        try:
+            hellos, sends = _arranged(transport, members, arrange)
+            for request in requests:
+                request.result()
+            _close_what_is_open(engines, sizes, hellos)
+        except Exception:
+            transport.close()
+            raise
+    return Session(transport, members, sends, Lead(transport, members, engines, sizes, link.pause))
+
+
+def _arranged(transport: Transport, members: Members, arrange: Arrange) -> tuple[list[Hello], Schedule | None]:
+    """Hear what the target ranks hold, and answer all ranks: what they receive and send, or a refusal."""
+    others, targets = range(1, members.sources), range(members.sources, members.sources + members.targets)
+    try:
+        hellos = [Hello.of(transport.hear(peer).document) for peer in targets]
+        arrangement = arrange(hellos)
+        answers = [arrangement.answer(rank) for rank in range(members.targets)]
+        for hello, answer in zip(hellos, answers, strict=True):
+            check(hello, answer.targets)
+    except Exception as error:
+        for peer in [*others, *targets]:
+            with suppress(Exception):
+                transport.tell(peer, {"refused": reason(error)})
+        raise
+    for peer, answer in zip(targets, answers, strict=True):
+        about: dict[str, Any] = {"targets": held_to_json(answer.targets), "fills": dict(answer.fills)}
+        content = answer.receives.to_bytes() if answer.receives is not None else b""
+        transport.tell(peer, {**about, "expected": answer.expected, "verify": answer.verify}, content)
+    failures = [failure for peer in targets for failure in transport.hear(peer).document["failures"]]
+    for peer in others:
+        if failures:
+            transport.tell(peer, {"refused": failures[0]})
+        else:
+            assert arrangement.sends is not None, "a stream has a single sender"
+            transport.tell(peer, {}, arrangement.sends(peer).to_bytes())
+    if failures:
+        raise SystemRefusal(failures[0], where="a rank of the engine")
+    return hellos, None if arrangement.sends is None else arrangement.sends(0)
+
+
+def _close_what_is_open(engines: Sequence[EngineControl], sizes: Sequence[int], hellos: Sequence[Hello]) -> None:
+    """End an update that a sender before has left open; the engine's ranks have dropped it when they joined this channel."""
+    start = 0
+    for engine, size in zip(engines, sizes, strict=True):
+        if any(hello.is_open for hello in hellos[start : start + size]):
+            engine.finish()
+        start += size

@@ -1,0 +1,155 @@
+"""TargetRank: one rank of an engine, from joining a channel to installing an update. It knows no engine; Served is what an engine adds.
+
+    join       init_weight_transfer_engine   join the channel, say what is held, hear the plan or a refusal, make the staging
+    start      start_weight_update           nothing but a note
+    receive    update_weights                fill the staging, tell the verdict to source rank 0, hear its decision
+    finish     finish_weight_update          the engine's ranks agree among themselves; install the staging, or drop it
+
+No method raises: a worker of vLLM that raises leaves replies of other workers in a queue. What failed is logged, told to source rank 0 if
+it can be told, and the live weights stay as they are. They change in `finish` alone, and only if every rank of the engine has received a
+whole update and has heard that all other ranks of the channel have, too. If source rank 0 ends before, a new `join` drops the update.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+from reshard.errors import RequestError
+from reshard.live.hello import held_from_json
+from reshard.live.plan.schedule import Schedule
+from reshard.live.wire.channel import Joining, channel_of, joined
+from reshard.live.wire.exchange import Exchange, Members
+from reshard.live.wire.staging import Staged
+from reshard.live.wire.stream import receive_stream
+from reshard.live.wire.transport import Transport, reason
+
+if TYPE_CHECKING:
+    import torch
+
+SOURCE = 0
+"""The rank of the channel that leads."""
+
+
+class Served(Protocol):
+    """A rank's model in its engine."""
+
+    device: str
+    """Where its weights lie, such as "cpu" or "cuda:0"."""
+
+    def rank(self) -> int:
+        """The number of this rank among those of its engine."""
+
+    def described(self) -> Mapping[str, Any]:
+        """What the rank holds, as the fields of `Hello`."""
+
+    def install(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make these tensors of the load form the weights that answer."""
+
+    def all_agree(self, own: bool) -> bool:
+        """Whether all ranks of the engine say yes. All ranks ask at the same time."""
+
+
+class TargetRank:
+    """One rank of an engine."""
+
+    def __init__(self, served: Served, log: logging.Logger) -> None:
+        self._served, self._log = served, log
+        self._is_open = self._is_ready = self._verify = False
+        self._transport: Transport | None = None
+        self._exchange: Exchange | None = None
+        self._staged: Staged | None = None
+        self._expected, self._channel = 0, dict[str, Any]()
+
+    def join(self, info: Mapping[str, Any]) -> None:
+        """Join the channel that the sender names, and leave the one before."""
+        self._leave()
+        try:
+            joining, self._channel = Joining.of(info), channel_of(info)
+            # Source rank 0 waits for all ranks of the channel; it hears at once which of them cannot come.
+            rank = joining.sources + joining.offset + self._served.rank()
+            self._transport = transport = joined(joining, rank, device=self._served.device if joining.backend == "nccl" else "cpu")
+            transport.tell(SOURCE, {**self._served.described(), "is_open": self._is_open})
+            self._prepare(transport, Members(joining.sources, joining.targets))
+        except Exception as error:
+            self._log.warning("reshard: the channel of an update was not joined: %s", reason(error))
+            self._leave()
+
+    def start(self) -> None:
+        """Begin an update."""
+        self._is_open, self._is_ready = True, False
+
+    def receive(self, channel: Mapping[str, Any] | None = None) -> None:
+        """Receive an update, and hear whether it is to be installed. channel: that of the sender; None: the one that was joined."""
+        self._is_ready = False
+        if self._transport is None or channel not in (None, self._channel):
+            self._log.warning("reshard: the update is dropped: this rank is not in the sender's channel, another sender may have come")
+            return
+        failures = self._received()
+        for failure in failures:
+            self._log.warning("reshard: the update failed: %s", failure)
+        try:
+            self._transport.tell(SOURCE, {"failures": failures})
+            decision = self._transport.hear(SOURCE).document
+            self._is_ready = bool(decision["install"]) and not failures
+            if not self._is_ready:
+                self._log.warning("reshard: the update is dropped, the weights stay as they were: %s", decision.get("reason"))
+        except Exception as error:
+            self._log.warning("reshard: the update is dropped, the weights stay as they were: %s", reason(error))
+
+    def finish(self) -> None:
+        """Install what was received, or drop it."""
+        is_ready, self._is_ready, self._is_open = self._is_ready, False, False
+        result = {"installed": False, "reason": "another rank of the engine has dropped the update"}
+        try:
+            # Every rank asks, ready or not, or the others would wait.
+            if self._served.all_agree(is_ready) and self._staged is not None:
+                self._served.install(self._staged)
+                result = {"installed": True}
+        except Exception as error:
+            self._log.exception("reshard: the weights were not installed completely")
+            result = {"installed": False, "broken": True, "reason": reason(error)}
+        # Source rank 0 waits for an answer only where it has said that the update is to be installed.
+        if is_ready and self._transport is not None:
+            with suppress(Exception):
+                self._transport.tell(SOURCE, result)
+
+    def close(self) -> None:
+        """Leave the channel, and give the staging back."""
+        self._leave()
+
+    def _leave(self) -> None:
+        transport = self._transport
+        self._transport = self._exchange = self._staged = None
+        self._is_ready = False
+        if transport is not None:
+            with suppress(Exception):
+                transport.close()
+
+    def _prepare(self, transport: Transport, members: Members) -> None:
+        """Hear the plan, and make place for what it brings."""
+        answer = transport.hear(SOURCE)
+        about = answer.document
+        if "refused" in about:
+            raise RequestError(about["refused"])
+        self._verify, self._expected = bool(about["verify"]), int(about["expected"])
+        try:
+            self._staged = Staged(held_from_json(about["targets"]), about["fills"])
+            if answer.content:
+                self._exchange = Exchange(transport, members, Schedule.from_bytes(answer.content), verify=self._verify)
+        except Exception as error:
+            transport.tell(SOURCE, {"failures": [reason(error)]})
+            raise
+        transport.tell(SOURCE, {"failures": []})
+
+    def _received(self) -> list[str]:
+        assert self._transport is not None and self._staged is not None
+        try:
+            if self._exchange is not None:
+                return self._exchange.receive(self._staged).failures
+            receive_stream(self._transport, SOURCE, self._staged.buffer, expected=self._expected, verify=self._verify)
+        except Exception as error:
+            return [reason(error)]
+        return []
