@@ -33,7 +33,9 @@ _OPTION = "--model-loader-extra-config"
 
 @cache
 def register() -> None:
-    """Register the load format with vLLM. A failure is only logged, since an error here would stop every start of vLLM."""
+    """Register the load format and the weight-transfer backend with vLLM. A failure is only logged, since an error here would stop every
+    start of vLLM."""
+    _register_transfer()
     try:
         from vllm.model_executor.model_loader import register_model_loader
         from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -60,6 +62,16 @@ def register() -> None:
             except ReshardError as error:
                 error.do = f"{error.do}. Here `model=` is the model's directory; other options are keys of {_OPTION}" if error.do else None
                 raise
+
+
+def _register_transfer() -> None:
+    """The weight-transfer backend; its module is imported when an engine uses it. The registry came with vLLM 0.12."""
+    try:
+        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+        WeightTransferEngineFactory.register_engine(LOAD_FORMAT, "reshard.plugins.weight_transfer.vllm", "ReshardTransfer")
+    except (ImportError, ValueError) as error:
+        _log().warning("reshard: this vLLM does not accept weight-transfer backends of plugins: %s", error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Doors of engines through which trainers update their weights: what each engine adds to reshard.live."""
