@@ -11,6 +11,7 @@ from itertools import islice
 from reshard.engine.views import View
 from reshard.geometry.quantities import nbytes_text, plural
 from reshard.index.fold import fold
+from reshard.live.plan.transfer_plan import TransferPlan
 from reshard.measures.changes import Change, sum_of
 from reshard.pages.shard_maps import shard_map, tree_list
 from reshard.picture.drawing import curves, heat_map, in_notebook, stacked
@@ -19,9 +20,10 @@ from reshard.plans.plan import Plan
 from reshard.requests.checkpoint import Checkpoint
 from reshard.serving.capacity import DegreeReport
 from reshard.training.memory import Estimate
-from reshard.training.schedules import Schedule, bubbles
+from reshard.training.schedules import PipelineSchedule, bubbles
 from reshard.verbs.look.diff import Diff
 
+_MOST_RANKS = 64
 _LEAST = 1e-6
 """The relative change that is drawn lightest; ten times as much is a sixth darker."""
 
@@ -63,6 +65,19 @@ def _(plan: Plan) -> Html:
     """Who holds what in the source and in the target, one above the other."""
     source, target = plan_maps(plan)
     return joined((element("h4", f"Source: {plan.source.format}"), source, element("h4", f"Target: {plan.layout.format}"), target))
+
+
+@picture_of.register
+def _(plan: TransferPlan) -> Html:
+    """Who sends how much to whom: a row for each source rank, a column for each target rank of a replica, the darker the more bytes."""
+    traffic = plan.traffic[:_MOST_RANKS, :_MOST_RANKS]
+    most = max(int(traffic.max(initial=0)), 1)
+    rows = [(f"source {rank}", [nbytes / most for nbytes in row]) for rank, row in enumerate(traffic.tolist())]
+    picture = heat_map([str(rank) for rank in range(traffic.shape[1])], rows, title=f"{plan.source} (rows) to {plan.target} (columns)")
+    text = f"{nbytes_text(plan.nbytes)} in all; the darkest cell is {nbytes_text(most)}."
+    hidden = max(0, len(plan.sources) - _MOST_RANKS), max(0, len(plan.memories) - _MOST_RANKS)
+    more = f" {hidden[0]} source ranks and {hidden[1]} target ranks are not drawn." if any(hidden) else ""
+    return joined((picture, element("p", text + more, class_="dim")))
 
 
 @picture_of.register
@@ -137,7 +152,7 @@ def plan_transfers(plan: Plan) -> Counter[tuple[str, str]]:
     return found
 
 
-def bubble_picture(schedules: Sequence[Schedule]) -> Html:
+def bubble_picture(schedules: Sequence[PipelineSchedule]) -> Html:
     """The share of the time that pipelines wait, against the number of microbatches: a curve and a table of each."""
     points = {f"PP {schedule.stages}": bubbles(schedule) for schedule in schedules}
     picture = curves(points, title="Pipeline bubble against microbatches", x_name="microbatches", y_name="bubble")

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # A room imports only rooms above it in this list. architectures/ is data.
 ROOMS = [
     "errors", "geometry", "storage", "containers", "models", "serving", "training", "index", "canonical", "plans", "adapter",
-    "engine", "requests", "measures", "health", "runs", "verbs", "picture", "pages",
+    "engine", "requests", "measures", "health", "runs", "live", "verbs", "picture", "pages",
 ]  # fmt: skip
 CORE = sorted((ROOT / "reshard").rglob("*.py"))
 FORMATS = sorted((ROOT / "formats").rglob("*.py"))
@@ -85,7 +85,7 @@ def test_a_room_imports_rooms_above_it_only():
 
 # The rooms of the main job (docs/design.md), without `serving/learned`; what hangs beside them; and the one file that opens a side room.
 MAIN = ("geometry", "storage", "containers", "index", "models", "canonical", "serving", "plans", "adapter", "requests", "engine")
-SIDE = ("training", "serving.learned", "measures", "health", "runs", "verbs", "pages", "picture")
+SIDE = ("training", "serving.learned", "measures", "health", "runs", "live", "verbs", "pages", "picture")
 DOOR_OF_LEARNED = "reshard/adapter/serving_format/learned.py"
 
 
@@ -235,8 +235,9 @@ def test_nothing_else_can_open_a_network_connection():
                 assert not NETWORK & {name.split(".")[0] for name in names}, label(path)
 
 
-def test_one_verb_asks_a_server():
-    users = {"storage.server": ("verbs.verify_server", "verbs.verify"), "verbs.verify_server": ("verbs.verify",)}
+def test_one_verb_and_live_ask_a_server():
+    asking = ("verbs.verify_server", "verbs.verify", "live.engines", "live.wire.channel", "live.from_files.running_server")
+    users = {"storage.server": asking, "verbs.verify_server": ("verbs.verify",)}
     for path in [*CORE, *FORMATS, *CLI]:
         for used in set(imported(path)) & users.keys():
             assert path in [MODULES.get(user) for user in users[used]] or label(path) == "cli/commands/verify.py", label(path)
