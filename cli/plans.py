@@ -85,8 +85,7 @@ def show_plan(plan: Plan, target: str | None = None) -> None:
             show(f"  store     {each.url}: about {plural(each.reads, 'request')} to read {nbytes_text(each.read)}")
         if each.written:
             show(f"  store     {each.url}: about {plural(each.writes, 'request')} to write {nbytes_text(each.written)}")
-    for cast_from, cast_to, number in summary.casts(plan):
-        show(f"  cast      {plural(number, 'tensor')} from {cast_from} to {cast_to}")
+    show_casts(plan)
     show_drops(plan.drops)
     show_findings(missing_in_target(plan))
     if plan.layout.sidecars:
@@ -94,6 +93,14 @@ def show_plan(plan: Plan, target: str | None = None) -> None:
     for note in plan.layout.notes:
         show(f"  note      {note}")
     show("  checked   every output byte has exactly one source; every source tensor is used or listed as skipped")
+
+
+def show_casts(plan: Plan) -> None:
+    """One line for each pair of element types."""
+    from reshard.plans import summary
+
+    for cast_from, cast_to, number in summary.casts(plan):
+        show(f"  cast      {plural(number, 'tensor')} from {cast_from} to {cast_to}")
 
 
 def show_findings(findings: Iterable[Finding]) -> None:

@@ -37,6 +37,9 @@ def server_document(result: ServerComparison) -> dict[str, Any]:
         "unknown": result.unknown,
         "bytes": result.total_nbytes,
         "compared_bytes": result.nbytes,
+        "version": result.version,
+        "fingerprint": result.fingerprint,
+        "same_version": result.same_version,
     }
 
 
@@ -55,6 +58,7 @@ def show_server(result: ServerComparison, server: str = "the server") -> None:
         ("missing", result.keys("missing")),
         ("not comparable", result.not_comparable),
         ("unknown", result.unknown),
+        ("version", [each.detail for each in result.differences if each.kind == "version"]),
     ):
         for key in keys[:_MOST]:
             show(f"  {title:<14}  {key}")

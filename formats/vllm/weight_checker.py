@@ -11,6 +11,11 @@ kernels:
     a GPU's FP8 matrices        with one scale for each matrix or row transposed (kernels/linear/scaled_mm); with blocks as loaded
     a GPU's other matrices      as loaded
 
+Some modules belong to two others: the router's gate and the shared experts to the layer of experts and to the block around it, projections
+to MLA's layer and to the attention around it. sharded_state files have the inner name, `mlp.experts.gate`, `self_attn.mla_attn.q_b_proj`.
+The checker asks `named_parameters`, which has the outer one, `mlp.gate`, `self_attn.q_b_proj`. MLA's layer splits `kv_b_proj` into `W_UV`
+and `W_UK_T` after loading, and keeps all three.
+
 The panels were measured with the operators of vLLM 0.32's CPU build, the forms on a GPU are read from its source. There are other kernels:
 Marlin's, FlashInfer's and ROCm's arrange quantized weights and experts in ways that are not computed here.
 """
@@ -22,15 +27,32 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.adapter.serving_format.weight_checker import ServerFacts, WeightChecker, panels, texts, widened
+from reshard.adapter.serving_format.weight_checker import ServerFacts, ServingRank, WeightChecker, panels, texts, widened
+
+_SIZES = {
+    "dp": "data_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "pcp": "prefill_context_parallel_size",
+    "tp": "tensor_parallel_size",
+}
 
 
 class VllmWeightChecker(WeightChecker):
     path = "/weight_checker"
     start = "vLLM: set VLLM_SERVER_DEV_MODE=1 in its environment"
     info_path = "/server_info?config_format=json"
+    version_path = "/weight_info"
     hashes = (hashlib.sha256,)
-    own = re.compile(r"attn\._?([qkv]|prob)_(scale|zero_point)$")
+    own = re.compile(r"attn\._?([qkv]|prob)_(scale|zero_point)$|\.mla_attn\.W_U(V|K_T)$")
+    other_names = (
+        (re.compile(r"\.mla_attn\."), (".",)),
+        (re.compile(r"\.experts\.gate\."), (".gate.",)),
+        (re.compile(r"\.experts\._shared_experts\._layer\.expert_gate\."), (".shared_expert_gate.",)),
+        (
+            re.compile(r"\.experts\._shared_experts\._layer\.(shared_experts\.)?"),
+            (".shared_experts.", ".shared_expert.", ".share_expert.", ".shared_mlp."),
+        ),
+    )
     repackings = (panels(16, 1), panels(16, 2), panels(32, 2), panels(None, 1), widened)
 
     def read(self, answer: Mapping[str, Any]) -> dict[str, str]:
@@ -38,9 +60,18 @@ class VllmWeightChecker(WeightChecker):
         return texts(answer["checksums"] if "checksums" in answer else answer["baseline"])
 
     def about(self, info: Mapping[str, Any]) -> ServerFacts:
-        config = info["vllm_config"]
-        dtype = str(config["model_config"]["dtype"]).removeprefix("torch.")
-        return ServerFacts(config["parallel_config"]["enable_expert_parallel"] is True, dtype)
+        split, model = info["vllm_config"]["parallel_config"], info["vllm_config"]["model_config"]
+        dtype, name = str(model["dtype"]).removeprefix("torch."), model.get("model")
+        told = {axis: split.get(key) for axis, key in _SIZES.items()}
+        sizes = ServingRank(**told) if all(type(size) is int and size > 0 for size in told.values()) else None
+        return ServerFacts(split["enable_expert_parallel"] is True, dtype, sizes, name if isinstance(name, str) else None)
+
+    def version(self, answer: Mapping[str, Any]) -> str | None:
+        version = answer["weight_version"]
+        if not isinstance(version, str):
+            raise TypeError(version)
+        # What a server says that loaded its weights at the start (v1/engine/core.py).
+        return None if version == "default" else version
 
     def document(self, digests: Mapping[str, str]) -> dict[str, Any]:
         return {"action": "compare", "baseline": dict(digests)}

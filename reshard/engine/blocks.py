@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from reshard.engine.events import event
-from reshard.engine.pool import Effort, run_jobs
+from reshard.engine.pool import NO_LIMITS, Effort, run_jobs
 from reshard.engine.read_ahead import run_reading
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.recorded import BlockDigests, fingerprint_of
@@ -197,6 +197,12 @@ def digests_by_tensor(plan: Plan, digests: Mapping[BlockKey, bytes]) -> BlockDig
     for (i, j), digest in digests.items():
         found[plan.routes[i].name][j] = digest
     return found | {alias: found[stored] for alias, stored in plan.layout.aliases.items()}
+
+
+def fingerprint_of_result(plan: Plan, effort: Effort = NO_LIMITS) -> Fingerprint:
+    """The fingerprint of what a plan writes. The source is read, and nothing is written."""
+    found = copied_blocks(plan, None, block_jobs(plan, tiles=Tiles()), widest_element(plan), workers_of(plan, effort))
+    return fingerprint_of_blocks(plan, digests_by_tensor(plan, {job.key: digest for job, digest in found}))
 
 
 def fingerprint_of_blocks(plan: Plan, digests: BlockDigests) -> Fingerprint:

@@ -48,7 +48,8 @@ class Difference:
     name: str
     """The tensor, or the file."""
     kind: str
-    """How it differs: "missing", "extra", "shape", "dtype", "values", "size", or "recorded": it is not what reshard wrote."""
+    """How it differs: "missing", "extra", "shape", "dtype", "values", "size", "recorded": it is not what reshard wrote, or "version": a
+    server's version is that of other weights."""
     detail: str
     """A sentence for the user."""
 

@@ -67,13 +67,9 @@ class SelectionOptions(TypedDict, total=False):
     drop_unknown: Annotated[bool, Keyword("Leave out weights that the architecture lacks.")]
 
 
-class TargetOptions(TypedDict, total=False):
-    """How the target is laid out. Options of one format, such as Megatron's `vp`, are accepted as further keywords."""
+class RecipeOptions(TypedDict, total=False):
+    """What is computed for the target."""
 
-    tp: Annotated[int, Keyword("Tensor-parallel size.", "N", 1)]
-    pp: Annotated[int, Keyword("Pipeline-parallel size.", "N", 1)]
-    ep: Annotated[int, Keyword("Expert-parallel size.", "N", 1)]
-    dp: Annotated[int, Keyword("Data-parallel ranks that shard every tensor.", "N", 1)]
     dtype: Annotated[str | None, Keyword("Cast floating-point weights: bf16, fp16, fp32, fp8 ...", "DTYPE")]
     keep_dtype: Annotated[str | tuple[str, ...], Keyword("Do not cast tensors whose names match.", "GLOB")]
     dequantize: Annotated[bool, Keyword("Dequantize weights to `dtype=` (default: bf16).")]
@@ -81,6 +77,15 @@ class TargetOptions(TypedDict, total=False):
     drop_adapter: Annotated[bool, Keyword("Leave out the LoRA adapter that the checkpoint holds.")]
     quantize: Annotated[str | None, Keyword("Quantize linear layers from bf16: fp8-block, mxfp4.", "FORM")]
     requantize: Annotated[str | None, Keyword("Store quantized weights with the same values as fp8-block.", "FORM")]
+
+
+class TargetOptions(RecipeOptions, total=False):
+    """How the target is laid out. Options of one format, such as Megatron's `vp`, are accepted as further keywords."""
+
+    tp: Annotated[int, Keyword("Tensor-parallel size.", "N", 1)]
+    pp: Annotated[int, Keyword("Pipeline-parallel size.", "N", 1)]
+    ep: Annotated[int, Keyword("Expert-parallel size.", "N", 1)]
+    dp: Annotated[int, Keyword("Data-parallel ranks that shard every tensor.", "N", 1)]
 
 
 class PlanOptions(ModelOptions, SelectionOptions, TargetOptions, total=False):

@@ -16,7 +16,9 @@ from reshard.geometry import dtypes
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.value import value
+from reshard.index.index import Index
 from reshard.plans.layout import Target
+from reshard.plans.summary import kinds as kinds_of
 from reshard.requests.keywords import PathLike, PlanOptions, SelectionOptions, take, unknown_keyword
 
 OWN_ADAPTER = "self"
@@ -71,6 +73,14 @@ class ConversionRequest:
     def opened_adapter(self, open: Callable[[PathLike], Opened]) -> Opened | None:
         """The adapter to merge, opened by `open`; None if there is none, or the checkpoint holds it."""
         return None if self.merge_adapter is None or self.merges_own_adapter else open(self.merge_adapter)
+
+
+def cast_of_server(index: Index, served: str | None) -> str | None:
+    """The element type to which a server casts the weights of a checkpoint, if it serves this type; None if it does not cast them."""
+    kinds = [row for row in kinds_of(index) if row.kind in ("weight", "master")]
+    stored = dtypes.from_user(max(kinds, key=lambda row: row.nbytes).dtype) if kinds else None
+    held = dtypes.from_user(served) if served else None
+    return served if stored and held and stored != held and stored.floating and stored.itemsize > 1 else None
 
 
 def _check_one_form(given: Mapping[str, Any]) -> None:

@@ -36,10 +36,6 @@ class ExpectedParameters:
         """The bytes of these parameters."""
         return sum(self.tensors[key].nbytes for key in keys)
 
-    def sort(self, key: str) -> tuple[str, int]:
-        """The element type of a parameter, and the number of its axes."""
-        return self.tensors[key].dtype.name, len(self.tensors[key].shape)
-
     def repacked(self, key: str, way: Repacking) -> str | None:
         """The digest of a parameter that is arranged in a way; None if its shape does not allow it."""
         digest, found = self.new_hash(), False
@@ -70,6 +66,10 @@ class ServerComparison(Comparison):
     """Parameters that the checkpoint gives the ranks."""
     total_nbytes: int = 0
     """The bytes of these parameters, of which `nbytes` were compared."""
+    version: str | None = None
+    """The version that was set with the server's weights, such as a fingerprint or a number; None if the server tells none."""
+    fingerprint: str | None = None
+    """The checkpoint's fingerprint as the server would hold it, if the server's version is a fingerprint."""
 
     @property
     def equal(self) -> bool | None:
@@ -77,6 +77,11 @@ class ServerComparison(Comparison):
         if self.differences:
             return False
         return None if self.not_comparable or self.unknown or not self.parameters else True
+
+    @property
+    def same_version(self) -> bool | None:
+        """Whether the server's version is that of this checkpoint; None if its version is no fingerprint."""
+        return None if self.fingerprint is None else self.version == self.fingerprint
 
     @property
     def found(self) -> int:
@@ -95,6 +100,9 @@ class ServerComparison(Comparison):
             unknown = f"; the checkpoint does not have {len(self.unknown):,} of the server's" if self.unknown else ""
             counts = f"{self.found:,} of {plural(self.parameters, 'parameter')}, {share} of the bytes, are equal"
             return f"cannot tell: {counts}{repacked}{unknown}"
+        if self.same_version is False and len(self.differences) == 1:
+            holds = "has" if self.not_comparable or self.unknown else "holds these weights under"
+            return f"{server} {holds} the version of other weights: {self.found:,} of {plural(self.parameters, 'parameter')} equal"
         counts = f"{plural(self.found, 'parameter')} equal, {len(self.keys('values')):,} different, {len(self.keys('missing')):,} missing"
         other = f", {len(self.not_comparable):,} not comparable" if self.not_comparable else ""
         return f"{server} holds {'these' if self.equal else 'other'} weights: {counts}{other}"
@@ -110,31 +118,75 @@ class ServerComparison(Comparison):
 
 def compare_with_server(expected: ExpectedParameters, held: Mapping[str, str], checker: WeightChecker) -> ServerComparison:
     """Compare what is expected with the digests that a server answers to the weight checker's action `checksum`."""
-    digests, renamed = expected.digests, _renamed(expected.digests, held)
-    as_loaded = {key for key, digest in digests.items() if held.get(key) == digest}
-    rest = [key for key in digests if key not in as_loaded and key not in {*renamed.values()}]
-    nothing = {new_hash().hexdigest() for new_hash in checker.hashes}
-    emptied = {_module_of(key) for key, digest in held.items() if digest in nothing and key not in as_loaded}
-    repacked = {key for key, tensor in expected.tensors.items() if not checker.keeps(tensor, expected.new_hash)}
-    # Nothing is concluded from one parameter that another one contradicts: where one of an element type and number of axes is held as
-    # loaded, none of them is expected in another form.
-    sorts = {expected.sort(key) for key in as_loaded}
-    asked = [key for key in rest if key in held and (_module_of(key) in emptied or (key in repacked and expected.sort(key) not in sorts))]
-    equal = as_loaded | {key for key in asked if held[key] in (expected.repacked(key, way) for way in checker.repackings)}
-    modules, families = {_module_of(key) for key in repacked}, {_family_of(key) for key in equal}
+    expected, own_names = _under_told_names(expected, held, checker)
+    digests, kernels = expected.digests, _Kernels(expected, held, checker)
+    renamed = _renamed(digests, held)
     result = ServerComparison(renamed=renamed, parameters=len(digests), total_nbytes=expected.nbytes(digests))
-    for key in [key for key in rest if key not in equal]:
-        if _module_of(key) in emptied or (_module_of(key) in modules and _family_of(key) not in families):
+    found = kernels.equal | {*renamed.values()}
+    rest = [key for key in digests if key not in found]
+    kernels.find_repacked(rest)
+    for key in rest:
+        if kernels.may_repack(key):
             result.not_comparable.append(key)
         elif key not in held:
             result.differences.append(Difference(key, "missing", "the server does not hold it under any name"))
-        else:
+        elif key not in kernels.equal:
             result.differences.append(Difference(key, "values", "the server holds other bytes"))
     result.unknown += [key for key in held if key not in digests and key not in renamed and not checker.own.search(key)]
-    result.matching = len(equal)
+    result.nbytes = expected.nbytes((*kernels.equal, *renamed.values(), *result.keys("values")))
+    renamed.update((key, own_names[key]) for key in digests if key in own_names and key in kernels.equal)
+    result.matching = len(kernels.equal - own_names.keys())
     result.tensors = result.found + len(result.differences)
-    result.nbytes = expected.nbytes((*equal, *renamed.values(), *result.keys("values")))
     return result
+
+
+def _under_told_names(
+    expected: ExpectedParameters, held: Mapping[str, str], checker: WeightChecker
+) -> tuple[ExpectedParameters, dict[str, str]]:
+    """What is expected, under the names that the server tells where the engine has several; and these names: the server's key -> ours."""
+    told = {key: key for key in expected.digests}
+    for key in expected.digests.keys() - held.keys():
+        told[key] = next((alias for alias in checker.aliases(key) if alias in held and alias not in expected.digests), key)
+    tensors = {told[key]: tensor for key, tensor in expected.tensors.items()}
+    digests = {told[key]: digest for key, digest in expected.digests.items()}
+    return ExpectedParameters(tensors, digests, expected.new_hash), {name: key for key, name in told.items() if name != key}
+
+
+class _Kernels:
+    """What the digests tell about the kernels of a server: which parameters they arrange anew. Nothing is concluded from one parameter that
+    another one contradicts: where one of an element type and number of axes is held as loaded, none of them is expected in another form."""
+
+    def __init__(self, expected: ExpectedParameters, held: Mapping[str, str], checker: WeightChecker) -> None:
+        self._expected, self._held, self._checker = expected, held, checker
+        self.equal = {key for key, digest in expected.digests.items() if held.get(key) == digest}
+        self._as_loaded = {self._sort(key) for key in self.equal}
+        nothing = {new_hash().hexdigest() for new_hash in checker.hashes}
+        self._emptied = {_module_of(key) for key, digest in held.items() if digest in nothing and key not in self.equal}
+        self._kept = {key: checker.keeps(tensor, expected.new_hash) for key, tensor in expected.tensors.items()}
+        self._families: set[str] = set()
+        self._arranged = {_module_of(key) for key, is_kept in self._kept.items() if not is_kept}
+
+    def find_repacked(self, keys: Iterable[str]) -> None:
+        """Add to `equal` those of these parameters that are held as a known kernel arranges them."""
+        for key in keys:
+            is_emptied = _module_of(key) in self._emptied
+            if key in self._held and (is_emptied or (not self._kept[key] and self._sort(key) not in self._as_loaded)):
+                digests = (self._expected.repacked(key, way) for way in self._checker.repackings)
+                if self._held[key] in digests:
+                    self.equal.add(key)
+        self._families = {_family_of(key) for key in self.equal}
+
+    def may_repack(self, key: str) -> bool:
+        """Whether a parameter that is not equal may be the right one, in a form that is not known."""
+        if key in self.equal:
+            return False
+        if _module_of(key) in self._emptied:
+            return True
+        return _module_of(key) in self._arranged and _family_of(key) not in self._families
+
+    def _sort(self, key: str) -> tuple[str, int]:
+        tensor = self._expected.tensors[key]
+        return tensor.dtype.name, len(tensor.shape)
 
 
 def _renamed(digests: Mapping[str, str], held: Mapping[str, str]) -> dict[str, str]:

@@ -9,16 +9,18 @@ from typing import NamedTuple
 
 from reshard.adapter.serving_format.weight_checker import ServerFacts, ServingRank, WeightChecker, split_key
 from reshard.canonical.content import Selection
-from reshard.errors import CheckpointError, UnsupportedError
-from reshard.geometry.dtypes import from_user
+from reshard.engine.blocks import fingerprint_of_result
+from reshard.engine.compare import Difference
+from reshard.errors import CheckpointError, UnsupportedError, printable
 from reshard.geometry.meshes import Parallel
+from reshard.plans.digests import is_digest
+from reshard.plans.plan import Plan
 from reshard.plans.summary import casts
-from reshard.plans.summary import kinds as kinds_of
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import PathLike, Progress
 from reshard.requests.opening import opened
 from reshard.requests.planning import plan_conversion
-from reshard.requests.request import ConversionRequest
+from reshard.requests.request import ConversionRequest, cast_of_server
 from reshard.storage.server import Server
 from reshard.verbs.digests import expected_parameters, weight_checkers
 from reshard.verbs.server_comparison import ExpectedParameters, ServerComparison, compare_with_server
@@ -37,23 +39,27 @@ class HeldWeights(NamedTuple):
     """The server's parallel sizes, as far as its weights depend on them."""
     dtype: str | None
     """The element type to which the server casts weights, if it says so."""
+    version: str | None
+    """The version that was set with the weights, if the server tells one."""
 
 
 def verify_server(
     source: Checkpoint | PathLike, address: str, *, selection: Selection | None = None, progress: Progress | None = None
 ) -> ServerComparison:
     """Whether a live server holds the weights of a checkpoint: every parameter of every rank, by its digest. The server is asked for its
-    engine, its parallel sizes and the digests; the checkpoint is laid out for them.
+    engine, its parallel sizes and the digests; the checkpoint is laid out for them. If the version that the server tells is a fingerprint,
+    as `push` sets it, it is compared, too.
 
     Raises: SystemRefusal if the server cannot be reached, CheckpointError if it has no weight checker or its answer is damaged.
     """
     held, checkpoint = held_weights(Server.at(address)), opened(source)
-    asked = ConversionRequest.of(held.format, {"dtype": _cast(checkpoint, held.dtype)})
+    asked = ConversionRequest.of(held.format, {"dtype": cast_of_server(checkpoint.index, held.dtype)})
     target, has_adapter = replace(asked.target, parallel=held.parallel), bool(checkpoint.content(selection).adapter)
     request = replace(asked, target=target, selection=selection or Selection(), drop_adapter=has_adapter)
     planned = plan_conversion(checkpoint, request)
     expected = expected_parameters(planned, held.digests, held.checker, progress)
     result = compare_with_server(_on_replicas(expected, held.digests, address), held.digests, held.checker)
+    _compare_versions(result, planned, held.version)
     result.notes.append(f"the server runs {held.format} on {held.parallel}")
     if planned.content.adapter:
         result.notes.append("the LoRA adapter of the checkpoint was not compared: the base weights were")
@@ -71,7 +77,7 @@ def held_weights(server: Server) -> HeldWeights:
             facts = checker.about(server.ask(checker.info_path) or {})
         except (CheckpointError, KeyError, TypeError, ValueError):
             facts = ServerFacts()
-        return HeldWeights(name, checker, digests, _parallel(server, facts, digests), facts.dtype)
+        return HeldWeights(name, checker, digests, _parallel(server, facts, digests), facts.dtype, _version(server, checker))
     starts = "; ".join(checker.start for checker in weight_checkers().values())
     raise CheckpointError("the server has no weight checker", where=server.address, do=f"Start it with one. {starts}")
 
@@ -92,12 +98,27 @@ def _parallel(server: Server, facts: ServerFacts, digests: Mapping[str, str]) ->
     return Parallel(tp=sizes.tp, pp=sizes.pp, ep=sizes.tp if facts.expert_parallel else 1)
 
 
-def _cast(checkpoint: Checkpoint, served: str | None) -> str | None:
-    """The element type to which a server has cast the weights; None if it has not."""
-    kinds = [row for row in kinds_of(checkpoint.index) if row.kind in ("weight", "master")]
-    stored = from_user(max(kinds, key=lambda row: row.nbytes).dtype) if kinds else None
-    held = from_user(served) if served else None
-    return served if stored and held and stored != held and stored.floating and stored.itemsize > 1 else None
+def _version(server: Server, checker: WeightChecker) -> str | None:
+    """The version that was set with a server's weights; None if it tells none."""
+    try:
+        return checker.version(server.ask(checker.version_path) or {}) if checker.version_path else None
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _compare_versions(result: ServerComparison, planned: Plan, version: str | None) -> None:
+    """Compare the server's version with the fingerprint of the checkpoint, if it is one."""
+    result.version = version
+    if version is None or not is_digest(version):
+        if version is not None:
+            result.notes.append(f"the server's version is {printable(version)[:80]}, which says nothing about this checkpoint")
+        return
+    result.fingerprint = fingerprint_of_result(planned).root
+    if result.same_version:
+        result.notes.append(f"the server's version is this checkpoint's fingerprint, {version}")
+    else:
+        detail = f"the server's version is {version}, and this checkpoint's fingerprint is {result.fingerprint}"
+        result.differences.append(Difference("weight_version", "version", detail))
 
 
 def _on_replicas(expected: ExpectedParameters, held: Mapping[str, str], address: str) -> ExpectedParameters:

@@ -3,6 +3,7 @@ model is asked in tests/serving."""
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from helpers.fixture_places import HF
 from helpers.reshard_command import reshard
-from helpers.weight_servers import LIES, SLOW_LIES, answering, held, lying, server, vllm
+from helpers.weight_servers import LIES, SLOW_LIES, answering, held, lying, served_model, server, vllm
 from safetensors.torch import load_file, save_file
 
 import reshard as library
@@ -32,7 +33,8 @@ def verified(model, answers, *options):
 def test_the_degrees_are_learned_from_the_answer(tp, pp, dp):
     result, asked, address = verified("llama", vllm(held("llama", dp, tp=tp, pp=pp)))
     assert result.code == 0 and result.out.startswith(f"{address} holds these weights"), result.out
-    assert asked == [("POST", "/weights_checker"), ("POST", "/weight_checker"), ("GET", "/server_info?config_format=json")]
+    about = [("GET", "/server_info?config_format=json"), ("GET", "/weight_info")]
+    assert asked == [("POST", "/weights_checker"), ("POST", "/weight_checker"), *about]
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
@@ -140,6 +142,32 @@ def test_experts_in_the_panels_of_a_cpu_are_equal_or_different(rows, together):
     assert result.code == 1 and result.document["equal"] is not True
 
 
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
+def test_what_a_real_server_of_a_mixture_answers_is_compared(model, tmp_path):
+    """vLLM's checker has the router's gate and more under another name than its files, and on a CPU linear layers are empty parameters."""
+    with server(served_model(model, tmp_path / "model")) as (address, _):
+        result = reshard("verify", tmp_path / "model", address, "--json")
+    about = result.document["server"]
+    assert result.document["equal"] is None and not result.document["differences"] and not about["unknown"], about
+    assert all(re.search(r"(_proj|\.gate)\.weight$", key) for key in about["not_comparable"]), about
+    assert about["matching"] + len(about["renamed"]) == about["parameters"] - len(about["not_comparable"])
+    names = {key.rpartition(".layers.")[2]: ours.rpartition(".layers.")[2] for key, ours in about["renamed"].items()}
+    if model == "deepseek_v3":
+        assert names["1.mlp.gate.e_score_correction_bias"] == "1.mlp.experts.gate.e_score_correction_bias"
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
+def test_experts_of_a_real_server_that_are_not_the_checkpoints_are_named(model, tmp_path):
+    answers = served_model(model, tmp_path / "model")
+    status, body, headers = answers["/weight_checker"]
+    digests = json.loads(body)["checksums"]
+    key = next(key for key in digests if "w2_weight" in key)
+    answers["/weight_checker"] = status, json.dumps({"checksums": {**digests, key: "0" * 64}}).encode(), headers
+    with server(answers) as (address, _):
+        result = reshard("verify", tmp_path / "model", address, "--json")
+    assert result.code == 1 and result.document["server"]["different"] == [key]
+
+
 def test_a_bias_that_a_cpu_made_wider_is_compared():
     layer = "dp0:pp0:pcp0:tp0:model.layers.0.self_attn.qkv_proj."
     digests, view = held("qwen2"), library.open(HF / "qwen2").view(to="vllm", rank=0)
@@ -148,6 +176,43 @@ def test_a_bias_that_a_cpu_made_wider_is_compared():
     assert verified("qwen2", vllm(biased), "--json")[0].document["server"]["not_comparable"] == [layer + "weight"]
     biased[layer + "bias"] = "1" * 64
     assert verified("qwen2", vllm(biased), "--json")[0].document["server"]["not_comparable"] == [layer + "weight", layer + "bias"]
+
+
+def with_version(version):
+    return {"/weight_info": (200, json.dumps({"weight_version": version}).encode(), {})}
+
+
+def test_the_version_of_a_server_is_compared():
+    own = library.fingerprint(HF / "llama").root
+    result = verified("llama", vllm(held("llama", tp=2), **with_version(own)), "--json")[0]
+    about = result.document["server"]
+    assert (result.code, about["version"], about["fingerprint"], about["same_version"]) == (0, own, own, True)
+    other = own[:-1] + ("0" if own[-1] != "0" else "1")
+    result = verified("llama", vllm(held("llama", tp=2), **with_version(other)), "--json")[0]
+    about = result.document["server"]
+    assert (result.code, about["equal"], about["fingerprint"], about["same_version"]) == (1, False, own, False)
+    assert [(each["name"], each["kind"]) for each in result.document["differences"]] == [("weight_version", "version")]
+    said = verified("llama", vllm(held("llama", tp=2), **with_version(other)))[0].out
+    assert "holds these weights under the version of other weights: 30 of 30 parameters equal" in said and other in said and own in said
+    hidden = verified("llama", vllm(with_linears_emptied(held("llama")), **with_version(other)))[0]
+    assert hidden.code == 1 and "has the version of other weights: 7 of 15" in hidden.out
+
+
+def test_the_version_is_of_the_weights_as_the_server_casts_them(tmp_path):
+    library.convert(library.plan(HF / "llama", to="hf", dtype="fp16"), tmp_path / "cast")
+    version = library.fingerprint(tmp_path / "cast").root
+    result = verified("llama", vllm(held("llama", dtype="fp16"), dtype="torch.float16", **with_version(version)), "--json")[0]
+    assert result.code == 0 and result.document["server"]["same_version"] is True
+
+
+@pytest.mark.parametrize("version", ["default", "120", "a" * 500 + "\x1b[2J", 7, None, ["x"]])
+def test_a_version_that_is_no_fingerprint_is_told_and_not_compared(version):
+    answers = vllm(held("llama"), **with_version(version))
+    result, said = verified("llama", answers, "--json")[0], verified("llama", answers)[0]
+    about = result.document["server"]
+    expected = version if isinstance(version, str) and version != "default" else None
+    assert (result.code, about["version"], about["fingerprint"], about["same_version"]) == (0, expected, None, None)
+    assert ("the server's version is" in said.out) == (expected is not None) and "\x1b" not in said.out
 
 
 def test_sglang_is_asked_likewise():

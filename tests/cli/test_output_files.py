@@ -38,6 +38,7 @@ RUNS: dict[str, tuple[object, ...]] = {
     "fingerprint": (LLAMA,),
     "digests": (LLAMA, "--to", "vllm"),
     "roundtrip": (LLAMA, "--to", "dcp"),
+    "push": (LLAMA, "http://127.0.0.1:9"),
     "watch": (FIXTURES / "deepspeed" / "absent", "--to", "hf", "--into", "{new}/{step}", "--once"),
     "degrees": (LLAMA, "--to", "vllm"),
     "learn": (LLAMA, "--engine", "vllm"),

@@ -17,6 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LONG = "--long" in sys.argv
 """Whether all cases are checked, and not only those for which CI has the time."""
 
+# What the package is made of, plugin included.
+PACKAGE = ("pyproject.toml", "setup.py", "README.md", "reshard", "formats", "cli", "plugins")
+
 # Each check as (what, passed, detail), from reshard's command, the framework's interpreter and a folder to work in.
 Checks = Callable[[Path, Path, Path], Iterator[tuple[str, bool, str]]]
 
@@ -68,3 +71,15 @@ def run_checks(checks: Checks, environment: Environment, about: str) -> int:
             print(f"{'ok  ' if passed else 'FAIL'} {what}{'' if passed else ': ' + detail}", flush=True)
     print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
     return 0 if results and all(results) else 1
+
+
+def installed(python: Path, work: Path) -> Path:
+    """A folder that makes a copy of this tree importable, entry points included; vLLM's environment stays as it is."""
+    source, target = work / "package", work / "site"
+    source.mkdir()
+    for name in PACKAGE:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", target, source]
+    subprocess.run(pip, check=True)
+    return target

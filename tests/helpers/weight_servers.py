@@ -8,13 +8,14 @@ import itertools
 import json
 import math
 import socket
+import sys
 import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import reshard as library
-from helpers.fixture_places import HF
+from helpers.fixture_places import FIXTURES, HF
 
 
 @contextmanager
@@ -61,6 +62,16 @@ def vllm(digests, *, expert_parallel=False, dtype="torch.bfloat16", **more):
         "/server_info": (200, json.dumps(config).encode(), {}),
         **more,
     }
+
+
+def served_model(name, folder):
+    """Makes the model that a real server was asked about, in a folder; returns what the server answered (fixtures/vllm_served)."""
+    sys.path.append(str(FIXTURES))
+    import named_weights
+
+    recorded = json.loads((FIXTURES / "vllm_served" / f"{name}.json").read_text())
+    named_weights.write(folder, recorded["config"], recorded["shapes"])
+    return {path: (200, json.dumps(answer).encode(), {}) for path, answer in recorded["answers"].items()}
 
 
 SECONDS, MOST_BYTES = 20, 1 << 30

@@ -39,7 +39,7 @@ import sessions  # noqa: E402
 from helpers.asked_process import Ask, asking  # noqa: E402
 from helpers.eagle_draft import make_draft  # noqa: E402
 from helpers.fixture_places import exchange_query_heads, ranks, stored  # noqa: E402
-from helpers.framework_environments import Environment, run_checks  # noqa: E402
+from helpers.framework_environments import Environment, installed, run_checks  # noqa: E402
 from live import live_checks  # noqa: E402
 
 # Without dependencies: vLLM's own would replace torch.
@@ -49,8 +49,6 @@ FSDP2 = ROOT / "fixtures" / "dcp" / "fsdp2"
 ZERO3 = ROOT / "fixtures" / "deepspeed" / "z3-bf16"
 MEGATRON = ROOT / "fixtures" / "megatron" / "llama-tied-pp2"
 RANDOM_CASES = 26  # of random_models.py: two of each of its model types
-# What the package is made of, plugin included.
-PACKAGE = ("pyproject.toml", "setup.py", "README.md", "reshard", "formats", "cli", "plugins")
 
 
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
@@ -195,18 +193,6 @@ def noticed(work: Path, ask: Ask, plugin: Path) -> Iterator[tuple[str, bool, str
     found, messages = held(ask, unknown, plugin, {}, tensor_parallel_size=2)
     lost = found is None and "model.layers.1.self_attn.qkv_proj.weight: it was not loaded" in messages
     yield "of such a model a missing weight is noticed", lost, messages[-2000:]
-
-
-def installed(python: Path, work: Path) -> Path:
-    """A folder that makes a copy of this tree importable, entry points included; vLLM's environment stays as it is."""
-    source, target = work / "package", work / "site"
-    source.mkdir()
-    for name in PACKAGE:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, source / name)
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", target, source]
-    subprocess.run(pip, check=True)
-    return target
 
 
 def cached_as_by_the_hub(folder: Path, cache: Path) -> None:

@@ -15,9 +15,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,7 +31,6 @@ import sessions  # noqa: E402
 
 vllm_make = makers.load("vllm")
 FSDP2 = ROOT / "fixtures" / "dcp" / "fsdp2"
-SECONDS = 300
 
 
 def live_checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
@@ -174,7 +170,7 @@ def running(python: Path, model: Path, tp: int, log: Path, *, keep: bool, develo
         command = [python, "-m", "vllm.entrypoints.openai.api_server", *options, *small]
         process = subprocess.Popen([*map(str, command)], env=environment, stdout=messages, stderr=messages, start_new_session=True)
         try:
-            wait_for(f"http://127.0.0.1:{port}/health", process, log)
+            sessions.wait_for(f"http://127.0.0.1:{port}/health", process, log)
             yield f"http://127.0.0.1:{port}"
         finally:
             process.send_signal(signal.SIGINT)
@@ -185,14 +181,3 @@ def running(python: Path, model: Path, tp: int, log: Path, *, keep: bool, develo
             # Ranks on a CPU leave shared memory, named as the file by which they met.
             for meeting in log.parent.glob("vllm_dist_*"):
                 vllm_make.remove_shared_memory(meeting.name)
-
-
-def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(address, timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    raise SystemExit(f"the server does not answer: {log.read_text()[-3000:]}")

@@ -78,6 +78,10 @@ class ServingRank(NamedTuple):
         return f"dp{self.dp}:pp{self.pp}:pcp{self.pcp}:tp{self.tp}:{name}"
 
 
+OtherNames = tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]
+"""Modules that an engine knows under several names: a pattern of one name, and what else may stand in the place of what it matches."""
+
+
 class ServerFacts(NamedTuple):
     """What a server says about itself."""
 
@@ -85,6 +89,10 @@ class ServerFacts(NamedTuple):
     """Whether its ranks share the experts."""
     dtype: str | None = None
     """The element type to which it casts the weights, such as bfloat16; None if it does not say."""
+    sizes: ServingRank | None = None
+    """How many ranks it has along each axis; None if it does not say."""
+    model: str | None = None
+    """The directory or the name by which it opened the model; None if it does not say."""
 
 
 def split_key(key: str) -> tuple[ServingRank, str]:
@@ -105,16 +113,25 @@ class WeightChecker(ABC):
     """How to start a server that has the endpoint."""
     info_path: ClassVar[str]
     """The path where the server describes itself."""
+    version_path: ClassVar[str] = ""
+    """The path where the server tells the version of its weights; empty if it does not."""
     hashes: ClassVar[tuple[Callable[[], ParameterHash], ...]]
     """The ways in which servers hash a parameter, the usual one first."""
     own: ClassVar[re.Pattern[str]]
     """The names of what the engine makes itself, such as scales of the KV cache: no checkpoint says what they should be."""
+    other_names: ClassVar[OtherNames] = ()
+    """Parameters that the engine has under several names, of which its files have one and its weight checker another."""
     repackings: ClassVar[tuple[Repacking, ...]]
     """How the engine arranges weights anew after loading, as far as that is known."""
 
     def keeps(self, weight: ReadableWeight, new_hash: Callable[[], ParameterHash]) -> bool:
         """Whether the engine holds a weight as it was loaded, whatever the kernels, or nothing under its name."""
         return weight.dtype.floating and weight.dtype.itemsize > 1 and len(weight.shape) < 3
+
+    def aliases(self, key: str) -> Iterator[str]:
+        """The keys under which a parameter may be told, besides its own."""
+        for pattern, names in self.other_names:
+            yield from (pattern.sub(name, key, count=1) for name in names if pattern.search(key))
 
     @abstractmethod
     def read(self, answer: Mapping[str, Any]) -> dict[str, str]:
@@ -139,6 +156,10 @@ class WeightChecker(ABC):
     @abstractmethod
     def about(self, info: Mapping[str, Any]) -> ServerFacts:
         """What the weights depend on, in the server's description of itself. Raises as `read` does."""
+
+    def version(self, answer: Mapping[str, Any]) -> str | None:
+        """The version that was set with the server's weights; None if none was. Raises as `read` does."""
+        return None
 
     @abstractmethod
     def document(self, digests: Mapping[str, str]) -> dict[str, Any]:
