@@ -38,6 +38,7 @@ COMMANDS = {
     "fingerprint": (".commands.look.fingerprint", "Digest a checkpoint's weights, whatever their layout."),
     "digests": (".commands.digests", "Digest what a serving engine's ranks hold, and compare with a live server."),
     "roundtrip": (".commands.roundtrip", "Prove that a conversion and its way back lose nothing."),
+    "push": (".commands.push", "Send a checkpoint's weights to a running server, without a file."),
     "watch": (".commands.watch", "Convert every step of a run as soon as it is complete."),
     "degrees": (".commands.look.degrees", "List the valid TP/PP sizes and the memory each GPU needs."),
     "learn": (".commands.look.learn", "Learn how a serving engine lays out a model, from the engine's own loader."),

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from reshard.verbs.look.learn import learn
     from reshard.verbs.look.stats import stats
     from reshard.verbs.plan import load_plan, plan, save_plan
+    from reshard.verbs.push import push
     from reshard.verbs.roundtrip import roundtrip
+    from reshard.verbs.transfers import transfers
     from reshard.verbs.verify import verify
     from reshard.verbs.watch import watch
 
@@ -52,9 +54,11 @@ __all__ = [
     "load_plan",
     "open",
     "plan",
+    "push",
     "roundtrip",
     "save_plan",
     "stats",
+    "transfers",
     "verify",
     "watch",
 ]

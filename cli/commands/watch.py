@@ -1,4 +1,4 @@
-"""reshard watch: convert every step of a run as soon as it is complete."""
+"""reshard watch: convert every step of a run as soon as it is complete, or push it to running servers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from ..tables import show, standard_output
     "watch",
     "reshard watch runs/7 --to vllm --tp 8 --into served/{step} --keep 3",
     "reshard watch runs/7 --to hf --into hf/{step} --all",
+    "reshard watch runs/7 --push http://localhost:8000",
 )
 @click.argument("run")
-@click.option("--into", required=True, metavar="OUT/{step}", help="The folder of each output; {step} is the step's number.")
+@click.option("--into", metavar="OUT/{step}", help="The folder of each output; {step} is the step's number.")
+@click.option(
+    "--push", multiple=True, metavar="SERVER", help="Send the newest step's weights to this running server, such as http://localhost:8000."
+)
 @click.option("--all", "once", is_flag=True, help="Convert what is complete now, and end.")
 @click.option("--keep", type=click.IntRange(1), metavar="N", help="Keep the outputs of the newest N steps.")
 @click.option("--then", metavar="COMMAND", help="Run a shell command after each step; RESHARD_TARGET and RESHARD_STEP are set.")
@@ -34,12 +38,15 @@ from ..tables import show, standard_output
     metavar="SECONDS",
     help="Without a marker, a checkpoint is complete when nothing has changed for so long (default: 60).",
 )
-@options.target()
+@options.target(required=False)
 @options.selection("Convert")
 @options.model
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document per line for every event.")
-def command(run: str, to: str, as_json: bool, **given: Any) -> None:
-    """Convert every step of RUN once, as soon as it is complete, and verify it.
+def command(run: str, to: str | None, as_json: bool, **given: Any) -> None:
+    """Convert every step of RUN once, as soon as it is complete, and verify it; or push it to running servers.
+
+    --to and --into convert each step to a format, into a folder of its own. --push sends the weights of the newest step to a server, as
+    `reshard push` does, after that or instead of it.
 
     A step is complete when its marker is there: a tracker that names it or a later step (latest, latest_checkpointed_iteration.txt), or
     .metadata; without one, when nothing has changed in it for a while. The link `latest` beside the outputs points at the newest; in a

@@ -1,11 +1,11 @@
-"""The verb `watch`: convert every step of a run once, as soon as it is complete."""
+"""The verb `watch`: convert every step of a run once, or push it to running servers, as soon as it is complete."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
 from reshard.engine.events import event
@@ -13,7 +13,7 @@ from reshard.engine.pool import Effort
 from reshard.errors import DifferenceFound, RequestError, ReshardError, UnsupportedError
 from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
-from reshard.geometry.value import value
+from reshard.geometry.value import mutable, value
 from reshard.requests.keywords import PathLike, PlanOptions, checked_keywords
 from reshard.runs.local_outputs import LocalOutputs
 from reshard.runs.outputs import LATEST, Outputs, WatchRecord
@@ -45,6 +45,8 @@ class WatchOptions(PlanOptions, total=False):
     """Seconds between two looks at the run."""
     quiet: float
     """Seconds without a change after which a checkpoint without a marker counts as complete."""
+    push: str | Sequence[str] | None
+    """The address of a running server, or several, which get the weights of the newest step."""
 
 
 @value
@@ -52,13 +54,13 @@ class WatchEvent:
     """Something that a watch has done."""
 
     event: str
-    """"waiting", "converted", "linked", "latest", "ran", "removed", "finished" or "failed"."""
+    """"waiting", "converted", "linked", "latest", "pushed", "ran", "removed", "finished" or "failed"."""
     step: int
     """The step."""
     source: str
     """Its checkpoint."""
     target: str
-    """The folder that it is converted to."""
+    """The folder that it is converted to, or the servers that it is pushed to."""
     detail: str
     """What happened, in words."""
     time: float
@@ -70,12 +72,12 @@ class WatchEvent:
 
 
 @checked_keywords
-def watch(run: PathLike, *, to: str, into: str, **options: Unpack[WatchOptions]) -> Iterator[WatchEvent]:
+def watch(run: PathLike, *, to: str | None = None, into: str | None = None, **options: Unpack[WatchOptions]) -> Iterator[WatchEvent]:
     """Convert every complete step of a run to the format `to`, verify it, and go on until interrupted. Each step is converted once, also
     across restarts. Yields what was done.
 
     into: the folder of one output, with {step} for the step's number, such as OUT/{step}; and {part} for the part. Both it and the run
-    may be URLs.
+    may be URLs. push: servers that get the newest step, after it was converted, or without that if `into` is left out.
 
     Takes the keywords of `plan`. A step that cannot be converted is an event, and is tried again later.
 
@@ -84,22 +86,14 @@ def watch(run: PathLike, *, to: str, into: str, **options: Unpack[WatchOptions])
     """
     given: dict[str, Any] = dict(options)
     once, poll, quiet = given.pop("once", False), given.pop("poll", _POLL_SECONDS), given.pop("quiet", QUIET_SECONDS)
-    part = given.pop("part", None)
-    folder, name = _pattern(into)
-    link = given.pop("link_unchanged", False)
-    if link and is_url(into):
-        raise UnsupportedError(
-            "`link_unchanged=True` needs outputs on a disk",
-            where=into,
-            why="Objects have no links, and copies of objects take as much room",
-            do="Leave it out",
-        )
-    work = _Work(to, _outputs(folder), name, given.pop("keep", None), given.pop("then", None), link, given)
+    part, servers = given.pop("part", None), given.pop("push", None) or ()
+    servers = (servers,) if isinstance(servers, str) else tuple(servers)
+    work = _work(to, into, servers, given)
     seen = Seen()
     pauses: dict[str, tuple[float, float]] = {}
     waiting: dict[str, str] = {}
     while True:
-        steps = _chosen(find_steps(run, quiet=quiet, seen=seen), part, into)
+        steps = _chosen(find_steps(run, quiet=quiet, seen=seen), part, into or "")
         for step in work.pending(steps):
             if not step.complete:
                 if waiting.get(step.path) != step.completeness.reason:
@@ -117,6 +111,42 @@ def watch(run: PathLike, *, to: str, into: str, **options: Unpack[WatchOptions])
         if once:
             return
         time.sleep(poll)
+
+
+def _work(to: str | None, into: str | None, servers: tuple[str, ...], given: dict[str, Any]) -> _Work | _Pushes:
+    """What is done with each step. Raises: as `watch` does."""
+    if into is None:
+        if not servers:
+            raise RequestError("there is nothing to do with a step", do="Give `into=OUT/{step}` and `to=`, or `push=` a server's address")
+        return _Pushes(servers, given.pop("then", None), _of_a_push({"to": to, **given}, refuse=True))
+    if to is None:
+        raise RequestError("`to=` is missing", why="The steps are converted to a format", do="Give for example `to=hf`")
+    folder, name = _pattern(into)
+    link = given.pop("link_unchanged", False)
+    if link and is_url(into):
+        raise UnsupportedError(
+            "`link_unchanged=True` needs outputs on a disk",
+            where=into,
+            why="Objects have no links, and copies of objects take as much room",
+            do="Leave it out",
+        )
+    keep, then = given.pop("keep", None), given.pop("then", None)
+    pushes = _Pushes(servers, None, _of_a_push(given)) if servers else None
+    return _Work(to, _outputs(folder), name, keep, then, link, given, pushes)
+
+
+def _of_a_push(given: dict[str, Any], *, refuse: bool = False) -> dict[str, Any]:
+    """The keywords that `push` has, too. refuse: raise RequestError for others."""
+    from reshard.verbs.push import PushOptions
+
+    others = [name for name, each in given.items() if name not in PushOptions.__annotations__ and each not in (None, False, 1, "", ())]
+    if refuse and others:
+        raise RequestError(
+            f"`{others[0]}=` does not go with `push=` without `into=`",
+            why="No file is written, and the servers have the sizes and the format",
+            do="Leave it out, or add `into=OUT/{step}`",
+        )
+    return {name: each for name, each in given.items() if name in PushOptions.__annotations__}
 
 
 def _pattern(into: str) -> tuple[str, str]:
@@ -168,14 +198,14 @@ class _Work:
     """Whether equal files are linked."""
     options: dict[str, Any]
     """The keywords of `plan`."""
+    pushes: _Pushes | None = None
+    """What is done with servers."""
 
     def name(self, step: Step) -> str:
         return self.pattern.replace("{step}", str(step.number)).replace("{part}", step.part.replace("/", "-") or "model")
 
     def event(self, name: str, step: Step, detail: str) -> WatchEvent:
-        found = WatchEvent(name, step.number, step.path, self.outputs.place(self.name(step)), detail, round(time.time(), 3))
-        event(f"watch-{name}", f"step {step.number}: {name}: {detail}", step=step.number, source=step.path, target=found.target)
-        return found
+        return _happened(name, step, self.outputs.place(self.name(step)), detail)
 
     def pending(self, steps: list[Step]) -> list[Step]:
         """The steps that are to be done, in order: where only the newest are kept, no older ones."""
@@ -204,20 +234,64 @@ class _Work:
         newer = any(each.number > step.number and each.name in there for each in record.finished())
         if not newer and self.outputs.move_latest(name):
             yield self.event("latest", step, f"{self.outputs.place(LATEST)} points at it")
+        if self.pushes and not newer:
+            yield from self.pushes.push(step)
         if self.then:
-            yield self.event("ran", step, self._run(step, target))
+            yield self.event("ran", step, _run(self.then, step, target))
         record.add(step, name)
         yield self.event("finished", step, f"{sum(file.nbytes for file in files):,} bytes verified")
         for old in record.finished()[: -self.keep] if self.keep else ():
             if old.name in there and self.outputs.remove(old.name):
                 yield self.event("removed", step, f"{self.outputs.place(old.name)}, which is older than the newest {self.keep}")
 
-    def _run(self, step: Step, target: str) -> str:
-        """Run the command. Raises RequestError if it fails."""
-        assert self.then is not None
-        about = {"RESHARD_STEP": str(step.number), "RESHARD_SOURCE": step.path, "RESHARD_TARGET": target}
-        # What it prints goes to stderr: stdout is the watch's own.
-        code = subprocess.run(self.then, shell=True, env={**os.environ, **about}, stdout=2, stdin=subprocess.DEVNULL).returncode
-        if code:
-            raise RequestError(f"the command of `then=` ended with exit code {code}", where=target, do="It is run again later")
-        return f"{self.then!r} ended with exit code 0"
+
+@mutable
+class _Pushes:
+    """What is done with each step if its weights go to servers and no file is written. What was pushed is known until the watch ends."""
+
+    servers: tuple[str, ...]
+    """The addresses."""
+    then: str | None
+    """The command after each."""
+    options: dict[str, Any]
+    """The keywords of `push`."""
+    newest: int | None = None
+    """The newest step that was pushed."""
+
+    def event(self, name: str, step: Step, detail: str) -> WatchEvent:
+        return _happened(name, step, ", ".join(self.servers), detail)
+
+    def pending(self, steps: list[Step]) -> list[Step]:
+        """The newest complete step, unless it was pushed, and the unfinished ones after it."""
+        newest = max((step.number for step in steps if step.complete), default=None)
+        later = (step for step in steps if self.newest is None or step.number > self.newest)
+        return [step for step in later if newest is None or step.number >= newest]
+
+    def do(self, step: Step) -> Iterator[WatchEvent]:
+        yield from self.push(step)
+        if self.then:
+            yield self.event("ran", step, _run(self.then, step, ", ".join(self.servers)))
+        self.newest = step.number
+        yield self.event("finished", step, "the servers answer with it")
+
+    def push(self, step: Step) -> Iterator[WatchEvent]:
+        from reshard.verbs.push import push
+
+        result = push(step.path, self.servers, **self.options)
+        yield self.event("pushed", step, f"{result.nbytes:,} bytes in {result.seconds:.1f} s, version {result.version}")
+
+
+def _happened(name: str, step: Step, target: str, detail: str) -> WatchEvent:
+    found = WatchEvent(name, step.number, step.path, target, detail, round(time.time(), 3))
+    event(f"watch-{name}", f"step {step.number}: {name}: {detail}", step=step.number, source=step.path, target=found.target)
+    return found
+
+
+def _run(command: str, step: Step, target: str) -> str:
+    """Run a command. Raises RequestError if it fails."""
+    about = {"RESHARD_STEP": str(step.number), "RESHARD_SOURCE": step.path, "RESHARD_TARGET": target}
+    # What it prints goes to stderr: stdout is the watch's own.
+    code = subprocess.run(command, shell=True, env={**os.environ, **about}, stdout=2, stdin=subprocess.DEVNULL).returncode
+    if code:
+        raise RequestError(f"the command of `then=` ended with exit code {code}", where=target, do="It is run again later")
+    return f"{command!r} ended with exit code 0"

@@ -22,6 +22,8 @@ CALLS = {
     "estimate": lambda **options: reshard.estimate(HF, **options),
     "explain": lambda **options: reshard.explain(HF, HF, **options),
     "fingerprint": lambda **options: reshard.fingerprint(HF, **options),
+    "push": lambda **options: reshard.push(HF, "http://127.0.0.1:9", **options),
+    "transfers": lambda **options: reshard.transfers(HF, to="vllm", **options),
     "stats": lambda **options: reshard.stats(HF, **options),
     "verify": lambda **options: reshard.verify(HF, HF, **options),
 }

@@ -1,0 +1,94 @@
+"""reshard push: the weights of a checkpoint into a running server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from reshard.geometry.quantities import plural
+from reshard.requests.keywords import RecipeOptions, SelectionOptions
+
+from .. import options
+from ..invocation import current
+from ..json_output import show_json
+from ..plans import plan_document, show_casts, show_drops
+from ..progress import working
+from ..tables import nbytes_text, show
+
+if TYPE_CHECKING:
+    from reshard.verbs.push import PlannedPush, PushResult
+
+
+@options.command(
+    "push",
+    "reshard push step-1000 http://localhost:8000 --model llama-3-8b",
+    "reshard push step-1000 http://localhost:8000 --dry-run",
+    "reshard push step-1000 http://host-1:8000 http://host-2:8000",
+)
+@click.argument("source")
+@click.argument("servers", nargs=-1, required=True, metavar="SERVER...")
+@options.keywords(SelectionOptions, "weights", "strip_prefix", "root", "drop_unknown", section=options.SELECTION, verb="Push")
+@options.keywords(RecipeOptions, section=options.TARGET)
+@options.option(
+    "--set-version",
+    "version",
+    section=options.TARGET,
+    metavar="TEXT",
+    help="What the servers call the new weights (default: the checkpoint's fingerprint, which `reshard verify` compares).",
+)
+@options.format_name
+@options.model
+@options.option("--dry-run", section=options.OUTPUT, is_flag=True, help="Ask the servers and show the proven plan; send nothing.")
+@options.effort
+@options.summary_or_full
+def command(source: str, servers: tuple[str, ...], dry_run: bool, as_json: bool, full: bool, **given: Any) -> None:
+    """Send the weights of SOURCE to the running servers SERVER..., such as http://localhost:8000, which answer with them from then on.
+
+    SOURCE may have any format. It is laid out for the servers' parallel sizes and element type, each byte is read once, and no file is
+    written. The servers wait for requests that run, take all weights or none, and clear their prefix caches.
+
+    vLLM takes weights if it was started with VLLM_SERVER_DEV_MODE=1 in its environment and --weight-transfer-config '{"backend":
+    "reshard"}', and reshard is installed beside it. This command needs torch.
+    """
+    from reshard.engine.pool import Effort
+    from reshard.verbs.push import planned_push
+
+    effort = {name: given.pop(name) for name in ("workers", "memory", "show_progress")}
+    version = given.pop("version")
+    found = planned_push(source, servers, **given)
+    if dry_run:
+        show_json(plan_document(found.plan, full=full)) if as_json else _show_planned(found)
+        return
+    with working("push", found.total, effort) as keywords:
+        result = found.run(Effort(**keywords), version)
+    if as_json:
+        show_json({**result.to_json(), "plan": plan_document(found.plan, full=True)} if full else result.to_json())
+    else:
+        _show(result)
+        if not current().log.quiet:
+            show_drops(found.plan.drops)
+
+
+def _show_planned(found: PlannedPush) -> None:
+    """What would be sent, and what is cast or left out on the way."""
+    plan, totals = found.plan, found.plan.totals()
+    for server in found.servers:
+        replicas = f", {plural(server.replicas, 'replica')}" if server.replicas > 1 else ""
+        show(f"{plan.source.format} -> {server.address}: {server.format} on {server.parallel}{replicas}, {server.dtype or 'as stored'}")
+    show(f"  read      {nbytes_text(totals.read)}, {plural(totals.tensors, 'tensor')}")
+    show(f"  send      {nbytes_text(totals.copied)} to {plural(len(plan.layout.files), 'rank')} of each replica")
+    show_casts(plan)
+    show_drops(plan.drops)
+    for note in found.notes:
+        show(f"  note      {note}")
+    show("  checked   every byte of every rank has exactly one source; every source tensor is used or listed as skipped")
+
+
+def _show(result: PushResult) -> None:
+    """What was sent, and what the servers hold now."""
+    rate = nbytes_text(int(result.nbytes / max(result.sending_seconds, 1e-9)))
+    show(f"{', '.join(result.servers)}: {nbytes_text(result.nbytes)} in {result.seconds:.1f} s ({rate}/s), version {result.version}")
+    if not current().log.quiet:
+        for note in result.notes:
+            show(f"  note      {note}")

@@ -1,0 +1,103 @@
+"""RunningServer: what a server says about the model that it serves, and whether a checkpoint is of the same model.
+
+A server tells its parallel sizes and its element type, in a way that belongs to the format of its engine's files (weight_checker.py).
+The model's config it does not tell; the ranks of its engine do when they join a channel (hello.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.adapter import registry
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
+from reshard.geometry.meshes import Parallel
+from reshard.geometry.value import value
+from reshard.live.engines import HttpEngine
+from reshard.models.lookup import changed_keys
+from reshard.models.model import Model
+from reshard.storage.server import Server
+
+_MOST_RANKS = 1 << 16
+
+
+@value
+class RunningServer:
+    """What a server says about the model that it serves."""
+
+    address: str
+    """The server's address."""
+    format: str
+    """The format of the files that its engine loads."""
+    parallel: Parallel
+    """The parallel sizes on which the layout of the weights depends."""
+    replicas: int
+    """How many ranks hold the same, because of data parallelism."""
+    dtype: str | None
+    """The element type to which it casts weights, such as bfloat16; None if it does not say."""
+    model: str | None
+    """The directory or the name by which the server opened the model; None if it does not say."""
+
+
+def running_server(address: str) -> RunningServer:
+    """What the server at an address says. Raises CheckpointError if it says nothing, UnsupportedError for a split that is not known."""
+    server = Server.at(address)
+    for name, found in registry.serving_formats().items():
+        if (checker := found.weight_checker) is None:
+            continue
+        try:
+            facts = checker.about(server.ask(checker.info_path) or {})
+        except (CheckpointError, KeyError, TypeError, ValueError):
+            continue
+        if (sizes := facts.sizes) is None:
+            continue
+        if sizes.pcp > 1 or (facts.expert_parallel and sizes.dp > 1):
+            what = f"prefill contexts over {sizes.pcp} ranks" if sizes.pcp > 1 else f"experts over {sizes.dp} data-parallel ranks"
+            why = "reshard lays out weights for the ranks of one replica"
+            raise UnsupportedError(f"the server splits {what}", where=server.address, why=why)
+        parallel = Parallel(tp=sizes.tp, pp=sizes.pp, ep=sizes.tp if facts.expert_parallel else 1)
+        return RunningServer(server.address, name, parallel, sizes.dp, facts.dtype, facts.model)
+    raise CheckpointError(
+        "the server does not say how it splits its model",
+        where=server.address,
+        why="It is no server of vLLM, or was started without the routes for updates",
+        do="Start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment",
+    )
+
+
+def check_same_model(model: Model | None, config: Mapping[str, Any], where: str) -> None:
+    """Raises RequestError, naming the keys, if a server's config gives the weights another layout than that of a checkpoint."""
+    if model is None:
+        return
+    changed = [str(each) for each in changed_keys(config, model.config, model.architecture)]
+    theirs, ours = config.get("model_type"), model.config.get("model_type")
+    if theirs != ours:
+        changed.insert(0, f"model_type {theirs} -> {ours}")
+    if changed:
+        raise RequestError(
+            f"the checkpoint is of another model than the server's: {', '.join(changed)}",
+            where=where,
+            why="Nothing was sent, the server goes on with the weights that it has",
+            do="Push a checkpoint of the model that the server serves, or start the server with this one",
+        )
+
+
+class PushedServer(HttpEngine):
+    """A server that gets the version of its weights when all of them were sent."""
+
+    version_of_sent: str | None = None
+    """The version, once it is known."""
+
+    def ranks(self) -> int:
+        """The number of workers. Raises CheckpointError for an answer that is none."""
+        try:
+            count = super().ranks()
+        except (AttributeError, KeyError, TypeError, ValueError):
+            count = 0
+        if not 0 < count < _MOST_RANKS:
+            raise CheckpointError("the server does not say how many ranks it has, in the way of vLLM 0.32", where=self.name)
+        return count
+
+    def set_version(self, version: str) -> None:
+        """Set the version of the weights."""
+        super().set_version(self.version_of_sent or version)

@@ -1,0 +1,80 @@
+"""StagedRank: where the bytes of the files of one rank lie in the staging of that rank of a running engine.
+
+    model-rank-0-part-0.safetensors    header | tensor A | tensor B | ...
+    staging of rank 0                           tensor A | gap | tensor B | gap | ...       (staging.places)
+
+A plan that writes files for an engine is also the plan of an update: only the places differ. Tensors that the engine computes itself, such
+as scales of the KV cache, are in the files and not in the staging.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Sequence
+
+from reshard.geometry.boxes import row_major
+from reshard.geometry.value import value
+from reshard.index.index import Constant
+from reshard.live.plan.schedule import HeldTensor
+from reshard.live.wire.staging import places
+from reshard.plans.layout import PlacedTensor, TargetFile
+from reshard.plans.plan import Plan
+
+
+@value(eq=False)
+class FilePlaces:
+    """Where the tensors of one file lie in the staging. n tensors, in the order of the file."""
+
+    starts: list[int]
+    """[n]: the byte of the file at which the tensor starts."""
+    places: list[int]
+    """[n]: the byte of the staging at which it starts; -1: it has no place there."""
+
+    def at(self, byte_offset: int) -> int:
+        """The byte of the staging that a byte of the file goes to; -1: nowhere."""
+        i = bisect_right(self.starts, byte_offset) - 1
+        return -1 if self.places[i] < 0 else self.places[i] + byte_offset - self.starts[i]
+
+
+@value(eq=False)
+class StagedRank:
+    """What the files of a rank bring to its staging."""
+
+    pp_rank: int
+    """The rank's pipeline stage."""
+    tp_rank: int
+    """The rank's number within the stage."""
+    targets: tuple[HeldTensor, ...]
+    """The tensors of the staging, in its order."""
+    files: dict[str, FilePlaces]
+    """Path of a file -> where its tensors go."""
+    constants: tuple[Constant, ...] = ()
+    """Bytes that the format prescribes and that are not zero; the staging is zero before anything comes."""
+    nbytes: int = 0
+    """The bytes that come."""
+
+
+def staged_ranks(plan: Plan, computed: Collection[str] = ()) -> tuple[StagedRank, ...]:
+    """The ranks of a plan to an engine's format. computed: the names of tensors that the engine computes itself."""
+    files: dict[tuple[int, int], list[TargetFile]] = {}
+    for file in plan.layout.files:
+        files.setdefault((file.ranks.get("pp", 0), file.ranks.get("tp", 0)), []).append(file)
+    constants = [each for each in plan.target_index.constants if each.expected.strip(b"\0") and each.name not in computed]
+    return tuple(_staged(pp, tp, own, constants, computed) for (pp, tp), own in sorted(files.items(), key=lambda item: item[0]))
+
+
+def _staged(
+    pp_rank: int, tp_rank: int, files: Sequence[TargetFile], constants: Iterable[Constant], computed: Collection[str]
+) -> StagedRank:
+    kept = [item for file in files for item in file.tensors if item.tensor.name not in computed]
+    targets = tuple(HeldTensor(each.name, each.dtype, each.shape, row_major(each.shape)) for each in (item.tensor for item in kept))
+    offsets, _ = places(targets)
+    paths = {file.path: _places_of(file, offsets) for file in files}
+    own = tuple(each for each in constants if each.path in paths)
+    nbytes = sum(item.tensor.nbytes - item.tensor.filled * item.tensor.dtype.itemsize for item in kept)
+    return StagedRank(pp_rank, tp_rank, targets, paths, own, nbytes + sum(each.nbytes for each in own))
+
+
+def _places_of(file: TargetFile, offsets: dict[str, int]) -> FilePlaces:
+    items: list[PlacedTensor] = sorted(file.tensors, key=lambda item: item.byte_offset)
+    return FilePlaces([item.byte_offset for item in items], [offsets.get(item.tensor.name, -1) for item in items])

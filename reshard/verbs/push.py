@@ -1,0 +1,292 @@
+"""The verb `push`: the weights of a checkpoint become those of running servers, without files between."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from reshard.adapter.model_files import CONFIG
+from reshard.engine.conversion import Conversion
+from reshard.engine.events import event
+from reshard.engine.pool import NO_LIMITS, Effort
+from reshard.errors import RequestError, SystemRefusal
+from reshard.geometry.documents import document
+from reshard.geometry.meshes import Parallel
+from reshard.geometry.value import value
+from reshard.live.from_files.rank_streams import RankStreams
+from reshard.live.from_files.running_engines import RunningEngines
+from reshard.live.from_files.running_server import PushedServer, RunningServer, check_same_model, running_server
+from reshard.live.from_files.staged_rank import StagedRank, staged_ranks
+from reshard.plans.plan import Plan
+from reshard.plans.summary import DropSummary, drops
+from reshard.requests.checkpoint import Checkpoint
+from reshard.requests.keywords import (
+    EffortOptions,
+    ModelOptions,
+    OpenOptions,
+    PathLike,
+    RecipeOptions,
+    SelectionOptions,
+    checked_keywords,
+    take,
+)
+from reshard.requests.opening import open
+from reshard.requests.request import cast_of_server
+from reshard.verbs.plan import plan
+
+if TYPE_CHECKING:
+    from reshard.live.arrangement import Arrangement
+    from reshard.live.hello import Hello
+    from reshard.live.session import Session
+    from reshard.live.wire.exchange import Outcome
+
+_SECONDS = 300.0
+_SLOWEST = 5e6
+"""Bytes per second of a push that is waited for to its end."""
+
+
+class PushOptions(ModelOptions, SelectionOptions, RecipeOptions, EffortOptions, total=False):
+    """Keywords of `push`. Sizes and format are those of the servers."""
+
+
+@value
+class PushResult:
+    """What a push has sent."""
+
+    JSON = "servers format parallel version bytes=nbytes seconds sending_seconds dropped notes"
+
+    servers: tuple[str, ...]
+    """The addresses of the servers."""
+    format: str
+    """The format whose form their ranks take."""
+    parallel: Parallel
+    """The parallel sizes of each."""
+    version: str
+    """The version that the servers tell now: the fingerprint of the weights, unless another one was given."""
+    nbytes: int
+    """The bytes of weights that were sent to all ranks."""
+    seconds: float
+    """From the pause of the servers until they answered again."""
+    sending_seconds: float
+    """The part of it in which weights were read and sent."""
+    dropped: tuple[DropSummary, ...] = ()
+    """What was left out, by reason and kind."""
+    notes: tuple[str, ...] = ()
+    """Remarks about what was sent."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain values with stable keys."""
+        sizes = {"tp": self.parallel.tp, "pp": self.parallel.pp, "ep": self.parallel.ep}
+        return document(self, parallel=sizes, seconds=round(self.seconds, 3), sending_seconds=round(self.sending_seconds, 3))
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.servers)}: {self.nbytes:,} bytes in {self.seconds:.1f} s, version {self.version}"
+
+
+@checked_keywords
+def push(
+    source: Checkpoint | PathLike, server: str | Sequence[str], *, version: str | None = None, **options: Unpack[PushOptions]
+) -> PushResult:
+    """Send the weights of a checkpoint to a running server, or to several with the same parallel sizes, and let them answer with these.
+
+    The servers are asked for their sizes; each byte of the source is read once, in constant memory. Requests that run are waited for.
+    version: what the servers call the new weights (default: the fingerprint).
+
+    Raises: RequestError if the checkpoint is of another model than a server's, or a server cannot take updates; SystemRefusal if the update
+    was dropped, with what the servers hold. CheckpointError if the source is damaged: then the servers go on with their old weights.
+    """
+    given: dict[str, Any] = dict(options)
+    effort = Effort(**take(given, EffortOptions))
+    return planned_push(source, server, **given).run(effort, version)
+
+
+@value(eq=False)
+class PlannedPush:
+    """A push that has not begun: what goes where."""
+
+    plan: Plan
+    """The plan, as if files were written for the servers."""
+    servers: tuple[RunningServer, ...]
+    """The servers."""
+    notes: tuple[str, ...] = ()
+    """Remarks about the push."""
+
+    @property
+    def total(self) -> int:
+        """The bytes that `run` reports in all."""
+        return sum(route.target.nbytes for route in self.plan.routes)
+
+    def run(self, effort: Effort = NO_LIMITS, version: str | None = None) -> PushResult:
+        """Send the weights. Raises: as `push` does."""
+        return _Pushing(self, effort, version).run()
+
+
+def planned_push(source: Checkpoint | PathLike, server: str | Sequence[str], **options: Any) -> PlannedPush:
+    """What a push would do; nothing is sent. Takes the keywords of `push` but those of its effort.
+
+    Raises: RequestError if the servers cannot take updates, or do not have the same parallel sizes.
+    """
+    addresses = [server] if isinstance(server, str) else list(server)
+    if not addresses:
+        raise RequestError("there is no server to push to", do="Give an address, such as http://localhost:8000")
+    servers = tuple(running_server(address) for address in addresses)
+    _check_alike(servers)
+    for each in servers:
+        PushedServer(each.address, _SECONDS).ranks()
+    about_model = take(options, OpenOptions)
+    checkpoint, notes = _opened(source, servers[0], about_model)
+    _check_local_config(checkpoint, servers[0])
+    sizes = servers[0].parallel
+    dtype = options.pop("dtype", None) or cast_of_server(checkpoint.index, servers[0].dtype)
+    found = plan(checkpoint, to=servers[0].format, tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, dtype=dtype, **options)
+    return PlannedPush(found, servers, (*found.layout.notes, *notes))
+
+
+def _check_alike(servers: Sequence[RunningServer]) -> None:
+    """Raises RequestError if the servers need different plans."""
+    first = servers[0]
+    for other in servers[1:]:
+        if (other.format, other.parallel, other.dtype) != (first.format, first.parallel, first.dtype):
+            raise RequestError(
+                f"it runs {other.format} on {other.parallel} in {other.dtype}, and {first.address} {first.format} on {first.parallel} in "
+                f"{first.dtype}",
+                where=other.address,
+                why="One push has one plan",
+                do="Push to them one after the other",
+            )
+
+
+def _opened(source: Checkpoint | PathLike, server: RunningServer, about_model: Mapping[str, Any]) -> tuple[Checkpoint, tuple[str, ...]]:
+    """The checkpoint, and notes. If it has no config, the server's counts, where it lies on this machine."""
+    if isinstance(source, Checkpoint):
+        return source, ()
+    checkpoint = open(source, **about_model)
+    folder = _folder_of(server)
+    if checkpoint.model_files.config is not None or folder is None:
+        return checkpoint, ()
+    return open(source, **{**about_model, "model": folder}), (f"the config is that of the server's model, {folder}",)
+
+
+def _folder_of(server: RunningServer) -> str | None:
+    """The server's model, if it is a folder of this machine that has a config."""
+    return server.model if server.model and os.path.isabs(server.model) and Path(server.model, CONFIG).is_file() else None
+
+
+def _check_local_config(checkpoint: Checkpoint, server: RunningServer) -> None:
+    """Compare the configs before anything is planned, where the server's model lies on this machine. Its ranks are asked later."""
+    if (folder := _folder_of(server)) and checkpoint.model is not None:
+        from reshard.adapter.model_files import find_model_files
+        from reshard.storage.tar import open_tree
+
+        check_same_model(checkpoint.model, find_model_files(open_tree(folder)).config or {}, server.address)
+
+
+class _Pushing:
+    """One push, from the first connection to the servers on."""
+
+    def __init__(self, planned: PlannedPush, effort: Effort, version: str | None) -> None:
+        self._planned, self._plan, self._effort, self._version = planned, planned.plan, effort, version
+        # A request to receive weights ends when all of them are there.
+        seconds = max(_SECONDS, self._plan.totals().copied / _SLOWEST)
+        self._servers = [PushedServer(each.address, seconds) for each in planned.servers]
+        self._place = ", ".join(each.address for each in planned.servers)
+        self._staged: tuple[StagedRank, ...] = ()
+        self._targets: dict[tuple[int, int], list[int]] = {}
+        self._stopped: BaseException | None = None
+        """Why nothing more was sent, if the reason lies here."""
+        self._notes: tuple[str, ...] = planned.notes
+
+    def run(self) -> PushResult:
+        from reshard.live.arrangement import Link
+        from reshard.live.session import opened
+        from reshard.live.trainers import Trainers
+
+        session = opened(self._servers, Trainers(), self._arranged, Link(seconds=_SECONDS))
+        try:
+            report = session.update(lambda: self._sent(session), lambda: None, self._version)
+        except SystemRefusal as refusal:
+            if self._stopped is None:
+                raise
+            if isinstance(self._stopped, SystemRefusal | RequestError):
+                self._stopped.do = self._stopped.do or refusal.do
+            raise self._stopped from None
+        finally:
+            session.close()
+        version = self._servers[0].version_of_sent or report.version
+        sizes = self._planned.servers[0]
+        event(
+            "pushed",
+            f"pushed {self._plan.source_files.root} to {self._place}: {report.nbytes:,} bytes in {report.seconds:.2f} s, version {version}",
+            servers=[each.address for each in self._planned.servers],
+            bytes=report.nbytes,
+            version=version,
+            seconds=round(report.seconds, 3),
+        )
+        return PushResult(
+            tuple(each.address for each in self._planned.servers),
+            sizes.format,
+            sizes.parallel,
+            version,
+            report.nbytes,
+            report.seconds,
+            report.sending_seconds,
+            drops(self._plan),
+            self._notes,
+        )
+
+    def _arranged(self, hellos: Sequence[Hello]) -> Arrangement:
+        """What the ranks are answered: what their staging holds. Raises RequestError if one serves another model, or in other parts."""
+        from reshard.live.arrangement import Arrangement, RankAnswer
+
+        for hello in hellos:
+            check_same_model(self._plan.content.model, hello.config, self._place)
+            self._check_degrees(hello)
+        self._staged = staged_ranks(self._plan, frozenset().union(*(hello.others for hello in hellos)))
+        by_rank = {(each.pp_rank, each.tp_rank): each for each in self._staged}
+        for number, hello in enumerate(hellos):
+            self._targets.setdefault((hello.degrees["pp_rank"], hello.degrees["tp_rank"]), []).append(number)
+
+        def answer(number: int) -> RankAnswer:
+            staged = by_rank[hellos[number].degrees["pp_rank"], hellos[number].degrees["tp_rank"]]
+            return RankAnswer(staged.targets, {}, None, staged.nbytes, True)
+
+        return Arrangement(answer)
+
+    def _check_degrees(self, hello: Hello) -> None:
+        sizes = self._planned.servers[0].parallel
+        planned = {"tp": sizes.tp, "pp": sizes.pp, "ep": sizes.ep}
+        told = {name: hello.degrees.get(name, 1) for name in planned}
+        if told != planned:
+            raise RequestError(f"a rank says that the sizes are {told}, and the server {planned}", where=self._place, do="Push again")
+
+    def _sent(self, session: Session) -> Outcome:
+        """Send the weights. Whatever goes wrong here is kept, and the servers hear that nothing more comes: they must not wait."""
+        from reshard.live.wire.exchange import Outcome
+        from reshard.live.wire.stream import StreamWriter
+
+        streams = RankStreams(
+            (
+                each,
+                [
+                    StreamWriter(session.transport, session.members.target(i), verify=True)
+                    for i in self._targets[each.pp_rank, each.tp_rank]
+                ],
+            )
+            for each in self._staged
+        )
+        destination = RunningEngines(self._place, streams, self._effort)
+        try:
+            running = Conversion(self._plan, destination)
+            for done in running.run():
+                self._effort.report(done.nbytes)
+        except BaseException as error:  # Ctrl-C, too: the servers are to answer again
+            self._stopped = error
+            streams.give_up()
+            return Outcome(failures=[str(error) or type(error).__name__])
+        assert running.fingerprint is not None
+        self._notes += running.notes
+        for server in self._servers:
+            server.version_of_sent = self._version or running.fingerprint.root
+        return Outcome(nbytes=streams.nbytes)
