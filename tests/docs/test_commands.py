@@ -81,7 +81,7 @@ def _parse(command: str, where: str) -> None:
         return  # --help
     except click.ClickException as error:
         raise AssertionError(f"{where}: {command}: {error.format_message()}") from error
-    if "to" in parsed and name != "degrees" and not parsed.get("plan_path"):
+    if "to" in parsed and name != "degrees" and not parsed.get("plan_path") and (parsed["to"] or not parsed.get("push")):
         known = {option.name for option in registry.target(parsed["to"]).options}
         for option in registry.options():
             assert parsed.get(option.name) is None or option.name in known, f"{where}: {command}: --{option.name} is not of {parsed['to']}"

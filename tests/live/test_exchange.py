@@ -1,0 +1,179 @@
+"""Exchange and stream between ranks on gloo: any boxes arrive as numpy puts them, in parcels of any size, and each byte is counted."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard.errors import RequestError
+from reshard.geometry.boxes import row_major
+from reshard.geometry.dtypes import BF16, F32
+from reshard.live.plan.schedule import BoxForm, HeldTensor, Schedule, Way
+from reshard.live.wire.exchange import Exchange, Members, parcels
+from reshard.live.wire.staging import Staged, places
+from reshard.live.wire.stream import StreamWriter, receive_stream
+from reshard.live.wire.transport import TorchDistributed
+
+
+class Joined:
+    """Two transports in this process, joined by memory: what one sends the other receives, in order."""
+
+    def __init__(self, rank, mail):
+        self.rank, self.size, self.device, self._mail = rank, 2, "cpu", mail
+        self.nbytes_sent = self.nbytes_received = 0
+
+    def send(self, peer, tensor):
+        self.nbytes_sent += tensor.nbytes
+        self._mail.setdefault((self.rank, peer), []).append(tensor.clone())
+        return self
+
+    def receive(self, peer, tensor):
+        self.nbytes_received += tensor.nbytes
+        tensor.copy_(self._mail[peer, self.rank].pop(0).view(tensor.shape))
+        return self
+
+    def tell(self, peer, document, content=b""):
+        self._mail.setdefault((self.rank, peer), []).append((document, content))
+
+    def hear(self, peer):
+        from reshard.live.wire.transport import Message
+
+        return Message(*self._mail[peer, self.rank].pop(0))
+
+    def wait(self):
+        pass
+
+
+def pair():
+    mail = {}
+    return Joined(0, mail), Joined(1, mail)
+
+
+@st.composite
+def boxes(draw):
+    """A box of an array and where it goes: sizes, source's start and steps, the target's start; both arrays have three axes."""
+    sizes = draw(st.tuples(*[st.integers(1, 5)] * 3))
+    return sizes, draw(st.tuples(*[st.integers(0, 3)] * 3)), draw(st.tuples(*[st.integers(0, 3)] * 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(boxes(), min_size=1, max_size=6), st.integers(1, 200), st.sampled_from([(BF16, BF16), (F32, F32), (F32, BF16), (BF16, F32)])
+)
+def test_boxes_arrive_where_numpy_puts_them(found, most, types):
+    source_type, target_type = types
+    shape = (8, 8, 8)
+    strides, forms, rows = row_major(shape), [], []
+    tensors = {f"s{i}": torch.randn(shape).to(getattr(torch, source_type.torch)) for i in range(len(found))}
+    expected = {}
+    for i, (sizes, a, b) in enumerate(found):
+        forms.append(BoxForm(sizes, strides, strides, source_type, target_type))
+        rows.append((i, i, sum(x * y for x, y in zip(a, strides, strict=True)), i, sum(x * y for x, y in zip(b, strides, strict=True))))
+        whole = torch.zeros(shape, dtype=getattr(torch, target_type.torch))
+        at, to = (tuple(slice(x, x + size) for x, size in zip(start, sizes, strict=True)) for start in (a, b))
+        whole[to] = tensors[f"s{i}"][at].to(whole.dtype)
+        expected[f"t{i}"] = whole
+    held = tuple(HeldTensor(f"s{i}", source_type, shape, strides) for i in range(len(found)))
+    targets = tuple(HeldTensor(f"t{i}", target_type, shape, strides) for i in range(len(found)))
+    schedule = Schedule(0, held, targets, tuple(forms), (Way(0, 0, *np.array(rows, np.int64).T),))
+    source, target = pair()
+    staged = Staged(targets, {})
+    sent = Exchange(source, Members(1, 1), schedule, verify=True, most=most).send(tensors)
+    received = Exchange(target, Members(1, 1), schedule, verify=True, most=most).receive(staged)
+    assert not sent.failures and not received.failures
+    assert source.nbytes_sent == target.nbytes_received == sent.nbytes == received.nbytes == schedule.nbytes
+    assert all(torch.equal(staged[name], tensor) for name, tensor in expected.items())
+
+
+@given(st.lists(st.tuples(*[st.integers(1, 6)] * 2), min_size=1, max_size=5), st.integers(1, 40))
+def test_parcels_are_at_most_so_many_bytes_and_leave_nothing_out(sizes, most):
+    forms = tuple(BoxForm(each, row_major(each), row_major(each), BF16, BF16) for each in sizes)
+    held = tuple(HeldTensor(str(i), BF16, each, row_major(each)) for i, each in enumerate(sizes))
+    numbers = np.arange(len(sizes))
+    zeros = np.zeros(len(sizes), np.int64)
+    way = Way(0, 0, numbers, numbers, zeros, numbers, zeros)
+    found = list(parcels(Schedule(0, held, held, forms, (way,)), way, most))
+    # A single element may be more than a parcel of one byte.
+    assert all(parcel.nbytes <= max(most, 2) and sum(box.nbytes for box in parcel.boxes) == parcel.nbytes for parcel in found)
+    elements = [(box.source, box.source_start + offset) for parcel in found for box in parcel.boxes for offset in _offsets(box)]
+    assert elements == [(i, offset) for i, each in enumerate(sizes) for offset in range(math.prod(each))]
+
+
+def _offsets(box):
+    return [sum(x * y for x, y in zip(at, box.form.source_strides, strict=True)) for at in np.ndindex(*box.sizes)]
+
+
+def test_every_rank_has_one_partner_in_a_turn():
+    for sources, targets in ((4, 2), (2, 5), (3, 3), (1, 4)):
+        members, empty = Members(sources, targets), np.zeros(0, np.int64)
+        ways = [Way(s, t, *[empty] * 5) for s in range(sources) for t in range(targets)]
+        for turn in range(max(sources, targets)):
+            now = [way for way in ways if members.turn(way) == turn]
+            assert len({way.source_rank for way in now}) == len({way.target_rank for way in now}) == len(now)
+
+
+def staging():
+    tensors = (HeldTensor("a", BF16, (4, 3), (3, 1)), HeldTensor("b", F32, (5,), (1,)))
+    return tensors, Staged(tensors, {"b": 1.0})
+
+
+def test_a_stream_fills_runs_of_the_staging():
+    tensors, staged = staging()
+    offsets, nbytes = places(tensors)
+    assert offsets == {"a": 0, "b": 64} and nbytes == len(staged.buffer) == 128 and staged["b"].tolist() == [1.0] * 5
+    source, target = pair()
+    whole = torch.arange(12, dtype=torch.bfloat16).view(4, 3)
+    writer = StreamWriter(source, 1, verify=True)
+    writer.write([(0, 6, 2, 12)], whole[::2].reshape(-1).view(torch.uint8).numpy())
+    writer.write([(6, 6, 1, 0), (18, 6, 1, 0)], whole[1::2].contiguous().view(torch.uint8).numpy().tobytes())
+    writer.end()
+    assert receive_stream(target, 0, staged.buffer, expected=24, verify=True) == writer.nbytes == 24
+    assert torch.equal(staged["a"], whole) and staged["b"].tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize(
+    "runs, expected, what",
+    [
+        ([(0, 6, 1, 0)], 7, "6 bytes arrived, and 7 were announced"),
+        ([(125, 6, 1, 0)], 6, "lie outside the staging of 128 bytes"),
+        ([(-2, 6, 1, 0)], 6, "lie outside"),
+        ([(0, 3, 2, 126)], 6, "lie outside"),
+        ([(0, 3, 2, 1)], 6, "lie outside"),
+    ],
+)
+def test_a_stream_that_is_not_whole_or_not_inside_is_refused(runs, expected, what):
+    _, staged = staging()
+    source, target = pair()
+    writer = StreamWriter(source, 1)
+    writer.write(runs, bytes(6))
+    writer.end()
+    with pytest.raises(RequestError, match=what):
+        receive_stream(target, 0, staged.buffer, expected=expected)
+
+
+def test_a_stream_with_another_digest_or_given_up_is_refused():
+    _, staged = staging()
+    source, target = pair()
+    writer = StreamWriter(source, 1, verify=True)
+    writer.write([(0, 6, 1, 0)], bytes(6))
+    source._mail[0, 1][2][3] = 1
+    writer.end()
+    with pytest.raises(RequestError, match="digest"):
+        receive_stream(target, 0, staged.buffer, expected=6, verify=True)
+    writer.give_up()
+    with pytest.raises(RequestError, match="gave up"):
+        receive_stream(target, 0, staged.buffer, expected=6)
+
+
+def test_messages_travel_on_gloo():
+    store = dist.HashStore()
+    alone = TorchDistributed.join(store, 0, 1, seconds=10)
+    assert (alone.rank, alone.size, alone.device) == (0, 1, "cpu")
+    with pytest.raises(RequestError, match="Use gloo or nccl"):
+        TorchDistributed.join(store, 0, 1, backend="mpi")
+    alone.close()
+    alone.close()
