@@ -24,10 +24,10 @@ highlight_language = "text"
 
 CONTENTS = {
     "Recipes": """
-        recipes/serving recipes/serve-without-converting recipes/degrees recipes/fp8 recipes/packed recipes/hf recipes/merge-ranks
-        recipes/deepspeed recipes/megatron recipes/optimizer-state recipes/training-memory recipes/undeclared-model recipes/adapters
-        recipes/trainer-names recipes/doctor recipes/look recipes/interrupted recipes/many-machines
-        recipes/nightly recipes/runs recipes/stores
+        recipes/serving recipes/serve-without-converting recipes/live recipes/push recipes/degrees recipes/fp8 recipes/packed
+        recipes/hf recipes/merge-ranks recipes/deepspeed recipes/megatron recipes/optimizer-state recipes/training-memory
+        recipes/undeclared-model recipes/adapters recipes/trainer-names recipes/doctor recipes/look recipes/interrupted
+        recipes/many-machines recipes/nightly recipes/runs recipes/stores
     """,
     "Formats": """
         formats/index formats/dcp formats/dcp-safetensors formats/fsdp formats/fsdp-local formats/pt formats/torch-checkpointing
@@ -40,8 +40,9 @@ CONTENTS = {
         reference/models reference/megatron-models reference/traced-models
         reference/versions glossary
     """,
-    "Why": "why/no-conversion-code why/own-unpickler why/files-not-dump",
-    "Extending": "design extending/format extending/engine architectures extending/option extending/check extending/storage",
+    "Why": "why/no-conversion-code why/own-unpickler why/files-not-dump why/live",
+    "Extending": "design extending/format extending/engine architectures extending/option extending/check extending/storage "
+    "extending/transport",
 }
 
 

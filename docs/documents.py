@@ -26,6 +26,7 @@ from reshard.training.memory import Strategy
 from reshard.verbs.look.diff import Diff
 from reshard.verbs.look.explain import Explanation
 from reshard.verbs.look.stats import TensorStatistics
+from reshard.verbs.push import PushResult
 from reshard.verbs.verify import Comparison
 from reshard.verbs.watch import WatchEvent
 
@@ -51,6 +52,7 @@ _BATCH = {
 _SERVER = {
     "equal": (bool, None), "parameters": int, "matching": int, "renamed": {str: str}, "different": [str], "missing": [str],
     "not_comparable": [str], "unknown": [str], "bytes": int, "compared_bytes": int,
+    "version": TEXT, "fingerprint": TEXT, "same_version": (bool, None),
 }  # fmt: skip
 _RESULT = {
     "path": str, "files": [StoredFile], "dropped": [DropSummary], "notes": [str], "findings": [Finding], "fingerprint": str,
@@ -244,5 +246,6 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     ),
     "stats": ("reshard stats --json", {"path": str, "bytes": int, "tensors": [TensorStatistics]}),
     "verify": ("reshard verify --json", Extended(Comparison, {"server": (_SERVER, None)})),
+    "push": ("reshard push --json", Extended(PushResult, {"parallel": _SIZES, "plan?": ANY_OBJECT})),
     "watch": ("reshard watch --json, one line", WatchEvent),
 }  # fmt: skip
