@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard.canonical.content import Selection
 from reshard.errors import RequestError
-from reshard.geometry.dtypes import DType, from_user
+from reshard.geometry.meshes import Parallel
 from reshard.live.hello import Hello
 from reshard.live.memory.description import RankDescription
 from reshard.live.memory.index import checkpoint_of, memories_of
 from reshard.live.plan.transfer_plan import TransferPlan, transfer_plan
 from reshard.models.lookup import changed_keys
-from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.planning import plan_conversion
-from reshard.requests.request import ConversionRequest
+from reshard.requests.request import ConversionRequest, cast_of_server
 
 
 def agreed_plan(said: Sequence[RankDescription | str], hellos: Sequence[Hello]) -> TransferPlan:
@@ -33,20 +30,28 @@ def agreed_plan(said: Sequence[RankDescription | str], hellos: Sequence[Hello]) 
     descriptions = [each for each in said if isinstance(each, RankDescription)]
     first = hellos[0]
     name, _, version = first.engine.partition(" ")
-    sizes = {axis: first.degrees.get(axis, 1) for axis in ("tp", "pp", "ep")}
+    parallel = _parallel(first)
     for hello in hellos:
-        if (hello.engine, {axis: hello.degrees.get(axis, 1) for axis in sizes}) != (first.engine, sizes):
+        if (hello.engine, _parallel(hello)) != (first.engine, parallel):
             raise RequestError(
-                f"the engines differ: {first.engine} on {sizes}, and {hello.engine}",
+                f"the engines differ: {first.engine} on {parallel}, and {hello.engine} on {_parallel(hello)}",
                 do="Update engines of other sizes by a Sender of their own",
             )
     source = checkpoint_of(descriptions, config=_agreed_config(descriptions, first))
-    request = ConversionRequest.of(name, {**sizes, "engine_version": version or None, "dtype": _dtype(source, first)})
-    ranks = sizes["tp"] * sizes["pp"]
+    served = first.config.get("dtype") or first.config.get("torch_dtype")
+    dtype = cast_of_server(source.index, str(served).removeprefix("torch.") if served else None)
+    sizes = {"tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep}
+    request = ConversionRequest.of(name, {**sizes, "engine_version": version or None, "dtype": dtype})
+    ranks = parallel.tp * parallel.pp
     if len(hellos) % ranks:
         raise RequestError(f"{len(hellos)} ranks of engines have joined, and each engine has {ranks}")
     plan = plan_conversion(source, request)
     return transfer_plan(plan, replicas=len(hellos) // ranks, sources=memories_of(descriptions))
+
+
+def _parallel(hello: Hello) -> Parallel:
+    """The parallel sizes of a rank's engine."""
+    return Parallel(*(hello.degrees.get(axis, 1) for axis in ("tp", "pp", "ep")))
 
 
 def _agreed_config(descriptions: Sequence[RankDescription], hello: Hello) -> Mapping[str, Any]:
@@ -61,16 +66,3 @@ def _agreed_config(descriptions: Sequence[RankDescription], hello: Hello) -> Map
             do="Train the model that the engine serves, or start the engine with the trainer's model",
         )
     return hello.config
-
-
-def _dtype(source: Checkpoint, hello: Hello) -> str | None:
-    """The element type to which weights are cast: that of the engine, if it differs from that of most of the trainer's weights."""
-    stated = hello.config.get("dtype") or hello.config.get("torch_dtype")
-    held: Counter[DType] = Counter()
-    for tensor in source.content(Selection()).weights.values():
-        held[tensor.dtype] += tensor.elements
-    served = from_user(str(stated).removeprefix("torch.")) if stated else None
-    if served is None or not held:
-        return None
-    most = held.most_common(1)[0][0]
-    return served.torch if most.floating and most != served else None

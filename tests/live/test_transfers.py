@@ -14,6 +14,8 @@ import reshard
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import from_safetensors
+from reshard.live.agreement import agreed_plan
+from reshard.live.hello import Hello
 from reshard.live.memory.description import MemoryBox, RankDescription
 from reshard.live.plan.balance import chosen_holders
 from reshard.live.plan.schedule import HeldTensor, Schedule
@@ -166,6 +168,44 @@ def test_a_run_is_computed_as_its_ranks_say():
     computed = reshard.transfers(config, of="fsdp", degrees={"dp": 3}, to="vllm", tp=2)
     described = reshard.transfers(said, config=config, to="vllm", tp=2)
     assert computed.traffic.tolist() == described.traffic.tolist()
+
+
+def hellos(config, tp):
+    """What the ranks of an engine say of themselves, as far as a plan needs it."""
+    about = {
+        "engine": "vllm 0.32.0",
+        "config": config,
+        "model": "a model",
+        "tensors": (),
+        "others": frozenset(),
+        "is_open": False,
+    }
+    return [Hello(rank=rank, degrees={"tp": tp, "tp_rank": rank}, **about) for rank in range(tp)]
+
+
+def test_wide_weights_are_cast_to_the_type_of_the_engine():
+    config = {**json.loads((HF / "llama" / "config.json").read_text()), "dtype": "torch.bfloat16"}
+    narrow = stored(HF / "llama")
+    wide = {name: (from_safetensors("F32", where=name), words.astype(np.uint32) << 16) for name, (_, words) in narrow.items()}
+    plans = [agreed_plan(by_rows(tensors, 2)[0], hellos(config, 2)) for tensors in (narrow, wide)]
+    assert plans[0].nbytes == plans[1].nbytes
+    assert {form.wire.name for form in plans[1].forms} == {"BF16"}
+    assert {form.source.name for form in plans[1].forms} == {"F32"}
+
+
+def test_what_both_sides_say_must_be_one_model():
+    config = json.loads((HF / "llama" / "config.json").read_text())
+    said, _ = by_rows(stored(HF / "llama"), 2)
+    trained = [
+        RankDescription(each.rank, each.boxes, config={**config, "num_attention_heads": 4, "num_key_value_heads": 1}) for each in said
+    ]
+    with pytest.raises(RequestError, match="num_attention_heads 4 -> 8"):
+        agreed_plan(trained, hellos(config, 2))
+    with pytest.raises(RequestError, match=r"engines differ: vllm 0\.32\.0 on one rank, and vllm 0\.32\.0 on TP 2"):
+        agreed_plan(said, [*hellos(config, 1), *hellos(config, 2)])
+    with pytest.raises(RequestError, match="1 of the trainer: no box"):
+        agreed_plan([said[0], "no box describes it"], hellos(config, 2))
+    assert agreed_plan(said, [*hellos(config, 2), *hellos(config, 2)]).replicas == 2
 
 
 def test_runs_are_the_boxes_in_bytes():
