@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.boxes import row_major
@@ -32,6 +33,8 @@ from reshard.plans.layout import Layout
 from reshard.plans.plan import Plan
 from reshard.storage.output_file import OutputFile
 
+Numbers = npt.NDArray[np.int32]
+"""Numbers of forms, ranks and replicas, one for each box: there may be millions."""
 # Boxes that several ranks hold are cut, if they are larger, so that each of these ranks sends a part.
 _CUT_ABOVE = 1 << 16
 _SHOWN_WAYS = 8
@@ -80,17 +83,17 @@ class TransferPlan(Drawn):
     """How many replicas of the target there are; the ranks of replica i come after those of replica i - 1."""
     forms: tuple[BoxForm, ...]
     """The forms of the boxes."""
-    form: Columns
+    form: Numbers
     """[n]: the form of each box."""
-    source_rank: Columns
+    source_rank: Numbers
     """[n]: the rank that sends it."""
     source_address: Columns
     """[n]: where it starts in that rank's memory, in bytes."""
-    target_rank: Columns
+    target_rank: Numbers
     """[n]: the rank of a replica that receives it."""
     target_address: Columns
     """[n]: where it starts in that rank's memory, in bytes."""
-    replica: Columns
+    replica: Numbers
     """[n]: the replica that receives it; -1: each of them."""
     unfed: Mapping[int, tuple[Fill, ...]]
     """By rank of a replica: what no source feeds."""
@@ -253,6 +256,8 @@ def transfer_plan(
     chosen = chosen_holders(holders, nbytes, len(paths), replicas)
     targets, rank_of, base_of = _targets(plan.layout)
     columns = [_columns(*each, rank_of, base_of) for each in zip(meetings, chosen, strict=True)]
+    # They are larger than the plan that is made of them.
+    del meetings, holders, nbytes, chosen
     form, source_rank, source_address, target_rank, target_address, replica = (np.concatenate(each) for each in zip(*columns, strict=True))
     return TransferPlan(
         f"{plural(len(paths), 'rank')} of {plan.source.facts.producer or plan.source.format}",
@@ -330,27 +335,22 @@ def _cut(meetings: Meetings, forms: Forms) -> Meetings:
     )
 
 
-def _columns(meetings: Meetings, chosen: Columns, rank_of: Columns, base_of: Columns) -> tuple[Columns, ...]:
+def _columns(meetings: Meetings, chosen: Columns, rank_of: Columns, base_of: Columns) -> tuple[Any, ...]:
     """(form, source rank, source address, target rank, target address, replica) of boxes.
 
     chosen: [replicas, boxes]: the copy that is sent.
     """
     tensors, boxes, copies = meetings.source_ranks.shape
-    count = tensors * boxes
-    forms, files = np.tile(meetings.forms, tensors), meetings.target_ranks.reshape(-1)
-    target = rank_of[files], meetings.target_addresses.reshape(-1) + base_of[files]
-    ranks, addresses = meetings.source_ranks.reshape(count, copies), meetings.source_addresses.reshape(count, copies)
-    if copies == 1 or len(chosen) == 1:
-        rows = np.arange(count)
-        return forms, ranks[rows, chosen[0]].astype(np.int64), addresses[rows, chosen[0]], *target, np.full(count, -1, np.int64)
-    rows, picked, times = np.tile(np.arange(count), len(chosen)), chosen.reshape(-1), len(chosen)
-    replica = np.repeat(np.arange(times), count)
+    count, times = tensors * boxes, 1 if copies == 1 else len(chosen)
+    rows, picked = np.tile(np.arange(count), times), chosen[:times].reshape(-1)
+    files = meetings.target_ranks.reshape(-1)[rows]
     return (
-        np.tile(forms, times),
-        ranks[rows, picked].astype(np.int64),
-        addresses[rows, picked],
-        *(np.tile(each, times) for each in target),
-        replica,
+        np.tile(meetings.forms, tensors * times).astype(np.int32),
+        meetings.source_ranks.reshape(count, copies)[rows, picked].astype(np.int32),
+        meetings.source_addresses.reshape(count, copies)[rows, picked],
+        rank_of[files].astype(np.int32),
+        meetings.target_addresses.reshape(-1)[rows] + base_of[files],
+        np.repeat(np.arange(times), count).astype(np.int32) if times > 1 else np.full(count, -1, np.int32),
     )
 
 
@@ -384,7 +384,7 @@ def _fills(plan: Plan, targets: tuple[RankMemory, ...], rank_of: Columns, base_o
     return {rank: tuple(fills) for rank, fills in found.items()}
 
 
-def _located(memories: Sequence[RankMemory], ranks: Columns, addresses: Columns) -> tuple[tuple[HeldTensor, ...], Columns, Columns]:
+def _located(memories: Sequence[RankMemory], ranks: Numbers, addresses: Columns) -> tuple[tuple[HeldTensor, ...], Columns, Columns]:
     """The tensors in which addresses lie, the number of that of each address, and how many elements after its start it lies."""
     tensors: list[HeldTensor] = []
     numbers, starts = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
@@ -402,7 +402,7 @@ def _located(memories: Sequence[RankMemory], ranks: Columns, addresses: Columns)
     return tuple(tensors), numbers, starts
 
 
-def _sums(places: Columns, nbytes: Columns, count: int) -> Columns:
+def _sums(places: npt.NDArray[np.integer[Any]], nbytes: Columns, count: int) -> Columns:
     # Sums of integers in float64 are exact up to 2^53.
     return np.bincount(places, nbytes, count).astype(np.int64)
 
