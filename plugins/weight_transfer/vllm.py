@@ -192,7 +192,7 @@ def _with_plain_loaders(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
         for parameter in layer._parameters.values():
             if parameter is not None:
                 yield parameter, layerwise._get_original_loader(parameter)
-                parameter.weight_loader = default_weight_loader  # type: ignore[attr-defined]
+                _with_loader(parameter).weight_loader = default_weight_loader
         layerwise._wrap_parameters_weight_loader(layer)
 
 
@@ -208,7 +208,12 @@ def _load(model: torch.nn.Module, form: LoadForm, tensors: Mapping[str, torch.Te
             continue
         # A gate has two names and is one parameter; a tied head is another parameter than the embedding, and is packed by itself.
         for parameter in {id(parameters[name]): parameters[name] for name in names}.values():
-            parameter.weight_loader(parameter, tensor)  # type: ignore[attr-defined]
+            _with_loader(parameter).weight_loader(parameter, tensor)
+
+
+def _with_loader(parameter: Any) -> Any:
+    """A parameter, whose attribute `weight_loader` only vLLM knows."""
+    return parameter
 
 
 def _is_on_cpu(model: torch.nn.Module) -> bool:
