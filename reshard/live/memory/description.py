@@ -62,8 +62,7 @@ class RankDescription:
         for each in self.boxes:
             if each.held.name not in found:
                 found[each.held.name] = end
-                elements = span_elements(each.held.shape, each.held.strides) if 0 not in each.held.shape else 0
-                end += -(-elements * each.held.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+                end += -(-_span(each.held) // ALIGNMENT) * ALIGNMENT
         return found
 
     @cached_property
@@ -74,11 +73,12 @@ class RankDescription:
     @cached_property
     def nbytes(self) -> int:
         """The length of the address space."""
-        last = self.tensors[-1] if self.tensors else None
-        if last is None:
-            return 0
-        elements = span_elements(last.shape, last.strides) if 0 not in last.shape else 0
-        return self.addresses[last.name] + elements * last.dtype.itemsize
+        return max((self.addresses[each.name] + _span(each) for each in self.tensors), default=0)
 
     def __repr__(self) -> str:
         return f"RankDescription(rank {self.rank}, {plural(len(self.tensors), 'tensor')}, {plural(self.nbytes, 'byte')})"
+
+
+def _span(held: HeldTensor) -> int:
+    """The bytes from the first element of an array to the end of its last one."""
+    return 0 if 0 in held.shape else span_elements(held.shape, held.strides) * held.dtype.itemsize

@@ -233,13 +233,11 @@ class TransferPlan(Drawn):
         return f"TransferPlan({self.source} -> {self.target}, {ranks}, {sizes})"
 
 
-def transfer_plan(
-    plan: Plan, *, replicas: int = 1, sources: Sequence[RankMemory] | None = None, fallbacks: tuple[str, ...] = ()
-) -> TransferPlan:
+def transfer_plan(plan: Plan, *, sources: Sequence[RankMemory], replicas: int = 1) -> TransferPlan:
     """The transfer that fills the layout of a proven plan from the memory of ranks.
 
-    plan: of a conversion whose source's files are memories of ranks. sources: the tensors in these; None: those that a layout placed there.
-    replicas: how many engines receive the same.
+    plan: of a conversion whose source's files are memories of ranks. sources: the tensors in these, in the order of the files. replicas:
+    how many engines receive the same.
 
     Raises: UnsupportedError, with the names, if values of the target are computed from more than one element of the source.
     """
@@ -262,7 +260,7 @@ def transfer_plan(
     return TransferPlan(
         f"{plural(len(paths), 'rank')} of {plan.source.facts.producer or plan.source.format}",
         f"{plan.layout.format} on {plan.layout.parallel}",
-        sources or (),
+        sources,
         targets,
         replicas,
         made,
@@ -273,8 +271,7 @@ def transfer_plan(
         target_address,
         replica,
         _fills(plan, targets, rank_of, base_of),
-        fallbacks,
-        plan.layout.notes,
+        notes=plan.layout.notes,
     )
 
 
