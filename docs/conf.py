@@ -27,7 +27,7 @@ CONTENTS = {
         recipes/serving recipes/serve-without-converting recipes/live recipes/push recipes/degrees recipes/fp8 recipes/packed
         recipes/hf recipes/merge-ranks recipes/deepspeed recipes/megatron recipes/optimizer-state recipes/training-memory
         recipes/undeclared-model recipes/adapters recipes/trainer-names recipes/doctor recipes/look recipes/interrupted
-        recipes/many-machines recipes/nightly recipes/runs recipes/stores
+        recipes/many-machines recipes/nightly recipes/runs recipes/stores recipes/compare recipes/coming-from recipes/troubleshooting
     """,
     "Formats": """
         formats/index formats/dcp formats/dcp-safetensors formats/fsdp formats/fsdp-local formats/pt formats/torch-checkpointing
