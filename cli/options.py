@@ -7,6 +7,7 @@ the registry and stand under the format's name in --help.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
@@ -17,6 +18,7 @@ from reshard.geometry.value import value
 from reshard.requests.keywords import EffortOptions, ModelOptions, OpenOptions, SelectionOptions, TargetOptions
 from reshard.requests.keywords import take as take
 
+from .invocation import current
 from .logs import EPILOG, LOG, LOG_OPTIONS, OutputFileParam, SectionedOption
 from .metrics import METERED
 from .spelling import with_flags
@@ -214,7 +216,8 @@ class PageOptions:
             from reshard.engine.events import event
             from reshard.pages import pages
 
-            nbytes = pages.write_page(draw(pages), self.path, interactive=self.interactive, spelled=with_flags)
+            command = shlex.join(("reshard", *current().arguments))
+            nbytes = pages.write_page(draw(pages), self.path, interactive=self.interactive, spelled=with_flags, command=command)
             event("page", f"wrote {self.path}, {nbytes:,} bytes", path=str(self.path), bytes=nbytes)
 
 

@@ -69,12 +69,18 @@ def _(plan: Plan) -> Html:
 
 @picture_of.register
 def _(plan: TransferPlan) -> Html:
-    """Who sends how much to whom: a row for each source rank, a column for each target rank of a replica, the darker the more bytes."""
+    """Who sends how much to whom: a row for each source rank, a column for each target rank of a replica."""
     traffic = plan.traffic[:_MOST_RANKS, :_MOST_RANKS]
     most = max(int(traffic.max(initial=0)), 1)
     rows = [(f"source {rank}", [nbytes / most for nbytes in row]) for rank, row in enumerate(traffic.tolist())]
-    picture = heat_map([str(rank) for rank in range(traffic.shape[1])], rows, title=f"{plan.source} (rows) to {plan.target} (columns)")
-    text = f"{nbytes_text(plan.nbytes)} in all; the darkest cell is {nbytes_text(most)}."
+    picture = heat_map(
+        [str(rank) for rank in range(traffic.shape[1])],
+        rows,
+        title=f"{plan.source} (rows) to {plan.target} (columns)",
+        axes=("from", "to target rank"),
+        scale=("0 B", nbytes_text(most)),
+    )
+    text = f"{nbytes_text(plan.nbytes)} in all."
     hidden = max(0, len(plan.sources) - _MOST_RANKS), max(0, len(plan.memories) - _MOST_RANKS)
     more = f" {hidden[0]} source ranks and {hidden[1]} target ranks are not drawn." if any(hidden) else ""
     return joined((picture, element("p", text + more, class_="dim")))
@@ -120,12 +126,13 @@ def _(diff: Diff) -> Html:
     columns = [*layers, *([None] if any(layer is None for _, layer in cells) else [])]
     roles = list(dict.fromkeys(role for role, _ in cells))
     rows = [(role, [_shade(cells[role, layer]) if (role, layer) in cells else None for layer in columns]) for role in roles]
-    picture = heat_map(["-" if layer is None else str(layer) for layer in columns], rows, title="Relative L2 change by layer and role")
-    text = (
-        "Columns are layers; - is what belongs to none. The palest cells did not change; the strongest changed by their whole length, and "
-        "each sixth of the colour is a factor of 10."
+    return heat_map(
+        ["-" if layer is None else str(layer) for layer in columns],
+        rows,
+        title="Relative L2 change by layer and role",
+        axes=("role", "layer; -: in no layer"),
+        scale=("equal", "changed by its whole length; each swatch is a factor of 16"),
     )
-    return joined((picture, element("p", text, class_="dim")))
 
 
 def _shade(change: Change) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -11,12 +12,13 @@ from reshard.index.balance import share_rows, shares
 from reshard.index.coverage import sharding_text
 from reshard.index.fold import Fold
 from reshard.index.index import Index, Tensor
+from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.index.shards import primary_rows
-from reshard.picture.drawing import Held, strips
-from reshard.picture.page import Html, element, folded, joined, meter, table
+from reshard.picture.drawing import Held, heat_map, shortened, strips
+from reshard.picture.page import Html, element, folded, joined, legend, meter, table
 
 # What a page shows of it; the rest is counted.
-_MOST_ROWS, _MOST_FAMILIES, _MOST_BRANCHES, _MOST_SHARES = 256, 40, 6000, 256
+_MOST_ROWS, _MOST_FAMILIES, _MOST_BRANCHES, _MOST_SHARES = 128, 40, 6000, 256
 
 
 def shard_map(tree: Fold) -> Html:
@@ -36,7 +38,7 @@ def shard_map(tree: Fold) -> Html:
             rows.setdefault(holder, ([], []))[is_copy].append((left + start * width, left + stop * width))
     order = sorted(rows, key=_natural)
     picture = strips(
-        {holder: rows[holder] for holder in order[:_MOST_ROWS]},
+        lanes({holder: rows[holder] for holder in order}),
         title=f"Who holds what: {plural(len(order), 'row')}, {plural(len(in_order), 'family', 'families')} of tensors",
         dividers=edges[1:-1].tolist(),
     )
@@ -47,12 +49,62 @@ def shard_map(tree: Fold) -> Html:
             for number, leaf in enumerate(in_order)
         ],
     )
-    notes = [f"{len(order) - _MOST_ROWS:,} more rows are not drawn."] if len(order) > _MOST_ROWS else []
-    whole = len(families) - len([leaf for leaf in families if len(leaf.stored[0].shards) > 1])
+    notes = [f"Each row is a lane of {-(-len(order) // _MOST_ROWS)} of {len(order):,} holders."] if len(order) > _MOST_ROWS else []
+    whole = len([leaf for leaf in families if len(leaf.stored[0].shards) == 1])
     if whole:
-        notes.append(f"{plural(whole, 'family', 'families')} in one piece {'is' if whole == 1 else 'are'} not drawn.")
-    text = f"Dark: the first copy of a part; light: a replica of it. {' '.join(notes)}"
-    return joined((picture, element("p", text, class_="dim"), folded("The tensors of the map", names)))
+        notes.append(f"Not drawn: {plural(whole, 'kind')} of tensor that nobody has cut.")
+    has_replicas = any(copies for _, copies in rows.values())
+    keys = legend(("a", "a part of a tensor"), *([("b", "a replica of it")] if has_replicas else []))
+    note = element("p", " ".join(notes), class_="dim") if notes else ""
+    return joined((picture, keys, note, folded("The tensors of the map", names)))
+
+
+def lanes(rows: Mapping[str, Held]) -> dict[str, Held]:
+    """Rows in their order, together as lanes of neighbours where they are more than are drawn."""
+    names, together = list(rows), -(-len(rows) // _MOST_ROWS)
+    groups = [names[start : start + together] for start in range(0, len(names), together)] if together > 1 else [[name] for name in names]
+    return {
+        name_of_lane(group): (
+            [span for name in group for span in rows[name][0]],
+            [span for name in group for span in rows[name][1]],
+        )
+        for group in groups
+    }
+
+
+def name_of_lane(group: Sequence[str]) -> str:
+    """The name of one row for neighbours: that of the first, and of the last."""
+    return group[0] if len(group) == 1 else f"{group[0]} .. {group[-1]}"
+
+
+def layer_map(index: Index) -> Html:
+    """What layers hold: a row for each weight of a layer, a column for each layer, by bytes on a logarithmic scale. Empty without any."""
+    cells: dict[str, dict[int, int]] = {}
+    for tensor in index.tensors:
+        layer = layer_of(tensor.name) if tensor.kind in ("weight", "master") else None
+        if layer is not None:
+            row = cells.setdefault(part_of_layer(tensor.name).removesuffix(".weight"), {})
+            row[layer] = row.get(layer, 0) + tensor.nbytes
+    layers = sorted({layer for row in cells.values() for layer in row})
+    if not layers:
+        return Html("")
+    most = max(max(row.values()) for row in cells.values())
+    scale = math.log2(max(most, 2))
+    shown = sorted(cells, key=lambda name: -sum(cells[name].values()))[:_MOST_FAMILIES]
+    rows = [(shortened(name, 44), [_on(scale, cells[name].get(layer)) for layer in layers]) for name in cells if name in shown]
+    picture = heat_map(
+        [str(layer) for layer in layers],
+        rows,
+        title="Bytes of each weight in each layer",
+        axes=("weight", "layer"),
+        scale=("0 B", f"{nbytes_text(most)}, logarithmic"),
+    )
+    more = f"{len(cells) - len(shown):,} smaller ones are not drawn." if len(cells) > len(shown) else ""
+    return joined((picture, element("p", more, class_="dim") if more else ""))
+
+
+def _on(scale: float, nbytes: int | None) -> float | None:
+    return None if nbytes is None else math.log2(max(nbytes, 1)) / scale
 
 
 def tensor_map(tensor: Tensor) -> Html:
@@ -60,8 +112,7 @@ def tensor_map(tensor: Tensor) -> Html:
     rows: dict[str, Held] = {}
     for holder, start, stop, is_copy in held_spans(tensor):
         rows.setdefault(holder, ([], []))[is_copy].append((start, stop))
-    order = sorted(rows, key=_natural)[:_MOST_ROWS]
-    return strips({holder: rows[holder] for holder in order}, title=f"Who holds {tensor.name}")
+    return strips(lanes({holder: rows[holder] for holder in sorted(rows, key=_natural)}), title=f"Who holds {tensor.name}")
 
 
 def held_spans(tensor: Tensor) -> Iterator[tuple[str, float, float, bool]]:
@@ -116,19 +167,20 @@ def tree_list(tree: Fold) -> Html:
 def _branch(branch: Fold, total: int, level: int, left: list[int]) -> Html:
     left[0] -= 1
     if left[0] < 0:
-        return Html("") if left[0] < -1 else element("div", "more branches are not shown", class_="leaf dim")
+        return Html("") if left[0] < -1 else element("div", "more branches are not shown", class_="row dim")
     first: Sequence[Tensor] = branch.stored[:1]
     size = f"{nbytes_text(branch.nbytes)}, {plural(branch.tensors, 'tensor')}"
-    about = "".join(f" {tensor.dtype} {list(tensor.shape)}, {sharding_text(tensor)};" for tensor in first)
+    about = "".join(f"{tensor.dtype} {list(tensor.shape)}, {sharding_text(tensor)}; " for tensor in first)
     state = f" with {branch.state}" if branch.state else ""
     text = joined(
         (
-            element("span", branch.name, class_="name", style=f"min-width:{max(20 - level, 8)}rem"),
-            " ",
+            element("span", branch.name, class_="name"),
             meter(branch.nbytes / total if total else 0),
-            element("span", f"{about} {size}{state}", class_="more"),
+            element("span", f"{about}{size}{state}", class_="more"),
         )
     )
+    style = f"--l:{level}"
     if branch.stored:
-        return element("div", text, class_="leaf")
-    return folded(text, *(_branch(child, total, level + 1, left) for child in branch.children), is_open=level < 2)
+        return element("div", text, class_="row", style=style)
+    children = (_branch(child, total, level + 1, left) for child in branch.children)
+    return folded(text, *children, is_open=level < 2, class_="row", style=style)

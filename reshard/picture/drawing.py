@@ -3,41 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
-from reshard.picture.page import COLOURS, Html, element, escaped
+from reshard.picture.page import COLOURS, Html, element, escaped, legend
 
 Span = tuple[float, float]
 """Where something starts and ends, as shares of the width."""
+_SWATCHES = 6
 Held = tuple[list[Span], list[Span]]
 """What one holder has, and what it has as a copy of what another one holds."""
 
 
-def strips(rows: Mapping[str, Held], *, title: str, dividers: Iterable[float] = (), width: int = 1000) -> Html:
-    """A map: one strip for each holder, under each other. dividers: vertical lines, as shares of the width."""
-    height = 16 if len(rows) <= 32 else 7 if len(rows) <= 128 else 3
+def strips(rows: Mapping[str, Held], *, title: str, dividers: Iterable[float] = (), width: int = 1180) -> Html:
+    """A map: one strip for each holder, under each other. dividers: vertical lines, as shares of the width; the parts between them are
+    numbered from 1."""
+    height = 18 if len(rows) <= 32 else 7 if len(rows) <= 128 else 3
     labels = len(rows) <= 32
-    left = min(8 * max(map(len, rows), default=0) + 10, 260) if labels else 0
+    left = min(7 * max(map(len, rows), default=0) + 14, 300) if labels else 0
     inner, total = width - left, len(rows) * height
     parts = [f'<rect class="soft" x="{left}" y="0" width="{inner}" height="{total}"/>']
     for number, (label, held) in enumerate(rows.items()):
         y, thick = number * height, max(height - 2, 1) if height > 3 else height
         if labels:
-            parts.append(f'<text x="0" y="{y + height - 5}">{escaped(label[:30])}</text>')
+            parts.append(f'<text x="0" y="{y + height - 6}">{escaped(shortened(label, 40))}</text>')
         for name, spans in zip("ab", held, strict=True):
             if spans:
                 path = "".join(_box(left + start * inner, y, max((stop - start) * inner, 0.6), thick) for start, stop in spans)
                 parts.append(f'<path class="{name}" d="{path}"><title>{escaped(label)}</title></path>')
-    lines = "".join(f"M{_n(left + at * inner)} 0v{total}" for at in dividers)
+    edges = [0.0, *dividers, 1.0]
+    lines = "".join(f"M{_n(left + at * inner)} 0v{total}" for at in edges[1:-1])
     if lines:
         parts.append(f'<path class="line" d="{lines}"/>')
-    return _svg(parts, width, max(total, 1), title)
+        centres = enumerate(pairwise(edges), 1)
+        parts += [
+            f'<text x="{_n(left + (a + b) / 2 * inner)}" y="{total + 14}" text-anchor="middle">{number}</text>'
+            for number, (a, b) in centres
+            if (b - a) * inner > 16
+        ]
+    return _svg(parts, width, max(total, 1) + (18 if lines else 0), title)
+
+
+def shortened(text: str, most: int) -> str:
+    """A text without its middle, if it is long: both ends of a file's name tell it from others."""
+    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most - most // 2) :]}"
 
 
 def stacked(rows: Sequence[tuple[str, Sequence[float], str]], names: Sequence[str], *, title: str, limit: float | None = None) -> Html:
     """Horizontal bars of several parts. rows: label, the size of each part, and the text at the end. limit: a vertical line, such as the
     memory of a GPU."""
     most = max([sum(parts) for _, parts, _ in rows] + [limit or 0.0]) or 1.0
-    left, inner, height = 8 * max((len(label) for label, _, _ in rows), default=0) + 12, 560, 22
+    left, inner, height = 7 * max((len(label) for label, _, _ in rows), default=0) + 14, 620, 24
     drawn = []
     for number, (label, sizes, text) in enumerate(rows):
         y, x = number * height, float(left)
@@ -49,31 +64,45 @@ def stacked(rows: Sequence[tuple[str, Sequence[float], str]], names: Sequence[st
                 x += length
         drawn.append(f'<text x="{_n(x + 6)}" y="{y + 15}">{escaped(text)}</text>')
     if limit:
-        drawn.append(f'<path class="line" d="M{_n(left + limit / most * inner)} 0v{len(rows) * height}"/>')
-    keys = (
-        Html(f'<svg class="key" viewBox="0 0 1 1" style="display:inline-block"><path class="{c}" d="M0 0h1v1h-1z"/></svg>{escaped(n)}')
-        for n, c in zip(names, "abcde", strict=False)
-    )
-    return Html(_svg(drawn, left + inner + 260, max(len(rows) * height, 1), title) + element("p", *keys, class_="dim"))
+        drawn.append(f'<path class="limit" d="M{_n(left + limit / most * inner)} 0v{len(rows) * height}"/>')
+    texts = max((len(text) for _, _, text in rows), default=0)
+    picture = _svg(drawn, left + inner + 7 * texts + 12, max(len(rows) * height, 1), title)
+    return Html(picture + legend(*zip("abcde", names, strict=False)))
 
 
-def heat_map(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[float | None]]], *, title: str) -> Html:
-    """A grid of cells, the darker the larger; values are 0 to 1, None for a cell that does not exist."""
-    left = 8 * max((len(label) for label, _ in rows), default=0) + 10
-    size = max(8, min(26, 820 // max(len(columns), 1)))
-    drawn = []
+def heat_map(
+    columns: Sequence[str],
+    rows: Sequence[tuple[str, Sequence[float | None]]],
+    *,
+    title: str,
+    axes: tuple[str, str],
+    scale: tuple[str, str],
+) -> Html:
+    """A grid of cells, the stronger the larger; values are 0 to 1, None for a cell that does not exist.
+
+    axes: what the rows and the columns are. scale: what the weakest and the strongest colour mean.
+    """
+    left, top, height = 7 * max([len(axes[0]), *(len(label) for label, _ in rows)]) + 14, 18, 18
+    size = max(6, min(30, 1040 // max(len(columns), 1)))
+    bottom = top + len(rows) * height
+    drawn = [f'<text x="0" y="12">{escaped(axes[0])}</text><text x="{left}" y="12">{escaped(axes[1])}</text>']
     for y, (label, values) in enumerate(rows):
-        drawn.append(f'<text x="0" y="{y * 16 + 12}">{escaped(label)}</text>')
+        drawn.append(f'<text x="0" y="{top + y * height + 13}">{escaped(label)}</text>')
         for x, value in enumerate(values):
             if value is not None:
-                box = _box(left + x * size, y * 16, size - 1, 15)
+                box = _box(left + x * size, top + y * height, size - 1, height - 1)
                 drawn.append(
-                    f'<path class="soft" d="{box}"/>' if value <= 0 else f'<path class="c" opacity="{0.15 + 0.85 * value:.3g}" d="{box}"/>'
+                    f'<path class="soft" d="{box}"/>' if value <= 0 else f'<path class="c" opacity="{0.12 + 0.88 * value:.3g}" d="{box}"/>'
                 )
-    step = max(1, -(-40 // size))
-    for x in range(0, len(columns), step):
-        drawn.append(f'<text x="{left + x * size}" y="{len(rows) * 16 + 12}">{escaped(columns[x])}</text>')
-    return _svg(drawn, left + len(columns) * size + 30, len(rows) * 16 + 18, title)
+    step = max(1, -(-7 * max(map(len, columns), default=1) // size))
+    drawn += [f'<text x="{left + x * size}" y="{bottom + 13}">{escaped(columns[x])}</text>' for x in range(0, len(columns), step)]
+    drawn.append(f'<text x="{left}" y="{bottom + 36}" text-anchor="end">{escaped(scale[0])}  </text>')
+    for i in range(_SWATCHES):
+        shade = f'class="c" opacity="{0.12 + 0.88 * i / (_SWATCHES - 1):.3g}"' if i else 'class="soft"'
+        drawn.append(f'<path {shade} d="{_box(left + 4 + i * 22, bottom + 26, 21, 12)}"/>')
+    drawn.append(f'<text x="{left + _SWATCHES * 22 + 10}" y="{bottom + 36}">{escaped(scale[1])}</text>')
+    width = left + max(len(columns) * size + 30, _SWATCHES * 22 + 7 * len(scale[1]) + 20)
+    return _svg(drawn, width, bottom + 42, title)
 
 
 def curves(lines: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x_name: str, y_name: str) -> Html:
@@ -101,7 +130,7 @@ def in_notebook(drawing: str) -> str:
 def _svg(parts: Iterable[str], width: int, height: int, title: str) -> Html:
     name = escaped(title)
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{name}">'
-    return Html(f"{opening}<title>{name}</title>{''.join(parts)}</svg>")
+    return element("div", Html(f"{opening}<title>{name}</title>{''.join(parts)}</svg>"), class_="draw")
 
 
 def _box(x: float, y: float, width: float, height: float) -> str:

@@ -18,7 +18,7 @@ from helpers.sampled import sampled
 import reshard as library
 from reshard.index.balance import shares
 from reshard.index.fold import fold
-from reshard.pages.shard_maps import divided_axis, held_spans
+from reshard.pages.shard_maps import divided_axis, held_spans, lanes
 from reshard.picture.page import Html, Page, element, escaped, table
 
 FSDP2 = (DCP / "fsdp2" / "checkpoint", "--model", DCP / "fsdp2" / "model")
@@ -38,7 +38,8 @@ class Checked(HTMLParser):
         if tag not in _VOID:
             self.open.append(tag)
         for name, value in attributes:
-            assert not name.startswith("on") and name not in ("src", "href", "srcset", "action"), (tag, name, value)
+            assert not name.startswith("on") and name not in ("src", "srcset", "action"), (tag, name, value)
+            assert name != "href" or value.startswith("#"), "a link leads to a section of the same page"
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -74,7 +75,8 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
-def test_a_page_is_inert_and_has_equal_bytes_each_time(arguments, tmp_path):
+def test_a_page_is_inert_and_has_equal_bytes_each_time(arguments, tmp_path, monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1234567890")
     page = page_of(tmp_path, *arguments)
     content = (tmp_path / "page.html").read_text()
     assert "script" not in page.tags and "default-src 'none'" in content and "script-src" not in content
@@ -82,6 +84,31 @@ def test_a_page_is_inert_and_has_equal_bytes_each_time(arguments, tmp_path):
     page_of(tmp_path, *arguments)
     assert (tmp_path / "page.html").read_text() == content
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
+def test_a_page_says_the_answer_first_and_what_made_it(arguments, tmp_path, monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1234567890")
+    text = " ".join(page_of(tmp_path, *arguments).text)
+    says = {
+        "inspect": ("complete", "61,728", "BF16", "next", "reshard convert"),
+        "plan": ("proven", "21"),
+        "verify": ("difference", "21 tensors"),
+        "diff": ("relative L2", "elements changed"),
+        "doctor": ("2 errors", "Go back to an earlier save"),
+        "degrees": ("fewest GPUs",),
+        "estimate": ("7,000,000,000", "ZeRO-3"),
+    }[arguments[0]]
+    head = text[: text.index("Summary")] if "Summary" in text else text
+    assert all(word in (head if arguments[0] in ("inspect", "plan", "verify", "diff") else text) for word in says), head
+    assert f"Made by reshard {library.__version__} on 2009-02-13 with: reshard {arguments[0]}" in text
+
+
+def test_many_holders_are_drawn_as_lanes():
+    rows = {f"rank {i}": ([(i / 1000, (i + 1) / 1000)], []) for i in range(1000)}
+    drawn = lanes(rows)
+    assert len(drawn) <= 128 and next(iter(drawn)) == "rank 0 .. rank 7"
+    assert sorted(span for spans, _ in drawn.values() for span in spans) == sorted(span for spans, _ in rows.values() for span in spans)
 
 
 def test_an_interactive_page_runs_its_own_script_and_no_other(tmp_path):
@@ -106,7 +133,8 @@ def test_names_in_a_checkpoint_are_hostile_text(tmp_path):
 def test_text_is_escaped_once_and_cut():
     assert escaped("<b>&") == "&lt;b&gt;&amp;" and escaped(Html("<b>")) == "<b>" and len(escaped("x" * 10_000)) == 200
     assert element("p", "a<b", title='"') == '<p title="&quot;">a&lt;b</p>'
-    assert 'class="n">1,234<' in table(("a",), [(1234,)])
+    assert 'class="n">1,234<' in table(("a",), [(1234,)]) and 'class="n">1.5 kB<' in table(("a",), [("1.5 kB",)])
+    assert 'class="n"' not in table(("a",), [("1.5 kB",), ("[4, 2]",)]), "a column of other text stands to the left"
     page = Page("<script>alert(1)</script>")
     page.add("a</section>", "<script>")
     assert "<script>" not in page.render()

@@ -12,7 +12,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-SIZES = {"wide": (1200, 900), "narrow": (400, 800)}
+SIZES = {"wide": (1920, 1080), "middle": (1280, 900), "narrow": (390, 844)}
 
 
 def browser() -> webdriver.Chrome:
@@ -53,6 +53,11 @@ def page_checks(driver: webdriver.Chrome, name: str, path: str) -> Iterator[tupl
                 (light[0] > light[1] + 300) if scheme == "light" else (light[1] > light[0] + 300),
                 str(colours),
             )
+    cut = driver.execute_script(
+        "return [...document.querySelectorAll('h1,p,dd,td,.name,.more,nav a')].filter(e=>e.scrollWidth>e.clientWidth+1&&e.clientWidth"
+        "&&getComputedStyle(e).display!=='inline').map(e=>e.textContent.slice(0,60))"
+    )
+    yield f"{name}: no text is cut", not cut, str(cut[:3])
     parts = driver.find_elements(By.TAG_NAME, "summary")
     if parts:
         was = driver.execute_script("return arguments[0].parentNode.open", parts[0])
@@ -92,7 +97,7 @@ def map_check(driver: webdriver.Chrome, path: str, tensor: dict) -> Iterator[tup
 def interactive_check(driver: webdriver.Chrome, path: str) -> Iterator[tuple[str, bool, str]]:
     driver.get(f"file://{path}")
     driver.find_element(By.ID, "filter").send_keys("q_proj")
-    shown = [each.text for each in driver.find_elements(By.CSS_SELECTOR, ".leaf") if each.is_displayed()]
+    shown = [each.text for each in driver.find_elements(By.CSS_SELECTOR, "div.row") if each.is_displayed()]
     yield "the filter shows what it names, and nothing else", bool(shown) and all("q_proj" in text for text in shown), str(shown)
     driver.find_element(By.ID, "filter").send_keys(Keys.CONTROL, "a", Keys.BACKSPACE)
     heads = [each for each in driver.find_elements(By.TAG_NAME, "th") if each.text == "elements"]

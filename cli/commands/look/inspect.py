@@ -83,7 +83,9 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, 
         if globs:
             check_globs("--tensor", globs, dict.fromkeys(tensor.name for tensor in tensors))
             tensors = [tensor for tensor in tensors if matches(tensor.name, globs)]
-        page.write(lambda pages: pages.checkpoint_page(opened.checkpoint, opened.outlook, tensors if globs else []))
+        following = opened.next(given.get("model"))
+        drawn = tensors if globs else []
+        page.write(lambda pages: pages.checkpoint_page(opened.checkpoint, opened.outlook, drawn, opened.headline, following))
         if as_json:
             show_json(opened.document(tensors if full or globs else None))
         elif globs:
@@ -212,6 +214,28 @@ class Inspection:
         """The parameters that work on one token; None without experts, or if the config does not tell."""
         idle = self.experts.idle_parameters if self.experts else None
         return None if idle is None else self.parameters - idle
+
+    @property
+    def stored_as(self) -> str:
+        """The quantized forms of the weights; without any, their element types."""
+        dtypes = dict.fromkeys(tensor.dtype.name for tensor in self.tensors if tensor.kind in ("weight", "master"))
+        return " and ".join(dict.fromkeys(family.form for family in self.quantized)) or ", ".join(list(dtypes)[:3])
+
+    @property
+    def headline(self) -> list[tuple[str, object]]:
+        """(name, value): what a page says first."""
+        active, step, mesh = self.active_parameters, self.facts.step, self.facts.mesh
+        return [
+            ("model", _name_of_model(self.config or {}) or "unknown model"),
+            *([("parameters", count_text(self.parameters))] if self.parameters else []),
+            *([] if active is None else [("active for a token", count_text(active))]),
+            ("stored as", self.stored_as),
+            ("size", nbytes_text(self.nbytes)),
+            ("format", self.index.format),
+            ("files", len(self.index.files)),
+            *([("ranks", mesh.ranks)] if mesh and mesh.ranks else []),
+            *([] if step is None else [("step", step)]),
+        ]
 
     @property
     def shares(self) -> tuple[ByteShare, ...]:
@@ -395,10 +419,7 @@ def _show_quantized(families: tuple[QuantizedFamily, ...]) -> None:
 def _show_answer(opened: Inspection, model: str | None) -> None:
     """What it is, whether it is complete, what it can become, and the next command."""
     index, facts, found = opened.index, opened.facts, opened.outlook
-    dtypes = dict.fromkeys(tensor.dtype.name for tensor in index.tensors if tensor.kind in ("weight", "master"))
-    forms = dict.fromkeys(family.form for family in opened.quantized)
-    stored_as = " and ".join(forms) or ", ".join(list(dtypes)[:3])
-    what = [_name_of_model(opened.config or {}) or "unknown model", _size_text(opened) + _experts_text(opened), stored_as]
+    what = [_name_of_model(opened.config or {}) or "unknown model", _size_text(opened) + _experts_text(opened), opened.stored_as]
     ranks = f" of {plural(facts.mesh.ranks, 'rank')}" if facts.mesh and facts.mesh.ranks else ""
     where = index.format + ranks + (f", step {facts.step}" if facts.step is not None else "")
     show(f"{opened.checkpoint.path}: {', '.join(word for word in what if word)}; {where}")
