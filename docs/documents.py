@@ -27,6 +27,7 @@ from reshard.verbs.look.diff import Diff
 from reshard.verbs.look.explain import Explanation
 from reshard.verbs.look.stats import TensorStatistics
 from reshard.verbs.push import PushResult
+from reshard.verbs.serve.cache import CacheEntry
 from reshard.verbs.verify import Comparison
 from reshard.verbs.watch import WatchEvent
 
@@ -214,6 +215,9 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
             "comparison": (_SERVER, None),
         },
     ),
+    "cache-get": ("reshard cache get --json", CacheEntry),
+    "cache-list": ("reshard cache list --json", {"root": str, "entries": [CacheEntry]}),
+    "cache-clean": ("reshard cache clean --json", {"root": str, "removed": bool, "entries": [CacheEntry]}),
     "doctor": ("reshard doctor --json", Report),
     "doctor-list": ("reshard doctor --list --json", {"findings": [FindingKind]}),
     "env": ("reshard env --json", _ENV),
@@ -244,6 +248,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
         "reshard roundtrip --json",
         {"lossless": bool, "materialized": bool, "tensors": int, "boxes": int, "bytes": int, "losses": [str]},
     ),
+    "serve-check": ("reshard serve-check --json", Report),
     "stats": ("reshard stats --json", {"path": str, "bytes": int, "tensors": [TensorStatistics]}),
     "verify": ("reshard verify --json", Extended(Comparison, {"server": (_SERVER, None)})),
     "push": ("reshard push --json", Extended(PushResult, {"parallel": _SIZES, "plan?": ANY_OBJECT})),

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from reshard.verbs.plan import load_plan, plan, save_plan
     from reshard.verbs.push import push
     from reshard.verbs.roundtrip import roundtrip
+    from reshard.verbs.serve.cache import cache
+    from reshard.verbs.serve.serve_check import serve_check
     from reshard.verbs.transfers import transfers
     from reshard.verbs.verify import verify
     from reshard.verbs.watch import watch
@@ -41,6 +43,7 @@ __all__ = [
     "DifferenceFound",
     "RequestError",
     "ReshardError",
+    "cache",
     "convert",
     "convert_part",
     "degrees",
@@ -57,6 +60,7 @@ __all__ = [
     "push",
     "roundtrip",
     "save_plan",
+    "serve_check",
     "stats",
     "transfers",
     "verify",
@@ -103,6 +107,8 @@ def _module_of(name: str) -> str:
         return "verbs.convert"
     if name in ("load_plan", "save_plan"):
         return "verbs.plan"
+    if name in ("cache", "serve_check"):
+        return f"verbs.serve.{name}"
     return f"verbs.look.{name}" if name in _LOOKS else f"verbs.{name}"
 
 

@@ -20,6 +20,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 
 Severity = Literal["error", "warning", "info"]
+Needs = Literal["", "deep", "since", "serve-check"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 
 
@@ -33,8 +34,8 @@ class FindingKind:
     """The stable id, such as "nan"."""
     severity: Severity
     """error: do not use the checkpoint. warning: look at it. info: what was seen or not checked, often on purpose."""
-    needs: Literal["", "deep", "since"]
-    """The keyword of `doctor` without which it is not looked for; empty if it always is."""
+    needs: Needs
+    """The keyword of `doctor` without which it is not looked for, or the verb that looks for it; empty if `doctor` always does."""
     meaning: str
     """What the finding means."""
     do: str
@@ -43,7 +44,9 @@ class FindingKind:
     @property
     def text(self) -> str:
         """The meaning, with the option that it needs."""
-        return f"`--{self.needs}`: {self.meaning[0].lower()}{self.meaning[1:]}" if self.needs else self.meaning
+        if not self.needs:
+            return self.meaning
+        return f"`{'' if self.needs == 'serve-check' else '--'}{self.needs}`: {self.meaning[0].lower()}{self.meaning[1:]}"
 
 
 _COPY = "Copy the file again from where the checkpoint was written"
@@ -51,7 +54,7 @@ _SAVE = "Keep the files of one save only, or save again"
 _LOADED = "Check how it is initialized and loaded"
 _BEFORE = "Go back to an earlier save, and look at the loss and the gradient norm of the run"
 
-_ROWS: tuple[tuple[str, Severity, Literal["", "deep", "since"], str, str], ...] = (
+_ROWS: tuple[tuple[str, Severity, Needs, str, str], ...] = (
     # Files.
     ("missing-file", "error", "", "A file of the checkpoint is not there.", _COPY),
     ("truncated-file", "error", "", "A file ends before its content does.", _COPY),
@@ -120,6 +123,18 @@ _ROWS: tuple[tuple[str, Severity, Literal["", "deep", "since"], str, str], ...] 
     ("frozen", "info", "since", "Vectors, or weights without optimizer state, have the same bits in both checkpoints.", ""),
     ("nothing-moved", "warning", "since", "All weights have the same bits in both checkpoints.", "Check that the paths are of two saves"),
     ("other-weights", "warning", "since", "A weight is in one of the checkpoints only, or has another shape or element type.", ""),
+    # Before serving.
+    ("no-class", "error", "serve-check", "config.json names no class of the engine.", "Take config.json of the model that was trained"),
+    ("other-engine", "error", "serve-check", "The files are laid out for another engine.", "Convert for this engine with `to=`"),
+    ("other-sizes", "error", "serve-check", "The files are laid out for other parallel sizes.",
+     "Start the engine with the sizes of the files, or convert for those that you want"),
+    ("not-served", "error", "serve-check", "The engine does not take this model at these sizes.", ""),
+    ("missing-on-rank", "error", "serve-check", "A rank's files lack a tensor that the engine asks for.",
+     "Convert again, with `engine_version=` of the engine that will serve"),
+    ("unknown-on-rank", "error", "serve-check", "A rank's files hold a tensor that the engine has no place for.",
+     "Convert again, with `engine_version=` of the engine that will serve"),
+    ("unlike-on-rank", "error", "serve-check", "A tensor of a rank has another shape or element type than the engine asks for.",
+     "Convert again, with `engine_version=` of the engine that will serve"),
 )  # fmt: skip
 
 KINDS: Mapping[str, FindingKind] = {row[0]: FindingKind(*row) for row in _ROWS}

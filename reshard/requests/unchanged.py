@@ -49,7 +49,7 @@ def reason_to_convert(plan: Plan, files: Files | None, *, checksums: bool = Fals
         manifest = read_manifest(files)
         if manifest is None:
             return f"there is no {MANIFEST}"
-        return _change(plan, manifest) or _damage(files, manifest, checksums)
+        return _change(plan, manifest) or damage_of(files, manifest, checksums=checksums)
     except CheckpointError as error:
         return f"{error.where}: {error.what}"
 
@@ -95,8 +95,8 @@ def _change(plan: Plan, manifest: Manifest) -> str | None:
     return None
 
 
-def _damage(files: Files, manifest: Manifest, checksums: bool) -> str | None:
-    """What is not as reshard wrote it, or is lacking, in the target; None if nothing is."""
+def damage_of(files: Files, manifest: Manifest, *, checksums: bool = False) -> str | None:
+    """What is not as reshard wrote it, or is lacking, in a target; None if nothing is. checksums: whether SHA256SUMS is wanted, too."""
     digests, result = read_digests(files, manifest), Comparison()
     if checksums and CHECKSUMS not in digests.small_files:
         return f"there is no {CHECKSUMS}"

@@ -14,6 +14,8 @@ CALLS = {
     "view": lambda **options: reshard.open(HF).view(to="vllm", **options),
     "digests": lambda **options: reshard.digests(HF, to="vllm", **options),
     "watch": lambda **options: next(reshard.watch(HF, to="vllm", into="out/{step}", once=True, **options)),
+    "cache": lambda **options: reshard.cache(reshard.plan(HF, to="hf"), root="never-written", **options),
+    "serve_check": lambda **options: reshard.serve_check(HF, **options),
     "convert": lambda **options: reshard.convert(reshard.plan(HF, to="hf"), "never-written", **options),
     "convert_part": lambda **options: reshard.convert_part(reshard.plan(HF, to="hf"), "never-written", 1, 2, **options),
     "degrees": lambda **options: reshard.degrees(HF, to="vllm", **options),

@@ -81,6 +81,8 @@ def _parse(command: str, where: str) -> None:
         return  # --help
     except click.ClickException as error:
         raise AssertionError(f"{where}: {command}: {error.format_message()}") from error
+    if parsed.get("to", "") is None and name == "cache":
+        return  # list and clean take no target
     if "to" in parsed and name != "degrees" and not parsed.get("plan_path") and (parsed["to"] or not parsed.get("push")):
         known = {option.name for option in registry.target(parsed["to"]).options}
         for option in registry.options():

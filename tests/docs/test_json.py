@@ -169,6 +169,14 @@ def test_doctor():
     check("doctor --list", printed("doctor", "--list"))
 
 
+def test_cache_and_serve_check(tmp_path):
+    where = ("--cache", tmp_path)
+    check("cache get", printed("cache", "get", LLAMA, "--to", "vllm", *where))
+    check("cache list", printed("cache", "list", *where))
+    check("cache clean", printed("cache", "clean", *where))
+    check("serve-check", printed("serve-check", LLAMA))
+
+
 def test_degrees(config):
     check("degrees", printed("degrees", config, "--tp", "3,4", "--gpu-memory", "80GiB", "--max-model-len", 8192))
 

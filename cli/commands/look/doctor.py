@@ -62,7 +62,7 @@ def command(checkpoint: str | None, fail_on: str, list_kinds: bool, as_json: boo
     if as_json:
         show_json(document(report))
     else:
-        _show_report(report)
+        show_report(report)
     click.get_current_context().exit(1 if report.fails(words) else 0)
 
 
@@ -76,7 +76,7 @@ def _bytes_to_read(checkpoint: str, given: dict[str, Any]) -> int:
     return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
 
 
-def _show_report(report: Report) -> None:
+def show_report(report: Report) -> None:
     read = f", {nbytes_text(report.nbytes)} read" if report.nbytes else ""
     show(f"{report.path}: {report.counts_text()}; {plural(report.tensors, 'tensor')}, {plural(report.files, 'file')}{read}")
     if current().log.quiet:

@@ -1,0 +1,105 @@
+"""reshard cache: converted models for an engine's start."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from reshard.geometry.documents import document
+from reshard.geometry.quantities import plural
+
+from ... import options
+from ...json_output import show_json
+from ...progress import working
+from ...tables import duration_text, nbytes_text, show, show_table
+
+if TYPE_CHECKING:
+    from reshard.verbs.serve.cache import Cache
+
+
+@options.command(
+    "cache",
+    "vllm serve $(reshard cache get llama-3-8b --to vllm --tp 8) --load-format sharded_state -tp 8",
+    "reshard cache list",
+    "reshard cache clean --yes",
+)
+@click.argument("action", type=click.Choice(["get", "list", "clean"]))
+@click.argument("source", required=False)
+@options.option("--cache", "root", section=options.OUTPUT, metavar="DIR", help="The cache (default: RESHARD_CACHE, else ~/.cache/reshard).")
+@options.option(
+    "--max-size", section=options.OUTPUT, type=options.SIZE, metavar="SIZE",
+    help="get: remove what was used longest ago until the cache is not larger. clean: keep so much.",
+)  # fmt: skip
+@options.option("--yes", section=options.OUTPUT, is_flag=True, help="clean: remove. Without it, nothing is removed.")
+@options.target(required=False)
+@options.selection("Convert")
+@options.format_name
+@options.model
+@options.effort
+@options.as_json
+def command(action: str, source: str | None, to: str | None, as_json: bool, root: str | None, yes: bool, **given: Any) -> None:
+    """get: print the folder of SOURCE, converted for an engine: from the cache, or converted into it now. Nothing else is printed.
+
+    list: what is in the cache. clean: what can be removed from it, and with --yes remove it.
+
+    An entry is found by the plan and by names, lengths and times of the source's files, and is named by its content: the fingerprint of the
+    weights, the sizes, the engine's version. Processes that ask at once convert once.
+    """
+    from reshard.verbs.serve.cache import Cache
+
+    max_size = given.pop("max_size")
+    context = click.get_current_context()
+    if action == "get":
+        if source is None or to is None:
+            raise click.UsageError("`reshard cache get SOURCE --to FORMAT` needs both", context)
+        _get(source, to, root, max_size, as_json, given)
+        return
+    if source is not None:
+        raise click.UsageError(f"`reshard cache {action}` takes no SOURCE", context)
+    cache = Cache(root)
+    _list(cache, as_json) if action == "list" else _clean(cache, max_size or 0, yes, as_json)
+
+
+def _get(source: str, to: str, root: str | None, max_size: int | None, as_json: bool, given: dict[str, Any]) -> None:
+    import reshard
+    from reshard.requests.keywords import EffortOptions, OpenOptions
+
+    effort = {**options.take(given, EffortOptions), "show_progress": given.pop("show_progress")}
+    plan = reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
+    with working("convert", sum(file.nbytes for file in plan.layout.files), effort) as working_with:
+        entry = reshard.cache(plan, root=root, max_size=max_size, **working_with)
+    show_json(document(entry)) if as_json else show(entry.path)
+
+
+def _list(cache: Cache, as_json: bool) -> None:
+    entries = cache.entries()
+    if as_json:
+        show_json({"root": str(cache.root), "entries": [document(entry) for entry in entries]})
+        return
+    rows = [
+        (entry.path.rpartition("/")[2], entry.format, nbytes_text(entry.nbytes), duration_text(entry.age), entry.source)
+        for entry in entries
+    ]
+    total = nbytes_text(sum(entry.nbytes for entry in entries))
+    show(f"{cache.root}: {plural(len(entries), 'entry', 'entries')}, {total}")
+    if rows:
+        show()
+        show_table(rows, ("entry", "for", "bytes", "last used", "from"))
+
+
+def _clean(cache: Cache, keep: int, yes: bool, as_json: bool) -> None:
+    """Remove the entries that were used longest ago, until at most `keep` bytes are left."""
+    entries, kept, removable = cache.entries(), 0, []
+    for entry in entries:
+        kept += entry.nbytes
+        if kept > keep:
+            removable.append(entry)
+    for entry in removable if yes else ():
+        cache.remove(entry)
+    if as_json:
+        show_json({"root": str(cache.root), "removed": yes, "entries": [document(entry) for entry in removable]})
+        return
+    size = nbytes_text(sum(entry.nbytes for entry in removable))
+    done = "removed" if yes else "can be removed. Nothing was removed: --yes removes"
+    show(f"{cache.root}: {plural(len(removable), 'entry', 'entries')}, {size}, {done}")

@@ -1,0 +1,43 @@
+"""reshard serve-check: will an engine take this folder?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from reshard.geometry.documents import document
+
+from ... import options
+from ...json_output import show_json
+from ..look.doctor import show_report
+
+
+@options.command(
+    "serve-check", "reshard serve-check out", "reshard serve-check out --tp 8 --engine-version 0.32.0", "reshard serve-check hf --tp 16"
+)
+@click.argument("checkpoint")
+@click.option("--engine", metavar="FORMAT", help="The engine's format (default: that of CHECKPOINT; vllm for a Hugging Face folder).")
+@click.option("--tp", type=click.IntRange(1), metavar="N", help="The tensor-parallel size at which it will be served.")
+@click.option("--pp", type=click.IntRange(1), metavar="N", help="The pipeline-parallel size at which it will be served.")
+@click.option("--ep", type=click.IntRange(1), metavar="N", help="The expert-parallel size at which it will be served.")
+@click.option("--engine-version", metavar="V", help="The engine's version (default: the newest that is known).")
+@options.format_name
+@options.model
+@options.page
+@options.as_json
+def command(checkpoint: str, as_json: bool, **given: Any) -> None:
+    """Check that an engine will take CHECKPOINT: files, config, tokenizer, and the names, shapes and sizes that the engine asks for.
+
+    No weight is read, and neither the engine nor a GPU is needed. The exit code is 1 if there is an error or a warning.
+    """
+    import reshard
+
+    page = options.page_of(given)
+    report = reshard.serve_check(checkpoint, **given)
+    page.write(lambda pages: pages.report_page(report))
+    if as_json:
+        show_json(document(report))
+    else:
+        show_report(report)
+    click.get_current_context().exit(1 if report.fails(("warning",)) else 0)

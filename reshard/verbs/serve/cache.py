@@ -1,0 +1,240 @@
+"""The verb `cache`: the result of a conversion from a cache, so that an engine's start needs one command.
+
+    $RESHARD_CACHE, else $XDG_CACHE_HOME/reshard, else ~/.cache/reshard
+        entries/NAME/          what `convert` writes; NAME has the digest of the fingerprint of the weights and of what was asked for
+        links/DIGEST           JSON: the entry for one plan of one source as it is now; its time is when the entry was used last
+        work/DIGEST/           a conversion that has not ended; the next call continues it
+        .reshard/              the lock: one process converts, others wait for it
+
+A link is found without reading a weight: it is named by the identity of the plan, which has the names, lengths and times of the source's
+files. An entry is named by its content: the same weights under another path, asked for in the same way, are one entry. It is checked each
+time as `convert --if-changed` checks a target: lengths, samples of the files of weights, all small files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Unpack
+
+from reshard.engine.events import event
+from reshard.engine.record import request_digest
+from reshard.errors import CheckpointError, RequestError, TargetInUse
+from reshard.geometry.quantities import nbytes_text
+from reshard.geometry.value import value
+from reshard.plans.digests import content_digest
+from reshard.plans.manifest import Manifest, usable_manifest
+from reshard.plans.plan import Plan
+from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
+from reshard.requests.unchanged import damage_of
+from reshard.storage.files import LocalFiles
+from reshard.storage.lock import Lock
+from reshard.storage.output_file import OutputFile
+from reshard.storage.system_calls import is_url, system_errors
+from reshard.verbs.convert import convert
+from reshard.verbs.plan import check_whole
+
+_SECONDS_BETWEEN_TRIES = 0.5
+SECONDS_KEPT = 600.0
+"""An entry that was asked for in the last ten minutes is not removed to make room: an engine may be about to read it."""
+
+
+@value
+class CacheEntry:
+    """A converted model in the cache."""
+
+    JSON = "path fingerprint format bytes=nbytes source age used"
+
+    path: str
+    """Its folder, which an engine loads."""
+    fingerprint: str
+    """The fingerprint of its weights."""
+    format: str
+    """Its format, and the parallel sizes."""
+    nbytes: int
+    """The bytes of its files."""
+    source: str
+    """The checkpoint that it was converted from."""
+    age: float
+    """The seconds since it was asked for last."""
+    used: bool = False
+    """Whether it was in the cache already."""
+
+
+@checked_keywords
+def cache(plan: Plan, *, root: PathLike | None = None, max_size: int | None = None, **options: Unpack[EffortOptions]) -> CacheEntry:
+    """The result of a plan, from the cache or converted into it.
+
+    root: the folder of the cache; None: that of the environment. max_size: the most bytes of all entries; those that were used longest ago
+    are removed until the new one fits.
+
+    Raises: what `convert` raises; RequestError if the result is larger than max_size.
+    """
+    check_whole(plan)
+    store = Cache(root)
+    asked = content_digest(f"{plan.identity()} {request_digest(plan)}".encode()).rpartition(":")[2]
+    if found := store.linked(asked):
+        return found
+    with store.locked(plan):
+        if found := store.linked(asked):  # another process has converted it
+            return found
+        return store.add(plan, asked, max_size, options)
+
+
+class Cache:
+    """A folder of converted models."""
+
+    def __init__(self, root: PathLike | None = None) -> None:
+        """root: None: that of the environment. Raises RequestError for a URL, which an engine could not open as a folder."""
+        place = os.fspath(root) if root is not None else default_root()
+        if is_url(place):
+            raise RequestError("the cache is a local folder, which engines open", where=place)
+        self.root = Path(place).expanduser()
+
+    def linked(self, asked: str) -> CacheEntry | None:
+        """The entry for a plan, if it is there and as it was written."""
+        link = self.root / "links" / asked
+        about = _json_of(link)
+        folder = self.root / "entries" / str(about.get("entry", ""))
+        if not about or not folder.is_dir():
+            return None
+        manifest = _whole(folder)
+        if manifest is None:
+            return None
+        with suppress(OSError):  # a cache that is only read is used, too
+            os.utime(link)
+        return CacheEntry(
+            str(folder), manifest.fingerprint, f"{manifest.format} {manifest.summary}", _nbytes(folder), about["source"], 0.0, True
+        )
+
+    @contextmanager
+    def locked(self, plan: Plan) -> Iterator[None]:
+        """Wait for the lock of the cache, and hold it."""
+        with system_errors("created", self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+        lock, said = Lock(self.root, plan.identity(), lambda: ""), False
+        while True:
+            try:
+                lock.acquire()
+                break
+            except TargetInUse as error:
+                if not said:
+                    event("cache-waits", f"another process converts into the cache; waiting for it. {error.what}", target=str(self.root))
+                said = True
+                time.sleep(_SECONDS_BETWEEN_TRIES)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def add(self, plan: Plan, asked: str, max_size: int | None, options: Any) -> CacheEntry:
+        """Convert a plan into the cache. The caller holds the lock."""
+        nbytes = sum(file.nbytes for file in plan.layout.files)
+        if max_size is not None:
+            self._make_room(nbytes, max_size)
+        work = self.root / "work" / asked
+        result = convert(plan, work, if_changed=True, **options)
+        content = content_digest(json.dumps([result.fingerprint.root, request_digest(plan)]).encode()).rpartition(":")[2]
+        parallel = str(plan.layout.parallel).replace(" ", "").lower().replace("onerank", "tp1")
+        entry = self.root / "entries" / f"{plan.layout.format}-{parallel}-{content[:16]}"
+        with system_errors("written", entry):
+            entry.parent.mkdir(exist_ok=True)
+            if entry.exists() and _whole(entry):  # the same weights under another path
+                shutil.rmtree(work)
+            else:
+                if entry.exists():
+                    event("cache-damaged", f"{entry} was changed since it was written, and is replaced", level=30, target=str(entry))
+                    shutil.rmtree(entry)
+                work.rename(entry)
+            links = self.root / "links"
+            links.mkdir(exist_ok=True)
+        place = plan.source_files.root
+        about = {"entry": entry.name, "source": place if is_url(place) else os.path.abspath(place)}
+        OutputFile.at(links / asked).write(json.dumps(about).encode())
+        return CacheEntry(
+            str(entry), result.fingerprint.root, f"{plan.layout.format} {plan.layout.parallel}", _nbytes(entry), about["source"], 0.0
+        )
+
+    def entries(self) -> list[CacheEntry]:
+        """All entries, the one that was used last first."""
+        used: dict[str, tuple[float, str]] = {}
+        for link in _listed(self.root / "links"):
+            about = _json_of(link)
+            with suppress(OSError):
+                used[str(about.get("entry"))] = max(
+                    used.get(str(about.get("entry")), (0.0, "")), (link.stat().st_mtime, str(about.get("source")))
+                )
+        found = []
+        for folder in _listed(self.root / "entries"):
+            manifest = usable_manifest(LocalFiles(folder))
+            when, source = used.get(folder.name, (folder.stat().st_mtime, ""))
+            what = f"{manifest.format} {manifest.summary}" if manifest else "damaged"
+            fingerprint = manifest.fingerprint if manifest else ""
+            found.append(CacheEntry(str(folder), fingerprint, what, _nbytes(folder), source, max(time.time() - when, 0.0), True))
+        return sorted(found, key=lambda entry: entry.age)
+
+    def remove(self, entry: CacheEntry) -> None:
+        """Remove an entry and its links."""
+        name = Path(entry.path).name
+        for link in _listed(self.root / "links"):
+            if _json_of(link).get("entry") == name:
+                link.unlink(missing_ok=True)
+        with system_errors("removed", entry.path):
+            shutil.rmtree(self.root / "entries" / name)
+        event("cache-removed", f"removed {entry.path}, {nbytes_text(entry.nbytes)}", target=entry.path, bytes=entry.nbytes)
+
+    def _make_room(self, nbytes: int, max_size: int) -> None:
+        """Remove the entries that were used longest ago until so many bytes fit."""
+        entries = self.entries()
+        removable = [entry for entry in entries if entry.age > SECONDS_KEPT]
+        total = sum(entry.nbytes for entry in entries)
+        if nbytes + total - sum(entry.nbytes for entry in removable) > max_size:
+            raise RequestError(
+                f"the result has {nbytes:,} bytes, and the cache may have {max_size:,}",
+                where=str(self.root),
+                why=f"Entries that were used in the last {SECONDS_KEPT / 60:.0f} minutes are not removed",
+                do="Give a larger `max_size=`, or convert into a folder of your own",
+            )
+        while removable and nbytes + total > max_size:
+            total -= removable[-1].nbytes
+            self.remove(removable.pop())
+
+
+def default_root() -> str:
+    """The folder of the cache that the environment names."""
+    if root := os.environ.get("RESHARD_CACHE"):
+        return root
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "reshard")
+
+
+def _whole(folder: Path) -> Manifest | None:
+    """The record of an entry that is as it was written; None for another."""
+    files = LocalFiles(folder)
+    manifest = usable_manifest(files)
+    try:
+        return manifest if manifest is not None and damage_of(files, manifest) is None else None
+    except CheckpointError:
+        return None
+
+
+def _json_of(link: Path) -> dict[str, Any]:
+    """What a link says; empty for none, and for one that is damaged."""
+    try:
+        found = json.loads(link.read_bytes()[:65536])
+    except (OSError, ValueError):
+        return {}
+    name = found.get("entry") if isinstance(found, dict) else None
+    return found if isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..") else {}
+
+
+def _listed(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
