@@ -41,6 +41,7 @@ _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+/")
 class Dcp(Format):
     name = "dcp"
     framework = "torch"
+    holds_rows = True
     summary = "torch.distributed.checkpoint: FSDP1, FSDP2, accelerate, torchtitan"
     owns = (".metadata", "__*.metadata", "*.distcp")
     options = (MAX_SHARD_SIZE,)

@@ -66,5 +66,10 @@ class Megatron(Format):
 
         return lay_out_legacy(content, target, companions)
 
+    def lay_out_memory(self, content: Content, target: Target) -> Layout:
+        from .write.memory import lay_out_memory
+
+        return lay_out_memory(content, target)
+
 
 FORMAT = Megatron()

@@ -131,10 +131,22 @@ class Format(ABC):
         """
         raise UnsupportedError(f"the format {self.name} is read, not written", do="`reshard formats` lists the formats that are written")
 
+    def lay_out_memory(self, content: Content, target: Target) -> Layout:
+        """What the ranks of a run hold in memory, each as a file without framing: the weights of `content`, which have one element type.
+
+        Raises: RequestError if the model or the parallel sizes do not allow it, or if the format does not tell what ranks hold.
+        """
+        raise UnsupportedError(f"the format {self.name} does not tell what the ranks of a run hold")
+
     @property
     def can_write(self) -> bool:
         """Whether it can be a target."""
         return type(self).lay_out is not Format.lay_out
+
+    @property
+    def tells_memory(self) -> bool:
+        """Whether it tells what the ranks of a run hold in memory."""
+        return self.holds_rows or type(self).lay_out_memory is not Format.lay_out_memory
 
     def __repr__(self) -> str:
         return f"<format {self.name}: {self.summary}>"

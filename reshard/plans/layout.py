@@ -2,9 +2,9 @@
 
 A format makes a layout from a Content and a Target. Nothing here reads or writes. The layout's Index follows from it (layout_index.py).
 
-Files of ranks may be alike: where the tensors lie is computed for one rank, and only the boxes differ for the others. A plan for a thousand
-data-parallel ranks has a million stored tensors. A FileForm holds those of one rank; AlikeTensors makes those of another one on demand, and
-its sections as columns. Framing, such as a pickle of each rank, is made when the file is written.
+Files of ranks may be alike: where the tensors lie is computed for one rank, and only the boxes, or the experts, differ for the others. A
+plan for a thousand data-parallel ranks has a million stored tensors. A FileForm holds those of one rank; AlikeTensors makes those of
+another one on demand, and its sections as columns. Framing, such as a pickle of each rank, is made when the file is written.
 """
 
 from __future__ import annotations
@@ -213,6 +213,11 @@ class FileForm:
     framing: tuple[tuple[int, int], ...]
     """The framing as (byte offset, length); its bytes differ from rank to rank."""
 
+    @property
+    def first(self) -> AlikeTensors:
+        """The tensors of the first rank."""
+        return AlikeTensors(self, 0)
+
     @cached_property
     def nbytes(self) -> int:
         """The bytes of the tensors of one file."""
@@ -255,11 +260,13 @@ class AlikeTensors:
     """What the file has in common with the others."""
     number: int
     """How many ranks after the first one of the form."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Canonical tensors of the first rank, such as its experts -> what this rank holds in their places; the others are the same."""
 
     def sections(self) -> Iterator[FileSections]:
         """The sections of all tensors, with starts from the start of the file."""
         for found, steps in self.form.sections:
-            yield replace(found, pattern=_moved(found.pattern, steps * self.number))
+            yield replace(found, names=self._named(found.names), pattern=_moved(found.pattern, steps * self.number))
 
     def __len__(self) -> int:
         return len(self.form.tensors)
@@ -267,10 +274,13 @@ class AlikeTensors:
     def __iter__(self) -> Iterator[PlacedTensor]:
         for item, step in zip(self.form.tensors, self.form.steps, strict=True):
             sections, by = item.tensor.sections, step * self.number
-            if by and len(sections):
-                moved = Sections(sections.names, _moved(sections.pattern, np.full(len(sections), by, np.int64)))
+            if (by or self.names) and len(sections):
+                moved = Sections(self._named(sections.names), _moved(sections.pattern, np.full(len(sections), by, np.int64)))
                 item = replace(item, tensor=replace(item.tensor, sections=moved))
             yield item
+
+    def _named(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple([self.names.get(name, name) for name in names]) if self.names else names
 
 
 def _moved(pattern: Pattern, by: Columns) -> Pattern:
@@ -310,3 +320,16 @@ def framed(
     frame = safetensors.frame(((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered), metadata)
     placed = tuple(PlacedTensor(tensor, entry.byte_offset) for tensor, entry in zip(ordered, frame.entries, strict=True))
     return TargetFile(path, frame.nbytes, ((0, frame.header),), placed, ranks or {})
+
+
+ALIGNMENT = 64
+"""Bytes at whose multiples the tensors start in the memory of a rank, as it is described."""
+
+
+def unframed(path: str, stored: Iterable[StoredTensor], ranks: Mapping[str, int]) -> TargetFile:
+    """The memory of a rank that holds these tensors, as a file without framing."""
+    placed, end = list[PlacedTensor](), 0
+    for tensor in stored:
+        placed.append(PlacedTensor(tensor, end))
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return TargetFile(path, end, (), FileForm(tuple(placed), (0,) * len(placed), ()).first, ranks)

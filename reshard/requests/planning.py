@@ -236,6 +236,8 @@ STEPS: tuple[Callable[[Draft], Draft], ...] = (
     resolve, name, select, keep_names, examine, dequantize, merge_adapter, quantize, lay_out,
 )  # fmt: skip
 """The steps from the first draft to one that can be joined, in order."""
+CONTENT_STEPS = STEPS[:-1]
+"""Those before the layout: they settle which tensors are taken."""
 
 
 def check_nothing_unanswered(source: Checkpoint) -> None:

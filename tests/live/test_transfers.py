@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,9 +20,13 @@ from reshard.live.hello import Hello
 from reshard.live.memory.description import MemoryBox, RankDescription
 from reshard.live.plan.balance import chosen_holders
 from reshard.live.plan.schedule import HeldTensor, Schedule
+from reshard.models.lookup import find_model
 
 ROOT = Path(__file__).resolve().parents[2]
 HF = ROOT / "fixtures" / "hf"
+sys.path.append(str(ROOT / "fixtures"))
+import named_weights  # noqa: E402
+
 SCRIPT = Path(__file__).resolve().parent / "torch_memory.py"
 
 
@@ -168,6 +173,58 @@ def test_a_run_is_computed_as_its_ranks_say():
     computed = reshard.transfers(config, of="fsdp", degrees={"dp": 3}, to="vllm", tp=2)
     described = reshard.transfers(said, config=config, to="vllm", tp=2)
     assert computed.traffic.tolist() == described.traffic.tolist()
+
+
+MEGATRON_RUNS = {
+    "dense": ("llama", {"tp": 2, "pp": 2}),
+    "experts, each with its own tensors": ("qwen3_moe", {"tp": 2, "pp": 2, "ep": 2, "stage_layers": [1, 2]}),
+    "experts of a rank in two tensors": ("qwen3_moe", {"tp": 2, "ep": 4, "experts": "grouped"}),
+    "experts whole, uneven stages": ("deepseek_v3", {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "stage_layers": [1, 2]}),
+    "one tensor for all experts": ("gpt_oss", {"tp": 2, "ep": 2, "etp": 1}),
+    "virtual stages": ("qwen3_moe", {"pp": 2, "vp": 2, "stage_layers": [1, 1, 1, 0]}),
+}
+
+
+@pytest.mark.parametrize("model, sizes", MEGATRON_RUNS.values(), ids=MEGATRON_RUNS)
+def test_a_computed_run_of_megatron_holds_what_its_files_hold(model, sizes, tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch", reason="Megatron's files are of torch.save")
+    # The settings in the files name an enumeration of Megatron.
+    enums = ModuleType("megatron.core.enums")
+    enums.ModelType = lambda *values: values
+    for name in ("megatron", "megatron.core", "megatron.core.enums"):
+        monkeypatch.setitem(sys.modules, name, enums)
+    source = HF / model
+    if not source.exists():
+        source, config = tmp_path / "hf", json.loads((HF.parent / "megatron_declared" / f"{model}.json").read_text())["config"]
+        named_weights.write(source, config, {name: weight.shape for name, weight in find_model(config).weights.items()})
+    config = json.loads((source / "config.json").read_text())
+    reshard.convert(reshard.plan(source, to="megatron", **sizes), tmp_path / "run")
+    reshard.convert(reshard.plan(source, to="vllm", tp=2), tmp_path / "out")
+    # The files of the ranks in the order of their numbers: first tensor, then expert, then pipeline ranks.
+    files = sorted((tmp_path / "run").rglob("model_optim_rng.pt"), key=lambda path: _rank_of(path, sizes))
+    arrays = []
+    for path in files:
+        root = torch.load(path, weights_only=False)
+        chunks = {"": root["model"]} if "model" in root else {f"model{i}.": root[f"model{i}"] for i in range(sizes["vp"])}
+        arrays.append({pre + name: _words(each) for pre, chunk in chunks.items() for name, each in chunk.items() if each is not None})
+    # The published folder has no layer for multi-token prediction.
+    plan = reshard.transfers({**config, "num_nextn_predict_layers": 0}, of="megatron", degrees=sizes, to="vllm", tp=2)
+    assert [{each.name for each in memory.tensors} for memory in plan.sources] == [held.keys() for held in arrays]
+    for rank in range(2):
+        assert_equal(received(plan, arrays, rank), of_rank(tmp_path / "out", rank))
+
+
+def _rank_of(path, sizes):
+    tp, *others = (int(number) for number in path.parent.name.removeprefix("mp_rank_").split("_"))
+    pp = others.pop(0) if sizes.get("pp", 1) > 1 else 0
+    return pp, others[0] if others else 0, tp
+
+
+def test_a_format_that_does_not_tell_what_ranks_hold_is_refused():
+    config = json.loads((HF / "llama" / "config.json").read_text())
+    with pytest.raises(RequestError, match=r"`of=hf`: the format does not tell") as caught:
+        reshard.transfers(config, of="hf", degrees={}, to="vllm", tp=2)
+    assert "megatron" in caught.value.do and "deepspeed" not in caught.value.do
 
 
 def hellos(config, tp):

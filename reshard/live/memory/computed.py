@@ -1,7 +1,7 @@
 """The memory of a training run that is not asked, but computed: from the model, the framework and the sizes of the run.
 
     FSDP2       each tensor's rows in runs of ceil(rows / ranks), one run on each rank, the last ones shorter or empty
-    others      what the format lays out for each rank, such as Megatron's files of ranks
+    Megatron    what the format lays out in the memory of each rank
 
 Where the ranks themselves can be asked, their descriptions are better (describe.py): they tell what is there.
 """
@@ -24,15 +24,15 @@ from reshard.geometry.sections import Columns
 from reshard.geometry.value import value
 from reshard.index.index import Index, RunFacts, StoredFile, Tensor
 from reshard.index.shards import Located, PieceTable, Shards
-from reshard.live.memory.description import ALIGNMENT
 from reshard.live.memory.index import format_of_framework, path_of
 from reshard.live.plan.schedule import HeldTensor
-from reshard.live.plan.transfer_plan import RankMemory, memory_of_layout
+from reshard.live.plan.transfer_plan import RankMemory
 from reshard.models.model import Model
+from reshard.plans.layout import ALIGNMENT, Layout
 from reshard.plans.layout_index import index_of_layout
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.opening import classified_checkpoint, model_of
-from reshard.requests.planning import STEPS, Draft
+from reshard.requests.planning import CONTENT_STEPS, Draft
 from reshard.requests.request import ConversionRequest
 from reshard.storage.files import VirtualFiles
 
@@ -40,24 +40,38 @@ from reshard.storage.files import VirtualFiles
 def computed_memory(config: Mapping[str, Any], of: str, sizes: Mapping[str, Any]) -> tuple[Checkpoint, Sequence[RankMemory]]:
     """What the ranks of a run hold: as a checkpoint, and the tensors of each rank.
 
-    config: the model's Hugging Face config. of: the format of its checkpoints. sizes: the parallel sizes, such as {"dp": 512}, and
+    config: the model's Hugging Face config. of: a format of its checkpoints. sizes: the parallel sizes, such as {"dp": 512}, and
     other options of that format, such as Megatron's `stage_layers`.
 
-    Raises: RequestError for a format that is not written, or sizes that it cannot have.
+    Raises: RequestError for sizes that the run cannot have, or a format that does not tell what ranks hold.
     """
     model, format = model_of(config), registry.target(of)
+    if not format.tells_memory:
+        known = [name for name, each in registry.formats().items() if each.tells_memory]
+        raise RequestError(f"`of={of}`: the format does not tell what the ranks of a run hold", do=f"Formats that do: {', '.join(known)}")
     if format.holds_rows:
         if others := sorted(sizes.keys() - {"dp"}):
             raise RequestError(f"{of} shards by `dp=` alone, not by {', '.join(others)}")
         return _by_rows(model, config, int(sizes.get("dp", 1)))
     draft = Draft.of(_by_rows(model, config, 1)[0], ConversionRequest.of(of, sizes))
-    for step in STEPS:
+    for step in CONTENT_STEPS:
         draft = step(draft)
     # What is laid out is proven when it is the source of a transfer.
-    assert draft.layout is not None
-    index = index_of_layout(draft.layout, draft.content.shapes)
+    layout = format.lay_out_memory(draft.content, draft.target)
+    index = index_of_layout(layout, draft.content.shapes)
     facts = RunFacts(producer=of, parallel=dict(sizes), config=config)
-    return replace(draft.source, index=replace(index, format=draft.source.format, facts=facts)), memory_of_layout(draft.layout)
+    return replace(draft.source, index=replace(index, format=draft.source.format, facts=facts)), _memories(layout)
+
+
+def _memories(layout: Layout) -> tuple[RankMemory, ...]:
+    """The tensors of each rank. Ranks that are alike share one value."""
+    found: dict[int, RankMemory] = {}
+    for file in layout.files:
+        if id(file.form) not in found:
+            stored = [(item.tensor, item.byte_offset) for item in file.tensors]
+            tensors = tuple(HeldTensor(each.name, each.dtype, each.shape, row_major(each.shape)) for each, _ in stored)
+            found[id(file.form)] = RankMemory(tensors, np.array([offset for _, offset in stored], np.int64))
+    return tuple(found[id(file.form)] for file in layout.files)
 
 
 def _weights(model: Model, config: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...], DType]]:

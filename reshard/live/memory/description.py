@@ -15,8 +15,7 @@ from reshard.geometry.extents import span_elements
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.live.plan.schedule import HeldTensor
-
-ALIGNMENT = 64
+from reshard.plans.layout import ALIGNMENT
 
 
 @value

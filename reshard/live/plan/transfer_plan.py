@@ -275,14 +275,6 @@ def transfer_plan(plan: Plan, *, sources: Sequence[RankMemory], replicas: int = 
     )
 
 
-def memory_of_layout(layout: Layout) -> tuple[RankMemory, ...]:
-    """The tensors of each file of a layout."""
-    return tuple(
-        RankMemory(tuple(_held(item.tensor) for item in file.tensors), np.array([item.byte_offset for item in file.tensors], np.int64))
-        for file in layout.files
-    )
-
-
 def memory_of_files(index: Index) -> tuple[RankMemory, ...]:
     """The files of a checkpoint, each as one tensor of bytes: a box starts so many bytes after the start of its file."""
     return tuple(
