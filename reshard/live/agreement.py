@@ -11,9 +11,13 @@ from reshard.live.hello import Hello
 from reshard.live.memory.description import RankDescription
 from reshard.live.memory.index import checkpoint_of, memories_of
 from reshard.live.plan.transfer_plan import TransferPlan, transfer_plan
+from reshard.models.architecture import Architecture
 from reshard.models.lookup import changed_keys
 from reshard.requests.planning import plan_conversion
 from reshard.requests.request import ConversionRequest, cast_of_server
+
+_SHOWN = 5
+"""Keys of a config that a message names."""
 
 
 def agreed_plan(said: Sequence[RankDescription | str], hellos: Sequence[Hello]) -> TransferPlan:
@@ -57,12 +61,27 @@ def _parallel(hello: Hello) -> Parallel:
 def _agreed_config(descriptions: Sequence[RankDescription], hello: Hello) -> Mapping[str, Any]:
     """The engine's config. Raises RequestError if the trainer's config gives the model another layout."""
     own = next((each.config for each in descriptions if each.config is not None), None)
-    changed = changed_keys(own, hello.config) if own is not None else ()
-    if changed:
-        raise RequestError(
-            f"the trainer's model and the engine's differ: {', '.join(map(str, changed[:5]))} (the trainer's value -> the engine's)",
-            where=hello.model,
-            why="The weights of one do not fit into the other; nothing was sent, and the engine goes on with the weights that it has",
-            do="Train the model that the engine serves, or start the engine with the trainer's model",
-        )
+    check_same_model("trainer", own, hello.config, hello.model)
     return hello.config
+
+
+def check_same_model(
+    sender: str, own: Mapping[str, Any] | None, served: Mapping[str, Any], where: str, architecture: Architecture | None = None
+) -> None:
+    """Raises RequestError, naming the keys, if the config of who sends gives the weights another layout than that of the engine.
+
+    sender: what sends, such as "checkpoint". own: its config; None: it tells none, and its tensors are compared alone.
+    """
+    if own is None:
+        return
+    changed = [str(each) for each in changed_keys(served, own, architecture)]
+    if (theirs := served.get("model_type")) != (ours := own.get("model_type")):
+        changed.insert(0, f"model_type {theirs} -> {ours}")
+    if changed:
+        more = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+        raise RequestError(
+            f"the {sender}'s model is not the engine's: {', '.join(changed[:_SHOWN])}{more} (the engine's value -> the {sender}'s)",
+            where=where,
+            why="The weights of one do not fit into the other; nothing was sent, and the engine goes on with the weights that it has",
+            do=f"Give a {sender} of the model that the engine serves, or start the engine with the {sender}'s model",
+        )

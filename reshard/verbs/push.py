@@ -15,9 +15,10 @@ from reshard.errors import RequestError, SystemRefusal
 from reshard.geometry.documents import document
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.value import value
+from reshard.live.agreement import check_same_model
 from reshard.live.from_files.rank_streams import RankStreams
 from reshard.live.from_files.running_engines import RunningEngines
-from reshard.live.from_files.running_server import PushedServer, RunningServer, check_same_model, running_server
+from reshard.live.from_files.running_server import PushedServer, RunningServer, running_server
 from reshard.live.from_files.staged_rank import StagedRank, staged_ranks
 from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from reshard.live.hello import Hello
     from reshard.live.session import Session
     from reshard.live.wire.exchange import Outcome
+    from reshard.models.model import Model
 
 _SECONDS = 300.0
 _SLOWEST = 5e6
@@ -180,7 +182,12 @@ def _check_local_config(checkpoint: Checkpoint, server: RunningServer) -> None:
         from reshard.adapter.model_files import find_model_files
         from reshard.storage.tar import open_tree
 
-        check_same_model(checkpoint.model, find_model_files(open_tree(folder)).config or {}, server.address)
+        _check_same_model(checkpoint.model, find_model_files(open_tree(folder)).config or {}, server.address)
+
+
+def _check_same_model(model: Model | None, config: Mapping[str, Any], where: str) -> None:
+    if model is not None:
+        check_same_model("checkpoint", model.config, config, where, model.architecture)
 
 
 class _Pushing:
@@ -241,7 +248,7 @@ class _Pushing:
         from reshard.live.arrangement import Arrangement, RankAnswer
 
         for hello in hellos:
-            check_same_model(self._plan.content.model, hello.config, self._place)
+            _check_same_model(self._plan.content.model, hello.config, self._place)
             self._check_degrees(hello)
         self._staged = staged_ranks(self._plan, frozenset().union(*(hello.others for hello in hellos)))
         by_rank = {(each.pp_rank, each.tp_rank): each for each in self._staged}

@@ -256,7 +256,7 @@ def test_what_both_sides_say_must_be_one_model():
     trained = [
         RankDescription(each.rank, each.boxes, config={**config, "num_attention_heads": 4, "num_key_value_heads": 1}) for each in said
     ]
-    with pytest.raises(RequestError, match="num_attention_heads 4 -> 8"):
+    with pytest.raises(RequestError, match=r"the trainer's model is not the engine's: .*num_attention_heads 8 -> 4"):
         agreed_plan(trained, hellos(config, 2))
     with pytest.raises(RequestError, match=r"engines differ: vllm 0\.32\.0 on one rank, and vllm 0\.32\.0 on TP 2"):
         agreed_plan(said, [*hellos(config, 1), *hellos(config, 2)])

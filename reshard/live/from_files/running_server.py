@@ -1,4 +1,4 @@
-"""RunningServer: what a server says about the model that it serves, and whether a checkpoint is of the same model.
+"""RunningServer: what a server says about the model that it serves.
 
 A server tells its parallel sizes and its element type, in a way that belongs to the format of its engine's files (weight_checker.py).
 The model's config it does not tell; the ranks of its engine do when they join a channel (hello.py).
@@ -6,16 +6,11 @@ The model's config it does not tell; the ranks of its engine do when they join a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from reshard.adapter import registry
-from reshard.errors import CheckpointError, RequestError, UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.value import value
 from reshard.live.engines import HttpEngine
-from reshard.models.lookup import changed_keys
-from reshard.models.model import Model
 from reshard.storage.server import Server
 
 _MOST_RANKS = 1 << 16
@@ -63,23 +58,6 @@ def running_server(address: str) -> RunningServer:
         why="It is no server of vLLM, or was started without the routes for updates",
         do="Start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment",
     )
-
-
-def check_same_model(model: Model | None, config: Mapping[str, Any], where: str) -> None:
-    """Raises RequestError, naming the keys, if a server's config gives the weights another layout than that of a checkpoint."""
-    if model is None:
-        return
-    changed = [str(each) for each in changed_keys(config, model.config, model.architecture)]
-    theirs, ours = config.get("model_type"), model.config.get("model_type")
-    if theirs != ours:
-        changed.insert(0, f"model_type {theirs} -> {ours}")
-    if changed:
-        raise RequestError(
-            f"the checkpoint is of another model than the server's: {', '.join(changed)}",
-            where=where,
-            why="Nothing was sent, the server goes on with the weights that it has",
-            do="Push a checkpoint of the model that the server serves, or start the server with this one",
-        )
 
 
 class PushedServer(HttpEngine):
