@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reshard.canonical.renaming import is_of_adapter
 from reshard.errors import RequestError
 from reshard.geometry.meshes import Parallel
+from reshard.geometry.quantities import plural
+from reshard.index.index import Index
 from reshard.live.hello import Hello
 from reshard.live.memory.description import RankDescription
 from reshard.live.memory.index import checkpoint_of, memories_of
@@ -42,6 +45,7 @@ def agreed_plan(said: Sequence[RankDescription | str], hellos: Sequence[Hello]) 
                 do="Update engines of other sizes by a Sender of their own",
             )
     source = checkpoint_of(descriptions, config=_agreed_config(descriptions, first))
+    _check_without_adapter(source.index)
     served = first.config.get("dtype") or first.config.get("torch_dtype")
     dtype = cast_of_server(source.index, str(served).removeprefix("torch.") if served else None)
     sizes = {"tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep}
@@ -51,6 +55,18 @@ def agreed_plan(said: Sequence[RankDescription | str], hellos: Sequence[Hello]) 
         raise RequestError(f"{len(hellos)} ranks of engines have joined, and each engine has {ranks}")
     plan = plan_conversion(source, request)
     return transfer_plan(plan, replicas=len(hellos) // ranks, sources=memories_of(descriptions))
+
+
+def _check_without_adapter(index: Index) -> None:
+    """Raises RequestError if the trainer's model has a LoRA adapter: the engine would answer with the base model."""
+    if adapter := [tensor.name for tensor in index.tensors if is_of_adapter(tensor)]:
+        raise RequestError(
+            f"the trainer's model has a LoRA adapter of {plural(len(adapter), 'tensor')}",
+            where=adapter[0],
+            why="Its base weights alone are another model than the one that is trained; nothing was sent",
+            do="Give Sender the weights with the adapter merged into them, by name. Or save the step, and push it with "
+            "`--merge-adapter self`, or convert it with `--to peft` and load that folder into the engine",
+        )
 
 
 def _parallel(hello: Hello) -> Parallel:

@@ -39,7 +39,6 @@ class Sender:
         plan: Planned | Callable[[Sequence[Hello]], Planned] | None = None,
         group: Any = None,
         transport: str | Link = "gloo",
-        adapter: bool = False,
         verify: bool = False,
         fallback: str | None = None,
     ) -> None:
@@ -54,8 +53,8 @@ class Sender:
 
         Raises: RequestError or SystemRefusal on every rank; trainer and engines stay as they were.
         """
-        if adapter or fallback is not None:
-            raise UnsupportedError("adapter and fallback are not supported yet")
+        if fallback is not None:
+            raise UnsupportedError("fallback is not supported yet")
         link = transport if isinstance(transport, Link) else Link(transport)
         trainers = Trainers.of(group)
         self.plan: Planned | None = None

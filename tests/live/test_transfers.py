@@ -250,6 +250,26 @@ def test_wide_weights_are_cast_to_the_type_of_the_engine():
     assert {form.source.name for form in plans[1].forms} == {"F32"}
 
 
+def test_a_trainer_with_an_adapter_is_refused_and_its_merged_weights_are_not():
+    config, peft = json.loads((HF / "llama" / "config.json").read_text()), {}
+    for name, (dtype, words) in stored(HF / "llama").items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if name.endswith("q_proj.weight"):
+            peft[f"{module}.base_layer.weight"] = dtype, words
+            peft[f"{module}.lora_A.default.weight"] = dtype, np.zeros((4, words.shape[1]), words.dtype)
+            peft[f"{module}.lora_B.default.weight"] = dtype, np.zeros((words.shape[0], 4), words.dtype)
+        else:
+            peft[f"{module}.weight"] = dtype, words
+    with pytest.raises(RequestError, match=r"has a LoRA adapter of 4 tensors") as caught:
+        agreed_plan(by_rows(peft, 2)[0], hellos(config, 2))
+    assert "lora_A" in caught.value.where and "--merge-adapter self" in caught.value.do
+    merged = {name: held for name, held in peft.items() if "lora_" not in name}
+    assert (
+        agreed_plan(by_rows(merged, 2)[0], hellos(config, 2)).nbytes
+        == agreed_plan(by_rows(stored(HF / "llama"), 2)[0], hellos(config, 2)).nbytes
+    )
+
+
 def test_what_both_sides_say_must_be_one_model():
     config = json.loads((HF / "llama" / "config.json").read_text())
     said, _ = by_rows(stored(HF / "llama"), 2)
