@@ -11,10 +11,11 @@ import reshard
 from reshard.adapter import registry
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
+from reshard.geometry.dtypes import BF16
 from reshard.geometry.extents import Extent, Piece
-from reshard.geometry.sections import Section, Sections
+from reshard.geometry.sections import Section, Sections, whole
 from reshard.index.shards import Shards
-from reshard.plans.layout import PlacedTensor
+from reshard.plans.layout import AlikeTensors, PlacedTensor, unframed
 from reshard.plans.layout_index import index_of_layout
 from reshard.plans.proof import ProofFailed, compose, prove
 
@@ -228,3 +229,12 @@ def test_a_section_is_a_box_of_its_weight():
     sections = [section for file in plan.layout.files for item in file.tensors for section in item.tensor.sections]
     assert all(isinstance(section, Section) for section in sections)
     assert all(Box.whole(plan.content.tensors[section.name].shape).contains(section.box) for section in sections)
+
+
+def test_a_rank_that_is_alike_holds_other_experts_in_the_same_places():
+    first = unframed("rank 0", [whole(name, BF16, (3,)) for name in ("expert.0", "norm", "expert.1")], {"ep": 0})
+    second = AlikeTensors(first.form, 0, {"expert.0": "expert.2", "expert.1": "expert.3"})
+    assert first.nbytes == 3 * 64 and [item.byte_offset for item in second] == [0, 64, 128]
+    names = [name for item in second for name in item.tensor.sections.names]
+    assert names == ["expert.2", "norm", "expert.3"] == [name for found in second.sections() for name in found.names]
+    assert [item.tensor.name for item in second] == ["expert.0", "norm", "expert.1"]
