@@ -9,6 +9,9 @@ a check:
 2. `reshard verify STEP URL` finds no parameter that differs, and the server's version is the one that the trainer was told;
 3. a trainer with another model is refused, and the server goes on (llama alone);
 4. two ranks of Megatron-Core train a llama; a run that starts again and learns nothing brings the first answers back.
+With --long also: FSDP2 with tensor parallelism; servers at TP 1 and TP 4; deepseek_v3; Megatron-Core at
+TP 2 x PP 2, and with experts over two ranks: the server answers as one that was started from the weights that the fixtures' own mapping
+gathered from the live model, and the bytes that the transport counts are those of the plan.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,37 +41,59 @@ RANKS = 4
 Check = tuple[str, bool, str]
 
 
+# Model, tensor-parallel size of the server, options of examples/live/fsdp2.py. vLLM 0.32 on a CPU starts with two stages, and with experts
+# whole on each rank, and fails at the first request: the second stage asserts that `intermediate_tensors` is not None.
+FSDP2: list[tuple[str, int, tuple[str, ...]]] = [("llama", TP, ()), ("qwen3_moe", TP, ())]
+FSDP2_LONG = [("deepseek_v3", TP, ()), ("llama", TP, ("--tp", "2")), ("llama", 1, ()), ("llama", 4, ())]
+# Model, sizes of the run.
+MEGATRON_LONG = [("llama", "tp=2,pp=2"), ("qwen3_moe", "dp=2,ep=2")]
+
+
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[Check]:
     """Each check as (what, passed, detail)."""
     site = installed(python, work)
     yield from trained_by_megatron(reshard, python, site, work)
-    for model in ("llama", "qwen3_moe", "deepseek_v3") if LONG else ("llama", "qwen3_moe"):
-        yield from trained(model, reshard, python, site, work)
+    for case in [*FSDP2, *FSDP2_LONG] if LONG else FSDP2:
+        yield from trained(*case, reshard, python, site, work)
+    for model, sizes in MEGATRON_LONG if LONG else []:
+        yield from trained_in_parts(model, sizes, reshard, python, site, work / f"megatron-{model}")
 
 
-def trained(model: str, reshard: Path, python: Path, site: Path, work: Path) -> Iterator[Check]:
+def trained(model: str, tp: int, options: tuple[str, ...], reshard: Path, python: Path, site: Path, work: Path) -> Iterator[Check]:
     """What a server answers after updates from FSDP2."""
-    source = ROOT / "fixtures" / "hf" / model
-    if model != "llama":
-        source = work / model
-        subprocess.run([python, ROOT / "fixtures" / "models.py", model, source], check=True, stderr=subprocess.DEVNULL)
-    start, step, hf = made(python, source, work / f"{model}-start", 0), work / f"{model}-step", work / f"{model}-hf"
-    with served(python, start, TP, site, work / f"{model}.log", *BACKEND) as server:
+    name = " ".join([model, *options, f"-> TP {tp}"])
+    folder = work / name.replace(" ", "-").replace(">", "")
+    start, step, hf = made(python, source_of(model, python, folder), folder / "start", 0), folder / "step", folder / "hf"
+    with served(python, start, tp, site, folder / "server.log", *BACKEND) as server:
         before = server.answers()
-        said, code = train(python, RANKS, site, work, EXAMPLES / "fsdp2.py", start, server.address, "--save", step)
-        yield f"{model}: {RANKS} ranks of FSDP2 train, and update the server twice", code == 0 and said.count(" bytes in ") == 2, said
+        said, code = train(python, RANKS, site, work, EXAMPLES / "fsdp2.py", start, server.address, "--save", step, *options)
+        yield f"{name}: {RANKS} ranks of FSDP2 train, and update the server twice", code == 0 and said.count(" bytes in ") == 2, said
         found, version = server.answers(), server.asked("/weight_info")["weight_version"]
-        yield f"{model}: the server has the version of the last update", f"version {version}" in said.splitlines()[-1], f"{version} {said}"
-        verified = [reshard, "verify", step, server.address, "--model", start, "--json"]
-        told = json.loads(subprocess.run(verified, capture_output=True, text=True).stdout or "{}")
-        yield f"{model}: verify finds nothing that differs", told.get("differences") == [] and told.get("equal") is not False, str(told)
-        if model == "llama":
+        yield f"{name}: the server has the version of the last update", f"version {version}" in said.splitlines()[-1], f"{version} {said}"
+        yield f"{name}: verify finds nothing that differs", *verified(reshard, step, server, "--model", start)
+        if (model, tp, options) == FSDP2[0]:
             yield from refused(python, site, work, start, server, found)
     subprocess.run([reshard, "convert", step, hf, "--to", "hf", "--model", start], check=True, stdout=subprocess.DEVNULL)
-    with served(python, hf, TP, site, work / "reference.log") as server:
+    with served(python, hf, tp, site, folder / "reference.log") as server:
         expected = server.answers()
-    yield f"{model}: training changes the answers", before != expected, str(before)
-    yield f"{model}: the server answered as one that is started from the saved step", found == expected, f"{found} against {expected}"
+    yield f"{name}: training changes the answers", before != expected, str(before)
+    yield f"{name}: the server answered as one that is started from the saved step", found == expected, f"{found} against {expected}"
+
+
+def source_of(model: str, python: Path, folder: Path, changed: str = "{}") -> Path:
+    """The folder of a model at sizes that vLLM can decode on a CPU."""
+    if model == "llama":
+        return ROOT / "fixtures" / "hf" / model
+    command = [python, ROOT / "fixtures" / "models.py", model, folder / "model", changed]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    return folder / "model"
+
+
+def verified(reshard: Path, folder: Path, server: Any, *options: Path | str) -> tuple[bool, str]:
+    """Whether `verify` finds that a server holds the weights of a folder."""
+    command = [reshard, "verify", folder, server.address, *options, "--json"]
+    told = json.loads(subprocess.run(command, capture_output=True, text=True).stdout or "{}")
+    return told.get("differences") == [] and told.get("equal") is not False, str(told)
 
 
 def refused(python: Path, site: Path, work: Path, start: Path, server: Any, answers: object) -> Iterator[Check]:
@@ -103,11 +128,36 @@ def trained_by_megatron(reshard: Path, python: Path, site: Path, work: Path) -> 
         yield "Megatron-Core's first weights bring the first answers back", *same(server, before, said[-2000:])
 
 
+def trained_in_parts(model: str, sizes: str, reshard: Path, python: Path, site: Path, work: Path) -> Iterator[Check]:
+    """What a server answers after an update from Megatron-Core with several kinds of parallelism."""
+    name = f"{model}, Megatron-Core {sizes}"
+    # As in megatron_trains.py.
+    source = source_of(model, python, work, '{"mlp_only_layers": []}')
+    start, trained = made(python, source, work / "start", 0), work / "trained"
+    with served(python, start, TP, site, work / "server.log", *BACKEND) as server:
+        before = server.answers()
+        said, code = ran([MEGATRON.python(), HERE / "megatron_trains.py", model, server.address, trained, sizes], site, work.parent)
+        counted = re.findall(r"(\d+) bytes sent, (\d+) planned, (\d+) counted", said)
+        yield f"{name}: the bytes sent are those of the plan", code == 0 and len(counted) == 1 and len({*counted[0]}) == 1, said[-2000:]
+        if code:
+            return
+        found = server.answers()
+        yield f"{name}: verify finds nothing that differs", *verified(reshard, trained, server)
+    with served(python, made(python, trained, work / "hf", 0), TP, site, work / "reference.log") as server:
+        expected = server.answers()
+    yield f"{name}: training changes the answers", before != expected, str(before)
+    yield f"{name}: the server answered as one that is started from the gathered weights", found == expected, f"{found} {expected}"
+
+
 def train(python: Path, ranks: int, site: Path, work: Path, *script: Path | str) -> tuple[str, int]:
     """What a script prints, and its exit code."""
+    return ran([python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *script], site, work)
+
+
+def ran(command: Sequence[object], site: Path, work: Path) -> tuple[str, int]:
+    """What a command prints that finds reshard in `site`, and its exit code."""
     path = os.pathsep.join([str(site), str(work / "beside")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *script]
     found = subprocess.run([*map(str, command)], env=environment, cwd=work, capture_output=True, text=True, timeout=900)
     lines = found.stdout if found.returncode == 0 else found.stdout + re.sub(r"(?m)^\s*$\n", "", found.stderr)
     return lines, found.returncode
