@@ -131,6 +131,7 @@ class SglangWeightChecker(WeightChecker):
     path = "/weights_checker"
     start = "SGLang: start a version that has /weights_checker, such as 0.5.23"
     info_path = "/server_info"
+    version_path = "/model_info"
     hashes = (TensorHash, ShortSha256)
     own = re.compile(r"normalizer$|(cos|sin)_cache|inv_freq|freqs_cis|expert_mask_gpu")
     repackings = (panels(32, 2), panels(None, 1))
@@ -152,8 +153,10 @@ class SglangWeightChecker(WeightChecker):
         return found
 
     def about(self, info: Mapping[str, Any]) -> ServerFacts:
-        dtype = str(info.get("dtype", "auto"))
-        return ServerFacts(int(info["ep_size"]) > 1, None if dtype == "auto" else dtype)
+        dtype, model = str(info.get("dtype", "auto")), info.get("model_path")
+        told = {axis: info.get(f"{axis}_size") for axis in ("tp", "pp", "dp")}
+        sizes = ServingRank(**told, pcp=1) if all(type(size) is int and size > 0 for size in told.values()) else None
+        return ServerFacts(int(info["ep_size"]) > 1, None if dtype == "auto" else dtype, sizes, model if isinstance(model, str) else None)
 
     def document(self, digests: Mapping[str, str]) -> dict[str, Any]:
         ranks: dict[ServingRank, dict[str, str]] = {}

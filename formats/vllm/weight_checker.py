@@ -66,12 +66,5 @@ class VllmWeightChecker(WeightChecker):
         sizes = ServingRank(**told) if all(type(size) is int and size > 0 for size in told.values()) else None
         return ServerFacts(split["enable_expert_parallel"] is True, dtype, sizes, name if isinstance(name, str) else None)
 
-    def version(self, answer: Mapping[str, Any]) -> str | None:
-        version = answer["weight_version"]
-        if not isinstance(version, str):
-            raise TypeError(version)
-        # What a server says that loaded its weights at the start (v1/engine/core.py).
-        return None if version == "default" else version
-
     def document(self, digests: Mapping[str, str]) -> dict[str, Any]:
         return {"action": "compare", "baseline": dict(digests)}

@@ -10,6 +10,8 @@ A document of plain values goes over the channel:
     tensors     [[["model.norm.weight"], "BF16", [32]], ...]               the load form: all names of each tensor, element type, shape
     others      ["model.layers.0.self_attn.attn._k_scale", ...]            what the engine computes itself: it takes no update of these
     is_open     false                                                      whether an update has begun and has not been finished
+
+A rank that takes no update tells {"refused": why} instead.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class Hello:
 
     @staticmethod
     def of(document: Mapping[str, Any]) -> Hello:
-        """From the document. Raises RequestError if it is another one."""
+        """From the document. Raises RequestError if it is another one, or tells why the rank takes no update."""
+        if "refused" in document:
+            raise RequestError(str(document["refused"]), where="a rank of the engine")
         try:
             tensors = tuple(KeptTensor(tuple(names), dtype, tuple(shape)) for names, dtype, shape in document["tensors"])
             values = {name: document[name] for name in ("engine", "rank", "degrees", "config", "model", "is_open")}

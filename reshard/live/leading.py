@@ -15,11 +15,13 @@ from typing import Any
 
 from reshard.errors import SystemRefusal
 from reshard.geometry.value import value
-from reshard.live.engines import EngineControl
+from reshard.live.engines.control import EngineControl
 from reshard.live.wire.exchange import Members, Outcome
 from reshard.live.wire.transport import Transport, reason
 
 INSTALLED, KEPT, IN_DOUBT = "installed", "kept", "in doubt"
+Version = str | Callable[[], str] | None
+"""What engines call new weights; a function tells it once they were sent; None: a number, one more than the first engine's."""
 
 
 @value
@@ -49,7 +51,7 @@ class Lead:
         self.is_lost = False
         """Whether a connection has ended: no further update is possible."""
 
-    def update(self, send: Callable[[], Outcome], failures: Sequence[str], version: str | None) -> UpdateReport:
+    def update(self, send: Callable[[], Outcome], failures: Sequence[str], version: Version) -> UpdateReport:
         """One update, as Session.update; failures: why this rank cannot send."""
         began, outcome = time.monotonic(), Outcome(failures=[*failures])
         for peer in self._others:
@@ -69,10 +71,10 @@ class Lead:
             finishing = [pool.submit(engine.finish) for engine in self._engines]
             states = self._states(outcome) if is_whole else [KEPT] * len(self._engines)
             self._wait(finishing, outcome)
-        version = self._end(states, version, outcome)
+        told = self._end(states, version, outcome)
         if outcome.failures:
             raise self._failed(outcome, _statement(self._engines, states))
-        report = UpdateReport(outcome.nbytes, time.monotonic() - began, sending_seconds, version)
+        report = UpdateReport(outcome.nbytes, time.monotonic() - began, sending_seconds, told)
         about = {name: getattr(report, name) for name in UpdateReport.__slots__}  # type: ignore[attr-defined]
         self._tell(self._others, {"report": about}, outcome)
         return report
@@ -149,19 +151,19 @@ class Lead:
         result.clear()
         result.update(told)
 
-    def _end(self, states: Sequence[str], version: str | None, outcome: Outcome) -> str:
+    def _end(self, states: Sequence[str], version: Version, outcome: Outcome) -> str:
         """Let the engines answer again, unless they are in doubt; returns the version of those that have new weights."""
         for engine, state in zip(self._engines, states, strict=True):
             try:
                 if state == INSTALLED:
-                    version = version or _next(engine.version())
+                    version = (version() if callable(version) else version) or _next(engine.version())
                     engine.set_version(version)
                     engine.clear_cache()
                 if state != IN_DOUBT:
                     engine.resume()
             except Exception as error:
                 outcome.failures.append(reason(error))
-        return version or ""
+        return version if isinstance(version, str) else ""
 
     def _wait(self, requests: Iterable[Future[None]], outcome: Outcome) -> None:
         """Wait for requests to the engines. After one that fails nobody knows whether the engine's update is still open."""

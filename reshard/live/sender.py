@@ -9,12 +9,13 @@ Both lines run on every rank of the trainer, at the same time. The plan is compu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import RequestError, UnsupportedError
 from reshard.live.agreement import agreed_plan
 from reshard.live.arrangement import Arrangement, Link, Planned
-from reshard.live.engines import controls
+from reshard.live.engines.choice import controls
 from reshard.live.hello import Hello
 from reshard.live.leading import UpdateReport
 from reshard.live.memory.describe import arrays_of, describe
@@ -45,7 +46,8 @@ class Sender:
         """Join the engines, plan, and check both sides; nothing is sent yet.
 
         model: a torch module, or a mapping of names to tensors.
-        engine: a server's address, vLLM's `LLM` of this process, or a list of them: replicas, which all get the same weights.
+        engine: the address of a server of vLLM or SGLang, vLLM's `LLM` of this process, or a list of them: replicas, which all get the same
+        weights.
         plan: what goes where; a function makes it from what the engines' ranks say. Only source rank 0 needs it.
         group: the trainer's process group; None: torch.distributed's default group, or this process alone.
         transport: gloo or nccl, or a Link with more to say.
@@ -67,7 +69,7 @@ class Sender:
             return Arrangement.of(made, verify=verify)
 
         self._model = model
-        self._session = opened(controls(engine, link.seconds) if not trainers.rank else (), trainers, arrange, link)
+        self._session = opened(partial(controls, engine, link.seconds), trainers, arrange, link)
         assert self._session.sends is not None
         self._sends = self._session.sends
         self._exchange = Exchange(self._session.transport, self._session.members, self._sends, verify=verify)

@@ -25,9 +25,9 @@ from typing import Any
 
 from reshard.errors import RequestError, SystemRefusal
 from reshard.live.arrangement import Arrangement, Link
-from reshard.live.engines import EngineControl
+from reshard.live.engines.control import EngineControl
 from reshard.live.hello import Hello, check, held_to_json
-from reshard.live.leading import Lead, UpdateReport, dropped
+from reshard.live.leading import Lead, UpdateReport, Version, dropped
 from reshard.live.plan.schedule import Schedule
 from reshard.live.trainers import Trainers
 from reshard.live.wire.channel import Joining, joined, led, opened_store
@@ -45,11 +45,10 @@ class Session:
         self.transport, self.members, self.sends = transport, members, sends
         self._lead, self._is_lost = lead, False
 
-    def update(self, send: Callable[[], Outcome], ready: Callable[[], None], version: str | None = None) -> UpdateReport:
+    def update(self, send: Callable[[], Outcome], ready: Callable[[], None], version: Version = None) -> UpdateReport:
         """One update.
 
-        send: sends this rank's part. ready: raises if it cannot. version: what the engines call the new weights; None: a number, one more
-        than that of the first engine.
+        send: sends this rank's part. ready: raises if it cannot. version: what the engines call the new weights.
 
         Raises: SystemRefusal if the update was dropped or did not end well, on every rank. The message says what the engines hold.
         """
@@ -94,11 +93,11 @@ class Session:
         return UpdateReport(**{**end["report"], "fallbacks": tuple(end["report"]["fallbacks"])})
 
 
-def opened(engines: Sequence[EngineControl], trainers: Trainers, arrange: Arrange, link: Link) -> Session:
+def opened(engines: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrange: Arrange, link: Link) -> Session:
     """Join the trainer's ranks with those of the engines, and check both sides against the plan.
 
-    engines, arrange: used by source rank 0 alone. arrange: from what all target ranks say of themselves to what they are answered; where it
-    raises, everybody is refused.
+    engines, arrange: used by source rank 0 alone. engines: finds them. arrange: from what all target ranks say of themselves to what they
+    are answered. Where one raises, everybody is refused.
 
     Raises: RequestError or SystemRefusal on every rank; the engines go on as they are.
     """
@@ -118,8 +117,9 @@ def _followed(trainers: Trainers, link: Link) -> Session:
     return Session(transport, Members(joining.sources, joining.targets), Schedule.from_bytes(answer.content), None)
 
 
-def _led(engines: Sequence[EngineControl], trainers: Trainers, arrange: Arrange, link: Link) -> Session:
+def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrange: Arrange, link: Link) -> Session:
     try:
+        engines = find()
         sizes = [engine.ranks() for engine in engines]
         host = link.host or engines[0].own_address()
         store = opened_store(host, link.seconds)

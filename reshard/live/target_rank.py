@@ -43,7 +43,7 @@ class Served(Protocol):
         """The number of this rank among those of its engine."""
 
     def described(self) -> Mapping[str, Any]:
-        """What the rank holds, as the fields of `Hello`."""
+        """What the rank holds, as the fields of `Hello`. Raises a ReshardError if it takes no updates."""
 
     def install(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make these tensors of the load form the weights that answer."""
@@ -71,7 +71,7 @@ class TargetRank:
             # Source rank 0 waits for all ranks of the channel; it hears at once which of them cannot come.
             rank = joining.sources + joining.offset + self._served.rank()
             self._transport = transport = joined(joining, rank, device=self._served.device if joining.backend == "nccl" else "cpu")
-            transport.tell(SOURCE, {**self._served.described(), "is_open": self._is_open})
+            transport.tell(SOURCE, self._described())
             self._prepare(transport, Members(joining.sources, joining.targets))
         except Exception as error:
             self._log.warning("reshard: the channel of an update was not joined: %s", reason(error))
@@ -119,6 +119,13 @@ class TargetRank:
     def close(self) -> None:
         """Leave the channel, and give the staging back."""
         self._leave()
+
+    def _described(self) -> Mapping[str, Any]:
+        """What source rank 0 is told; or why this rank takes no update: it waits for an answer."""
+        try:
+            return {**self._served.described(), "is_open": self._is_open}
+        except Exception as error:
+            return {"refused": reason(error)}
 
     def _leave(self) -> None:
         transport = self._transport

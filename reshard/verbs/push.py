@@ -16,9 +16,10 @@ from reshard.geometry.documents import document
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.value import value
 from reshard.live.agreement import check_same_model
+from reshard.live.engines.choice import server_control
 from reshard.live.from_files.rank_streams import RankStreams
 from reshard.live.from_files.running_engines import RunningEngines
-from reshard.live.from_files.running_server import PushedServer, RunningServer, running_server
+from reshard.live.from_files.running_server import RunningServer, running_server
 from reshard.live.from_files.staged_rank import StagedRank, staged_ranks
 from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
@@ -136,7 +137,7 @@ def planned_push(source: Checkpoint | PathLike, server: str | Sequence[str], **o
     servers = tuple(running_server(address) for address in addresses)
     _check_alike(servers)
     for each in servers:
-        PushedServer(each.address, _SECONDS).ranks()
+        server_control(each.address, _SECONDS).ranks()
     about_model = take(options, OpenOptions)
     checkpoint, notes = _opened(source, servers[0], about_model)
     _check_local_config(checkpoint, servers[0])
@@ -197,7 +198,7 @@ class _Pushing:
         self._planned, self._plan, self._effort, self._version = planned, planned.plan, effort, version
         # A request to receive weights ends when all of them are there.
         seconds = max(_SECONDS, self._plan.totals().copied / _SLOWEST)
-        self._servers = [PushedServer(each.address, seconds) for each in planned.servers]
+        self._servers = [server_control(each.address, seconds) for each in planned.servers]
         self._place = ", ".join(each.address for each in planned.servers)
         self._staged: tuple[StagedRank, ...] = ()
         self._targets: dict[tuple[int, int], list[int]] = {}
@@ -210,9 +211,9 @@ class _Pushing:
         from reshard.live.session import opened
         from reshard.live.trainers import Trainers
 
-        session = opened(self._servers, Trainers(), self._arranged, Link(seconds=_SECONDS))
+        session = opened(lambda: self._servers, Trainers(), self._arranged, Link(seconds=_SECONDS))
         try:
-            report = session.update(lambda: self._sent(session), lambda: None, self._version)
+            report = session.update(lambda: self._sent(session), lambda: None, lambda: self._version or "")
         except SystemRefusal as refusal:
             if self._stopped is None:
                 raise
@@ -221,21 +222,21 @@ class _Pushing:
             raise self._stopped from None
         finally:
             session.close()
-        version = self._servers[0].version_of_sent or report.version
         sizes = self._planned.servers[0]
         event(
             "pushed",
-            f"pushed {self._plan.source_files.root} to {self._place}: {report.nbytes:,} bytes in {report.seconds:.2f} s, version {version}",
+            f"pushed {self._plan.source_files.root} to {self._place}: {report.nbytes:,} bytes in {report.seconds:.2f} s, "
+            f"version {report.version}",
             servers=[each.address for each in self._planned.servers],
             bytes=report.nbytes,
-            version=version,
+            version=report.version,
             seconds=round(report.seconds, 3),
         )
         return PushResult(
             tuple(each.address for each in self._planned.servers),
             sizes.format,
             sizes.parallel,
-            version,
+            report.version,
             report.nbytes,
             report.seconds,
             report.sending_seconds,
@@ -294,6 +295,5 @@ class _Pushing:
             return Outcome(failures=[str(error) or type(error).__name__])
         assert running.fingerprint is not None
         self._notes += running.notes
-        for server in self._servers:
-            server.version_of_sent = self._version or running.fingerprint.root
+        self._version = self._version or running.fingerprint.root
         return Outcome(nbytes=streams.nbytes)

@@ -235,7 +235,8 @@ def test_nothing_else_can_open_a_network_connection():
 
 
 def test_one_verb_and_live_ask_a_server():
-    asking = ("verbs.verify_server", "verbs.verify", "live.engines", "live.wire.channel", "live.from_files.running_server")
+    asking = ("verbs.verify_server", "verbs.verify", "live.wire.channel", "live.from_files.running_server")
+    asking += ("live.engines.control", "live.engines.choice")
     users = {"storage.server": asking, "verbs.verify_server": ("verbs.verify",)}
     for path in [*CORE, *FORMATS, *CLI]:
         for used in set(imported(path)) & users.keys():

@@ -10,7 +10,7 @@ from pathlib import Path
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import from_safetensors
 from reshard.live.arrangement import Arrangement, Link, RankAnswer
-from reshard.live.engines import controls
+from reshard.live.engines.choice import controls
 from reshard.live.leading import UpdateReport
 from reshard.live.plan.schedule import HeldTensor
 from reshard.live.session import opened
@@ -43,7 +43,7 @@ def update(address: str, folder: Path, tp: int, version: str) -> UpdateReport:
     def arrange(hellos: object) -> Arrangement:
         return Arrangement(lambda rank: RankAnswer(files[rank][0], {}, None, expected[rank], verify=True))
 
-    session = opened(controls(address, 60.0), Trainers(), arrange, Link(seconds=60.0))
+    session = opened(lambda: controls(address, 60.0), Trainers(), arrange, Link(seconds=60.0))
 
     def send() -> Outcome:
         outcome = Outcome()

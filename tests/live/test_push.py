@@ -72,7 +72,7 @@ def test_in_steps_the_server_is_paused_updated_and_cleared(tmp_path):
     with serving(folder, config_of(HF / "llama"), tp=2) as (server, address):
         result = reshard("push", HF / "llama", address, "--json")
         assert result.code == 0, result.err
-        asked = [path for path in server.asked if not path.startswith(("/server_info", "/get_world_size", "/weight_info"))]
+        asked = [path for path in server.asked if not path.startswith(("/server_info", "/get_world_size", "/weight_info", "/model_info"))]
     assert asked == [
         "/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update",
         "/update_weight_version", "/reset_prefix_cache", "/resume", "/shutdown_weight_transfer_engine",
@@ -93,7 +93,7 @@ def test_a_dry_run_sends_nothing(tmp_path):
     folder = written(HF / "llama", tmp_path / "files", tp=2)
     with serving(folder, config_of(HF / "llama"), tp=2) as (server, address):
         said, document = reshard("push", HF / "llama", address, "--dry-run"), reshard("push", HF / "llama", address, "--dry-run", "--json")
-        assert {*server.asked} == {"/server_info", "/get_world_size"}
+        assert {*server.asked} == {"/server_info", "/get_world_size", "/model_info"}
     assert said.code == document.code == 0 and f"{address}: vllm on TP 2, bfloat16\n  read      148 kB, 21 tensors" in said.out, said.out
     assert document.document["target"]["tp"] == 2
 

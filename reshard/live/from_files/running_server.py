@@ -10,10 +10,7 @@ from reshard.adapter import registry
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.value import value
-from reshard.live.engines import HttpEngine
 from reshard.storage.server import Server
-
-_MOST_RANKS = 1 << 16
 
 
 @value
@@ -55,27 +52,6 @@ def running_server(address: str) -> RunningServer:
     raise CheckpointError(
         "the server does not say how it splits its model",
         where=server.address,
-        why="It is no server of vLLM, or was started without the routes for updates",
+        why="It is no server of vLLM or SGLang, or was started without the routes for updates",
         do="Start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment",
     )
-
-
-class PushedServer(HttpEngine):
-    """A server that gets the version of its weights when all of them were sent."""
-
-    version_of_sent: str | None = None
-    """The version, once it is known."""
-
-    def ranks(self) -> int:
-        """The number of workers. Raises CheckpointError for an answer that is none."""
-        try:
-            count = super().ranks()
-        except (AttributeError, KeyError, TypeError, ValueError):
-            count = 0
-        if not 0 < count < _MOST_RANKS:
-            raise CheckpointError("the server does not say how many ranks it has, in the way of vLLM 0.32", where=self.name)
-        return count
-
-    def set_version(self, version: str) -> None:
-        """Set the version of the weights."""
-        super().set_version(self.version_of_sent or version)
