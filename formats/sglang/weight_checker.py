@@ -1,11 +1,14 @@
 """SGLang's weight checker, `POST /weights_checker`: a number of 64 bits for every parameter and buffer of every rank.
 
     {"success": true, "ranks": [{"checksums": {"model.norm.weight": 16 hexadecimal digits, ...},
-                                 "parallelism_info": {"role": "target", "tp_rank": 0, "pp_rank": 0, "dp_rank": 0, ...}}, ...]}
+                                 "parallelism_info": [{"role": "target", "tp_rank": 0, "pp_rank": 0, "dp_rank": 0, ...}]}, ...]}
+
+A draft model is another entry of `parallelism_info`, and its parameters have its role and a dot before their names. `reshard digests`
+writes the one entry without a list; both are read.
 
 On a GPU the number is a mix of the parameter's 32-bit words and their positions (TensorHash); elsewhere it is the first 8 bytes of the
 SHA-256. Read in SGLang 0.5.23 (srt/utils/weight_checker.py, kernels/ops/memory/gpu_tensor_hash.py), whose kernel gave the numbers in
-tests/formats/test_digests.py in Triton's interpreter; no server was asked.
+tests/formats/test_digests.py in Triton's interpreter. Servers on a CPU were asked (tests/live/on_sglang.py), none on a GPU.
 
 On a CPU with AMX the weights of linear layers, experts and short convolutions are packed under their own names in panels of 32 rows of
 pairs (srt/layers/amx_utils.py: the operator convert_weight_packed, which vLLM's CPU build has too). On a GPU, matrices that are not
@@ -142,19 +145,19 @@ class SglangWeightChecker(WeightChecker):
     def read(self, answer: Mapping[str, Any]) -> dict[str, str]:
         found: dict[str, str] = {}
         for each in answer["ranks"]:
-            about = each["parallelism_info"]
-            if about.get("role", "target") != "target":
-                continue  # a draft model
+            told = each["parallelism_info"]
+            models = {str(model.get("role", "target")): model for model in (told if isinstance(told, list) else [told])}
+            drafts, about = tuple(f"{role}." for role in models if role != "target"), models["target"]
             numbers = [about[f"{axis}_rank"] for axis in ("dp", "pp", "tp")]
             if not all(isinstance(number, int) and number >= 0 for number in numbers):
                 raise ValueError(numbers)
             rank = ServingRank(dp=numbers[0], pp=numbers[1], tp=numbers[2])
-            found |= {rank.key(name): digest for name, digest in texts(each["checksums"]).items()}
+            found |= {rank.key(name): digest for name, digest in texts(each["checksums"]).items() if not name.startswith(drafts)}
         return found
 
     def about(self, info: Mapping[str, Any]) -> ServerFacts:
         dtype, model = str(info.get("dtype", "auto")), info.get("model_path")
-        told = {axis: info.get(f"{axis}_size") for axis in ("tp", "pp", "dp")}
+        told: dict[str, Any] = {axis: info.get(f"{axis}_size") for axis in ("tp", "pp", "dp")}
         sizes = ServingRank(**told, pcp=1) if all(type(size) is int and size > 0 for size in told.values()) else None
         return ServerFacts(int(info["ep_size"]) > 1, None if dtype == "auto" else dtype, sizes, model if isinstance(model, str) else None)
 

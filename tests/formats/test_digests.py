@@ -100,12 +100,17 @@ SGLANG = sorted((FIXTURES / "sglang").glob("*/*.json"))
 
 
 def sglang_answer(path):
-    """What the weight checker of real SGLang ranks on a CPU answers: of each parameter the first 8 bytes of its SHA-256."""
+    """What the weight checker of real SGLang ranks on a CPU answers: of each parameter the first 8 bytes of its SHA-256. Each rank has a
+    draft model, too."""
     document = json.loads(path.read_text())
+
+    def model(role, rank):
+        return {"role": role, "tp_rank": int(rank.removeprefix("rank-")), "pp_rank": 0, "dp_rank": 0}
+
     ranks = [
         {
-            "checksums": {name: tensor["sha256"][:16] for name, tensor in tensors.items()},
-            "parallelism_info": {"role": "target", "tp_rank": int(rank.removeprefix("rank-")), "pp_rank": 0, "dp_rank": 0},
+            "checksums": {name: tensor["sha256"][:16] for name, tensor in tensors.items()} | {"draft.x": "0" * 16},
+            "parallelism_info": [model("target", rank), model("draft", rank)],
         }
         for rank, tensors in document["ranks"].items()
     ]
@@ -115,13 +120,12 @@ def sglang_answer(path):
 @pytest.mark.parametrize("path", SGLANG, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_parameter_of_real_sglang_ranks_has_its_digest(path, tmp_path):
     document, answer = sglang_answer(path)
-    answer["ranks"].append({"checksums": {"x": "0" * 16}, "parallelism_info": {"role": "draft", "tp_rank": 0, "pp_rank": 0, "dp_rank": 0}})
     (tmp_path / "server.json").write_text(json.dumps(answer))
     sizes = ("--tp", document["tp"], "--ep", document["ep"])
     result = reshard("digests", HF / document["model"], "--to", "sglang", *sizes, "--compare", tmp_path / "server.json", "--json")
     comparison = result.document["comparison"]
     assert result.code == 0 and comparison["matching"] >= 10 and not comparison["missing"], comparison
-    checksums = answer["ranks"][-2]["checksums"]
+    checksums = answer["ranks"][-1]["checksums"]
     checksums[next(name for name in checksums if "layers" in name or "transformer.h." in name)] = "1" * 16
     (tmp_path / "server.json").write_text(json.dumps(answer))
     assert reshard("digests", HF / document["model"], "--to", "sglang", *sizes, "--compare", tmp_path / "server.json").code == 1
