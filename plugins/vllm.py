@@ -116,9 +116,21 @@ class Options:
         # vLLM's class of it was not compared with the declaration. It could join weights in another order, which no shape would show.
         return "the architecture is declared by the user" if self.architecture else None
 
+    @property
+    def selection(self) -> dict[str, Any]:
+        """The keywords of `view` that select weights."""
+        return {"weights": self.weights or None, "strip_prefix": self.strip_prefix, "drop_unknown": self.drop_unknown}
+
+    def opened(self, path: str, model: str) -> Any:
+        """The opened checkpoint at a path. model: the directory of the model's config."""
+        import reshard
+
+        about: dict[str, Any] = {"format": self.format or None, "vocab_size": self.vocab_size or None}
+        return reshard.open(path, model=model, architecture=self.architecture or None, **about)
+
     @classmethod
     def of(cls, given: Any) -> Options:
-        """The options in a mapping from vLLM. Raises RequestError for an unknown key or a value of another type."""
+        """The options in a mapping from the engine. Raises RequestError for an unknown key or a value of another type."""
         from reshard.errors import RequestError
 
         types = {field.name: type(field.default) for field in fields(cls)}
@@ -199,22 +211,14 @@ def load(model: Any, model_config: Any, options: Options) -> None:
     """
     import vllm
 
-    import reshard
     from reshard.errors import RequestError
 
     began, worker = time.monotonic(), WorkerRank.of_this_process(model_config)
     path = options.checkpoint or model_config.model
-    opened = reshard.open(
-        path,
-        format=options.format or None,
-        model=_config_folder(model_config),
-        vocab_size=options.vocab_size or None,
-        architecture=options.architecture or None,
-    )
+    opened = options.opened(path, _config_folder(model_config))
     files = _CountingFiles(opened.files)
     checkpoint = replace(opened, files=files)
-    selection: dict[str, Any] = {"weights": options.weights or None, "strip_prefix": options.strip_prefix}
-    selection["drop_unknown"] = options.drop_unknown
+    selection = options.selection
     reason = options.reason_for_whole_tensors or worker.unusual_experts
     layout = options.layout or _layout_beside(path, _config_folder(model_config))
     # The shapes of the parameters are compared with it, so a platform that allocates other ones is noticed.

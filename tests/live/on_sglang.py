@@ -7,11 +7,12 @@ Makes the environment (.venv-sglang) if there is none. Each as a check:
    that its own weight checker tells of every parameter are those of a server that was started from `convert --to hf` of the saved step;
 2. a request that runs when an update begins ends with the old weights, if the sender waits; kept, it goes on with the new ones;
 3. a trainer with another model is refused, and the server goes on;
-4. `reshard push` and `reshard verify` of the saved step.
+4. `reshard push` and `reshard verify` of the saved step, and `--load-format reshard`, which loads it.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -70,6 +71,11 @@ def trained(model: str, tp: int, reshard: Path, python: Path, site: Path, work: 
     subprocess.run([reshard, "convert", step, hf, "--to", "hf", "--model", start], check=True, stdout=subprocess.DEVNULL)
     with sglang_served(python, hf, tp, site, work / "reference.log") as server:
         expected, theirs = server.answers(), server.digests()
+    if name == "llama-2":
+        trained_there = ["--load-format", "reshard", "--model-loader-extra-config", json.dumps({"checkpoint": str(step)})]
+        with sglang_served(python, start, tp, site, work / "loaded.log", *trained_there) as server:
+            what = f"{name}: --load-format reshard loads the saved step as SGLang loads `convert --to hf`"
+            yield what, (server.answers(), server.digests()) == (expected, theirs), str(server.digests())
     yield f"{name}: training changes the answers", before != expected, str(before)
     yield f"{name}: the server answered as one that is started from the saved step", found == expected, f"{found} against {expected}"
     different = [key for ours, other in zip(digests, theirs, strict=True) for key in ours if ours[key] != other.get(key)]
