@@ -85,6 +85,9 @@ def main() -> None:
         processes = [spawn.Process(target=work, args=(i, (hf, files, sources, tp), theirs)) for i, (_, theirs) in enumerate(pipes)]
         for process in processes:
             process.start()
+        # A process that ends early is then heard of.
+        for _, theirs in pipes:
+            theirs.close()
         return [ours for ours, _ in pipes], processes
 
     (targets, waiting), (senders, sending) = started(target, tp), started(source, sources)

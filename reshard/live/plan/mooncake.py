@@ -65,7 +65,7 @@ def _document(tensors: Iterable[Tensor], ranks: Ranks, named: Mapping[str, Any])
         "dp_size": 1,
     }
     people = [{"participant_id": name, "rank": rank} for name, rank in participants.items()]
-    topology = {**sizes, "participants": people}
+    topology: dict[str, Any] = {**sizes, "participants": people}
     topology["topology_id"] = _digest({"schema": "weight-parallel-topology", **topology})
     described, fragments = [], {name: list[dict[str, Any]]() for name in participants}
     for tensor in sorted(tensors, key=lambda each: each.name):
