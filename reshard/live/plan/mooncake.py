@@ -67,14 +67,15 @@ def _document(tensors: Iterable[Tensor], ranks: Ranks, named: Mapping[str, Any])
     people = [{"participant_id": name, "rank": rank} for name, rank in participants.items()]
     topology: dict[str, Any] = {**sizes, "participants": people}
     topology["topology_id"] = _digest({"schema": "weight-parallel-topology", **topology})
-    described, fragments = [], {name: list[dict[str, Any]]() for name in participants}
+    described: list[dict[str, Any]] = []
+    fragments: dict[str, list[dict[str, Any]]] = {name: [] for name in participants}
     for tensor in sorted(tensors, key=lambda each: each.name):
         held = _held(tensor, ranks)
         axes = _axes(tensor, held, sorted(set(ranks.values())))
         described.append(_described(tensor, axes))
         for rank, boxes in held.items():
             fragments[_participant(rank)] += [_fragment(tensor, rank, box) for box in boxes]
-    parts = [
+    parts: list[dict[str, Any]] = [
         {"participant_id": name, "rank": rank, "fragments": sorted(fragments[name], key=lambda each: str(each["placement_fragment_id"]))}
         for name, rank in participants.items()
     ]
