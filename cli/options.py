@@ -15,7 +15,7 @@ import click
 
 from reshard.geometry.quantities import parse_count, parse_size
 from reshard.geometry.value import value
-from reshard.requests.keywords import EffortOptions, ModelOptions, OpenOptions, SelectionOptions, TargetOptions
+from reshard.requests.keywords import CombiningOptions, EffortOptions, ModelOptions, OpenOptions, SelectionOptions, TargetOptions
 from reshard.requests.keywords import take as take
 
 from .invocation import current
@@ -31,7 +31,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
 
 # The sections of --help, in order; formats' own sections come between the target and the selection.
-TARGET, SELECTION, SOURCE, EFFORT, PARTS, OUTPUT = "Target", "Selection", "Source", "Effort", "Many machines", "Output"
+TARGET, COMBINING, SELECTION, SOURCE, EFFORT = "Target", "Several sources", "Selection", "Source", "Effort"
+PARTS, OUTPUT = "Many machines", "Output"
 
 
 class Command(click.Command):
@@ -48,7 +49,7 @@ class Command(click.Command):
             if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
                 sections.setdefault(getattr(param, "section", "Options"), []).append(record)
         first = [title for title in ("Options", TARGET) if title in sections]
-        last = [title for title in (SELECTION, SOURCE, EFFORT, PARTS, OUTPUT, LOG) if title in sections]
+        last = [title for title in (COMBINING, SELECTION, SOURCE, EFFORT, PARTS, OUTPUT, LOG) if title in sections]
         for title in (*first, *(title for title in sections if title not in (*first, *last)), *last):
             with formatter.section(title):
                 formatter.write_dl(sections[title])
@@ -146,6 +147,8 @@ def _of_keyword(name: str, annotation: Any, section: str, verb: str, type: Any) 
     elif words:
         settings["type"] = click.Choice(words)
     else:
+        if keyword.metavar.startswith("["):  # the value may be left out
+            settings |= {"is_flag": False, "flag_value": "equal"}
         settings |= {"metavar": keyword.metavar, "type": type or _TYPES.get(keyword.metavar), "shell_complete": _COMPLETED.get(name)}
         settings["multiple"] = keyword.metavar == "GLOB"
     return option("--" + name.replace("_", "-"), section=section, **settings)
@@ -174,6 +177,7 @@ _TYPES: Mapping[str, Any] = {
     "COUNT": Word("count", parse_count),
     "SHARE": Word("share", _share),
     "FRACTION": click.FloatRange(0, 1, min_open=True),
+    "T": click.FloatRange(0, 1),
 }
 _COMPLETED = {"format": format_names, "architecture": architecture_names}
 
@@ -277,6 +281,9 @@ def target(*, required: bool = True) -> Decorator[Any]:
         keywords(TargetOptions, *(name for name in TargetOptions.__annotations__ if len(name) > 2), section=TARGET),
         *_options_of_formats(),
     )
+
+
+combining = keywords(CombiningOptions, section=COMBINING)
 
 
 def _options_of_formats() -> Iterable[Decorator[Any]]:

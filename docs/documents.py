@@ -74,6 +74,7 @@ _RANK_OF_TARGET = {
 _PLAN = {
     "source": {"format": str, "path": str},
     "adapter": (ANY_OBJECT, None),
+    "combined": (ANY_OBJECT, None),
     "target": {"format": str, **_SIZES, "dp": int, "dtype": TEXT, "engine_version": TEXT, "options": ANY_OBJECT},
     "totals": Totals,
     "files": [{"path": str, "bytes": int, "ranks": {str: int}, "tensors?": [_STORED]}],

@@ -6,7 +6,8 @@ checkpoints that should be equal. Any other exception that reaches the user is a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 # id -> (exit code of the command line, meaning). Ids are stable: programs branch on them. docs/reference/errors.md explains each one.
@@ -67,6 +68,17 @@ class ReshardError(Exception):
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
         return printable(" ".join(_sentence(_shortened(part)) for part in (head, self.why, self.do) if part))
+
+
+@contextmanager
+def blaming(checkpoint: str) -> Iterator[None]:
+    """A context in which an error names the checkpoint, one of several, behind the place that it names."""
+    try:
+        yield
+    except ReshardError as error:
+        if checkpoint not in str(error):
+            error.where = f"{error.where} in {checkpoint}" if error.where else checkpoint
+        raise
 
 
 class CheckpointError(ReshardError):

@@ -32,11 +32,13 @@ _MOST = 20
     "reshard convert step-1000 out --to vllm --tp 8 --model llama-3-8b",
     "reshard convert step-1000 out --to hf --dtype bf16",
     "reshard convert step-1000 out --to megatron --tp 2 --pp 2 --optimizer --dry-run",
+    "reshard convert runs/7 out --to hf --last 5 --average",
     "srun -n 8 reshard convert step-1000 out --to vllm --tp 8 --part auto",
 )
-@click.argument("source")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.argument("target")
 @options.target(required=False)
+@options.combining
 @options.selection("Convert")
 @options.format_name
 @options.model
@@ -55,8 +57,8 @@ _MOST = 20
 @options.effort
 @options.parts
 @options.summary_or_full
-def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bool, full: bool, **given: Any) -> None:
-    """Convert SOURCE to another format and write it to the directory TARGET.
+def command(sources: tuple[str, ...], target: str, to: str | None, dry_run: bool, as_json: bool, full: bool, **given: Any) -> None:
+    """Convert SOURCE to another format and write it to the directory TARGET. Several sources become one checkpoint by --average.
 
     TARGET is written atomically: its files appear under their names only when all are complete.
     """
@@ -72,7 +74,7 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
     target_place(target)
     sharing = _sharing(given)
     effort, show_progress = Effort(**options.take(given, EffortOptions)), given.pop("show_progress")
-    plan = _planned(source, to, given)
+    plan = _planned(sources, to, given)
     metrics.label(target=target, format=plan.layout.format)
     if dry_run:
         show_json(plan_document(plan, full=full, target=target)) if as_json else show_plan(plan, target)
@@ -118,21 +120,21 @@ def _sharing(given: dict[str, Any]) -> Sharing:
     return Sharing(number, finish, chosen["--ray"], address)
 
 
-def _planned(source: str, to: str | None, given: dict[str, Any]) -> Plan:
+def _planned(sources: tuple[str, ...], to: str | None, given: dict[str, Any]) -> Plan:
     """The plan that the options ask for, or the one in a plan file."""
     import reshard
-    from reshard.requests.keywords import OpenOptions
+    from reshard.verbs.plan import plan_of
 
     context, path = click.get_current_context(), given.pop("plan_path")
     if path is None:
         if to is None:
             raise click.UsageError("Missing option '--to'.", context)
-        return reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
+        return plan_of(sources, to, given)
     is_given = [name for name in ("to", *given) if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
     if is_given:
         flag = "--" + is_given[0].replace("_", "-")
         raise click.UsageError(f"{flag} and --plan contradict each other: the plan file says what is written", context)
-    return reshard.load_plan(path, source)
+    return reshard.load_plan(path, sources)
 
 
 def _show_part(plan: Plan, found: PartResult, *, as_json: bool) -> None:

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 @options.command("plan", "reshard plan step-1000 --to vllm --tp 8", "reshard plan step-1000 --to hf --json > plan.json")
-@click.argument("source")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @options.target(required=False)
+@options.combining
 @options.selection("Convert")
 @options.format_name
 @options.model
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 )
 @options.page
 @options.summary_or_full
-def command(source: str, to: str | None, plan_out: OutputFile | None, as_json: bool, full: bool, **given: Any) -> None:
+def command(sources: tuple[str, ...], to: str | None, plan_out: OutputFile | None, as_json: bool, full: bool, **given: Any) -> None:
     """Show the proven plan of converting SOURCE: which rank and file gets what, and what is cast, filled or skipped.
 
     No weight is read and nothing is written. `reshard degrees` compares several parallel sizes.
@@ -38,18 +39,18 @@ def command(source: str, to: str | None, plan_out: OutputFile | None, as_json: b
     import reshard
     from reshard.engine.events import event
     from reshard.errors import RequestError
-    from reshard.requests.keywords import OpenOptions
     from reshard.storage.system_calls import gc_paused
+    from reshard.verbs.plan import plan_of
 
     page = options.page_of(given)
     if to is None:
         raise RequestError(
             "--to FORMAT is missing",
             why="A plan is of one conversion",
-            do=f"Did you mean `reshard degrees {source}`, which lists the parallel sizes that a model can be served at?",
+            do=f"Did you mean `reshard degrees {sources[0]}`, which lists the parallel sizes that a model can be served at?",
         )
     with gc_paused():
-        plan = reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
+        plan = plan_of(sources, to, given)
         if plan_out is not None:
             nbytes = reshard.save_plan(plan, plan_out)
             event("plan-file", f"wrote {plan_out}, {nbytes:,} bytes", path=str(plan_out), bytes=nbytes)

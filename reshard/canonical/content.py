@@ -7,7 +7,7 @@ has keys that tell its weight. Every tensor that is left out becomes a Drop, wit
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import field, replace
+from dataclasses import asdict, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -124,6 +124,36 @@ class MergedAdapter:
         return {"path": self.path, "weights": self.weights, **chosen}
 
 
+@value
+class CombinedSource:
+    """One of several checkpoints that are combined."""
+
+    path: str
+    """Its absolute path, or URL."""
+    format: str
+    """Its format."""
+    step: int | None
+    """Its step of the run, if it says so."""
+    weight: float
+    """Its weight."""
+
+
+@value
+class Combined:
+    """Several checkpoints that become one."""
+
+    rule: str
+    """How: "average", "task-arithmetic", "slerp"."""
+    asked: str
+    """What was asked for: "equal", "wsm:linear", "0.25, 0.75"."""
+    sources: tuple[CombinedSource, ...]
+    """The checkpoints, in order."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What it is, as plain values with stable keys."""
+        return asdict(self)
+
+
 @value(slots=False, eq=False)
 class Content:
     """The chosen tensors of a checkpoint under canonical names."""
@@ -158,6 +188,8 @@ class Content:
     """The LoRA adapter beside the weights, which is left out: its tensors by name."""
     merged: MergedAdapter | None = None
     """The LoRA adapter that is merged into the weights when they are read; None if there is none."""
+    combined: Combined | None = None
+    """The checkpoints that the weights are combined from when they are read; None if they are of one."""
 
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:

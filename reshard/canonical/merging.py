@@ -27,7 +27,7 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, Tile
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import mutable, value
-from reshard.index.index import Tensor, Update
+from reshard.index.index import LowRankUpdate, Tensor
 
 _BASE_LAYER = ".base_layer"
 # Their experts are [in, out], and their class in transformers 5.23 has no is_transposed: PEFT takes them as [out, in].
@@ -140,7 +140,7 @@ class _Merge:
             for tile in self._array(f"{module}.bias", bias).tiles:
                 start, stop = tile.span(0)
                 row = _part(bias, (start,), ((1, 0, 1), (stop - start, 0, 1)))
-                self._add(tile, Update(tile.box, None, row, pair.scale), bias)
+                self._add(tile, LowRankUpdate(tile.box, None, row, pair.scale), bias)
 
     def target_parameters(self, module: str) -> list[str]:
         """The parameters of a module that `target_parameters` adapts. One without a module, such as down_proj, is of every module that has
@@ -241,7 +241,7 @@ class _Merge:
             do=f"Give the base that the adapter was trained on{self._trained_on()}",
         )
 
-    def _add(self, tile: Tile, update: Update, factor: Tensor) -> None:
+    def _add(self, tile: Tile, update: LowRankUpdate, factor: Tensor) -> None:
         tensor = self.tensors.get(tile.name) or self.base.tensors[tile.name]
         if tensor.encoding is None and (not tensor.dtype.floating or tensor.dtype.itemsize == 1):
             raise _is_quantized(tile.name, str(tensor.dtype))
@@ -274,7 +274,7 @@ class _Factors:
     experts: int = 1
     """The number of experts; 1 for a matrix."""
 
-    def update(self, tile: Tile, expert: int, *, flipped: bool, magnitude: Tensor | None = None) -> Update:
+    def update(self, tile: Tile, expert: int, *, flipped: bool, magnitude: Tensor | None = None) -> LowRankUpdate:
         """The update of a tile of the array that is B x A, or with `flipped` its transpose; axes before the last two have one element."""
         row_axis, column_axis = len(tile.at) - 2, len(tile.at) - 1
         rows, columns = tile.span(row_axis), tile.span(column_axis)
@@ -286,7 +286,9 @@ class _Factors:
         lengths = None
         if magnitude is not None and not flipped:
             lengths = _part(magnitude, (rows[0],), ((rows[1] - rows[0], 0, 1),))
-        return Update(tile.box, of_rows(expert, *rows, as_rows=True), of_columns(expert, *columns, as_rows=False), self.scale, lengths)
+        return LowRankUpdate(
+            tile.box, of_rows(expert, *rows, as_rows=True), of_columns(expert, *columns, as_rows=False), self.scale, lengths
+        )
 
     def _of_a(self, expert: int, start: int, stop: int, *, as_rows: bool) -> Tensor:
         """Some columns of A for an expert: as [r, columns], or transposed as the factor of rows."""

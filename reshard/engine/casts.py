@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import CheckpointError, UnsupportedError
-from reshard.geometry.dtypes import BF16, F32, DType
+from reshard.geometry.dtypes import BF16, F32, F64, DType
 from reshard.geometry.functions import values_of, weights_of
 
 Block = npt.NDArray[Any]
@@ -25,6 +25,7 @@ _NUMPY = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16"
           "U8": "u1", "BOOL": "?", "C64": "c8", "C128": "c16"}  # fmt: skip
 # The number of elements whose intermediate results stay in a processor's cache.
 _STRIP = 1 << 16
+_ROUNDED_AT_ONCE = 1 << 14
 # The largest values of types to which torch 2.13 casts with saturation.
 _SATURATING = {"F8_E4M3": 448.0}
 _QUIET_BF16, _INFINITY_F32 = 0x7FC0, 0x7F800000
@@ -58,6 +59,54 @@ def cast(block: Block, source: DType, target: DType, out: Block | None = None) -
         for start in range(0, len(words), _STRIP):
             convert(words[start : start + _STRIP], result[start : start + _STRIP])
     return result.reshape(block.shape)
+
+
+def cast_once(values: npt.NDArray[np.float64], target: DType) -> Block:
+    """The words of float64 values in another floating-point type: one rounding, to nearest, ties to even. (`cast` rounds float64 twice on
+    the way to a type of at most 16 bits, as torch does.) Values that are too large become what `cast` makes of them.
+
+    If the target's elements are the values of a function, the values are rounded to float32, and the function is computed of that.
+    """
+    words = np.ascontiguousarray(values).view(F64.word)
+    if target.function:
+        return cast(cast(words, F64, F32), F32, target)
+    if target.itemsize >= 4:
+        return cast(words, F64, target)
+    result, flat = np.empty(values.shape, target.word), words.reshape(-1)
+    with np.errstate(all="ignore"):
+        for start in range(0, flat.size, _ROUNDED_AT_ONCE):
+            rounded = _rounded(flat[start : start + _ROUNDED_AT_ONCE], target)
+            result.reshape(-1)[start : start + len(rounded)] = cast(rounded.astype("<f4").view(F32.word), F32, target)
+    return result
+
+
+def _rounded(words: Block, target: DType) -> npt.NDArray[np.float64]:
+    """Float64 values, rounded to the precision of a narrower type, which then holds them exactly unless they are too large.
+
+    Each value gets 1.5 * 2^52 times the distance of the type's numbers around it added: the sum has no room for a smaller part, so that the
+    processor rounds it, ties to even. An example with bfloat16, whose numbers from 1 to 2 are 2^-7 apart: 1 + 2^-8 + 2^-60, just above a
+    tie, plus 1.5 * 2^45 is rounded to a multiple of 2^-7; less 1.5 * 2^45 it is 1 + 2^-7. By way of float32 it would become the tie, and 1.
+    """
+    bits, smallest = _precision(target)
+    exponents = np.bitwise_and(words, np.uint64(0x7FF << 52))
+    np.maximum(exponents, np.uint64(1023 + smallest << 52), out=exponents)
+    np.minimum(exponents, np.uint64(1023 + 200 << 52), out=exponents)  # larger ones are too large for every such type
+    np.add(exponents, np.uint64(53 - bits << 52), out=exponents)
+    np.bitwise_or(exponents, np.uint64(1 << 51), out=exponents)
+    values, large = words.view("<f8"), exponents.view("<f8")
+    rounded: npt.NDArray[np.float64] = values + large
+    np.subtract(rounded, large, out=rounded)
+    np.copysign(rounded, values, out=rounded)
+    return rounded
+
+
+@cache
+def _precision(dtype: DType) -> tuple[int, int]:
+    """(bits of the mantissa with the implicit one, exponent of the smallest normal number) of a floating-point type."""
+    import ml_dtypes
+
+    limits: Any = ml_dtypes.finfo(numpy_type(dtype))  # type: ignore[no-untyped-call]
+    return int(limits.nmant) + 1, int(limits.minexp)
 
 
 def _integers(block: Block, source: DType, target: DType, out: Block | None) -> Block:

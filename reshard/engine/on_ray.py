@@ -27,11 +27,11 @@ _RETRIES = 3
 class ShippedPlan(Hashable, Protocol):
     """A plan that can be sent to another process: it is pickled, and hashed by its content."""
 
-    def planned(self, source: str) -> Plan:
-        """The plan, for a source under that path."""
+    def planned(self, sources: tuple[str, ...]) -> Plan:
+        """The plan, for the sources under these paths."""
 
 
-def ray_executor(shipped: ShippedPlan, source: str, target: str, effort: Effort) -> Executor:
+def ray_executor(shipped: ShippedPlan, sources: tuple[str, ...], target: str, effort: Effort) -> Executor:
     """An executor on the cluster that is connected.
 
     shipped: the plan for the tasks. effort: of each task. For each of its threads, Ray reserves a processor (default: 1).
@@ -46,7 +46,7 @@ def ray_executor(shipped: ShippedPlan, source: str, target: str, effort: Effort)
         )(_convert_task)
         # The heaviest first, so that no large one is left at the end.
         order = sorted(tasks, key=lambda task: (-task.weight, task.number))
-        running = {remote.remote(content, source, target, task.number, each, storage): task for task in order}
+        running = {remote.remote(content, sources, target, task.number, each, storage): task for task in order}
         nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         event("ray", f"runs {plural(len(running), 'task')} on {plural(len(nodes), 'node')} of Ray", tasks=len(running), nodes=len(nodes))
         try:
@@ -112,16 +112,18 @@ def _result(ray: Any, done: Any) -> None:
 # ---- inside a task ----
 
 
-def _convert_task(shipped: ShippedPlan, source: str, target: str, number: int, effort: Effort, storage: Mapping[str, str]) -> None:
+def _convert_task(
+    shipped: ShippedPlan, sources: tuple[str, ...], target: str, number: int, effort: Effort, storage: Mapping[str, str]
+) -> None:
     """Convert one task. Runs in a worker process of Ray."""
     with storage_options(storage):
-        plan, tasks = _tasks_on_node(shipped, source, target)
+        plan, tasks = _tasks_on_node(shipped, sources, target)
         for _ in Conversion(plan, destination_at(target, effort), tasks=[tasks[number]]).copy():
             pass
 
 
 @lru_cache(maxsize=1)
-def _tasks_on_node(shipped: ShippedPlan, source: str, target: str) -> tuple[Plan, tuple[Task, ...]]:
+def _tasks_on_node(shipped: ShippedPlan, sources: tuple[str, ...], target: str) -> tuple[Plan, tuple[Task, ...]]:
     """The plan that was shipped, and its tasks. A worker process runs many of them."""
-    plan = shipped.planned(source)
+    plan = shipped.planned(sources)
     return plan, destination_at(target).tasks(plan)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import reshard
-from reshard.canonical.content import Drop
+from reshard.canonical.content import Combined, Drop
 from reshard.engine.pool import run_jobs
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
@@ -40,7 +39,7 @@ from reshard.plans.manifest import (
     usable_manifest,
 )
 from reshard.plans.plan import Plan
-from reshard.storage.files import Files
+from reshard.storage.trees import root_of, trees_of
 
 Read = Callable[[str, int, int], bytes]
 """Reads (path, byte offset, bytes) of a file of the result."""
@@ -102,14 +101,9 @@ def digest_of(path: str, ranges: Ranges, read: Read) -> str:
 
 def source_state(plan: Plan) -> str:
     """A digest of where the source lies, and of the names, lengths and modification times of its files."""
-    state: list[object] = [_absolute(plan.source_files), plan.source.facts.step]
+    state: list[object] = [root_of(plan.source_files), plan.source.facts.step]
     state += [(file.path, file.nbytes, plan.source_files.stamp(file.path)) for file in plan.source.files]
     return content_digest(json.dumps(state).encode())
-
-
-def _absolute(files: Files) -> str:
-    """Where files lie, whatever the working directory is."""
-    return files.root if files.store else os.path.abspath(files.root)
 
 
 def request_digest(plan: Plan) -> str:
@@ -124,11 +118,12 @@ _FixedBytes = dict[str, tuple[Ranges, str]]
 
 def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
     document, model, target = plan.to_json(tensors=False), plan.content.model, plan.target
-    declared_in = model.architecture.declared_in if model else None
+    declared_in, combined = model.architecture.declared_in if model else None, plan.content.combined
     request = {
         "target": document["target"],
         "totals": document["totals"],
         **({"adapter": dict(plan.content.merged.settings)} if plan.content.merged else {}),
+        **({"combined": [(each.format, each.weight) for each in combined.sources] + [combined.rule]} if combined else {}),
         "keep_dtype": [*target.keep_dtype, *sorted(target.dtype_kept_for)],
         "selection": asdict(plan.content.selection),
         "config": dict(model.config) if model else None,
@@ -180,13 +175,14 @@ def _document(plan: Plan, identity: str, provenance: Provenance) -> dict[str, An
         **asdict(layout.parallel),
         "engine_version": plan.target.engine_version,
         "source": {
-            "path": _absolute(plan.source_files)[:_LONGEST_TEXT],
+            "path": root_of(plan.source_files)[:_LONGEST_TEXT],
             "format": plan.source.format,
             "step": plan.source.facts.step,
             "fingerprint": source_manifest.fingerprint if source_manifest else None,
             "state": source_state(plan),
         },
         "adapter": plan.content.merged.to_json() if plan.content.merged else None,
+        "combined": _combined(plan, plan.content.combined) if plan.content.combined else None,
         "command": command if command is None or len(command) <= _LONGEST_TEXT else command[:_LONGEST_TEXT] + " ...",
         "versions": {"reshard": reshard.__version__, "python": platform.python_version(), "numpy": np.__version__},
         "time": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
@@ -196,6 +192,17 @@ def _document(plan: Plan, identity: str, provenance: Provenance) -> dict[str, An
         "tensors": len(plan.routes),
         "dropped": _drops_by_reason(plan.drops),
     }
+
+
+def _combined(plan: Plan, combined: Combined) -> dict[str, Any]:
+    """What reshard.json says about the checkpoints that were combined."""
+    manifests = [usable_manifest(files) for files in trees_of(plan.source_files)]
+    longest = max(200, _LONGEST_TEXT // len(manifests))
+    sources = [
+        {**asdict(source), "path": source.path[:longest], "fingerprint": manifest.fingerprint if manifest else None}
+        for source, manifest in zip(combined.sources, manifests, strict=True)
+    ]
+    return {**combined.to_json(), "sources": sources}
 
 
 def _drops_by_reason(drops: Sequence[Drop]) -> list[dict[str, Any]]:

@@ -116,6 +116,13 @@ class SlabPieces:
     """One for each piece, primary pieces first."""
     wants_many_lines: bool = False
     """Whether few lines would be read in short runs."""
+    of_inputs: tuple[SlabPieces, ...] = ()
+    """What the pieces of each input hold of the slab, if the values of the tensor come from several checkpoints."""
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether they are read and written fastest in long runs, which only many lines have."""
+        return self.wants_many_lines or any(piece.is_transposed for piece in self.of_pieces) or any(e.is_transposed for e in self.of_inputs)
 
 
 @value
@@ -158,9 +165,7 @@ def strips(box: Box, *sides: HasPieces) -> Iterator[tuple[Strip, list[SlabPieces
     for slab, axis in slabs(box, elements):
         slab_pieces = [side.within(slab, axis) for side in sides]
         lines = slab.sizes[axis] if slab.sizes else 1
-        # Transposed pieces are read and written fastest in long runs, which only many lines have.
-        is_transposed = any(each.wants_many_lines or any(piece.is_transposed for piece in each.of_pieces) for each in slab_pieces)
-        step = lines if is_transposed else max(1, elements // math.prod(slab.sizes[axis + 1 :]))
+        step = lines if any(each.is_transposed for each in slab_pieces) else max(1, elements // math.prod(slab.sizes[axis + 1 :]))
         for start in range(0, lines, step):
             yield Strip(slab, axis, start, min(start + step, lines)), slab_pieces
 

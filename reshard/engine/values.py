@@ -1,5 +1,5 @@
 """Values: the elements of a tensor in a given element type. Each box is gathered, decoded if the tensor is quantized, updated by a merged
-adapter if there is one, and cast."""
+adapter or combined with other checkpoints if the plan says so, and cast."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from reshard.engine.casts import cast
+from reshard.engine.casts import cast, cast_once, numpy_type
+from reshard.engine.recipes.combiner import Accumulator, Turn, check_equal, check_finite
 from reshard.engine.recipes.dequantizer import Dequantizer, StoredWords
 from reshard.engine.recipes.quantizer import RECIPES, Quantizer, Tiles
 from reshard.engine.transfer import Block, FileRange, Pieces, SlabPieces, Strip, Worker, strips
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import F32, DType
 from reshard.geometry.low_rank import Float32, add_products, row_lengths
-from reshard.index.index import Tensor, Update
+from reshard.index.index import Combination, LowRankUpdate, Tensor
 
 # The most elements of a factor that stay in memory while a tensor is read.
 _MOST_KEPT = 1 << 20
@@ -31,12 +32,14 @@ class Values:
     def __init__(self, tensor: Tensor, dtype: DType, tiles: Tiles | None = None) -> None:
         self._tensor, self._dtype = tensor, dtype
         self._stored = [Pieces(stored) for stored in tensor.stored]
-        self._products = [_Product(update) for update in tensor.updates]
+        updates = () if tensor.derivation else tensor.updates
+        self._products = [_Product(update) for update in updates if isinstance(update, LowRankUpdate)]
+        self._combined = next((_Combined(update) for update in updates if isinstance(update, Combination)), None)
         self._dequantizer = Dequantizer(tensor.encoding) if tensor.encoding else None
         self._quantizer = None
         if derivation := tensor.derivation:
             weight = derivation.weight
-            values = Values(weight, RECIPES[derivation.recipe].dtype or (weight.encoding.exact_dtype if weight.encoding else weight.dtype))
+            values = Values(weight, RECIPES[derivation.recipe].dtype or weight.values_dtype)
             self._quantizer = Quantizer(derivation, values.whole, tiles or Tiles())
         self.itemsize = max(dtype.itemsize, *(stored.itemsize for stored in tensor.dtypes))
 
@@ -44,6 +47,8 @@ class Values:
         """What the pieces of the tensor hold of a slab. Raises CheckpointError as `Pieces.within` does."""
         if self._tensor.derivation:
             return SlabPieces(self._tensor, ())
+        if self._combined:
+            return SlabPieces(self._tensor, (), of_inputs=self._combined.within(slab, axis))
         if self._tensor.encoding is None:
             return self._stored[0].within(slab, axis)
         axes = self._tensor.encoding.parts[0].axes
@@ -53,6 +58,10 @@ class Values:
         """The file ranges that hold the values of a box, as far as they are known before it is read. gap: as for `Pieces.ranges`."""
         if self._tensor.derivation:
             return  # the tiles that a recipe needs are known when it computes
+        if self._combined:
+            for values in self._combined.inputs:
+                yield from values.ranges(box, gap)
+            return
         parts = self._tensor.encoding.parts if self._tensor.encoding else (None,)
         for part, pieces in zip(parts, self._stored, strict=True):
             yield from pieces.ranges(part.box_of(box) if part else box, gap)
@@ -66,6 +75,8 @@ class Values:
         source, encoding = self._tensor.dtype, self._tensor.encoding
         if self._quantizer:
             result = self._quantized(worker, self._quantizer, strip)
+        elif self._combined:
+            result = self._combined.read(worker, pieces, strip, self._dtype)
         elif self._products:
             # A copy, because the factors are read into the worker's buffers.
             values = self._values(worker, pieces, strip, F32).copy().view(np.float32).reshape(strip.box.sizes)
@@ -143,7 +154,7 @@ class Values:
 class _Product:
     """The product of an update. A small factor of the columns is read once."""
 
-    def __init__(self, update: Update) -> None:
+    def __init__(self, update: LowRankUpdate) -> None:
         self.update = update
         self._rows = Pieces(update.rows) if update.rows else None
         self._columns = Pieces(update.columns)
@@ -174,6 +185,57 @@ class _Product:
         assert self._magnitude is not None
         local = box.relative_to(self.update.box.offsets)
         return _gathered(worker, self._magnitude, Box(local.offsets[:1], local.sizes[:1]))[:, None]
+
+
+class _Combined:
+    """The values of a tensor that come from several checkpoints."""
+
+    def __init__(self, combination: Combination) -> None:
+        self._combination = combination
+        self.inputs = [Values(each.tensor, each.tensor.values_dtype) for each in combination.inputs]
+        """The values of each input."""
+        is_slerp = combination.rule == "slerp"
+        self._turn = Turn(combination.inputs[0].tensor.shape, combination.weights[1]) if is_slerp else None
+
+    def within(self, slab: Box, axis: int) -> tuple[SlabPieces, ...]:
+        """What the pieces of each input hold of a slab."""
+        return tuple(values.within(slab, axis) for values in self.inputs)
+
+    def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, dtype: DType) -> Block:
+        """The values of a strip in an element type. Raises CheckpointError for a NaN or infinity in an input, and if inputs that must be
+        equal are not."""
+        if self._combination.rule == "equal":
+            return self._equal(worker, pieces, strip, dtype)
+        coefficients = self._turn.coefficients(lambda box: self._flat(worker, box)) if self._turn else self._combination.weights
+        total = Accumulator(self._combination, coefficients)
+        for number, words in self._words(worker, pieces, strip):
+            total.add(number, words)
+        if not total.is_finite:
+            for number, words in self._words(worker, pieces, strip):
+                check_finite(words, self._combination.inputs[number], strip.box)
+        return cast_once(total.values, dtype).reshape(strip.sizes)
+
+    def _words(self, worker: Worker, pieces: SlabPieces, strip: Strip) -> Iterator[tuple[int, Block]]:
+        """The elements of a strip of each input, in words that the next read overwrites."""
+        for number, (values, of_input) in enumerate(zip(self.inputs, pieces.of_inputs, strict=True)):
+            yield number, values.read(worker, of_input, strip)
+
+    def _equal(self, worker: Worker, pieces: SlabPieces, strip: Strip, dtype: DType) -> Block:
+        first = np.empty(0)
+        for number, words in self._words(worker, pieces, strip):
+            if number == 0:
+                first = words.copy()
+            else:
+                check_equal(first, words, self._combination, number, strip.box)
+        return cast(first, self._combination.inputs[0].tensor.dtype, dtype)
+
+    def _flat(self, worker: Worker, box: Box) -> tuple[Block, Block]:
+        """The elements of a box of the first two inputs, as numbers in row-major order."""
+        first, second = (
+            values.whole(worker, box).reshape(-1).view(numpy_type(each.tensor.values_dtype))
+            for values, each in zip(self.inputs, self._combination.inputs, strict=True)
+        )
+        return first, second
 
 
 def _gathered(worker: Worker, pieces: Pieces, box: Box) -> Float32:

@@ -136,7 +136,7 @@ _BY_USER = (
 )
 
 
-BF16, F32, F8, E8M0, I32 = (_ALL[name] for name in ("BF16", "F32", "F8_E4M3", "F8_E8M0", "I32"))
+BF16, F32, F64, F8, E8M0, I32 = (_ALL[name] for name in ("BF16", "F32", "F64", "F8_E4M3", "F8_E8M0", "I32"))
 
 
 def from_safetensors(name: str, *, where: str) -> DType:

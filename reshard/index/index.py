@@ -9,7 +9,7 @@ from dataclasses import field, replace
 from typing import Any, Literal
 
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import BF16, F32, DType
+from reshard.geometry.dtypes import BF16, F32, F64, DType
 from reshard.geometry.extents import Piece
 from reshard.geometry.meshes import Distribution, Mesh
 from reshard.geometry.quantities import plural
@@ -54,7 +54,7 @@ class Tensor:
     """The weight from whose values it is computed, if it is a component of a weight that is being quantized."""
 
     updates: tuple[Update, ...] = ()
-    """What a merged adapter adds to its values, or to those that it is computed from."""
+    """What changes its values, or those that it is computed from: a merged adapter, or the same tensor of other checkpoints."""
     also_named: str | None = None
     """The other name under which it is stored as well, if the config ties the two."""
 
@@ -67,8 +67,13 @@ class Tensor:
 
     @property
     def dtypes(self) -> tuple[DType, ...]:
-        """The element types that are read for it, and float32 if values are computed."""
-        return (self.dtype, *(tensor.dtype for tensor in self.stored), *((F32,) if self.updates else ()))
+        """The element types that are read for it, and those in which its values are computed."""
+        return (self.dtype, *(tensor.dtype for tensor in self.stored), *(dtype for update in self.updates for dtype in update.dtypes))
+
+    @property
+    def values_dtype(self) -> DType:
+        """An element type that holds every value."""
+        return self.encoding.exact_dtype if self.encoding else self.dtype
 
     @property
     def elements(self) -> int:
@@ -176,7 +181,7 @@ class Derivation:
 
 
 @value(eq=False)
-class Update:
+class LowRankUpdate:
     """What a merged LoRA adapter adds to a box of a tensor: scale * (rows x columns), in float32.
 
     The last two axes of the box are the rows and the columns; axes before them have one element. A vector is one row of columns.
@@ -194,9 +199,81 @@ class Update:
     """[rows of the box] with DoRA: each row is then scaled to this length; None without DoRA."""
 
     @property
-    def factors(self) -> tuple[Tensor, ...]:
-        """The tensors that are read for it."""
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The stored tensors that are read for it."""
         return tuple(factor for factor in (self.rows, self.columns, self.magnitude) if factor is not None)
+
+    @property
+    def dtypes(self) -> tuple[DType, ...]:
+        """The element type in which it is computed."""
+        return (F32,)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it comes from, for messages: the names of the adapter's tensors."""
+        return tuple(tensor.name for tensor in self.tensors)
+
+    @property
+    def identity(self) -> str:
+        """A text that differs if the result does."""
+        return f"{self.box}\0{self.scale!r}\0" + "".join(f"{tensor.name}\0{tensor.shape}\0" for tensor in self.tensors)
+
+
+Rule = Literal["average", "task-arithmetic", "slerp", "equal"]
+"""How the tensors of several checkpoints become one (engine/recipes/combiner.py); "equal": all must hold the same elements."""
+
+
+@value(eq=False)
+class CombinedInput:
+    """The tensor of one of the checkpoints that are combined."""
+
+    checkpoint: str
+    """The path of the checkpoint, as the caller gave it."""
+    tensor: Tensor
+    """The tensor, under the paths that its files have in the joined tree."""
+
+    def __repr__(self) -> str:
+        return f"CombinedInput({self.checkpoint!r}, {self.tensor!r})"
+
+
+@value(eq=False)
+class Combination:
+    """The same tensor of several checkpoints, from which the values of one are computed."""
+
+    rule: Rule
+    """How they are computed."""
+    inputs: tuple[CombinedInput, ...]
+    """The tensors, in the order of the checkpoints; the first is the one that has this update."""
+    weights: tuple[float, ...]
+    """The weight of each input; of slerp the angle's parts `1 - t` and `t`."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The stored tensors that are read for it, besides those of the first input."""
+        return tuple(tensor for each in self.inputs[1:] for tensor in each.tensor.stored)
+
+    @property
+    def dtypes(self) -> tuple[DType, ...]:
+        """The element types that are read for it, and the one in which it is computed."""
+        return (*(dtype for each in self.inputs for dtype in each.tensor.dtypes), *(() if self.rule == "equal" else (F64,)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it comes from, for messages: the other checkpoints."""
+        return tuple(each.checkpoint for each in self.inputs[1:])
+
+    @property
+    def identity(self) -> str:
+        """A text that differs if the result does."""
+        inputs = (f"{each.tensor.dtype} {len(each.tensor.shards)} {[t.name for t in each.tensor.stored]}" for each in self.inputs)
+        return f"{self.rule}\0{self.weights!r}\0" + "\0".join(inputs)
+
+    def __repr__(self) -> str:
+        return f"Combination({self.rule}, {plural(len(self.inputs), 'input')})"
+
+
+Update = LowRankUpdate | Combination
+"""What changes the values of a tensor."""
 
 
 @value

@@ -260,6 +260,35 @@ class Shards:
         return self.start + i
 
 
+class Relocation:
+    """Pieces whose files get other paths, such as those in a tree that joins several. Tensors that share a table go on sharing it."""
+
+    def __init__(self, path_of: Callable[[str], str]) -> None:
+        """path_of: the new path of a file."""
+        self._path_of = path_of
+        self._tables: dict[int, tuple[PieceTable, PieceTable]] = {}
+
+    def of(self, shards: Shards) -> Shards:
+        """The same pieces in the files of the new paths."""
+        old = shards.table
+        if id(old) not in self._tables:
+            self._tables[id(old)] = old, replace(old, paths=self._paths(old.paths), extent=self._extent(old.extent))
+        return Shards(self._tables[id(old)][1], shards.start, shards.stop)
+
+    def _paths(self, paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(self._path_of, paths))
+
+    def _extent(self, extent: Callable[[int], Extent]) -> Callable[[int], Extent]:
+        if isinstance(extent, Located):
+            return replace(extent, paths=self._paths(extent.paths))
+
+        def relocated(row: int) -> Extent:
+            found = extent(row)
+            return replace(found, path=self._path_of(found.path))
+
+        return relocated
+
+
 def concatenated(parts: Sequence[Shards]) -> Shards:
     """The pieces of all parts, which belong to one tensor."""
     if len(parts) == 1:

@@ -79,6 +79,22 @@ class Manifest:
         return step if _is_size(step) else None
 
     @property
+    def combination(self) -> str | None:
+        """A sentence about the checkpoints that this one was combined from; None if it was made of one."""
+        found = self.document.get("combined")
+        sources = found.get("sources") if isinstance(found, dict) else None
+        if not isinstance(found, dict) or not isinstance(sources, list):
+            return None
+        steps = [
+            f"step {each['step']}" if _is_size(each.get("step")) else str(each.get("path")) for each in sources if isinstance(each, dict)
+        ]
+        weights = [f"{each['weight']:.6g}" if isinstance(each.get("weight"), float) else "?" for each in sources if isinstance(each, dict)]
+        named = [f"{step} ({weight})" for step, weight in zip(steps, weights, strict=True)]
+        shown = named if len(named) <= 12 else [*named[:11], f"and {len(named) - 11} more"]
+        about = f"{found.get('rule')} ({found.get('asked')})"[:200]
+        return f"{about} of {plural(len(named), 'checkpoint')}: {', '.join(shown)}; {MANIFEST} has their paths and fingerprints"
+
+    @property
     def is_unchanged(self) -> bool:
         """Whether reshard.json holds what reshard wrote. Version 1 has no digest that could tell."""
         return self.digests is None or self.document.get("digest") == _self_digest(self.document)

@@ -20,13 +20,14 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import can_cast
 from reshard.geometry.quantities import grouped, plural
 from reshard.geometry.value import Drawn, value
-from reshard.index.index import Index, Tensor
+from reshard.index.index import Combination, Index, Tensor
 from reshard.index.shards import meetings, primary_rows
 from reshard.plans.digests import CURRENT
 from reshard.plans.layout import Layout, PlacedTensor, Target
 from reshard.plans.layout_index import index_of_layout
 from reshard.plans.tasks import Route, Task, by_routes
 from reshard.storage.files import Files
+from reshard.storage.trees import numbered
 
 
 @value
@@ -81,6 +82,8 @@ class Order:
 
     source: str
     """Where the source lay, as the caller gave it."""
+    others: tuple[str, ...]
+    """Where the sources lay that it is combined with."""
     opened: Mapping[str, Any]
     """The keywords of `open`."""
     asked: Mapping[str, Any]
@@ -135,12 +138,11 @@ class Plan(Drawn):
         read = compared = copied = 0
         for route in self.routes:
             source, target = route.source, route.target
-            for tensor in source.stored:
+            for tensor in (*source.stored, *(each for update in source.updates for each in update.tensors)):
                 shards, itemsize = tensor.shards, tensor.dtype.itemsize
                 replicas = int(shards.sizes[~primary_rows(shards)].prod(axis=1).sum()) if len(shards) > 1 else 0
                 read += (shards.elements - replicas) * itemsize
                 compared += replicas * itemsize
-            read += sum(factor.nbytes for update in source.updates for factor in update.factors)
             copied += target.shards.elements * target.dtype.itemsize
         written = sum(file.nbytes for file in self.layout.files)
         stored = sum(file.stored_nbytes for file in self.layout.files)
@@ -167,6 +169,7 @@ class Plan(Drawn):
         document: dict[str, Any] = {
             "source": {"format": self.source.format, "path": self.source_files.root},
             "adapter": self.content.merged.to_json() if self.content.merged else None,
+            "combined": self.content.combined.to_json() if self.content.combined else None,
             "target": {
                 "format": self.layout.format,
                 **asdict(self.layout.parallel),
@@ -195,7 +198,7 @@ class Plan(Drawn):
                     "from": str(route.source.dtype),
                     "to": str(route.target.dtype),
                     "scaled_by": ", ".join(route.scaled_by) or None,
-                    "updated_by": [factor.name for update in route.source.updates for factor in update.factors],
+                    "updated_by": [name for update in route.source.updates for name in update.names],
                     "source_boxes": len(route.source.shards),
                     "target_boxes": len(route.target.shards),
                 }
@@ -223,8 +226,11 @@ class Plan(Drawn):
         del about["notes"]
         if self.order:
             about["source"]["path"] = self.order.source
-        if about["adapter"] is None:
-            del about["adapter"]
+        for key in ("adapter", "combined"):
+            if about[key] is None:
+                del about[key]
+        if self.content.combined:
+            about["combined"]["sources"] = [{**source, "path": None} for source in about["combined"]["sources"]]
         digest = hashlib.sha256(f"digests {CURRENT.number}\0{json.dumps(about, sort_keys=True)}".encode())
         for route in self.routes:
             source, target = route.source, route.target
@@ -232,14 +238,14 @@ class Plan(Drawn):
             text = f"{route.name}\0{source.dtype}\0{target.dtype}\0{source.shape}\0{scales}\0{len(source.shards)}\0{len(target.shards)}\0"
             digest.update(text.encode("utf-8", "surrogatepass"))
             for update in source.updates:
-                factors = "".join(f"{factor.name}\0{factor.shape}\0" for factor in update.factors)
-                digest.update(f"{update.box}\0{update.scale!r}\0{factors}".encode("utf-8", "surrogatepass"))
+                digest.update(update.identity.encode("utf-8", "surrogatepass"))
         # Windows on a table are rows of it, and the routes together have all rows.
         for table in {id(route.target.shards.table): route.target.shards.table for route in self.routes}.values():
             for column in (table.offsets, table.sizes, table.files, table.positions):
                 digest.update(np.ascontiguousarray(column).tobytes())
         for file in self.source.files:
-            digest.update(f"{file.path}\0{file.nbytes}\0{self.source_files.stamp(file.path)}\0".encode("utf-8", "surrogatepass"))
+            path = numbered(self.source_files, file.path) if self.content.combined else file.path
+            digest.update(f"{path}\0{file.nbytes}\0{self.source_files.stamp(file.path)}\0".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
 
@@ -285,8 +291,20 @@ def _with_aliases(tensor: Tensor, aliases: list[Tensor]) -> Tensor:
             )
     if not aliases:
         return tensor
+    if combinations := [update for update in tensor.updates if isinstance(update, Combination)]:
+        # Each input has aliases of its own, which are those of the alias' inputs.
+        (combination,) = combinations
+        of_inputs = ([_input(alias, i) for alias in aliases] for i in range(len(combination.inputs)))
+        inputs = (replace(each, tensor=_with_aliases(each.tensor, own)) for each, own in zip(combination.inputs, of_inputs, strict=True))
+        tensor = replace(tensor, updates=(replace(combination, inputs=tuple(inputs)),))
     distinct = {id(alias.shards): alias.shards for alias in aliases if alias.shards is not tensor.shards}
     return replace(tensor, shards=tensor.shards.with_copies(list(distinct.values())))
+
+
+def _input(tensor: Tensor, number: int) -> Tensor:
+    """The input of that number of a combined tensor."""
+    (combination,) = (update for update in tensor.updates if isinstance(update, Combination))
+    return combination.inputs[number].tensor
 
 
 def _order_in_files(tensors: Sequence[Tensor]) -> list[int]:

@@ -19,7 +19,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, Pattern, first_overlap
 from reshard.geometry.value import value
 from reshard.index.coverage import check_all_covered, check_coverage
-from reshard.index.index import Index, Tensor
+from reshard.index.index import Combination, Index, LowRankUpdate, Tensor
 from reshard.index.shards import Shards
 from reshard.plans.layout import PlacedTensor, TargetFile
 from reshard.plans.plan import Plan
@@ -65,11 +65,19 @@ def prove(plan: Plan) -> None:
     routed = written | plan.layout.aliases.keys() | set(plan.layout.inlined_scalars) | plan.layout.left_out.keys()
     if lost := sorted(name for name in plan.content.tensors if name not in routed):
         raise ProofFailed("the plan neither writes this weight nor names it as dropped", where=lost[0])
-    factors = {factor.name for route in plan.routes for update in route.source.updates for factor in update.factors}
-    read_beside = encoded + len(factors)
+    # Of an adapter's tensors, several parts are read; of another checkpoint, one tensor for each route.
+    updates = [update for tensor in plan.content.tensors.values() for update in _computed(tensor).updates]
+    factors = {factor.name for update in updates if isinstance(update, LowRankUpdate) for factor in update.tensors}
+    inputs = {id(tensor) for update in updates if isinstance(update, Combination) for tensor in update.tensors}
+    read_beside = encoded + len(factors) + len(inputs)
     named = len(plan.content.tensors) + read_beside - len(plan.content.duplicate_masters) + len(plan.content.drops) + len(plan.content.tied)
     if named != len(plan.source.tensors):
         raise ProofFailed(f"the source has {len(plan.source.tensors)} tensors, the plan accounts for {named}")
+
+
+def _computed(tensor: Tensor) -> Tensor:
+    """The tensor whose values are computed: the weight, of one of its components."""
+    return tensor.derivation.weight if tensor.derivation else tensor
 
 
 def _file_is_tiled(file: TargetFile) -> None:

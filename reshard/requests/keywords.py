@@ -5,7 +5,7 @@ is light, so that --help loads nothing else. Options of one format are declared 
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypedDict, TypeVar
 
@@ -94,6 +94,23 @@ class PlanOptions(ModelOptions, SelectionOptions, TargetOptions, total=False):
     max_shard_size: Annotated[int | str | None, Keyword("Start a new file when one would grow beyond this many bytes.")]
     engine_version: Annotated[str | None, Keyword("The serving engine's version (default: the newest known).")]
     only: Annotated[Mapping[str, int] | None, Keyword('Lay out one rank only, such as {{"tp": 3}}, to look at it. It cannot be run.')]
+
+
+class CombiningOptions(TypedDict, total=False):
+    """How several checkpoints become one."""
+
+    average: Annotated[
+        "bool | str | Sequence[float] | None",
+        Keyword("Average the sources; with weights: 0.2,0.3,0.5, wsm:linear|1-sqrt|cosine or ema:0.99.", "[WEIGHTS]"),
+    ]
+    last: Annotated[int | None, Keyword("The source is the folder of a run: take its last N steps.", "N")]
+    task_arithmetic: Annotated[PathLike | None, Keyword("Add to BASE the weighted differences of the sources from it.", "BASE")]
+    slerp: Annotated[float | None, Keyword("Go the part T, from 0 to 1, of the arc from the first source to the second.", "T")]
+    any_sum: Annotated[bool, Keyword("Average with weights whose sum is not 1.")]
+
+
+class ManyPlanOptions(PlanOptions, CombiningOptions, total=False):
+    """Keywords of `plan`, which takes several sources."""
 
 
 class EffortOptions(TypedDict, total=False):

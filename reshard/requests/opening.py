@@ -27,7 +27,7 @@ from reshard.canonical.tied_head import KEY, agreed_config
 from reshard.engine.checks.one_save import check_copied_files, check_steps
 from reshard.engine.destinations.journal import Unfinished, read_journal
 from reshard.engine.events import details, event
-from reshard.errors import CheckpointError, RequestError, TargetError, UnexpectedContentError, UnsupportedError
+from reshard.errors import CheckpointError, RequestError, TargetError, UnexpectedContentError, UnsupportedError, blaming
 from reshard.geometry.quantities import plural
 from reshard.index.coverage import check_index
 from reshard.index.index import Index
@@ -50,13 +50,24 @@ def open(path: PathLike, **options: Unpack[OpenOptions]) -> Checkpoint:
     Raises: CheckpointError if it is incomplete or contradicts itself, RequestError if its format is unknown.
     """
     checkpoint = _open(path, options)
-    _check_used([checkpoint], options)
+    check_used([checkpoint], options)
     return checkpoint
 
 
-def opened(source: Checkpoint | PathLike, **options: Unpack[ModelOptions]) -> Checkpoint:
-    """The given checkpoint, or the checkpoint at a path, opened with these options."""
-    return source if isinstance(source, Checkpoint) else open(source, **options)
+def opened(source: Checkpoint | PathLike, *, is_alone: bool = True, **options: Unpack[OpenOptions]) -> Checkpoint:
+    """The given checkpoint, or the checkpoint at a path, opened with these options.
+
+    is_alone: False for one of several, to which options may not apply: `model` is used if it has no config of its own, or if it wins.
+    """
+    if isinstance(source, Checkpoint):
+        return source
+    if is_alone:
+        return open(source, **options)
+    own: dict[str, Any] = dict(options)
+    if not own.get("model_wins") and find_model_files_near(open_tree(source)).config is not None:
+        own["model"] = None
+    with blaming(os.fspath(source)):
+        return _open(source, own)
 
 
 def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) -> tuple[Checkpoint, Checkpoint]:
@@ -72,7 +83,7 @@ def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) 
         vocabulary = (found[other].model_files.config or {}).get("vocab_size")
         if found[i].index.facts.unanswered and not found[other].index.facts.unanswered and vocabulary:
             found[i] = _open(found[i].path, {"vocab_size": vocabulary, "architecture": options.get("architecture")})
-    _check_used(found, options)
+    check_used(found, options)
     return found[0], found[1]
 
 
@@ -172,6 +183,8 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
         index = without_wrappers(format.read(files, _hints(model_files, options, declared)))
     if index.facts.step is None and manifest is not None and manifest.format == index.format:
         index = replace(index, facts=replace(index.facts, step=manifest.step))
+    if manifest is not None and manifest.format == index.format and (combination := manifest.combination):
+        index = replace(index, facts=replace(index.facts, notes=(*index.facts.notes, combination)))
     if index.facts.config is not None and index.facts.config != model_files.config:
         model_files = replace(model_files, config=index.facts.config, derived=True)
     model_files = _with_agreed_config(index, model_files, declared)
@@ -246,7 +259,7 @@ def _model_files_at(model: PathLike, own: ModelFiles, architecture: Architecture
     return replace(model_files, wins_over=f"{own.path}{CONFIG}: {changed}" if changed else None)
 
 
-def _check_used(checkpoints: list[Checkpoint], options: Mapping[str, Any]) -> None:
+def check_used(checkpoints: list[Checkpoint], options: Mapping[str, Any]) -> None:
     """Raises RequestError if the caller gave a vocabulary size or an architecture, and no checkpoint needs it or has a config for it."""
     first = checkpoints[0]
     if options.get("vocab_size") is not None and not any(registry.named(each.format).needs_vocabulary for each in checkpoints):

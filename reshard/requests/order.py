@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -31,22 +31,23 @@ from reshard.adapter import registry
 from reshard.containers import safetensors
 from reshard.engine.events import details, event
 from reshard.engine.record import request_digest, samples
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.dtypes import from_torch
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
+from reshard.index.index import StoredFile
 from reshard.plans.digests import content_digest
 from reshard.plans.plan import Order, Plan
 from reshard.plans.summary import drops
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import OpenOptions
-from reshard.requests.opening import open as open_checkpoint
 from reshard.requests.opening import opened
 from reshard.requests.planning import plan_conversion
 from reshard.requests.request import ConversionRequest
 from reshard.storage.files import Files, VirtualFiles, inside, read_range
 from reshard.storage.system_calls import system_errors
 from reshard.storage.tar import open_tree
+from reshard.storage.trees import numbered, tree_at, trees_of
 
 _KIND, _VERSION, _PLAN = "reshard plan", "2", "plan"
 # What is planned takes memory for each rank of the target: 200 MB for as many as these.
@@ -55,13 +56,21 @@ _MOST_RANKS = 1 << 16
 _ATTACHED = ("architecture", "stored_layout", "layout", "adapter_config")
 
 
-def planned(source: Checkpoint, request: ConversionRequest, asked: Mapping[str, Any]) -> Plan:
+def planned(source: Checkpoint, request: ConversionRequest, asked: Mapping[str, Any], others: Sequence[Checkpoint] = ()) -> Plan:
     """The proven plan of a request, with the order that makes it again.
 
-    asked: the keywords of `plan`, with `to`, without those of `open`.
+    asked: the keywords of `plan`, with `to`, without those of `open`. others: the checkpoints that the source is combined with.
+
+    Raises: RequestError if there are several sources, and the request does not say how they become one.
     """
     began = time.monotonic()
-    found = replace(plan_conversion(source, request, request.opened_adapter(opened)), order=_order_of(source, asked))
+    if others and request.formula is None:
+        raise RequestError(
+            f"{plural(len(others) + 1, 'source')} are given, and nothing says how they become one",
+            why="A conversion writes one checkpoint",
+            do="Add `average=`, or convert each by itself",
+        )
+    found = replace(plan_conversion(source, request, request.opened_adapter(opened), others), order=_order_of((source, *others), asked))
     _log_planned(found, time.monotonic() - began)
     return found
 
@@ -78,7 +87,7 @@ class PlanFile:
     @staticmethod
     def of(plan: Plan) -> PlanFile:
         """The file of a plan. Raises UnsupportedError if an option names another checkpoint."""
-        order, files, sizes = plan.order, plan.source_files, [(file.path, file.nbytes) for file in plan.source.files]
+        order = plan.order
         assert order is not None, "a plan that can be run was asked for"
         attached = order.attached()
         _check_is_attached({**order.opened, **order.asked}, {name.partition("/")[0] for name in attached})
@@ -86,11 +95,12 @@ class PlanFile:
             {
                 "reshard": reshard.__version__,
                 "source": order.source,
+                **({"others": order.others} if order.others else {}),
                 "open": dict(order.opened),
                 "plan": dict(order.asked),
                 "identity": plan.identity(),
                 "request": request_digest(plan),
-                "files": [(path, nbytes, files.stamp(path), _samples(files, path, nbytes)) for path, nbytes in sizes],
+                "files": [_looks_of(plan, file) for file in plan.source.files],
             },
             default=os.fspath,
         )
@@ -99,30 +109,32 @@ class PlanFile:
         frame = safetensors.frame(((name, dtype, (len(content),)) for name, content in attached.items()), metadata)
         return PlanFile(frame.header + b"".join(attached.values()))
 
-    def planned(self, source: str) -> Plan:
-        """The plan of the order for a source. Raises: as `load_plan` does."""
+    def planned(self, sources: Sequence[str]) -> Plan:
+        """The plan of the order for a source, or for those that are combined. Raises: as `load_plan` does."""
         try:
-            return self._planned(source)
+            return self._planned(sources)
         except (ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError, RecursionError) as error:
             # A forged file with a right digest can hold anything where a keyword is expected.
             raise self._damaged(f"it does not describe a plan ({type(error).__name__}: {error})") from None
 
-    def _planned(self, source: str) -> Plan:
+    def _planned(self, sources: Sequence[str]) -> Plan:
         order, attached = self._read()
-        opened, asked = _keywords(order["open"]), _keywords(order["plan"])
+        opened_with, asked = _keywords(order["open"]), _keywords(order["plan"])
         sizes = [asked.get(axis, 1) for axis in ("tp", "pp", "ep", "dp")]
-        if not OpenOptions.__annotations__.keys() >= opened.keys() or "only" in asked or math.prod(sizes) > _MOST_RANKS:
+        if not OpenOptions.__annotations__.keys() >= opened_with.keys() or "only" in asked or math.prod(sizes) > _MOST_RANKS:
             raise self._damaged(f"it asks for what no plan file does, or for more than {_MOST_RANKS:,} ranks")
-        self._check_source(open_tree(source), order["files"])
+        self._check_number(sources, order)
+        self._check_source([open_tree(source) for source in sources], order["files"])
         held = _Folder(attached)
-        _check_is_attached({**opened, **asked}, held.paths)
-        checkpoint = open_checkpoint(source, **{**opened, **_among(held.paths, opened)})
+        _check_is_attached({**opened_with, **asked}, held.paths)
+        keywords = {**opened_with, **_among(held.paths, opened_with)}
+        checkpoint, *others = (opened(source, is_alone=len(sources) == 1, **keywords) for source in sources)
         about = {**asked, **_among(held.paths, asked)}
         to = about.pop("to")
-        found = planned(checkpoint, ConversionRequest.of(to, about), {"to": to, **about})
+        found = planned(checkpoint, ConversionRequest.of(to, about), {"to": to, **about}, others)
         # The plan and its records name files as the caller did.
         options = {**found.target.options, **_among(asked, held.paths)}
-        remade = Order(order["source"], opened, asked, lambda: attached, held)
+        remade = Order(order["source"], tuple(order.get("others", ())), opened_with, asked, lambda: attached, held)
         found = replace(found, order=remade, target=replace(found.target, options=options))
         if (found.identity(), request_digest(found)) != (order["identity"], order["request"]):
             version, own = str(order["reshard"]), reshard.__version__
@@ -144,9 +156,19 @@ class PlanFile:
             raise self._damaged("it is not a plan file, or its content does not match its digest")
         return json.loads(text), attached
 
-    def _check_source(self, source: Files, planned: list[Any]) -> None:
+    def _check_number(self, sources: Sequence[str], order: Mapping[str, Any]) -> None:
+        """Raises RequestError unless there are as many sources as were planned."""
+        if len(sources) != (number := 1 + len(order.get("others", ()))):
+            raise RequestError(
+                f"{plural(len(sources), 'source')} for a plan of {number}",
+                where=self.path,
+                do=f"Give the sources in the order of the plan: {', '.join(map(str, (order['source'], *order.get('others', ()))))}",
+            )
+
+    def _check_source(self, sources: Sequence[Files], planned: list[Any]) -> None:
         """Raises CheckpointError if a file of the source has another length or stamp than it was planned with, or other samples."""
-        for path, nbytes, stamp, sampled in planned:
+        for name, nbytes, stamp, sampled in planned:
+            source, path = tree_at(sources, name)
             found = source.size(inside(path, where=self.path))
             if found is None:
                 was = "is missing"
@@ -174,21 +196,31 @@ class PlanFile:
         )
 
 
-def _order_of(source: Checkpoint, asked: Mapping[str, Any]) -> Order:
-    opened_with = {key: value for key, value in source.options.items() if value is not None}
-    if source.architecture:
-        opened_with["architecture"] = source.architecture.declared_in or source.architecture.model_type
+def _order_of(sources: Sequence[Checkpoint], asked: Mapping[str, Any]) -> Order:
+    # Of several sources, some were opened without an option that they do not need.
+    opened_with = {key: value for source in sources for key, value in source.options.items() if value is not None}
+    if declared := next((source.architecture for source in sources if source.architecture), None):
+        opened_with["architecture"] = declared.declared_in or declared.model_type
+    with_model = next((source for source in sources if source.options.get("model") is not None), sources[0])
     given = {key: value for key, value in asked.items() if value is not None}
 
     def attached() -> dict[str, bytes]:
-        model = source.model_files.contents() if "model" in opened_with else {}
+        model = with_model.model_files.contents() if "model" in opened_with else {}
         files = ((key, os.fspath(value)) for key, value in {**opened_with, **given}.items() if key in _ATTACHED)
         return {
             **{f"model/{name}": content for name, content in model.items()},
             **{f"{key}/{os.path.basename(path)}": Path(path).read_bytes() for key, path in files if os.path.isfile(path)},
         }
 
-    return Order(source.files.root, opened_with, given, attached)
+    first, *others = (source.files.root for source in sources)
+    return Order(first, tuple(others), opened_with, given, attached)
+
+
+def _looks_of(plan: Plan, file: StoredFile) -> tuple[str, int, str, str | None]:
+    """What tells whether a file of the source is still the one that was planned: path, length, stamp, and samples."""
+    name = numbered(plan.source_files, file.path)
+    files, path = tree_at(trees_of(plan.source_files), name)
+    return name, file.nbytes, files.stamp(path), _samples(files, path, file.nbytes)
 
 
 def _log_planned(plan: Plan, seconds: float) -> None:

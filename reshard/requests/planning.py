@@ -1,6 +1,6 @@
 """Planning: from an opened checkpoint and a request to a proven plan, as a row of steps over one frozen Draft.
 
-    resolve -> name -> select -> keep names -> examine -> dequantize -> merge adapter -> quantize -> lay out -> join -> prove
+    resolve -> name -> select -> keep names -> examine -> dequantize -> combine -> merge adapter -> quantize -> lay out -> join -> prove
 
 Each step takes a draft and returns the next one: it can be called alone, and what it made can be printed. What comes before, from keywords
 to a request and from a path to a checkpoint, stands in request.py and opening.py.
@@ -9,24 +9,36 @@ to a request and from a path to a checkpoint, stands in request.py and opening.p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles, adapter_config_at, blaming_the_parent
-from reshard.canonical.content import ADAPTER_LEFT_OUT, Content, Selection, check_against_model, check_counted, check_selected
+from reshard.adapter.save_folders import step_of
+from reshard.canonical.combining import CombinedCheckpoint, Formula, combined, steps_note
+from reshard.canonical.content import (
+    ADAPTER_LEFT_OUT,
+    Combined,
+    CombinedSource,
+    Content,
+    Selection,
+    check_against_model,
+    check_counted,
+    check_selected,
+)
 from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs
 from reshard.canonical.quantizing import quantized, requantized
 from reshard.canonical.renaming import adapter_name, adapters_of, is_of_adapter, with_adapter_names
 from reshard.canonical.stacked_experts import by_expert
-from reshard.errors import CheckpointError, RequestError, UnsupportedError
+from reshard.errors import CheckpointError, RequestError, UnsupportedError, blaming
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor
-from reshard.index.shards import Shards
-from reshard.models.quantization import check_has_settings, without_quantization
+from reshard.index.shards import Relocation
+from reshard.models.quantization import check_has_settings, quantization_of, unknown_quantization, without_quantization
 from reshard.plans.layout import Layout, Target
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
@@ -34,7 +46,7 @@ from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.request import ConversionRequest
 from reshard.storage.files import Files, inside
 from reshard.storage.system_calls import gc_paused
-from reshard.storage.trees import JoinedFiles
+from reshard.storage.trees import JoinedFiles, root_of
 
 if TYPE_CHECKING:
     from reshard.canonical.lora import LoraSettings
@@ -59,6 +71,8 @@ class Draft:
     """What is asked for."""
     adapter: Checkpoint | None
     """The LoRA adapter to merge, if it is not the source's own; None: there is none."""
+    others: tuple[Checkpoint, ...]
+    """The checkpoints that the source is combined with."""
     selection: Selection
     """Which tensors are taken."""
     companions: ModelFiles
@@ -77,10 +91,12 @@ class Draft:
     """The files of the target; None until `lay_out`."""
 
     @staticmethod
-    def of(source: Checkpoint, request: ConversionRequest, adapter: Checkpoint | None = None) -> Draft:
-        """The draft before its first step. adapter: the opened adapter of `merge_adapter`."""
+    def of(source: Checkpoint, request: ConversionRequest, adapter: Checkpoint | None = None, others: Sequence[Checkpoint] = ()) -> Draft:
+        """The draft before its first step. adapter: the opened adapter of `merge_adapter`. others: what the source is combined with."""
         content, files = Content({}, (), source.model), source.model_files
-        return Draft(source, request, adapter, request.selection, files, source.index, source.files, content, notes=files.notes)
+        return Draft(
+            source, request, adapter, tuple(others), request.selection, files, source.index, source.files, content, notes=files.notes
+        )
 
     @property
     def target(self) -> Target:
@@ -98,12 +114,15 @@ class Draft:
 
 
 @gc_paused()
-def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Checkpoint | None = None) -> Plan:
-    """The proven plan of the conversion of a checkpoint that the request asks for. adapter: the LoRA adapter to merge.
+def plan_conversion(
+    source: Checkpoint, request: ConversionRequest, adapter: Checkpoint | None = None, others: Sequence[Checkpoint] = ()
+) -> Plan:
+    """The proven plan of the conversion of a checkpoint that the request asks for. adapter: the LoRA adapter to merge. others: the
+    checkpoints that the source is combined with.
 
     Raises: RequestError if the model or the parallel sizes do not allow it, CheckpointError if the source does not hold the whole model.
     """
-    draft = Draft.of(source, request, adapter)
+    draft = Draft.of(source, request, adapter, others)
     for step in STEPS:
         draft = step(draft)
     plan = join(draft)
@@ -177,11 +196,50 @@ def examine(draft: Draft) -> Draft:
 
 def dequantize(draft: Draft) -> Draft:
     """Turn quantized weights into values, if the request asks for it; else name those that no cast may touch."""
+    settings = draft.source.model_files.config or {}
+    if draft.request.formula and not (quantization_of(settings) or unknown_quantization(settings)):
+        return draft  # of several checkpoints, some may be quantized
     if not draft.request.dequantize:
         return replace(draft, kept_for=quantized_names(draft.content, draft.source.model_files.config))
     config = draft.companions.config
     companions = draft.companions.with_quantization(without_quantization(config or {}))
     return replace(draft, content=with_values(draft.content, config), companions=companions)
+
+
+def combine(draft: Draft) -> Draft:
+    """Attach the other checkpoints to the tensors, if the request combines several. Each goes through the steps so far by itself."""
+    formula = draft.request.formula
+    if formula is None:
+        return draft
+    _check_can_be_combined(draft)
+    drafts = [draft]
+    for other in draft.others:
+        with blaming(other.path):
+            drafts.append(_read(Draft.of(other, draft.request)))
+    checkpoints = [CombinedCheckpoint(draft.source.path, draft.content)]
+    for each in drafts[1:]:
+        relocation = Relocation(partial(JoinedFiles.path_in, each.files))
+        checkpoints.append(CombinedCheckpoint(each.source.path, each.content, relocation))
+    _check_packed(drafts)
+    content = combined(checkpoints, formula, draft.target.dtype_of)
+    index = draft.index
+    for each, checkpoint in zip(drafts[1:], checkpoints[1:], strict=True):
+        tensors = (checkpoint.relocated(tensor) for tensor in each.index.tensors)
+        files = (replace(file, path=JoinedFiles.path_in(each.files, file.path)) for file in each.index.files)
+        index = replace(index, tensors=(*index.tensors, *tensors), files=(*index.files, *files))
+    steps = [each.index.facts.step for each in drafts]
+    facts = replace(content.facts, step=max((step for step in steps if step is not None), default=None))
+    index, content = replace(index, facts=facts), replace(content, facts=facts)
+    weights = formula.weights(len(drafts))
+    sources = tuple(
+        CombinedSource(
+            root_of(each.files), each.source.format, step_of(os.path.basename(each.files.root)) if step is None else step, weight
+        )
+        for each, step, weight in zip(drafts, steps, weights, strict=True)
+    )
+    content = replace(content, combined=Combined(formula.rule, formula.text, sources))
+    draft = replace(draft, index=index, content=content, files=JoinedFiles(draft.files, [each.files for each in drafts[1:]]))
+    return draft.noting(*_notes_on_combination(draft, formula, steps))
 
 
 def merge_adapter(draft: Draft) -> Draft:
@@ -232,9 +290,8 @@ def join(draft: Draft) -> Plan:
     return make_plan(draft.index, draft.files, draft.content, draft.target, draft.layout)
 
 
-STEPS: tuple[Callable[[Draft], Draft], ...] = (
-    resolve, name, select, keep_names, examine, dequantize, merge_adapter, quantize, lay_out,
-)  # fmt: skip
+_READING: tuple[Callable[[Draft], Draft], ...] = (resolve, name, select, keep_names, examine, dequantize)
+STEPS: tuple[Callable[[Draft], Draft], ...] = (*_READING, combine, merge_adapter, quantize, lay_out)
 """The steps from the first draft to one that can be joined, in order."""
 CONTENT_STEPS = STEPS[:-1]
 """Those before the layout: they settle which tensors are taken."""
@@ -248,6 +305,64 @@ def check_nothing_unanswered(source: Checkpoint) -> None:
             why="It is in no file of the checkpoint, and is not guessed",
             id="ambiguous",
         )
+
+
+def _read(draft: Draft) -> Draft:
+    """The draft of a checkpoint after the steps that do not depend on the target."""
+    for step in _READING:
+        draft = step(draft)
+    return draft
+
+
+def _check_can_be_combined(draft: Draft) -> None:
+    """Raises RequestError if the request asks for what is not done with several checkpoints at once."""
+    request = draft.request
+    if not draft.others:
+        raise RequestError(f"one checkpoint cannot be combined ({request.formula})", where=draft.source.path, do="Give several sources")
+    if draft.content.states or request.to.keeps_optimizer:
+        raise RequestError(
+            "optimizer state is not combined",
+            why="It belongs to the weights of one step, and says nothing about the mean of several",
+            do="Leave out `optimizer=True`, and write a format that can do without, such as `to=hf`",
+        )
+    if request.merge_adapter is not None or draft.content.is_adapter or request.to.holds_adapters:
+        raise RequestError(
+            "LoRA adapters are not combined",
+            why="The mean of two products of factors is not the product of the mean factors",
+            do="Merge each adapter into its base with `merge_adapter=` first, then combine the results",
+        )
+    if request.requantize:
+        raise RequestError(
+            f"`requantize={request.requantize}` keeps the values of one checkpoint, and several are combined", do="Use `quantize=`"
+        )
+
+
+def _check_packed(drafts: Sequence[Draft]) -> None:
+    """Raises RequestError if a checkpoint is quantized and is not dequantized, or if none is that could be."""
+    for draft in drafts:
+        config = draft.source.model_files.config or {}
+        if draft.kept_for or (unknown_quantization(config) and not draft.request.dequantize):
+            raise RequestError(
+                f"it is quantized in {draft.source.path}, or is a scale of a quantized weight",
+                where=min(draft.kept_for, default=None),
+                why="Codes and scales have no mean: the values have",
+                do="Add `dequantize=True`, or give checkpoints that are not quantized",
+            )
+    configs = (draft.source.model_files.config or {} for draft in drafts)
+    if drafts[0].request.dequantize and not any(map(quantization_of, configs)):
+        raise RequestError("`dequantize=True`: none of the checkpoints is quantized", do="Leave it out")
+
+
+def _notes_on_combination(draft: Draft, formula: Formula, steps: Sequence[int | None]) -> Iterator[str]:
+    """Notes on the checkpoints that are combined."""
+    weights = formula.weights(len(steps))
+    base = "the base, " if formula.rule == "task-arithmetic" else ""
+    paths = [each.path for each in (draft.source, *draft.others)]
+    shown = [f"{base if i == 0 else ''}{path}" + ("" if base and i == 0 else f" ({weights[i]:.6g})") for i, path in enumerate(paths)]
+    shown = shown if len(shown) <= 8 else [*shown[:7], f"and {len(shown) - 7} more"]
+    yield f"{formula}: {', '.join(shown)}; computed in float64, rounded once"
+    if note := steps_note(steps, formula):
+        yield note
 
 
 def _check_has_optimizer(draft: Draft) -> None:
@@ -362,14 +477,15 @@ def _with_adapter(draft: Draft, adapter: Checkpoint) -> Draft:
     from reshard.canonical.lora import LoraSettings
 
     config = adapter.model_files.adapter_config
-    if config is None or not all(tensor.kind == "adapter" and len(tensor.shards) == 1 for tensor in adapter.index.tensors):
+    if config is None or not all(tensor.kind == "adapter" for tensor in adapter.index.tensors):
         raise RequestError(
             f"`merge_adapter=`: there is no adapter in PEFT's form: {ADAPTER_CONFIG} and adapter_model.safetensors",
             where=adapter.path,
             why="The scale of an adapter is in that file",
             do="Write the adapter of a training checkpoint with `to=peft` first, and name its directory",
         )
-    tensors = {tensor.name: _moved(tensor, adapter.files) for tensor in adapter.index.tensors}
+    relocation = Relocation(partial(JoinedFiles.path_in, adapter.files))
+    tensors = {tensor.name: replace(tensor, shards=relocation.of(tensor.shards)) for tensor in adapter.index.tensors}
     draft = _merged(draft, LoraSettings(config), tensors, adapter.path)
     files = (replace(file, path=JoinedFiles.path_in(adapter.files, file.path)) for file in adapter.index.files)
     both = replace(draft.index, tensors=(*draft.index.tensors, *tensors.values()), files=(*draft.index.files, *files))
@@ -410,13 +526,6 @@ def _merged(draft: Draft, settings: LoraSettings, tensors: Mapping[str, Tensor],
     replaced = {name for name, tensor in merged.tensors.items() if tensor is not content.tensors.get(name) and not tensor.updates}
     merged = replace(merged, recorded=lambda: {name: text for name, text in content.recorded().items() if name not in replaced})
     return replace(draft, content=merged).noting(*_notes_on_merge(merged, content, path or "of the checkpoint"))
-
-
-def _moved(tensor: Tensor, files: Files) -> Tensor:
-    """A tensor of one piece under the path that its file has in the joined tree."""
-    piece = tensor.shards.piece(0)
-    extent = replace(piece.extent, path=JoinedFiles.path_in(files, piece.extent.path))
-    return replace(tensor, shards=Shards.of([replace(piece, extent=extent)]))
 
 
 def _notes_on_merge(merged: Content, base: Content, path: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from reshard.adapter import registry
 from reshard.adapter.format import ADAPTER, Format, Option
+from reshard.canonical.combining import Formula
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs
 from reshard.canonical.quantizing import QUANTIZE, REQUANTIZE
@@ -19,7 +20,7 @@ from reshard.geometry.value import value
 from reshard.index.index import Index
 from reshard.plans.layout import Target
 from reshard.plans.summary import kinds as kinds_of
-from reshard.requests.keywords import PathLike, PlanOptions, SelectionOptions, take, unknown_keyword
+from reshard.requests.keywords import CombiningOptions, ManyPlanOptions, PathLike, SelectionOptions, take, unknown_keyword
 
 OWN_ADAPTER = "self"
 """The value of --merge-adapter for the adapter that the checkpoint itself holds."""
@@ -46,6 +47,8 @@ class ConversionRequest:
     """The directory of the LoRA adapter to merge into the weights; "self": the checkpoint's own; None: none."""
     drop_adapter: bool = False
     """Whether the checkpoint's own LoRA adapter is left out."""
+    formula: Formula | None = None
+    """How several sources become one; None: there is one source."""
 
     @staticmethod
     def of(to: str, given: Mapping[str, Any]) -> ConversionRequest:
@@ -61,9 +64,12 @@ class ConversionRequest:
         quantize = _form(rest.pop("quantize", None), "`quantize=`", QUANTIZE)
         requantize = _form(rest.pop("requantize", None), "`requantize=`", REQUANTIZE)
         about = {name: rest.pop(name) for name in ("dequantize", "merge_adapter", "drop_adapter") if name in rest}
+        formula = formula_of(take(rest, CombiningOptions))
         selection, only_rank = selection_of(rest), rest.pop("only", None) or {}
         options = _options_of(format, rest, ADAPTER if about.get("merge_adapter") == OWN_ADAPTER else ())
-        return ConversionRequest(format, replace(target, options=options, only_rank=only_rank), selection, quantize, requantize, **about)
+        return ConversionRequest(
+            format, replace(target, options=options, only_rank=only_rank), selection, quantize, requantize, **about, formula=formula
+        )
 
     @property
     def merges_own_adapter(self) -> bool:
@@ -95,6 +101,32 @@ def _form(name: str | None, option: str, known: tuple[str, ...]) -> str:
     if name is not None and name not in known:
         raise RequestError(f"{option} {name}: no such form", do=choices(name, known))
     return name or ""
+
+
+def formula_of(given: Mapping[str, Any]) -> Formula | None:
+    """How several sources become one, from the keywords of CombiningOptions; None if none of them is given.
+
+    Raises: RequestError if they contradict each other, or do not say the weights.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None and value is not False}
+    slerp, any_sum = chosen.get("slerp"), bool(chosen.get("any_sum"))
+    needs = "`task_arithmetic=`" if "task_arithmetic" in chosen else "`last=`" if "last" in chosen else "`any_sum=True`"
+    if slerp is not None:
+        if others := sorted(chosen.keys() & {"average", "task_arithmetic", "any_sum"}):
+            raise RequestError(f"`slerp=` and `{others[0]}=` contradict each other", do="Give one of them")
+        if not 0 <= slerp <= 1:
+            raise RequestError(f"`slerp={slerp}`: a number from 0, the first source, to 1, the second, is expected")
+        return Formula("slerp", (1.0 - float(slerp), float(slerp)))
+    if not chosen:
+        return None
+    if "average" not in chosen:
+        raise RequestError(
+            f"{needs} without `average=`",
+            why="Nothing says what each checkpoint weighs",
+            do="Add `average=` with the weight of each, such as 0.5,0.5, or without a value for equal weights",
+        )
+    asked = Formula.averaging(chosen["average"])
+    return Formula("task-arithmetic" if "task_arithmetic" in chosen else "average", asked, any_sum)
 
 
 def selection_of(given: dict[str, Any]) -> Selection:
@@ -144,4 +176,4 @@ def _unknown_option(target: Format, name: str) -> RequestError:
         return RequestError(
             f"`{name}=` does not apply to {target.name}", why=f"It is an option of {', '.join(options[name])}", do="Leave it out"
         )
-    return unknown_keyword(name, [*PlanOptions.__annotations__, *options])
+    return unknown_keyword(name, [*ManyPlanOptions.__annotations__, *options])

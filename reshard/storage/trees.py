@@ -16,6 +16,30 @@ if TYPE_CHECKING:
 _BETWEEN = "/./"
 
 
+def root_of(files: Files) -> str:
+    """Where files lie, whatever the working directory is: an absolute path or a URL."""
+    return files.root if files.store else os.path.abspath(files.root)
+
+
+def trees_of(files: Files) -> tuple[Files, ...]:
+    """The trees that files lie in: the tree itself, or those that it joins."""
+    return files.trees if isinstance(files, JoinedFiles) else (files,)
+
+
+def numbered(files: Files, path: str) -> str:
+    """A path of a joined tree that has the number of the tree in place of its root, so that it is the same wherever the tree lies."""
+    roots = [root_of(tree) for tree in trees_of(files)]
+    root, separator, inner = path.partition(_BETWEEN)
+    return f"{roots.index(root, 1)}{_BETWEEN}{inner}" if separator and root in roots[1:] else path
+
+
+def tree_at(trees: Sequence[Files], path: str) -> tuple[Files, str]:
+    """The tree of a path that `numbered` has made, and the path there."""
+    number, separator, inner = path.partition(_BETWEEN)
+    is_number = separator and number.isdecimal() and 0 < int(number) < len(trees)
+    return (trees[int(number)], inner) if is_number else (trees[0], path)
+
+
 class FilesElsewhere(ABC):
     """`Files` that lie in other trees, under other paths."""
 
@@ -94,19 +118,21 @@ class FolderFiles(FilesElsewhere):
 
 
 class JoinedFiles(FilesElsewhere):
-    """`Files` of a main tree, and of others under their absolute paths: a base checkpoint, and an adapter that lies elsewhere.
+    """`Files` of a main tree, and of others under their absolute paths: a base checkpoint, and an adapter or further checkpoints elsewhere.
 
     A path in a checkpoint's metadata is relative (`inside`), so it never leads into another tree.
     """
 
     def __init__(self, main: Files, others: Sequence[Files]) -> None:
         self.root = main.root
-        self._main, self._others = main, {os.path.abspath(files.root): files for files in others}
+        self._main, self._others = main, {root_of(files): files for files in others}
+        self.trees: tuple[Files, ...] = (main, *others)
+        """The trees, the main one first."""
 
     @staticmethod
     def path_in(files: Files, path: str) -> str:
         """The path in a joined tree of a file of one of the others."""
-        return f"{os.path.abspath(files.root)}{_BETWEEN}{path}"
+        return f"{root_of(files)}{_BETWEEN}{path}"
 
     @property
     def is_file(self) -> bool:

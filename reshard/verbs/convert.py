@@ -31,6 +31,7 @@ from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
 from reshard.requests.unchanged import files_of_target, own_files, reason_to_convert
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import is_url, local_path, system_errors
+from reshard.storage.trees import trees_of
 from reshard.verbs.plan import check_whole
 
 Existing = Literal["refuse", "resume", "overwrite", "update"]
@@ -307,7 +308,8 @@ def _shared_conversion(
         from reshard.requests.order import PlanFile
 
         connected(sharing.ray_address)
-        executor = ray_executor(PlanFile.of(plan), str(plan.source_files.root), destination.place, effort)
+        sources = tuple(str(tree.root) for tree in trees_of(plan.source_files))
+        executor = ray_executor(PlanFile.of(plan), sources, destination.place, effort)
         return Conversion(plan, destination, tasks=tasks, executor=executor, provenance=provenance)
     more = imbalance([task.weight for task in tasks], sharing.part.of)
     if more > _IMBALANCE and is_url(target):
@@ -326,7 +328,8 @@ def _destination(plan: Plan, target: PathLike, existing: Existing, effort: Effor
     """The target of a plan. Raises TargetError if source and target contain each other."""
     check_whole(plan)
     place = target_place(target)
-    _check_apart(place, str(plan.source_files.root))
+    for tree in trees_of(plan.source_files):
+        _check_apart(place, str(tree.root))
     found = destination_at(place, effort, replaces=lambda: may_replace(found, plan, existing))
     return found
 

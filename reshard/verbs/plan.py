@@ -3,35 +3,92 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 from reshard.errors import RequestError
+from reshard.geometry.quantities import plural
 from reshard.plans.plan import Plan
 from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import ModelOptions, PathLike, PlanOptions, checked_keywords, take
-from reshard.requests.opening import opened
+from reshard.requests.keywords import ManyPlanOptions, OpenOptions, PathLike, checked_keywords, take
+from reshard.requests.opening import check_used, opened
 from reshard.requests.order import PlanFile, planned
 from reshard.requests.request import ConversionRequest
+from reshard.runs.steps import run_at
 from reshard.storage.files import LocalFiles, read_whole
 from reshard.storage.output_file import OutputFile
 from reshard.storage.system_calls import gc_paused
 
 _MOST_BYTES = 1 << 30
+Source = Checkpoint | PathLike
+"""A checkpoint, opened or by its path."""
 
 
 @gc_paused()
 @checked_keywords
-def plan(source: Checkpoint | PathLike, *, to: str, **options: Unpack[PlanOptions]) -> Plan:
+def plan(source: Source | Sequence[Source], *, to: str, **options: Unpack[ManyPlanOptions]) -> Plan:
     """The proven plan of a conversion to the format `to`. Nothing is written, no weight is read.
 
-    An option of one format, such as Megatron's `vp`, is a further keyword; `reshard formats` lists them.
+    An option of one format, such as Megatron's `vp`, is a further keyword; `reshard formats` lists them. Several sources become one
+    checkpoint by `average`, `task_arithmetic` or `slerp`; with `last`, the source is the folder of a run.
 
-    Raises: RequestError if the model or the parallel sizes do not allow it, CheckpointError if the source does not hold the whole model.
+    Raises: RequestError if the model or the parallel sizes do not allow it, or the sources are of different models; CheckpointError if a
+    source does not hold the whole model.
     """
-    given: dict[str, Any] = dict(options)
-    about_source = take(given, ModelOptions)
-    request, checkpoint = ConversionRequest.of(to, given), opened(source, **about_source)
-    return planned(checkpoint, request, {"to": to, **given})
+    return plan_of(source, to, dict(options))
+
+
+def plan_of(source: Source | Sequence[Source], to: str, given: dict[str, Any]) -> Plan:
+    """The plan of keywords, as `plan` makes it. given: the keywords of `plan` and of `open`."""
+    about_source = take(given, OpenOptions)
+    request = ConversionRequest.of(to, given)
+    source, *others = _sources(source, given.pop("last", None), given.get("task_arithmetic"))
+    checkpoint = opened(source, is_alone=not others, **about_source)
+    combined_with = [opened(other, is_alone=False, **about_source) for other in others]
+    if others and not isinstance(source, Checkpoint):
+        check_used([checkpoint, *combined_with], about_source)
+    return planned(checkpoint, request, {"to": to, **given}, combined_with)
+
+
+def _sources(source: Source | Sequence[Source], last: int | None, base: PathLike | None) -> list[Source]:
+    """The sources, the base of a task arithmetic first. last: how many steps of a run are taken."""
+    sources = [*source] if isinstance(source, Sequence) and not isinstance(source, str) else [source]
+    if last is not None:
+        sources = last_steps(sources, last)
+    if not sources:
+        raise RequestError("no source is given", do="Give a checkpoint, or several with `average=`")
+    return sources if base is None else [base, *sources]
+
+
+def last_steps(sources: Sequence[Source], number: int) -> list[Source]:
+    """The checkpoints of the last steps of a run, the oldest first.
+
+    Raises: RequestError unless the source is the folder of a run, and has so many complete steps of one checkpoint each.
+    """
+    if len(sources) != 1 or isinstance(sources[0], Checkpoint) or (run := run_at(sources[0])) is None:
+        raise RequestError(
+            f"`last={number}` takes the folder of a run, and {'several sources are' if len(sources) > 1 else 'a checkpoint is'} given",
+            where=None if len(sources) > 1 else str(sources[0]),
+            do="Give the folder that holds the folders of the steps, or leave out `last=` and name the checkpoints",
+        )
+    complete = [step for step in run.steps() if step.complete]
+    chosen = sorted({step.number for step in complete})[-number:]
+    found = [step for step in complete if step.number in chosen]
+    if len(chosen) < number or number < 1:
+        raise RequestError(
+            f"`last={number}`: the run has {plural(len(chosen), 'complete step')}",
+            where=os.fspath(sources[0]),
+            do="Look at them with `reshard inspect`, and give a number from 1 to that",
+        )
+    if len(found) > len(chosen):
+        names = ", ".join(step.part or step.name for step in found if step.number == chosen[-1])
+        raise RequestError(
+            f"`last={number}`: step {chosen[-1]} has several checkpoints: {names}",
+            where=os.fspath(sources[0]),
+            do="Name the checkpoints of one model in place of the run",
+            id="ambiguous",
+        )
+    return [step.path for step in found]
 
 
 def check_whole(plan: Plan) -> None:
@@ -49,15 +106,17 @@ def save_plan(plan: Plan, path: PathLike) -> int:
     return OutputFile.at(path).write(PlanFile.of(plan).content)
 
 
-def load_plan(path: PathLike, source: PathLike) -> Plan:
-    """The plan in a file, for `convert` and `convert_part`: made and proven again from the source, which must be the planned one.
+def load_plan(path: PathLike, source: PathLike | Sequence[PathLike]) -> Plan:
+    """The plan in a file, for `convert` and `convert_part`: made and proven again from the source, which must be the planned one. source:
+    if several were combined, all of them in their order, with the base of a task arithmetic first.
 
     Raises: RequestError if there is no plan file, CheckpointError if it is damaged, or the source has changed since it was planned. What
     `plan` raises.
     """
     files = LocalFiles(path)
+    sources = [os.fspath(source)] if isinstance(source, str | os.PathLike) else [os.fspath(each) for each in source]
     if not files.is_file:
         raise RequestError(
             "a plan file is expected, this is a directory", where=files.root, do="Give the file that `plan_out=` has written"
         )
-    return PlanFile(read_whole(files, files.list()[0], limit=_MOST_BYTES), os.fspath(path)).planned(os.fspath(source))
+    return PlanFile(read_whole(files, files.list()[0], limit=_MOST_BYTES), os.fspath(path)).planned(sources)

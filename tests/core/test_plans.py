@@ -87,6 +87,7 @@ def test_the_plan_is_data(plan):
     assert list(document) == [
         "source",
         "adapter",
+        "combined",
         "target",
         "totals",
         "files",

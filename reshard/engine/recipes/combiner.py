@@ -1,0 +1,189 @@
+"""Combiner: the elements of one tensor from those of the same tensor in several checkpoints, each in float64 and rounded once at the end.
+
+    average           acc = w1*x1;  acc = acc + wi*xi         in the order of the inputs
+    task-arithmetic   acc = x0;     acc = acc + wi*(xi - x0)  x0 is the base
+    slerp             acc = c1*x1;  acc = acc + c2*x2         c1, c2: see `Turn`
+    equal             x1, and every other input must hold the same elements
+
+Every product, difference and sum is rounded to float64 by itself; nothing is fused. An element depends on the elements at its place alone
+(with slerp, on two numbers of its tensor besides), so the result does not depend on blocks, strips or threads.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.engine.casts import Block, numpy_type
+from reshard.errors import CheckpointError
+from reshard.geometry import precise
+from reshard.geometry.boxes import Box, blocks
+from reshard.index.index import Combination, CombinedInput
+
+Float64 = npt.NDArray[np.float64]
+Sums = tuple[float, float, float]
+"""Of a part of two tensors: the sum of x*y, of x*x and of y*y."""
+# Elements that are multiplied at once, so that the product stays in the processor's cache.
+_STRIP = 1 << 15
+_ALMOST_PARALLEL = 0.9995
+"""If the cosine of the angle is larger than this, or smaller than its negative, slerp is the straight line."""
+
+
+class Accumulator:
+    """The float64 sum of the elements of a box, which is fed with one input after the other. Not for the rule "equal"."""
+
+    def __init__(self, combination: Combination, coefficients: Sequence[float]) -> None:
+        """coefficients: the factor of each input."""
+        self._combination, self._coefficients = combination, coefficients
+        self._values: Float64 = np.empty(0)
+        self._base: Float64 = self._values
+
+    def add(self, number: int, words: Block) -> None:
+        """Add the input of that number. words: its elements, as words of its element type; they may be overwritten afterwards."""
+        values = words.reshape(-1).view(numpy_type(self._combination.inputs[number].tensor.values_dtype))
+        is_task, factor = self._combination.rule == "task-arithmetic", np.float64(self._coefficients[number])
+        with np.errstate(all="ignore"):
+            if number == 0:
+                self._values = values.astype(np.float64) if is_task else np.multiply(values, factor, dtype=np.float64, casting="unsafe")
+                self._base = self._values.copy() if is_task else self._base
+                return
+            part = np.empty(min(_STRIP, values.size))
+            for start in range(0, values.size, _STRIP):
+                rows = slice(start, min(start + _STRIP, values.size))
+                product, sums = part[: rows.stop - start], self._values[rows]
+                if is_task:
+                    np.subtract(values[rows], self._base[rows], out=product, dtype=np.float64, casting="unsafe")
+                    np.multiply(product, factor, out=product)
+                else:
+                    np.multiply(values[rows], factor, out=product, dtype=np.float64, casting="unsafe")
+                np.add(sums, product, out=sums)
+
+    @property
+    def values(self) -> Float64:
+        """The sum so far, of all elements in row-major order."""
+        return self._values
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no element is a NaN or infinite; one that is comes from an input that has one, or from an overflow."""
+        parts = (self._values[start : start + _STRIP] for start in range(0, self._values.size, _STRIP))
+        return all(bool(np.isfinite(part).all()) for part in parts)
+
+
+def check_finite(words: Block, source: CombinedInput, box: Box) -> None:
+    """Raises CheckpointError, with the input and the first such element, if an element is a NaN or infinite. words: those of a box."""
+    with np.errstate(all="ignore"):
+        found = words.reshape(-1).view(numpy_type(source.tensor.values_dtype)).astype(np.float64)
+    where = np.flatnonzero(~np.isfinite(found))
+    if len(where):
+        value = "a NaN" if np.isnan(found[where[0]]) else "infinite"
+        raise CheckpointError(
+            f"element {_element(int(where[0]), box)} is {value} in {source.checkpoint}",
+            where=source.tensor.name,
+            why="It would be in the result, whatever the other checkpoints hold there",
+            do="Leave this checkpoint out; `reshard doctor --values` finds all such elements",
+        )
+
+
+def check_equal(first: Block, other: Block, combination: Combination, number: int, box: Box) -> None:
+    """Raises CheckpointError, with the input and the first element, if two inputs hold other elements. first, other: those of a box."""
+    different = np.flatnonzero(first.reshape(-1) != other.reshape(-1))
+    if len(different):
+        source = combination.inputs[number]
+        raise CheckpointError(
+            f"element {_element(int(different[0]), box)} differs in {combination.inputs[0].checkpoint} and {source.checkpoint}",
+            where=source.tensor.name,
+            why=f"It is {source.tensor.dtype}: such elements are not combined, and must be equal in all checkpoints",
+            do=f"Leave it out with `exclude=` '{source.tensor.name}', or give checkpoints that agree",
+        )
+
+
+def _element(position: int, box: Box) -> list[int]:
+    """The coordinates of the element at that position of a box."""
+    if not box.sizes:
+        return []
+    return [start + int(i) for start, i in zip(box.offsets, np.unravel_index(position, box.sizes), strict=True)]
+
+
+class Turn:
+    """The two coefficients of slerp for a tensor, from a pass over both inputs that the workers share.
+
+    c = sum(x*y) / (sqrt(sum(x*x)) * sqrt(sum(y*y))), cut to -1..1. If |c| > 0.9995 or a tensor is zero: c1 = 1 - t, c2 = t. Otherwise, with
+    a = acos(c): c1 = sin((1 - t) * a) / sin(a), c2 = sin(t * a) / sin(a), which are computed to more digits and rounded once.
+
+    Each sum is made of chunks: 65,536 elements in row-major order from the start of each block of the fingerprint (boxes.blocks), the last
+    one filled up with zeros. In a chunk, the second half is added to the first until one number is left; the chunks' sums are added exactly
+    and rounded once (math.fsum). So the order does not depend on threads, strips or the processor.
+    """
+
+    _CHUNK = 1 << 16
+
+    def __init__(self, shape: tuple[int, ...], t: float) -> None:
+        self._t, self._boxes = t, list(blocks(shape))
+        self._sums: dict[int, list[Sums]] = {}
+        self._begun, self._changed = 0, threading.Condition()
+        self._error: BaseException | None = None
+
+    def coefficients(self, read: Callable[[Box], tuple[Block, Block]]) -> tuple[float, float]:
+        """The coefficients. Workers that ask at the same time share the work, and all wait for the last block.
+
+        read: the elements of a box of both inputs, in row-major order, in any floating-point type. Raises: what `read` raises, in every
+        worker that waits.
+        """
+        while (number := self._next()) is not None:
+            try:
+                found = self._sums_of(*read(self._boxes[number]))
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                raise
+            with self._changed:
+                self._sums[number] = found
+                self._changed.notify_all()
+        with self._changed:
+            while len(self._sums) < len(self._boxes):
+                if self._error:
+                    raise self._error
+                self._changed.wait()
+        return self._of_sums()
+
+    def _next(self) -> int | None:
+        with self._changed:
+            if self._begun == len(self._boxes) or self._error:
+                return None
+            self._begun += 1
+            return self._begun - 1
+
+    def _sums_of(self, x: Block, y: Block) -> list[Sums]:
+        """The sums of each chunk of a block."""
+        with np.errstate(all="ignore"):
+            starts = range(0, len(x), self._CHUNK)
+            parts = (tuple(each[start : start + self._CHUNK].astype(np.float64) for each in (x, y)) for start in starts)
+            return [(self._total(a * b), self._total(a * a), self._total(b * b)) for a, b in parts]
+
+    def _total(self, products: Float64) -> float:
+        """The sum of a chunk, by halves."""
+        if len(products) < self._CHUNK:
+            products = np.concatenate([products, np.zeros(self._CHUNK - len(products))])
+        while len(products) > 1:
+            half = len(products) // 2
+            products = products[:half] + products[half:]
+        return float(products[0])
+
+    def _of_sums(self) -> tuple[float, float]:
+        """The coefficients, once all sums are there."""
+        chunks = [sums for found in self._sums.values() for sums in found]
+        if not all(map(math.isfinite, (each for sums in chunks for each in sums))):
+            return 1 - self._t, self._t  # an input that holds a NaN is refused when its elements are read
+        dot, xx, yy = (math.fsum(sums[i] for sums in chunks) for i in range(3))
+        cosine = max(-1.0, min(1.0, dot / (math.sqrt(xx) * math.sqrt(yy)))) if xx and yy else 1.0
+        if abs(cosine) > _ALMOST_PARALLEL:
+            return 1 - self._t, self._t
+        angle = precise.angle_of(cosine)
+        t, whole = precise.decimal(self._t), precise.sine(angle)
+        return float(precise.sine((1 - t) * angle) / whole), float(precise.sine(t * angle) / whole)
