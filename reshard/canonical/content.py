@@ -7,7 +7,7 @@ has keys that tell its weight. Every tensor that is left out becomes a Drop, wit
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -136,6 +136,12 @@ class CombinedSource:
     """Its step of the run, if it says so."""
     weight: float
     """Its weight."""
+    recorded: Callable[[], Mapping[str, str]]
+    """Reads the digests that reshard recorded when it wrote the checkpoint, by key."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What it is, as plain values with stable keys."""
+        return {"path": self.path, "format": self.format, "step": self.step, "weight": self.weight}
 
 
 @value
@@ -151,7 +157,7 @@ class Combined:
 
     def to_json(self) -> dict[str, Any]:
         """What it is, as plain values with stable keys."""
-        return asdict(self)
+        return {"rule": self.rule, "asked": self.asked, "sources": [source.to_json() for source in self.sources]}
 
 
 @value(slots=False, eq=False)

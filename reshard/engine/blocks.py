@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from heapq import merge
 from itertools import groupby
 from operator import itemgetter
@@ -54,6 +55,8 @@ class Job:
     """The block, in the coordinates of the canonical tensor."""
     paths: frozenset[str] = frozenset()
     """The files that it writes to, where files are written from front to back."""
+    of_inputs: tuple[bytes, ...] = ()
+    """Once it is done: the digest of the block in each checkpoint that it was combined from; empty if it comes from one."""
 
     @property
     def nbytes(self) -> int:
@@ -110,13 +113,14 @@ def copied_blocks(
         worker = Worker(plan.source_files, itemsize, sink)
 
         def perform(job: Job) -> tuple[Job, bytes]:
-            digest = CURRENT.new()
+            digest, hashes = CURRENT.new(), job.source.new_hashes()
             for strip, (source, target) in strips(job.box, job.source, job.target):
-                values = job.source.read(worker, source, strip)
+                values = job.source.read(worker, source, strip, hashes=hashes)
                 digest.update(bytes_of(values))
                 if sink:
                     worker.write(values, target, strip)
-            return job, digest.digest()
+            done = replace(job, of_inputs=tuple(each.digest() for each in hashes)) if hashes else job
+            return done, digest.digest()
 
         return perform
 

@@ -26,7 +26,7 @@ from reshard.engine.events import event
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Provenance, Read, records
-from reshard.engine.recorded import notes_on_source
+from reshard.engine.recorded import InputDigests, notes_on_source
 from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
@@ -74,6 +74,7 @@ class Conversion:
         self._identity, self._began = plan.identity(), time.monotonic()
         self._workers = destination.workers(plan, self.tasks)
         self._digests: dict[BlockKey, bytes] = {}
+        self._inputs = InputDigests(plan)
 
     def __repr__(self) -> str:
         return f"Conversion({self.plan!r}, {self.destination.place!r})"
@@ -148,7 +149,7 @@ class Conversion:
         try:
             yield from self._copied(everything, self._finished(everything), is_all=True, reads_back=reads_back)
             digests = digests_by_tensor(self.plan, self._digests)
-            self.notes += tuple(notes_on_source(self.plan, digests))
+            self.notes += (*notes_on_source(self.plan, digests), *self._inputs.notes())
         except CheckpointError:
             # The input is wrong, so this run can never be resumed.
             self.destination.abandon()
@@ -208,6 +209,7 @@ class Conversion:
         for job, digest in self.destination.copy(plan, tasks, done, tiles):
             is_new = job.key not in copied
             copied[job.key] = digest
+            self._inputs.add(job.route.name, job.key[1], job.of_inputs)
             if is_new:
                 yield Done(job.route.name, job.nbytes)
         self.notes += tiles.notes()
@@ -240,7 +242,7 @@ class Conversion:
         began, plan, place = time.monotonic(), self.plan, self.destination.place
 
         def made(read: Read) -> Iterator[Sidecar]:
-            return records(plan, self._identity, fingerprint, read, self._provenance, self._workers)
+            return records(plan, self._identity, fingerprint, read, self._provenance, self._workers, self._inputs.fingerprints())
 
         self.destination.commit(plan, made)
         self.fingerprint = fingerprint

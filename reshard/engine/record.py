@@ -58,10 +58,19 @@ class Provenance:
     """Whether SHA256SUMS is written."""
 
 
-def records(plan: Plan, identity: str, fingerprint: Fingerprint, read: Read, provenance: Provenance, workers: int) -> Iterator[Sidecar]:
+def records(
+    plan: Plan,
+    identity: str,
+    fingerprint: Fingerprint,
+    read: Read,
+    provenance: Provenance,
+    workers: int,
+    of_inputs: Sequence[str | None] = (),
+) -> Iterator[Sidecar]:
     """The files that record a conversion. reshard.json comes last and completes the result.
 
-    identity: of the plan. read: reads the written files, of which a few parts are sampled, and all if checksums are wanted.
+    identity: of the plan. read: reads the written files, of which a few parts are sampled, and all if checksums are wanted. of_inputs: the
+    fingerprints of the checkpoints that were combined, as far as they are known.
     """
     layout = plan.layout
     small_files = list(layout.sidecars)
@@ -78,7 +87,7 @@ def records(plan: Plan, identity: str, fingerprint: Fingerprint, read: Read, pro
     content = digests_bytes(digests)
     yield Sidecar(DIGESTS, content)
     document = {
-        **_document(plan, identity, provenance),
+        **_document(plan, identity, provenance, of_inputs),
         "request": _request_digest(plan, fixed),
         "fingerprint": fingerprint.root,
         "digests": content_digest(content),
@@ -165,7 +174,7 @@ def _checksum_line(path: str, digest: str) -> str:
     return f"{'' if escaped == path else chr(92)}{digest}  {escaped}\n"
 
 
-def _document(plan: Plan, identity: str, provenance: Provenance) -> dict[str, Any]:
+def _document(plan: Plan, identity: str, provenance: Provenance, of_inputs: Sequence[str | None]) -> dict[str, Any]:
     """What reshard.json says about the conversion, without digests and files."""
     layout, source_manifest = plan.layout, usable_manifest(plan.source_files)
     command = shlex.join(("reshard", *provenance.arguments)) if provenance.arguments else None
@@ -182,7 +191,7 @@ def _document(plan: Plan, identity: str, provenance: Provenance) -> dict[str, An
             "state": source_state(plan),
         },
         "adapter": plan.content.merged.to_json() if plan.content.merged else None,
-        "combined": _combined(plan, plan.content.combined) if plan.content.combined else None,
+        "combined": _combined(plan, plan.content.combined, of_inputs) if plan.content.combined else None,
         "command": command if command is None or len(command) <= _LONGEST_TEXT else command[:_LONGEST_TEXT] + " ...",
         "versions": {"reshard": reshard.__version__, "python": platform.python_version(), "numpy": np.__version__},
         "time": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
@@ -194,13 +203,13 @@ def _document(plan: Plan, identity: str, provenance: Provenance) -> dict[str, An
     }
 
 
-def _combined(plan: Plan, combined: Combined) -> dict[str, Any]:
-    """What reshard.json says about the checkpoints that were combined."""
+def _combined(plan: Plan, combined: Combined, of_inputs: Sequence[str | None]) -> dict[str, Any]:
+    """What reshard.json says about the checkpoints that were combined. of_inputs: their fingerprints, as far as they were computed."""
     manifests = [usable_manifest(files) for files in trees_of(plan.source_files)]
     longest = max(200, _LONGEST_TEXT // len(manifests))
     sources = [
-        {**asdict(source), "path": source.path[:longest], "fingerprint": manifest.fingerprint if manifest else None}
-        for source, manifest in zip(combined.sources, manifests, strict=True)
+        {**source.to_json(), "path": source.path[:longest], "fingerprint": computed or (manifest.fingerprint if manifest else None)}
+        for source, manifest, computed in zip(combined.sources, manifests, of_inputs or (None,) * len(manifests), strict=True)
     ]
     return {**combined.to_json(), "sources": sources}
 

@@ -15,12 +15,14 @@ import numpy as np
 
 from reshard.engine.record import samples
 from reshard.errors import CheckpointError, ReshardError
+from reshard.geometry.boxes import blocks
 from reshard.geometry.quantities import grouped, plural
-from reshard.index.index import Tensor
+from reshard.index.index import Combination, Tensor
 from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
 from reshard.plans.manifest import MANIFEST, FileRecord, read_digests, read_manifest
 from reshard.plans.plan import Plan
 from reshard.storage.files import Files, read_range
+from reshard.storage.trees import trees_of
 
 BlockDigests = dict[str, dict[int, bytes]]
 """Tensor -> number of the block -> digest."""
@@ -42,6 +44,8 @@ def notes_on_source(plan: Plan, digests: BlockDigests) -> Iterator[str]:
 
     Raises: CheckpointError if a tensor differs.
     """
+    if plan.content.combined:
+        return  # `InputDigests` compares each checkpoint
     recorded = plan.content.recorded()
     if not recorded and MANIFEST not in plan.source_files.list():
         return
@@ -66,6 +70,66 @@ def notes_on_source(plan: Plan, digests: BlockDigests) -> Iterator[str]:
         if count:
             verb = "was" if count == 1 else "were"
             yield f"{plural(count, 'tensor')} of the source {verb} not compared with its {MANIFEST}, {reason}"
+
+
+class InputDigests:
+    """The digests of the blocks of every checkpoint that a plan combines, as they were read. Does nothing for a plan of one checkpoint."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        sources = plan.content.combined.sources if plan.content.combined else ()
+        self._found: tuple[BlockDigests, ...] = tuple({} for _ in sources)
+
+    def add(self, name: str, number: int, digests: Sequence[bytes]) -> None:
+        """Add the digests of a block of a tensor, of each checkpoint."""
+        for found, digest in zip(self._found, digests, strict=False):
+            found.setdefault(name, {})[number] = digest
+
+    def notes(self) -> Iterator[str]:
+        """Compare the tensors with what reshard recorded when it wrote the checkpoints. A sentence on each of which it could not be done.
+
+        Raises: CheckpointError if a tensor differs.
+        """
+        combined = self._plan.content.combined
+        for i, source in enumerate(combined.sources if combined else ()):
+            recorded, digests = source.recorded(), self._tensors(i)
+            different = [tensor for name, (tensor, digest) in digests.items() if recorded.get(name, digest) != digest]
+            if different:
+                compared = len(digests.keys() & recorded.keys())
+                raise mismatch(CheckpointError, trees_of(self._plan.source_files)[i], different, compared)
+            if recorded and (unknown := len(recorded.keys() & self._names - digests.keys())):
+                yield f"{plural(unknown, 'tensor')} of {source.path} {'was' if unknown == 1 else 'were'} not compared with its {MANIFEST}"
+
+    def fingerprints(self) -> tuple[str | None, ...]:
+        """The fingerprint of each checkpoint; None if not all of its tensors were read as they are stored, such as by other processes."""
+        return tuple(self._fingerprint(i) for i in range(len(self._found)))
+
+    def _fingerprint(self, i: int) -> str | None:
+        digests = self._tensors(i)
+        if digests.keys() != self._names:
+            return None
+        return CURRENT.checkpoint({name: bytes.fromhex(text.removeprefix(CURRENT.prefix)) for name, (_, text) in digests.items()}).root
+
+    @property
+    def _names(self) -> set[str]:
+        return {*self._plan.content.tensors}
+
+    def _tensors(self, i: int) -> dict[str, tuple[Tensor, str]]:
+        """By name the tensors of a checkpoint that were read whole and as they are stored, each with its digest."""
+        found: dict[str, tuple[Tensor, str]] = {}
+        for name, whole in self._plan.content.tensors.items():
+            tensor, digests = _input(whole, i), self._found[i].get(name, {})
+            if tensor is not None and tensor.encoding is None and len(digests) == sum(1 for _ in blocks(tensor.shape)):
+                found[name] = tensor, CURRENT.text(tensor_digest(name, tensor, digests))
+        return found
+
+
+def _input(tensor: Tensor, number: int) -> Tensor | None:
+    """The input of that number of a combined tensor; None if its components are computed, or one input is taken as it is."""
+    for update in tensor.updates if tensor.derivation is None else ():
+        if isinstance(update, Combination) and not (update.rule == "slerp" and update.weights[1] in (0, 1)):
+            return update.inputs[number].tensor
+    return None
 
 
 def mismatch(error: type[Error], files: Files, different: Sequence[Tensor], compared: int) -> Error:

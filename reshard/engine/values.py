@@ -4,7 +4,7 @@ adapter or combined with other checkpoints if the plan says so, and cast."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,11 +13,12 @@ from reshard.engine.casts import cast, cast_once, numpy_type
 from reshard.engine.recipes.combiner import Accumulator, Turn, check_equal, check_finite
 from reshard.engine.recipes.dequantizer import Dequantizer, StoredWords
 from reshard.engine.recipes.quantizer import RECIPES, Quantizer, Tiles
-from reshard.engine.transfer import Block, FileRange, Pieces, SlabPieces, Strip, Worker, strips
+from reshard.engine.transfer import Block, FileRange, Pieces, SlabPieces, Strip, Worker, bytes_of, strips
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import F32, DType
 from reshard.geometry.low_rank import Float32, add_products, row_lengths
 from reshard.index.index import Combination, LowRankUpdate, Tensor
+from reshard.plans.digests import CURRENT, Hash
 
 # The most elements of a factor that stay in memory while a tensor is read.
 _MOST_KEPT = 1 << 20
@@ -66,9 +67,15 @@ class Values:
         for part, pieces in zip(parts, self._stored, strict=True):
             yield from pieces.ranges(part.box_of(box) if part else box, gap)
 
-    def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, out: Block | None = None) -> Block:
+    def new_hashes(self) -> list[Hash]:
+        """A new hash for each of the checkpoints that a block is combined from; empty if it comes from one."""
+        return [CURRENT.new() for _ in self._combined.inputs] if self._combined else []
+
+    def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, out: Block | None = None, hashes: Sequence[Hash] = ()) -> Block:
         """The values of a strip, as an array of lines: `out`, or an array that may be a view of the worker's buffers, which its next read
         overwrites.
+
+        hashes: get the elements of each checkpoint that the strip is combined from.
 
         Raises: CheckpointError as `Worker.read` does, or if a quantized tensor is stored in groups of another order.
         """
@@ -76,7 +83,7 @@ class Values:
         if self._quantizer:
             result = self._quantized(worker, self._quantizer, strip)
         elif self._combined:
-            result = self._combined.read(worker, pieces, strip, self._dtype)
+            result = self._combined.read(worker, pieces, strip, self._dtype, hashes)
         elif self._products:
             # A copy, because the factors are read into the worker's buffers.
             values = self._values(worker, pieces, strip, F32).copy().view(np.float32).reshape(strip.box.sizes)
@@ -201,28 +208,37 @@ class _Combined:
         """What the pieces of each input hold of a slab."""
         return tuple(values.within(slab, axis) for values in self.inputs)
 
-    def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, dtype: DType) -> Block:
-        """The values of a strip in an element type. Raises CheckpointError for a NaN or infinity in an input, and if inputs that must be
-        equal are not."""
+    def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, dtype: DType, hashes: Sequence[Hash]) -> Block:
+        """The values of a strip in an element type. hashes: get the elements of each input.
+
+        Raises: CheckpointError for a NaN or infinity in an input, and if inputs that must be equal are not.
+        """
         if self._combination.rule == "equal":
-            return self._equal(worker, pieces, strip, dtype)
+            return self._equal(worker, pieces, strip, dtype, hashes)
+        if self._turn and self._combination.weights[1] in (0, 1):
+            # An end of the arc is the input, bit for bit: a sum would lose the sign of a zero.
+            values, end = self.inputs, int(self._combination.weights[1])
+            return cast(values[end].read(worker, pieces.of_inputs[end], strip), self._combination.inputs[end].tensor.values_dtype, dtype)
         coefficients = self._turn.coefficients(lambda box: self._flat(worker, box)) if self._turn else self._combination.weights
         total = Accumulator(self._combination, coefficients)
-        for number, words in self._words(worker, pieces, strip):
+        for number, words in self._words(worker, pieces, strip, hashes):
             total.add(number, words)
         if not total.is_finite:
             for number, words in self._words(worker, pieces, strip):
                 check_finite(words, self._combination.inputs[number], strip.box)
         return cast_once(total.values, dtype).reshape(strip.sizes)
 
-    def _words(self, worker: Worker, pieces: SlabPieces, strip: Strip) -> Iterator[tuple[int, Block]]:
+    def _words(self, worker: Worker, pieces: SlabPieces, strip: Strip, hashes: Sequence[Hash] = ()) -> Iterator[tuple[int, Block]]:
         """The elements of a strip of each input, in words that the next read overwrites."""
         for number, (values, of_input) in enumerate(zip(self.inputs, pieces.of_inputs, strict=True)):
-            yield number, values.read(worker, of_input, strip)
+            words = values.read(worker, of_input, strip)
+            if hashes:
+                hashes[number].update(bytes_of(words))
+            yield number, words
 
-    def _equal(self, worker: Worker, pieces: SlabPieces, strip: Strip, dtype: DType) -> Block:
+    def _equal(self, worker: Worker, pieces: SlabPieces, strip: Strip, dtype: DType, hashes: Sequence[Hash]) -> Block:
         first = np.empty(0)
-        for number, words in self._words(worker, pieces, strip):
+        for number, words in self._words(worker, pieces, strip, hashes):
             if number == 0:
                 first = words.copy()
             else:

@@ -231,12 +231,7 @@ def combine(draft: Draft) -> Draft:
     facts = replace(content.facts, step=max((step for step in steps if step is not None), default=None))
     index, content = replace(index, facts=facts), replace(content, facts=facts)
     weights = formula.weights(len(drafts))
-    sources = tuple(
-        CombinedSource(
-            root_of(each.files), each.source.format, step_of(os.path.basename(each.files.root)) if step is None else step, weight
-        )
-        for each, step, weight in zip(drafts, steps, weights, strict=True)
-    )
+    sources = tuple(map(_combined_source, drafts, weights))
     content = replace(content, combined=Combined(formula.rule, formula.text, sources))
     draft = replace(draft, index=index, content=content, files=JoinedFiles(draft.files, [each.files for each in drafts[1:]]))
     return draft.noting(*_notes_on_combination(draft, formula, steps))
@@ -312,6 +307,13 @@ def _read(draft: Draft) -> Draft:
     for step in _READING:
         draft = step(draft)
     return draft
+
+
+def _combined_source(draft: Draft, weight: float) -> CombinedSource:
+    """What is recorded of a checkpoint that is combined. Formats without a place for the step have it in the folder's name."""
+    step = draft.index.facts.step
+    step = step_of(os.path.basename(draft.files.root.rstrip("/"))) if step is None else step
+    return CombinedSource(root_of(draft.files), draft.source.format, step, weight, draft.content.recorded)
 
 
 def _check_can_be_combined(draft: Draft) -> None:

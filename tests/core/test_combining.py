@@ -525,3 +525,19 @@ def test_a_target_inside_of_any_source_is_refused(tmp_path):
     paths = steps(tmp_path, 2)
     with pytest.raises(RequestError, match="inside of the source"):
         reshard.convert(reshard.plan(paths, to="hf", average=True), paths[1] / "out")
+
+
+def test_every_source_is_recorded_with_its_fingerprint_and_compared_with_what_reshard_recorded(tmp_path):
+    paths = steps(tmp_path)
+    reshard.convert(reshard.plan(paths[1], to="dcp", dp=2), tmp_path / "dcp")
+    mixed = [paths[0], tmp_path / "dcp", paths[2]]
+    reshard.convert(reshard.plan(mixed, to="vllm", tp=2, average=True), tmp_path / "out", workers=2)
+    recorded = json.loads((tmp_path / "out" / "reshard.json").read_text())["combined"]["sources"]
+    assert [each["fingerprint"] for each in recorded] == [reshard.fingerprint(path).root for path in mixed]
+    (file,) = [path for path in (tmp_path / "dcp").glob("*.distcp") if path.stat().st_size > 50_000][:1]
+    data = bytearray(file.read_bytes())
+    data[-3000] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"does not match reshard\.json.*dcp"):
+        reshard.convert(reshard.plan(mixed, to="hf", average=True), tmp_path / "never")
+    assert not (tmp_path / "never").exists()
