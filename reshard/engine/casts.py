@@ -91,8 +91,7 @@ def _rounded(words: Block, target: DType) -> npt.NDArray[np.float64]:
     exponents = np.bitwise_and(words, np.uint64(0x7FF << 52))
     np.maximum(exponents, np.uint64(1023 + smallest << 52), out=exponents)
     np.minimum(exponents, np.uint64(1023 + 200 << 52), out=exponents)  # larger ones are too large for every such type
-    np.add(exponents, np.uint64(53 - bits << 52), out=exponents)
-    np.bitwise_or(exponents, np.uint64(1 << 51), out=exponents)
+    np.add(exponents, np.uint64((53 - bits << 52) + (1 << 51)), out=exponents)
     values, large = words.view("<f8"), exponents.view("<f8")
     rounded: npt.NDArray[np.float64] = values + large
     np.subtract(rounded, large, out=rounded)

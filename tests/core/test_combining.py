@@ -33,6 +33,9 @@ NAMES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F8_E4M3": "fp8", "F8_E5M
 THREE = (FSDP / "full-ddp", FSDP / "hsdp", FIXTURES / "deepspeed_parallel" / "autotp2-z1")
 MEGATRON = (FIXTURES / "megatron" / "llama-tp2", FIXTURES / "megatron" / "llama-fp32")
 
+# How many of the 5,360 elements of their mean are another number if it is computed in float32.
+FLOAT32_DIFFERS = 2
+
 
 def nearest(values, dtype):
     """Float64 values as the nearest numbers of a narrow type, ties to the even word: looked up among all numbers of the type."""
@@ -150,6 +153,21 @@ def test_one_rounding_differs_from_two(tmp_path):
         once += total.size
         twice += int((bits(nearest(total, "BF16")) != bits(total.astype(np.float32).astype(ml_dtypes.bfloat16))).sum())
     assert 0 < twice < once
+
+
+def test_megatrons_rule_is_at_most_one_unit_away(tmp_path):
+    """Its tool multiplies and adds in float32, in the order of the checkpoints, then casts (Megatron-LM's pull request 5114)."""
+    inputs, weights = [whole(path) for path in THREE], (0.2, 0.3, 0.5)
+    reshard.convert(reshard.plan(sources(THREE), to="hf", average=list(weights)), tmp_path / "out")
+    different = 0
+    for name, array in written(tmp_path / "out").items():
+        total = np.zeros(array.shape, np.float32)
+        for weight, tensors in zip(weights, inputs, strict=True):
+            total += np.float32(weight) * tensors[name].astype(np.float32)
+        ours, theirs = (bits(each).astype(np.int64) for each in (array, total.astype(ml_dtypes.bfloat16)))
+        assert np.abs(ours - theirs).max() <= 1, name  # words of one sign are in the order of the numbers
+        different += int((ours != theirs).sum())
+    assert different == FLOAT32_DIFFERS
 
 
 def test_tensor_parallel_ranks_of_an_average_are_slices_of_it(tmp_path):
