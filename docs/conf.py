@@ -26,7 +26,8 @@ CONTENTS = {
     "Recipes": """
         recipes/serving recipes/cache recipes/serve-without-converting recipes/live recipes/push recipes/degrees recipes/fp8 recipes/packed
         recipes/hf recipes/merge-ranks recipes/deepspeed recipes/megatron recipes/optimizer-state recipes/training-memory
-        recipes/undeclared-model recipes/averaging adapters recipes/trainer-names recipes/doctor recipes/look recipes/interrupted
+        recipes/undeclared-model recipes/averaging recipes/adapters recipes/trainer-names recipes/doctor recipes/look
+        recipes/interrupted
         recipes/many-machines recipes/nightly recipes/runs recipes/stores recipes/compare recipes/coming-from recipes/troubleshooting
     """,
     "Formats": """
