@@ -210,8 +210,8 @@ def test_task_arithmetic_adds_weighted_differences_to_the_base(tmp_path):
 @pytest.mark.parametrize("t", [0.0, 1.0])
 def test_the_ends_of_slerp_are_the_inputs(t, tmp_path):
     paths = steps(tmp_path, 2)
-    for path in paths:  # a sum with a zero would lose the sign of a zero
-        rewritten(path, lambda tensors: tensors["model.norm.weight"].__setitem__(slice(None, 4), -0.0))
+    # The other input holds ones there: a sum with zero times one would lose the sign of the zero.
+    rewritten(paths[int(t)], lambda tensors: tensors["model.norm.weight"].__setitem__(slice(None, 4), -0.0))
     reshard.convert(reshard.plan(paths, to="hf", slerp=t), tmp_path / "out")
     assert written(tmp_path / "out").keys() == written(paths[0]).keys()
     assert all((bits(array) == bits(written(paths[int(t)])[name])).all() for name, array in written(tmp_path / "out").items())
@@ -559,3 +559,14 @@ def test_every_source_is_recorded_with_its_fingerprint_and_compared_with_what_re
     with pytest.raises(CheckpointError, match=r"does not match reshard\.json.*dcp"):
         reshard.convert(reshard.plan(mixed, to="hf", average=True), tmp_path / "never")
     assert not (tmp_path / "never").exists()
+
+
+def test_stores_work_as_for_one_source(tmp_path):
+    paths = steps(tmp_path)
+    reshard.convert(reshard.plan(paths, to="hf", average=True), tmp_path / "local")
+    urls = [f"memory://averages/step-{i}" for i in range(3)]
+    for url, path in zip(urls, paths, strict=True):
+        reshard.convert(reshard.plan(path, to="hf"), url)
+    for sources_of_it in (urls, [urls[0], *paths[1:]], [paths[0], *urls[1:]]):
+        reshard.convert(reshard.plan(sources_of_it, to="hf", average=True), "memory://averages/out", overwrite=sources_of_it is not urls)
+        assert reshard.verify(tmp_path / "local", "memory://averages/out").equal
