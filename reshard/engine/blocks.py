@@ -74,7 +74,7 @@ def workers_of(plan: Plan, effort: Effort) -> int:
     if any(route.quantized_by for route in plan.routes):
         buffers = _BUFFERS_OF_RECIPES
     else:
-        buffers = 3 if any(route.is_cast for route in plan.routes) else 2
+        buffers = 3 if any(route.is_cast or route.source.updates for route in plan.routes) else 2
     return effort.threads(widest_element(plan), buffers=buffers)
 
 
