@@ -22,7 +22,7 @@ INVERTIBLE = ("x-1",)
 Float32 = npt.NDArray[np.float32]
 
 # numpy's float64 functions are exact to some units in the last place, of 2^-53. Where that decides the rounding, more digits are computed.
-_UNSURE = 2.0**-49
+UNSURE = 2.0**-49
 _DIGITS = Context(prec=50, Emin=-(10**6), Emax=10**6)
 
 
@@ -42,7 +42,7 @@ def _exp(x: Float32) -> Float32:
     with np.errstate(all="ignore"):
         wide: npt.NDArray[Any] = np.exp(x.astype(np.float64))
         result = wide.astype(np.float32)
-        unsure = (wide * (1 - _UNSURE)).astype(np.float32) != (wide * (1 + _UNSURE)).astype(np.float32)
+        unsure = (wide * (1 - UNSURE)).astype(np.float32) != (wide * (1 + UNSURE)).astype(np.float32)
     unsure &= np.isfinite(x) & (x != 0)
     for at in np.flatnonzero(unsure).tolist():
         result[at] = _nearest(_DIGITS.exp(Decimal(float(x[at]))), result[at])
