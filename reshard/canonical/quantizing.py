@@ -16,7 +16,7 @@ from reshard.geometry.dtypes import DType, from_safetensors
 from reshard.geometry.extents import Extent, Piece
 from reshard.index.index import Derivation, Tensor
 from reshard.index.shards import Shards
-from reshard.models.model import Model
+from reshard.models.model import Model, ModelWeight
 from reshard.models.quantization import SETTING, quantization_of, quantization_settings, without_quantization
 from reshard.models.roles import ROLES
 from reshard.models.stored_forms import StoredForm
@@ -50,8 +50,29 @@ _GROUPS: Mapping[str, Mapping[str, Any]] = {
 _STORED: Mapping[str, tuple[str, str]] = {"fp8-block": ("F8_E4M3", "BF16"), "mxfp4": ("U8", "U8")}
 
 
-def quantized(content: Content, config: Mapping[str, Any] | None, form: str) -> tuple[Content, dict[str, Any]]:
+def form_of_settings(config: Mapping[str, Any]) -> str | None:
+    """The form of QUANTIZE in which a quantized config holds its weights; None if it is another form, or several.
+
+    Raises: RequestError for settings that are not those of a known method.
+    """
+    quantization = quantization_of(config)
+    if quantization is None or len(quantization.forms) != 1:
+        return None
+    codes, *beside = quantization.forms[0].components
+    packing = codes.packing and (codes.packing.name, codes.packing.axis, codes.transposed)
+    scales = [(each.use, each.block_shape, each.exponents, each.unit_axes) for each in beside]
+    if (codes.packing, scales) == (None, [("scale", (128, 128), False, False)]):
+        return "fp8-block"
+    return "mxfp4" if (packing, scales) == (("FP4", 1, False), [("scale", (1, 32), True, False)]) else None
+
+
+def quantized(
+    content: Content, config: Mapping[str, Any] | None, form: str, settings: Mapping[str, Any] | None = None
+) -> tuple[Content, dict[str, Any]]:
     """The content with its linear layers quantized to `form`, one of QUANTIZE, and the config that says so.
+
+    settings: a quantization_config of this form, which says how the components are called and which modules it leaves out; None: that of
+    llm-compressor's scheme, or that with which the model is published.
 
     Raises: RequestError if the model is not known or is quantized already, UnsupportedError for experts in one tensor.
     """
@@ -59,26 +80,29 @@ def quantized(content: Content, config: Mapping[str, Any] | None, form: str) -> 
         raise RequestError("`quantize=`: the weights are quantized already", do="Use `requantize=fp8-block`, or `dequantize=True` first")
     if content.model is None:
         raise RequestError("`quantize=`: the model is not known, so neither are its linear layers", do="Add `model=DIR` with its config")
-    if published := content.model.architecture.quantized_as.get(form):
-        quantization = quantization_of({SETTING: published})
-        assert quantization is not None, "the declaration was checked"
-        chosen = {name: tensor for name, tensor in content.tensors.items() if quantization.form_of(name)}
-        return _quantized(content, {**(config or {}), SETTING: published}, form, form, chosen)
-    weights = content.model.weights
+    weights, published = content.model.weights, content.model.architecture.quantized_as.get(form)
+    known = settings or published
+    described = quantization_of({**(config or {}), SETTING: known}) if known else None
     chosen = {
         name: tensor
         for name, tensor in content.tensors.items()
-        if name in weights and any(ROLES[role].quantized for role in (weights[name].role, *weights[name].declared.fuses) if role in ROLES)
-        if not name.endswith("bias")
+        if (published or _is_linear(name, weights)) and (described is None or described.form_of(name))
     }
-    for name in chosen:
+    for name in () if published else chosen:
         if len(chosen[name].shape) != 2 or weights[name].declared.transposed:
             raise UnsupportedError(
                 f"`quantize=`: its shape is {list(chosen[name].shape)}; a weight [out, in] with a name of its own is needed",
                 where=name,
                 why="The forms that engines load hold each expert under a name of its own",
             )
-    return _quantized(content, _with_settings(config or {}, form, content, chosen), form, form, chosen)
+    config = {**(config or {}), SETTING: known} if known else _with_settings(config or {}, form, content, chosen)
+    return _quantized(content, config, form, form, chosen)
+
+
+def _is_linear(name: str, weights: Mapping[str, ModelWeight]) -> bool:
+    """Whether a tensor is the weight of a linear layer that engines quantize."""
+    roles = (weights[name].role, *weights[name].declared.fuses) if name in weights else ()
+    return not name.endswith("bias") and any(ROLES[role].quantized for role in roles if role in ROLES)
 
 
 def requantized(content: Content, config: Mapping[str, Any] | None, form: str) -> tuple[Content, dict[str, Any]]:

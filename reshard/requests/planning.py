@@ -253,7 +253,10 @@ def quantize(draft: Draft) -> Draft:
     if draft.request.quantize and model and form not in model.architecture.quantized_as:
         index, tensors, model = by_expert(draft.index, draft.content.tensors, model)
         draft = replace(draft, index=index, content=replace(draft.content, tensors=tensors, model=model))
-    content, config = (quantized if draft.request.quantize else requantized)(draft.content, draft.companions.config, form)
+    if draft.request.quantize:
+        content, config = quantized(draft.content, draft.companions.config, form, draft.request.quantization)
+    else:
+        content, config = requantized(draft.content, draft.companions.config, form)
     kept_for = quantized_names(content, config)
     return replace(draft, content=content, companions=draft.companions.with_quantization(config), kept_for=kept_for)
 

@@ -49,6 +49,8 @@ class ConversionRequest:
     """Whether the checkpoint's own LoRA adapter is left out."""
     formula: Formula | None = None
     """How several sources become one; None: there is one source."""
+    quantization: Mapping[str, Any] | None = None
+    """The quantization_config of the form `quantize`, where the target has one already; None: that with which it is written."""
 
     @staticmethod
     def of(to: str, given: Mapping[str, Any]) -> ConversionRequest:
