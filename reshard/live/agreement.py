@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from reshard.canonical.quantizing import QUANTIZE, form_of_settings
 from reshard.canonical.renaming import is_of_adapter
 from reshard.errors import RequestError
 from reshard.geometry.meshes import Parallel
@@ -16,6 +18,7 @@ from reshard.live.memory.index import checkpoint_of, memories_of
 from reshard.live.plan.transfer_plan import TransferPlan, transfer_plan
 from reshard.models.architecture import Architecture
 from reshard.models.lookup import changed_keys
+from reshard.models.quantization import quantization_of, quantization_settings, without_quantization
 from reshard.requests.planning import plan_conversion
 from reshard.requests.request import ConversionRequest, cast_of_server
 
@@ -44,12 +47,14 @@ def agreed_plan(said: Sequence[RankDescription | str], hellos: Sequence[Hello]) 
                 f"the engines differ: {first.engine} on {parallel}, and {hello.engine} on {_parallel(hello)}",
                 do="Update engines of other sizes by a Sender of their own",
             )
-    source = checkpoint_of(descriptions, config=_agreed_config(descriptions, first))
+    config, form = _served_form(_agreed_config(descriptions, first), descriptions, first)
+    source = checkpoint_of(descriptions, config=config)
     _check_without_adapter(source.index)
     served = first.config.get("dtype") or first.config.get("torch_dtype")
     dtype = cast_of_server(source.index, str(served).removeprefix("torch.") if served else None)
     sizes = {"tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep}
-    request = ConversionRequest.of(name, {**sizes, "engine_version": version or None, "dtype": dtype})
+    request = ConversionRequest.of(name, {**sizes, "engine_version": version or None, "dtype": dtype, "quantize": form})
+    request = replace(request, quantization=quantization_settings(first.config) if form else None)
     ranks = parallel.tp * parallel.pp
     if len(hellos) % ranks:
         raise RequestError(f"{len(hellos)} ranks of engines have joined, and each engine has {ranks}")
@@ -72,6 +77,27 @@ def _check_without_adapter(index: Index) -> None:
 def _parallel(hello: Hello) -> Parallel:
     """The parallel sizes of a rank's engine."""
     return Parallel(*(hello.degrees.get(axis, 1) for axis in ("tp", "pp", "ep")))
+
+
+def _served_form(config: Mapping[str, Any], descriptions: Sequence[RankDescription], hello: Hello) -> tuple[Mapping[str, Any], str | None]:
+    """The config of the trainer's weights, and the form in which the engine holds them quantized; None: in that of the trainer.
+
+    Raises: RequestError if the engine quantizes the trainer's weights in a way that a live update does not compute.
+    """
+    quantization = quantization_of(config)
+    if quantization is None:
+        return config, None
+    beside = tuple(f".{kind}" for kind in quantization.kinds)
+    if any(box.key.endswith(beside) for each in descriptions for box in each.boxes):
+        return config, None
+    if (form := form_of_settings(config)) is None:
+        raise RequestError(
+            f"the engine holds its weights as {', '.join(each.name for each in quantization.forms)}, and the trainer values",
+            where=hello.model,
+            why=f"A live update quantizes to {' and '.join(QUANTIZE)}. Nothing was sent, the engine goes on with the weights that it has",
+            do="Serve the model in one of these forms, or without quantization",
+        )
+    return without_quantization(config), form
 
 
 def _agreed_config(descriptions: Sequence[RankDescription], hello: Hello) -> Mapping[str, Any]:

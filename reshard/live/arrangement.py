@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from reshard.geometry.value import value
+from reshard.live.plan.blocks import Computed
 from reshard.live.plan.schedule import HeldTensor, Schedule
 from reshard.live.wire.transport import SECONDS
 
@@ -42,6 +43,9 @@ class Planned(Protocol):
     def fills(self, rank: int) -> Mapping[str, float]:
         """The tensors of a target rank that are one constant, by name. Elements that nothing is sent for are zeros elsewhere."""
 
+    def computes(self, rank: int) -> tuple[Computed, ...]:
+        """What a target rank computes from values that it receives."""
+
 
 @value(eq=False)
 class RankAnswer:
@@ -57,6 +61,8 @@ class RankAnswer:
     """The bytes that it receives."""
     verify: bool
     """Whether the digests of what it receives are compared."""
+    computes: tuple[Computed, ...] = ()
+    """What it computes from values that it receives beside its load form."""
 
 
 @value(eq=False)
@@ -74,6 +80,6 @@ class Arrangement:
 
         def answer(rank: int) -> RankAnswer:
             receives = plan.receives(rank)
-            return RankAnswer(plan.targets(rank), plan.fills(rank), receives, receives.nbytes, verify)
+            return RankAnswer(plan.targets(rank), plan.fills(rank), receives, receives.nbytes, verify, plan.computes(rank))
 
         return Arrangement(answer, plan.sends)

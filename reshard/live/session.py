@@ -28,6 +28,7 @@ from reshard.live.arrangement import Arrangement, Link
 from reshard.live.engines.control import EngineControl
 from reshard.live.hello import Hello, check, held_to_json
 from reshard.live.leading import Lead, UpdateReport, Version, dropped
+from reshard.live.plan.blocks import computed_to_json
 from reshard.live.plan.schedule import Schedule
 from reshard.live.trainers import Trainers
 from reshard.live.wire.channel import Joining, joined, led, opened_store
@@ -172,6 +173,7 @@ def _arranged(transport: Transport, members: Members, arrange: Arrange) -> tuple
         raise
     for peer, answer in zip(targets, answers, strict=True):
         about: dict[str, Any] = {"targets": held_to_json(answer.targets), "fills": dict(answer.fills)}
+        about["computes"] = computed_to_json(answer.computes)
         content = answer.receives.to_bytes() if answer.receives is not None else b""
         transport.tell(peer, {**about, "expected": answer.expected, "verify": answer.verify}, content)
     failures = [failure for peer in targets for failure in transport.hear(peer).document["failures"]]

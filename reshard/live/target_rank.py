@@ -13,14 +13,17 @@ whole update and has heard that all other ranks of the channel have, too. If sou
 from __future__ import annotations
 
 import logging
+from collections import ChainMap
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.errors import RequestError
 from reshard.live.hello import held_from_json
+from reshard.live.plan.blocks import Computed, computed_from_json
 from reshard.live.plan.schedule import Schedule
 from reshard.live.wire.channel import Joining, channel_of, joined
+from reshard.live.wire.computing import compute
 from reshard.live.wire.exchange import Exchange, Members
 from reshard.live.wire.staging import Staged
 from reshard.live.wire.stream import receive_stream
@@ -61,6 +64,8 @@ class TargetRank:
         self._transport: Transport | None = None
         self._exchange: Exchange | None = None
         self._staged: Staged | None = None
+        self._values: Mapping[str, torch.Tensor] = {}
+        self._computes: tuple[Computed, ...] = ()
         self._expected, self._channel = 0, dict[str, Any]()
 
     def join(self, info: Mapping[str, Any]) -> None:
@@ -130,6 +135,7 @@ class TargetRank:
     def _leave(self) -> None:
         transport = self._transport
         self._transport = self._exchange = self._staged = None
+        self._values, self._computes = {}, ()
         self._is_ready = False
         if transport is not None:
             with suppress(Exception):
@@ -144,6 +150,8 @@ class TargetRank:
         self._verify, self._expected = bool(about["verify"]), int(about["expected"])
         try:
             self._staged = Staged(held_from_json(about["targets"]), about["fills"])
+            self._computes = computed_from_json(about["computes"])
+            self._values = Staged([each.values for each in self._computes], {})
             if answer.content:
                 self._exchange = Exchange(transport, members, Schedule.from_bytes(answer.content), verify=self._verify)
         except Exception as error:
@@ -155,7 +163,10 @@ class TargetRank:
         assert self._transport is not None and self._staged is not None
         try:
             if self._exchange is not None:
-                return self._exchange.receive(self._staged).failures
+                if failures := self._exchange.receive(ChainMap(self._staged, self._values)).failures:
+                    return failures
+                compute(self._computes, self._values, self._staged)
+                return []
             receive_stream(self._transport, SOURCE, self._staged.buffer, expected=self._expected, verify=self._verify)
         except Exception as error:
             return [reason(error)]

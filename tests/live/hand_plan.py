@@ -90,6 +90,9 @@ class HandPlan:
     def fills(self, rank: int) -> dict[str, float]:
         return {target.name: 1.0 for target in self.targets(rank) if target.name.endswith("_scale")}
 
+    def computes(self, rank: int) -> tuple:
+        return ()
+
     def sends(self, rank: int) -> Schedule:
         return self._schedule(rank, [(rank, target) for target in range(self.tp * self.replicas)], rank)
 

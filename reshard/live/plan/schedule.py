@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import mul
 from typing import Any
@@ -53,11 +53,25 @@ class HeldTensor:
 
 
 @value
+class Derived:
+    """How a source computes what it sends: codes or scales of whole blocks of a weight [out, in], by a recipe."""
+
+    recipe: str
+    """The recipe, one of reshard.engine.recipes.on_tensors.TENSOR_RECIPES."""
+    is_scale: bool
+    """Whether it sends the scales; False: the codes."""
+    sizes: tuple[int, ...]
+    """Elements of the weight along each axis."""
+    dtype: DType
+    """The element type in which the recipe gives them, and in which they travel."""
+
+
+@value
 class BoxForm:
     """What many boxes have in common."""
 
     sizes: tuple[int, ...]
-    """Elements along each axis."""
+    """Elements along each axis, of what travels."""
     source_strides: tuple[int, ...]
     """The distance between neighbours in the source's tensor, in elements."""
     target_strides: tuple[int, ...]
@@ -65,12 +79,22 @@ class BoxForm:
     source: DType
     """The element type in the source."""
     target: DType
-    """The element type in the target. Where it holds a function of a weight, the target computes it."""
+    """The element type in the target."""
+    derived: Derived | None = None
+    """How the source computes the box from one of a weight; None: it copies or casts elements."""
 
     @property
     def wire(self) -> DType:
-        """The element type that travels: the source casts to a narrower type, the target to a wider one."""
-        return self.target if self.target.itemsize < self.source.itemsize and not self.target.function else self.source
+        """The element type that travels. The side computes a cast or a function of which fewer bytes travel: the source if the target's
+        type is narrower, else the target."""
+        if self.derived:
+            return self.derived.dtype
+        return self.target if self.target.itemsize < self.source.itemsize else self.source
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Elements along each axis, of what the source holds."""
+        return self.derived.sizes if self.derived else self.sizes
 
     @property
     def elements(self) -> int:
@@ -161,9 +185,12 @@ class Schedule:
         return sum(map(self.nbytes_of, self.ways))
 
     def runs(self, way: Way) -> Iterator[ByteRun]:
-        """The boxes of a way as runs of bytes, in their order. A box whose element type changes has runs of single elements."""
+        """The boxes of a way as runs of bytes, in their order. A box whose element type changes has runs of single elements. Boxes that a
+        recipe computes have no runs."""
         for i in range(len(way)):
             form = self.forms[way.forms[i]]
+            if form.derived:
+                continue
             source, target = self.sources[way.source_tensors[i]], self.targets[way.target_tensors[i]]
             starts = int(way.source_starts[i]) * source.dtype.itemsize, int(way.target_starts[i]) * target.dtype.itemsize
             yield _run(form, source.name, starts[0], target.name, starts[1])
@@ -176,7 +203,7 @@ class Schedule:
 
         Raises: UnsupportedError if an element type changes on the way.
         """
-        if any(self.forms[i].source != self.forms[i].target for i in np.unique(way.forms).tolist()):
+        if any(self.forms[i].source != self.forms[i].target or self.forms[i].derived for i in np.unique(way.forms).tolist()):
             raise UnsupportedError("a transport of remote memory copies bytes, and some elements of this way are cast", do="Send it packed")
         for run in self.runs(way):
             source, target = sources[run.source_tensor] + run.source_offset, targets[run.target_tensor] + run.target_offset
@@ -188,12 +215,9 @@ class Schedule:
         """The schedule as bytes: a safe container of plain numbers and JSON, no pickle."""
         about = {
             "rank": self.rank,
-            "sources": [[each.name, each.dtype.name, each.shape, each.strides] for each in self.sources],
-            "targets": [[each.name, each.dtype.name, each.dtype.function, each.shape, each.strides] for each in self.targets],
-            "forms": [
-                [form.sizes, form.source_strides, form.target_strides, form.source.name, form.target.name, form.target.function]
-                for form in self.forms
-            ],
+            "sources": [[each.name, _words(each.dtype), each.shape, each.strides] for each in self.sources],
+            "targets": [[each.name, _words(each.dtype), each.shape, each.strides] for each in self.targets],
+            "forms": [_form_to_json(form) for form in self.forms],
             "ways": [[way.source_rank, way.target_rank, len(way)] for way in self.ways],
         }
         columns = np.concatenate([np.stack(_columns(way)) for way in self.ways], axis=1) if self.ways else np.zeros((5, 0), np.int64)
@@ -207,24 +231,11 @@ class Schedule:
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             about: Mapping[str, Any] = json.loads(arrays["about"].tobytes())
             columns = arrays["columns"]
-        sources = tuple(
-            HeldTensor(name, from_safetensors(dtype, where=name), tuple(shape), tuple(strides))
-            for name, dtype, shape, strides in about["sources"]
+        sources, targets = (
+            tuple(HeldTensor(name, _dtype(words), tuple(shape), tuple(strides)) for name, words, shape, strides in about[side])
+            for side in ("sources", "targets")
         )
-        targets = tuple(
-            HeldTensor(name, from_safetensors(dtype, where=name).of(function), tuple(shape), tuple(strides))
-            for name, dtype, function, shape, strides in about["targets"]
-        )
-        forms = tuple(
-            BoxForm(
-                tuple(sizes),
-                tuple(a),
-                tuple(b),
-                from_safetensors(source, where="form"),
-                from_safetensors(target, where="form").of(function),
-            )
-            for sizes, a, b, source, target, function in about["forms"]
-        )
+        forms = tuple(map(_form_from_json, about["forms"]))
         ways, start = [], 0
         for source_rank, target_rank, count in about["ways"]:
             ways.append(Way(source_rank, target_rank, *columns[:, start : start + count]))
@@ -233,6 +244,25 @@ class Schedule:
 
     def __repr__(self) -> str:
         return f"Schedule(rank {self.rank}, {plural(len(self.ways), 'way')}, {plural(self.nbytes, 'byte')})"
+
+
+def _words(dtype: DType) -> list[str]:
+    return [dtype.name, dtype.function]
+
+
+def _dtype(words: Sequence[str]) -> DType:
+    return from_safetensors(words[0], where="a schedule").of(words[1])
+
+
+def _form_to_json(form: BoxForm) -> list[Any]:
+    computed = form.derived and [form.derived.recipe, form.derived.is_scale, form.derived.sizes, _words(form.derived.dtype)]
+    return [form.sizes, form.source_strides, form.target_strides, _words(form.source), _words(form.target), computed]
+
+
+def _form_from_json(document: Sequence[Any]) -> BoxForm:
+    sizes, a, b, source, target, computed = document
+    derived = Derived(computed[0], computed[1], tuple(computed[2]), _dtype(computed[3])) if computed else None
+    return BoxForm(tuple(sizes), tuple(a), tuple(b), _dtype(source), _dtype(target), derived)
 
 
 def _columns(way: Way) -> tuple[Columns, ...]:

@@ -27,6 +27,7 @@ from reshard.geometry.sections import Columns
 from reshard.geometry.value import Drawn, value
 from reshard.index.index import Index
 from reshard.live.plan.balance import chosen_holders
+from reshard.live.plan.blocks import Computed, QuantizedBoxes, is_quantized_here, quantized_boxes
 from reshard.live.plan.joining import Forms, Meetings, joined
 from reshard.live.plan.schedule import BoxForm, HeldTensor, Schedule, Way
 from reshard.plans.layout import Layout
@@ -97,6 +98,8 @@ class TransferPlan(Drawn):
     """[n]: the replica that receives it; -1: each of them."""
     unfed: Mapping[int, tuple[Fill, ...]]
     """By rank of a replica: what no source feeds."""
+    computed: Mapping[int, tuple[Computed, ...]]
+    """By rank of a replica: what it computes from values that it receives."""
     fallbacks: tuple[str, ...] = ()
     """The tensors that are sent whole to the engine's own loader, because their places in it cannot be planned."""
     notes: tuple[str, ...] = ()
@@ -150,7 +153,12 @@ class TransferPlan(Drawn):
 
     def targets(self, rank: int) -> tuple[HeldTensor, ...]:
         """All tensors of a target rank, also those that nothing is sent for."""
-        return self.memories[rank % len(self.memories)].tensors
+        beside = {each.values.name for each in self.computes(rank)}
+        return tuple(each for each in self.memories[rank % len(self.memories)].tensors if each.name not in beside)
+
+    def computes(self, rank: int) -> tuple[Computed, ...]:
+        """What a target rank computes from values that it receives, which lie beside its tensors."""
+        return self.computed.get(rank % len(self.memories), ())
 
     def fills(self, rank: int) -> dict[str, float]:
         """The tensors of a target rank that are one constant, by name. Other elements that nothing is sent for are zeros.
@@ -243,16 +251,18 @@ def transfer_plan(plan: Plan, *, sources: Sequence[RankMemory], replicas: int = 
     """
     if replicas < 1:
         raise RequestError(f"`replicas={replicas}`: at least one is needed")
-    _check_copied(plan)
+    _check_computed(plan)
     paths = tuple(file.path for file in plan.source.files)
     forms = Forms()
-    meetings = [_cut(each, forms) for each in joined(plan.routes, forms)]
+    quantized = quantized_boxes(plan, [route for route in plan.routes if route.source.derivation], forms)
+    copied = [route for route in plan.routes if not route.source.derivation]
+    meetings = [_cut(each, forms) for each in (*joined([*copied, *quantized.routes], forms), *quantized.meetings)]
     made = tuple(forms.numbers)
     sizes = np.array([form.nbytes for form in made], np.int64)
     holders = [each.source_ranks.reshape(-1, each.source_ranks.shape[2]) for each in meetings]
     nbytes = [np.tile(sizes[each.forms], len(each.source_ranks)) for each in meetings]
     chosen = chosen_holders(holders, nbytes, len(paths), replicas)
-    targets, rank_of, base_of = _targets(plan.layout)
+    targets, rank_of, base_of = _targets(plan.layout, quantized)
     columns = [_columns(*each, rank_of, base_of) for each in zip(meetings, chosen, strict=True)]
     # They are larger than the plan that is made of them.
     del meetings, holders, nbytes, chosen
@@ -271,6 +281,7 @@ def transfer_plan(plan: Plan, *, sources: Sequence[RankMemory], replicas: int = 
         target_address,
         replica,
         _fills(plan, targets, rank_of, base_of),
+        _by_rank(quantized.computes, rank_of),
         notes=plan.layout.notes,
     )
 
@@ -287,15 +298,28 @@ def _held(stored: Any) -> HeldTensor:
     return HeldTensor(stored.name, stored.dtype, stored.shape, row_major(stored.shape))
 
 
-def _check_copied(plan: Plan) -> None:
-    computed = [route.name for route in plan.routes if route.source.encoding or route.source.derivation or route.source.updates]
-    if computed:
+def _check_computed(plan: Plan) -> None:
+    """Raises UnsupportedError, with a name, for values that a transfer does not compute."""
+    refused = [
+        route.name
+        for route in plan.routes
+        if route.source.encoding or route.source.updates or (route.source.derivation and not is_quantized_here(route))
+    ]
+    if refused:
         raise UnsupportedError(
-            f"{plural(len(computed), 'tensor')} of the target would be computed from several elements of the source",
-            where=computed[0],
-            why="A live update copies and casts elements",
-            do="Send in the element type of the source, or `reshard push` a checkpoint, which computes everything that `convert` does",
+            f"{plural(len(refused), 'tensor')} of the target would be computed in a way that a live update does not know",
+            where=refused[0],
+            why="It copies and casts elements, and quantizes weights [out, in] to FP8 blocks or MXFP4",
+            do="Serve the model in another form, or `reshard push` a checkpoint, which computes everything that `convert` does",
         )
+
+
+def _by_rank(by_file: Mapping[int, tuple[Computed, ...]], rank_of: Columns) -> dict[int, tuple[Computed, ...]]:
+    found: dict[int, tuple[Computed, ...]] = {}
+    for file, computes in by_file.items():
+        rank = int(rank_of[file])
+        found[rank] = (*found.get(rank, ()), *computes)
+    return found
 
 
 def _cut(meetings: Meetings, forms: Forms) -> Meetings:
@@ -307,7 +331,7 @@ def _cut(meetings: Meetings, forms: Forms) -> Meetings:
     for i, number in enumerate(meetings.forms.tolist()):
         form = made[number]
         axis = next((a for a, size in enumerate(form.sizes) if size > 1), None)
-        parts = min(copies, form.sizes[axis]) if axis is not None and form.nbytes > _CUT_ABOVE else 1
+        parts = min(copies, form.sizes[axis]) if axis is not None and form.nbytes > _CUT_ABOVE and not form.derived else 1
         for part in range(parts):
             start, stop = (0, 0) if axis is None else (form.sizes[axis] * each // parts for each in (part, part + 1))
             cut = form if parts == 1 or axis is None else replace(form, sizes=(*form.sizes[:axis], stop - start, *form.sizes[axis + 1 :]))
@@ -343,8 +367,9 @@ def _columns(meetings: Meetings, chosen: Columns, rank_of: Columns, base_of: Col
     )
 
 
-def _targets(layout: Layout) -> tuple[tuple[RankMemory, ...], Columns, Columns]:
-    """The memory of each target rank; the rank of each file, and where the file starts in the rank's memory."""
+def _targets(layout: Layout, quantized: QuantizedBoxes) -> tuple[tuple[RankMemory, ...], Columns, Columns]:
+    """The memory of each target rank, with the values that it computes of; the rank of each file, and where the file starts in the rank's
+    memory."""
     ranks = sorted({tuple(sorted(file.ranks.items())) for file in layout.files})
     number = {each: i for i, each in enumerate(ranks)}
     rank_of = np.array([number[tuple(sorted(file.ranks.items()))] for file in layout.files], np.int64)
@@ -356,7 +381,10 @@ def _targets(layout: Layout) -> tuple[tuple[RankMemory, ...], Columns, Columns]:
         base_of[i] = ends[rank]
         tensors[rank] += [_held(item.tensor) for item in file.tensors]
         addresses[rank] += [ends[rank] + item.byte_offset for item in file.tensors]
-        ends[rank] += file.nbytes
+        beside = [each.values for each in quantized.computes.get(i, ())]
+        tensors[rank] += beside
+        addresses[rank] += [ends[rank] + address for address in quantized.addresses.get(i, ())]
+        ends[rank] += quantized.addresses[i][-1] + beside[-1].nbytes if beside else file.nbytes
     return tuple(RankMemory(tuple(a), np.array(b, np.int64)) for a, b in zip(tensors, addresses, strict=True)), rank_of, base_of
 
 

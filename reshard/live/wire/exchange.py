@@ -24,10 +24,10 @@ from dataclasses import field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reshard.geometry.dtypes import DType
-from reshard.geometry.functions import values_of
+from reshard.engine.recipes.on_tensors import cast_tensor, torch_type
 from reshard.geometry.value import mutable, value
 from reshard.live.plan.schedule import BoxForm, Schedule, Way
+from reshard.live.wire.computing import on_wire
 from reshard.live.wire.transport import Pending, Transport, reason
 
 if TYPE_CHECKING:
@@ -126,8 +126,9 @@ def parcels(schedule: Schedule, way: Way, most: int = PARCEL) -> Iterator[Parcel
 
 
 def _parts(form: BoxForm, sizes: tuple[int, ...], nbytes: int, most: int, axis: int = 0) -> Iterator[tuple[tuple[int, ...], int, int, int]]:
-    """Parts of a box of at most `most` bytes: sizes, bytes, and where each starts in the box in the source and in the target."""
-    if nbytes <= most or axis == len(sizes):
+    """Parts of a box of at most `most` bytes: sizes, bytes, and where each starts in the box in the source and in the target. The plan has
+    cut boxes that a recipe computes already, where blocks end."""
+    if nbytes <= most or axis == len(sizes) or form.derived:
         yield sizes, nbytes, 0, 0
         return
     row = nbytes // sizes[axis]
@@ -200,18 +201,18 @@ class Exchange:
 
         packed = parcel.boxes[0]
         box = self._source(packed, tensors)
-        if len(parcel.boxes) > 1 or not box.is_contiguous() or box.dtype != _torch(packed.form.wire) or box.device != self._device:
+        if len(parcel.boxes) > 1 or not box.is_contiguous() or box.dtype != torch_type(packed.form.wire) or box.device != self._device:
             return None
         return box.reshape(-1).view(torch.uint8)
 
     def _pack(self, parcel: Parcel, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
         for packed in parcel.boxes:
-            box, wire = self._source(packed, tensors), _torch(packed.form.wire)
+            box, wire = self._source(packed, tensors), torch_type(packed.form.wire)
             out = buffer[packed.start : packed.start + packed.nbytes]
             if packed.start % packed.form.wire.itemsize:
-                out.copy_(box.to(wire).reshape(-1).view(buffer.dtype))
+                out.copy_(on_wire(box, packed.form).reshape(-1).view(buffer.dtype))
             else:
-                out.view(wire).view(packed.sizes).copy_(box)
+                out.view(wire).view(packed.sizes).copy_(on_wire(box, packed.form))
 
     def _direct(self, parcel: Parcel, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Where the bytes of a parcel belong, if they lie there as they come."""
@@ -230,8 +231,9 @@ class Exchange:
         for packed in parcel.boxes:
             box = self._target(packed, tensors)
             part = buffer[packed.start : packed.start + packed.nbytes]
-            part = (part.clone() if packed.start % packed.form.wire.itemsize else part).view(_torch(packed.form.wire)).view(packed.sizes)
-            box.copy_(_computed(part, packed.form))
+            part = part.clone() if packed.start % packed.form.wire.itemsize else part
+            part = part.view(torch_type(packed.form.wire)).view(packed.sizes)
+            box.copy_(cast_tensor(part, packed.form.wire, packed.form.target))
 
     @property
     def _device(self) -> torch.device:
@@ -241,7 +243,8 @@ class Exchange:
 
     def _source(self, packed: PackedBox, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         tensor = tensors[self._schedule.sources[packed.source].name].detach()
-        return tensor.as_strided(packed.sizes, packed.form.source_strides, tensor.storage_offset() + packed.source_start)
+        sizes = packed.form.held if packed.form.derived else packed.sizes
+        return tensor.as_strided(sizes, packed.form.source_strides, tensor.storage_offset() + packed.source_start)
 
     def _target(self, packed: PackedBox, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         tensor = tensors[self._schedule.targets[packed.target].name]
@@ -301,22 +304,6 @@ class _Line:
                 then()
             except Exception as error:
                 self._outcome.failures.append(reason(error))
-
-
-def _torch(dtype: DType) -> torch.dtype:
-    import torch
-
-    found: torch.dtype = getattr(torch, dtype.torch)
-    return found
-
-
-def _computed(part: torch.Tensor, form: BoxForm) -> torch.Tensor:
-    """What the target holds: the elements, or a function of them."""
-    import torch
-
-    if form.target.function == form.source.function:
-        return part
-    return torch.from_numpy(values_of(form.target.function, part.float().cpu().numpy()))
 
 
 def _digest() -> Any:

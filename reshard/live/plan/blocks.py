@@ -1,0 +1,330 @@
+"""Blocks: who computes the codes and scales of a weight that an engine holds quantized, so that few bytes travel.
+
+A block of a weight has one scale, which follows from all its elements. The blocks that one source rank holds whole are computed there, and
+codes and scales travel: half of the bytes. The others lie in the memory of several source ranks, as where FSDP cuts rows. Their values
+travel into the memory of the target rank, beside its load form, and the target rank computes them.
+
+    weight [out, in], blocks of 128 rows         source rank 0: rows 0..320      source rank 1: rows 320..640
+
+      rows   0..256    source rank 0 computes  -> codes, scales
+      rows 256..384    rows 256..320 and 320..384 travel as values, the target rank computes
+      rows 384..640    source rank 1 computes  -> codes, scales
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.engine.recipes.on_tensors import TENSOR_RECIPES
+from reshard.engine.recipes.quantizer import RECIPES
+from reshard.errors import UnsupportedError
+from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.dtypes import DType, from_safetensors
+from reshard.geometry.quantities import grouped
+from reshard.geometry.value import value
+from reshard.index.index import Tensor
+from reshard.index.shards import Located, PieceTable, Shards
+from reshard.live.plan.joining import Forms, Meetings
+from reshard.live.plan.schedule import BoxForm, Derived, HeldTensor
+from reshard.plans.plan import Plan
+from reshard.plans.tasks import Route
+
+# Elements that a source computes at once; a box that it computes has no more.
+_AT_ONCE = 1 << 21
+ALIGNMENT = 64
+"""The values beside a rank's load form start at multiples of so many bytes."""
+
+
+@value
+class ComputedPart:
+    """Where a target puts the codes, or the scales, of values."""
+
+    tensor: str
+    """The tensor of the load form."""
+    start: int
+    """Where they start in it, in elements."""
+    strides: tuple[int, ...]
+    """The distance between neighbours along each axis, in elements."""
+    is_scale: bool
+    """Whether they are the scales; False: the codes."""
+    dtype: DType
+    """The element type in which the recipe gives them."""
+    target: DType
+    """The element type of the tensor."""
+    rows: int
+    """Rows of the values for each of their rows."""
+
+
+@value
+class Computed:
+    """What a target computes from values that it has received: whole blocks of a weight."""
+
+    values: HeldTensor
+    """The values [rows, columns], in the element type that the recipe takes. They lie beside the load form."""
+    recipe: str
+    """The recipe, one of reshard.engine.recipes.quantizer.RECIPES."""
+    parts: tuple[ComputedPart, ...]
+    """The codes and the scales."""
+
+
+@value(eq=False)
+class QuantizedBoxes:
+    """What a plan needs for the weights that the target holds quantized."""
+
+    meetings: tuple[Meetings, ...]
+    """The boxes that sources compute."""
+    routes: tuple[Route, ...]
+    """The values that travel, from the weights to the memory beside the load form."""
+    computes: Mapping[int, tuple[Computed, ...]]
+    """By file of the target: what its rank computes from these values."""
+    addresses: Mapping[int, tuple[int, ...]]
+    """By file of the target: where the values of each lie, in bytes from the start of the file; they lie after its end."""
+
+
+def is_quantized_here(route: Route) -> bool:
+    """Whether the target of a route holds codes or scales that a transfer can compute."""
+    derivation = route.source.derivation
+    if derivation is None:
+        return False
+    weight, component = derivation.weight, derivation.component
+    is_plain = not (weight.encoding or weight.updates or route.source.updates) and len(weight.shape) == 2
+    is_grid = all(component.grid) and not (component.unit_axes or component.transposed or (component.packing and component.packing.words))
+    return is_plain and is_grid and RECIPES[derivation.recipe].dtype is not None
+
+
+def quantized_boxes(plan: Plan, routes: Iterable[Route], forms: Forms) -> QuantizedBoxes:
+    """The boxes for these routes, whose targets hold codes or scales.
+
+    Raises: UnsupportedError if a rank of the target holds a part of a block.
+    """
+    made = _Boxes(plan, forms)
+    for of_weight in grouped(routes, lambda route: id(_derivation(route).weight)).values():
+        made.add(of_weight)
+    return made.found()
+
+
+def _derivation(route: Route) -> Any:
+    return route.source.derivation
+
+
+@value
+class _Place:
+    """Where the codes or the scales of a box of a weight lie in a file of the target."""
+
+    route: Route
+    byte_offset: int
+    strides: tuple[int, ...]
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Elements of the weight for each of its own, along each axis."""
+        return tuple(size or 1 for size in _derivation(self.route).component.grid)
+
+    def at(self, box: Box, inner: Box) -> int:
+        """The byte of the file at which a box inside of the place's box starts."""
+        steps = zip(inner.offsets, box.offsets, self.grid, self.strides, strict=True)
+        return self.byte_offset + sum((a - b) // size * stride for a, b, size, stride in steps) * self.route.target.dtype.itemsize
+
+
+@value
+class _Source:
+    """Whole blocks of a weight that source ranks hold."""
+
+    box: Box
+    strides: tuple[int, ...]
+    """The distance between neighbours along each axis, in elements."""
+    holders: tuple[tuple[int, int], ...]
+    """(source rank, the byte at which the box starts in its memory) of each copy."""
+
+
+def _sources(weight: Tensor, block: tuple[int, int], ranks: Mapping[str, int]) -> list[_Source]:
+    """The whole blocks in the pieces of a weight. ranks: the number of each rank, by its file."""
+    located, shards = weight.shards.located(), weight.shards
+    size, shape = np.array(block, np.int64), np.array(weight.shape, np.int64)
+    stops = shards.offsets + shards.sizes
+    first = -(-shards.offsets // size) * size
+    last = np.where(stops == shape, shape, stops // size * size)
+    before = ((first - shards.offsets) * located.strides).sum(axis=1) * weight.dtype.itemsize
+    found: dict[tuple[Box, tuple[int, ...]], list[tuple[int, int]]] = {}
+    for row in np.flatnonzero((last > first).all(axis=1)).tolist():
+        box = Box(tuple(first[row].tolist()), tuple((last[row] - first[row]).tolist()))
+        holder = ranks[located.paths[located.files[row]]], int(located.byte_offsets[row] + before[row])
+        found.setdefault((box, tuple(located.strides[row].tolist())), []).append(holder)
+    return [_Source(box, strides, tuple(holders)) for (box, strides), holders in found.items()]
+
+
+class _Boxes:
+    """Collects the boxes of all weights."""
+
+    def __init__(self, plan: Plan, forms: Forms) -> None:
+        self._forms = forms
+        self._ranks = {file.path: i for i, file in enumerate(plan.source.files)}
+        self._paths = tuple(file.path for file in plan.layout.files)
+        self._files = {path: i for i, path in enumerate(self._paths)}
+        self._tensors = [sorted((item.byte_offset, item.tensor.name) for item in file.tensors) for file in plan.layout.files]
+        self._ends = [file.nbytes for file in plan.layout.files]
+        self._rows: dict[int, list[tuple[int, list[tuple[int, int]], int, int]]] = {}
+        """By the number of copies: form, holders, file of the target, byte offset there."""
+        self._routes: list[Route] = []
+        self._computes: dict[int, list[Computed]] = {}
+        self._addresses: dict[int, list[int]] = {}
+
+    def add(self, routes: Sequence[Route]) -> None:
+        """The codes and scales of one weight."""
+        derivation = _derivation(routes[0])
+        weight, recipe = derivation.weight, derivation.recipe
+        block = RECIPES[recipe].block
+        sources = _sources(weight, block, self._ranks) if recipe in TENSOR_RECIPES else []
+        values: list[tuple[Box, int, int]] = []
+        for (file, box), places in self._places(routes, block).items():
+            is_open = np.ones([-(-size // step) for size, step in zip(box.sizes, block, strict=True)], np.bool_)
+            for source in sources:
+                if (shared := source.box.intersect(box)) and is_open[blocks := _blocks(shared, box, block)].all():
+                    is_open[blocks] = False
+                    self._send(weight, recipe, shared, source, file, (box, places))
+            for part in _rectangles(is_open, box, block):
+                values.append((part, file, self._receive(weight, recipe, part, file, (box, places))))
+        if values:
+            self._routes.append(Route(weight, self._beside(weight, recipe, values)))
+
+    def found(self) -> QuantizedBoxes:
+        """The boxes of all weights that were added."""
+        meetings = []
+        for copies, rows in self._rows.items():
+            forms, holders, files, offsets = zip(*rows, strict=True)
+            pairs = np.array(holders, np.int64).reshape(1, len(rows), copies, 2)
+            numbers = (np.array(each, np.int64) for each in (forms, [files], [offsets]))
+            form, file, offset = numbers
+            meetings.append(Meetings(form, pairs[..., 0], pairs[..., 1], file, offset))
+        computes, addresses = ({file: tuple(each) for file, each in found.items()} for found in (self._computes, self._addresses))
+        return QuantizedBoxes(tuple(meetings), tuple(self._routes), computes, addresses)
+
+    def _places(self, routes: Sequence[Route], block: tuple[int, int]) -> dict[tuple[int, Box], list[_Place]]:
+        """(file of the target, box of the weight) -> where its codes and scales lie. Raises UnsupportedError for a part of a block."""
+        found: dict[tuple[int, Box], list[_Place]] = {}
+        shape = _derivation(routes[0]).weight.shape
+        for route in routes:
+            located, shards = route.target.shards.located(), route.target.shards
+            for row in range(len(shards)):
+                place = _Place(route, int(located.byte_offsets[row]), tuple(located.strides[row].tolist()))
+                stored = shards.box(row)
+                starts = tuple(start * size for start, size in zip(stored.offsets, place.grid, strict=True))
+                stops = tuple(min(stop * size, end) for stop, size, end in zip(stored.stops, place.grid, shape, strict=True))
+                ends = zip(starts, stops, block, shape, strict=True)
+                if any(start % size or (stop % size and stop != end) for start, stop, size, end in ends):
+                    raise UnsupportedError(
+                        f"a rank of the target holds {stored} of it, which is not made of whole blocks",
+                        where=route.name,
+                        why=f"The elements of {block[0]} x {block[1]} share a scale",
+                    )
+                box = Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+                found.setdefault((self._files[located.paths[located.files[row]]], box), []).append(place)
+        return found
+
+    def _send(self, weight: Tensor, recipe: str, shared: Box, source: _Source, file: int, target: tuple[Box, Sequence[_Place]]) -> None:
+        """The boxes that sources compute, in parts that are computed at once."""
+        for box in _parts(shared, RECIPES[recipe].block):
+            steps = zip(box.offsets, source.box.offsets, source.strides, strict=True)
+            before = sum((a - b) * stride for a, b, stride in steps) * weight.dtype.itemsize
+            holders = [(rank, address + before) for rank, address in source.holders]
+            for place in target[1]:
+                sizes = tuple(-(-size // step) for size, step in zip(box.sizes, place.grid, strict=True))
+                derived = Derived(recipe, _derivation(place.route).component.is_scale, box.sizes, place.route.source.dtype)
+                form = BoxForm(sizes, source.strides, place.strides, weight.dtype, place.route.target.dtype, derived)
+                row = self._forms.number(form), holders, file, place.at(target[0], box)
+                self._rows.setdefault(len(holders), []).append(row)
+
+    def _receive(self, weight: Tensor, recipe: str, box: Box, file: int, target: tuple[Box, Sequence[_Place]]) -> int:
+        """A box that the target's rank computes; returns the byte offset of its values."""
+        dtype = RECIPES[recipe].dtype
+        assert dtype is not None, "is_quantized_here asks for it"
+        parts = []
+        for place in target[1]:
+            byte_offset = place.at(target[0], box)
+            starts = self._tensors[file]
+            start, name = starts[bisect_right(starts, (byte_offset, chr(0x10FFFF))) - 1]
+            source, itemsize = place.route.source, place.route.target.dtype.itemsize
+            is_scale = _derivation(place.route).component.is_scale
+            at = (byte_offset - start) // itemsize
+            parts.append(ComputedPart(name, at, place.strides, is_scale, source.dtype, place.route.target.dtype, place.grid[0]))
+        ranges = ", ".join(f"{start}:{stop}" for start, stop in zip(box.offsets, box.stops, strict=True))
+        held = HeldTensor(f"{weight.name}[{ranges}]", dtype, box.sizes, row_major(box.sizes))
+        address = -(-self._ends[file] // ALIGNMENT) * ALIGNMENT
+        self._ends[file] = address + held.nbytes
+        self._computes.setdefault(file, []).append(Computed(held, recipe, tuple(parts)))
+        self._addresses.setdefault(file, []).append(address)
+        return address
+
+    def _beside(self, weight: Tensor, recipe: str, values: Sequence[tuple[Box, int, int]]) -> Tensor:
+        """The values of some boxes of a weight, in the files of the target that compute of them."""
+        dtype = RECIPES[recipe].dtype
+        assert dtype is not None, "is_quantized_here asks for it"
+        offsets, sizes = (np.array([getattr(box, name) for box, _, _ in values], np.int64) for name in ("offsets", "sizes"))
+        files, starts = (np.array([row[i] for row in values], np.int64) for i in (1, 2))
+        strides = np.stack([sizes[:, 1], np.ones(len(sizes), np.int64)], axis=1)
+        table = PieceTable(self._paths, offsets, sizes, files, starts, Located(self._paths, files, starts, strides, dtype))
+        return Tensor(weight.name, dtype, weight.shape, weight.kind, Shards(table))
+
+
+def _blocks(part: Box, box: Box, block: tuple[int, int]) -> tuple[slice, ...]:
+    """Which blocks of a box a part of it has."""
+    ranges = zip(part.offsets, part.stops, box.offsets, block, strict=True)
+    return tuple(slice((start - first) // size, -(-(stop - first) // size)) for start, stop, first, size in ranges)
+
+
+def _rectangles(is_open: npt.NDArray[np.bool_], box: Box, block: tuple[int, int]) -> Iterator[Box]:
+    """The open blocks of a box as boxes of the weight."""
+    row = 0
+    while row < len(is_open):
+        columns, start = is_open[row], row
+        while row < len(is_open) and (is_open[row] == columns).all():
+            row += 1
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], columns, [False]]).astype(np.int8))).tolist()
+        for left, right in zip(edges[::2], edges[1::2], strict=True):
+            starts = tuple(first + at * size for first, at, size in zip(box.offsets, (start, left), block, strict=True))
+            stops = (min(first + at * size, end) for first, at, size, end in zip(box.offsets, (row, right), block, box.stops, strict=True))
+            yield Box(starts, tuple(stop - at for at, stop in zip(starts, stops, strict=True)))
+
+
+def _parts(box: Box, block: tuple[int, int]) -> Iterator[Box]:
+    """A box in parts of whole blocks with at most _AT_ONCE elements."""
+    width = min(box.sizes[1], _AT_ONCE // block[0] // block[1] * block[1])
+    height = max(1, _AT_ONCE // max(1, width) // block[0]) * block[0]
+    for row, column in product(range(0, box.sizes[0], height), range(0, box.sizes[1], width)):
+        rows = box.narrow(0, row, min(row + height, box.sizes[0]))
+        yield rows.narrow(1, column, min(column + width, box.sizes[1]))
+
+
+def computed_to_json(computes: Iterable[Computed]) -> list[Any]:
+    """Plain values."""
+    return [
+        [
+            [each.values.name, each.values.dtype.name, each.values.shape],
+            each.recipe,
+            [[part.tensor, part.start, part.strides, part.is_scale, part.dtype.name, part.target.name, part.rows] for part in each.parts],
+        ]
+        for each in computes
+    ]
+
+
+def computed_from_json(document: Iterable[Any]) -> tuple[Computed, ...]:
+    """What `computed_to_json` has written."""
+
+    def part(tensor: str, start: int, strides: list[int], is_scale: bool, dtype: str, target: str, rows: int) -> ComputedPart:
+        types = (from_safetensors(name, where=tensor) for name in (dtype, target))
+        return ComputedPart(tensor, start, tuple(strides), is_scale, *types, rows)
+
+    return tuple(
+        Computed(
+            HeldTensor(name, from_safetensors(dtype, where=name), tuple(shape), row_major(shape)),
+            recipe,
+            tuple(part(*each) for each in parts),
+        )
+        for (name, dtype, shape), recipe, parts in document
+    )
