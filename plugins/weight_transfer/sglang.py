@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,10 @@ import torch
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import from_torch
 from reshard.live.engines.sglang import MARK, step_of
+from reshard.live.plan.schedule import HeldTensor
 from reshard.live.target_rank import TargetRank
+
+NOTHING: Mapping[str, torch.Tensor] = {}
 
 _PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 """SGLang's classes for layers whose weights are not quantized."""
@@ -123,8 +126,12 @@ class SglangModel:
         torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=get_parallel().tp_group.cpu_group)
         return bool(votes.item())
 
-    def install(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors into the live ones, and let SGLang compute what it derives from them."""
+    def check_whole(self, whole: Sequence[HeldTensor], planned: Collection[str]) -> None:
+        """Raises UnsupportedError: SGLang's own loader is not asked for weights that no plan cuts."""
+        raise UnsupportedError("SGLang takes no whole tensors beside those of a plan", where=whole[0].name, do="Leave out `fallback=`")
+
+    def install(self, tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor] = NOTHING) -> None:
+        """Copy tensors into the live ones, and let SGLang compute what it derives from them. whole: none, as `check_whole` says."""
         updater = self._runner.weight_updater
         with torch.no_grad():
             updater.begin_weight_update()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,10 +33,14 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import from_torch
+from reshard.live.plan.schedule import HeldTensor
 from reshard.live.target_rank import TargetRank
+
+from .vllm_loader import check_whole, load_whole
 
 # Of the tensors that reloading leaves out: the one that training changes. The others are tables of experts.
 _LIVE = "e_score_correction_bias"
+NOTHING: Mapping[str, torch.Tensor] = {}
 
 
 @dataclass
@@ -132,9 +136,13 @@ class ServedModel:
         torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
         return bool(votes.item())
 
-    def install(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Let vLLM process tensors of the load form, and copy the result into the live ones."""
-        install(self._engine.model, self._engine.model_config, tensors)
+    def check_whole(self, whole: Sequence[HeldTensor], planned: Collection[str]) -> None:
+        """Raises RequestError unless the model's `load_weights` takes these tensors, and fills what is not planned."""
+        check_whole(self._engine.model, load_form(self._engine.model)[0], whole, planned)
+
+    def install(self, tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor] = NOTHING) -> None:
+        """Let vLLM process tensors of the load form and load whole ones, and copy the result into the live ones."""
+        install(self._engine.model, self._engine.model_config, tensors, whole)
 
 
 LoadForm = list[tuple[list[str], torch.Tensor]]
@@ -160,8 +168,10 @@ def load_form(model: torch.nn.Module) -> tuple[LoadForm, list[str]]:
     return list(found.values()), others
 
 
-def install(model: torch.nn.Module, model_config: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Make tensors of the load form the weights of a model, by layerwise reload.
+def install(
+    model: torch.nn.Module, model_config: Any, tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor] = NOTHING
+) -> None:
+    """Make tensors of the load form the weights of a model, by layerwise reload. whole: tensors for the model's own `load_weights`.
 
     Raises: RequestError if a parameter was not loaded, after the reload has been finished as far as it goes.
     """
@@ -172,9 +182,11 @@ def install(model: torch.nn.Module, model_config: Any, tensors: Mapping[str, tor
             if getattr(method, "moe_kernel", None) is not None and _is_on_cpu(model):
                 method.moe_kernel = None
         initialize_layerwise_reload(model)
-        loaders = list(_with_plain_loaders(model))
+        loaders = list(_with_plain_loaders(model, {name for names, _ in form if tensors.keys().isdisjoint(names) for name in names}))
         try:
             _load(model, form, tensors)
+            if whole:
+                load_whole(model, whole)
         finally:
             finalize_layerwise_reload(model, model_config)
             # vLLM's own reloading starts from the same tensors.
@@ -186,11 +198,13 @@ def install(model: torch.nn.Module, model_config: Any, tensors: Mapping[str, tor
             raise RequestError(f"it was not loaded, nor were {len(missing) - 1} more", where=missing[0])
 
 
-def _with_plain_loaders(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Give every parameter the loader that copies; yields each with the loader that it had."""
+def _with_plain_loaders(model: torch.nn.Module, filled: Collection[str]) -> Iterator[tuple[Any, Any]]:
+    """Give the parameters the loader that copies; yields each with the loader that it had. filled: those that whole tensors fill, which
+    keep their own."""
+    kept = {id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if name in filled}
     for layer in model.modules():
         for parameter in layer._parameters.values():
-            if parameter is not None:
+            if parameter is not None and id(parameter) not in kept:
                 yield parameter, layerwise._get_original_loader(parameter)
                 _with_loader(parameter).weight_loader = default_weight_loader
         layerwise._wrap_parameters_weight_loader(layer)
@@ -201,7 +215,9 @@ def _load(model: torch.nn.Module, form: LoadForm, tensors: Mapping[str, torch.Te
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for names, _ in form:
-        tensor = next(tensors[name] for name in names if name in tensors)
+        tensor = next((tensors[name] for name in names if name in tensors), None)
+        if tensor is None:
+            continue  # whole tensors fill it
         if names[0].rpartition(".")[2] == _LIVE:
             live = parameters[names[0]] if names[0] in parameters else buffers[names[0]]
             live.data.copy_(tensor)

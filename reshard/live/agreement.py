@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from reshard.canonical.content import Content
 from reshard.canonical.quantizing import QUANTIZE, form_of_settings
 from reshard.canonical.renaming import is_of_adapter
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.quantities import plural
-from reshard.index.index import Index
+from reshard.index.index import Index, Tensor
 from reshard.live.hello import Hello
 from reshard.live.memory.description import RankDescription
 from reshard.live.memory.index import checkpoint_of, memories_of
@@ -19,6 +20,9 @@ from reshard.live.plan.transfer_plan import TransferPlan, transfer_plan
 from reshard.models.architecture import Architecture
 from reshard.models.lookup import changed_keys
 from reshard.models.quantization import quantization_of, quantization_settings, without_quantization
+from reshard.plans.layout import Layout, TargetFile
+from reshard.plans.plan import Plan, make_plan
+from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.planning import plan_conversion
 from reshard.requests.request import ConversionRequest, cast_of_server
 
@@ -26,11 +30,11 @@ _SHOWN = 5
 """Keys of a config that a message names."""
 
 
-def agreed_plan(said: Sequence[RankDescription | str], hellos: Sequence[Hello]) -> TransferPlan:
+def agreed_plan(said: Sequence[RankDescription | str], hellos: Sequence[Hello], *, fallback: bool = False) -> TransferPlan:
     """The proven plan from the memory of a trainer's ranks into that of the ranks of one or more engines.
 
     said: of each rank of the trainer, what it holds, or why it cannot say it. hellos: of all ranks of all engines. These are replicas: they
-    serve one model on the same parallel sizes.
+    serve one model on the same parallel sizes. fallback: whether tensors that cannot be planned are sent whole to the engine's own loader.
 
     Raises: RequestError if the two sides do not hold one model, or the engines differ. CheckpointError if the trainer's ranks do not hold
     the whole model.
@@ -58,8 +62,26 @@ def agreed_plan(said: Sequence[RankDescription | str], hellos: Sequence[Hello]) 
     ranks = parallel.tp * parallel.pp
     if len(hellos) % ranks:
         raise RequestError(f"{len(hellos)} ranks of engines have joined, and each engine has {ranks}")
-    plan = plan_conversion(source, request)
-    return transfer_plan(plan, replicas=len(hellos) // ranks, sources=memories_of(descriptions))
+    plan, whole = _with_whole(source, request) if fallback else (plan_conversion(source, request), ())
+    return transfer_plan(plan, replicas=len(hellos) // ranks, sources=memories_of(descriptions), whole=whole)
+
+
+def _with_whole(source: Checkpoint, request: ConversionRequest) -> tuple[Plan, Sequence[Tensor]]:
+    """The plan of what can be planned, and the tensors that are sent whole: those that the declaration of the model lacks, or all weights
+    where there is no declaration of it for the engine."""
+    try:
+        plan = plan_conversion(source, replace(request, selection=replace(request.selection, drop_unknown=True)))
+    except UnsupportedError:
+        if request.quantize:
+            raise
+        parallel = request.target.parallel
+        ranks = [{"pp": pp, "tp": tp} for pp in range(parallel.pp) for tp in range(parallel.tp)]
+        files = tuple(TargetFile(f"rank {i}", 0, (), (), each) for i, each in enumerate(ranks))
+        layout = Layout(request.to.name, files, (), parallel)
+        plan = make_plan(source.index, source.files, Content({}, (), None), request.target, layout)
+        return plan, [tensor for tensor in source.index.tensors if tensor.kind in ("weight", "master")]
+    unknown = {drop.name for drop in plan.drops if drop.kind == "unknown"}
+    return plan, [tensor for tensor in plan.source.tensors if tensor.name in unknown]
 
 
 def _check_without_adapter(index: Index) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from reshard.geometry.value import value
-from reshard.live.plan.blocks import Computed
+from reshard.live.plan.beside import Beside
 from reshard.live.plan.schedule import HeldTensor, Schedule
 from reshard.live.wire.transport import SECONDS
 
@@ -43,8 +43,8 @@ class Planned(Protocol):
     def fills(self, rank: int) -> Mapping[str, float]:
         """The tensors of a target rank that are one constant, by name. Elements that nothing is sent for are zeros elsewhere."""
 
-    def computes(self, rank: int) -> tuple[Computed, ...]:
-        """What a target rank computes from values that it receives."""
+    def beside(self, rank: int) -> Beside:
+        """What a target rank receives beside its load form."""
 
 
 @value(eq=False)
@@ -61,8 +61,8 @@ class RankAnswer:
     """The bytes that it receives."""
     verify: bool
     """Whether the digests of what it receives are compared."""
-    computes: tuple[Computed, ...] = ()
-    """What it computes from values that it receives beside its load form."""
+    beside: Beside = Beside()
+    """What it receives beside its load form."""
 
 
 @value(eq=False)
@@ -80,6 +80,6 @@ class Arrangement:
 
         def answer(rank: int) -> RankAnswer:
             receives = plan.receives(rank)
-            return RankAnswer(plan.targets(rank), plan.fills(rank), receives, receives.nbytes, verify, plan.computes(rank))
+            return RankAnswer(plan.targets(rank), plan.fills(rank), receives, receives.nbytes, verify, plan.beside(rank))
 
         return Arrangement(answer, plan.sends)

@@ -75,12 +75,15 @@ class Hello:
             ) from None
 
 
-def check(hello: Hello, targets: Sequence[HeldTensor]) -> None:
-    """Raises RequestError, naming the first tensor, unless the plan's tensors for a rank are those that it holds."""
+def check(hello: Hello, targets: Sequence[HeldTensor], *, has_whole: bool = False) -> None:
+    """Raises RequestError, naming the first tensor, unless the plan's tensors for a rank are those that it holds.
+
+    has_whole: whether the rank receives whole tensors, too. Then it says itself whether its loader fills all that the plan does not bring.
+    """
     planned = {target.name: target for target in targets}
     for kept in hello.tensors:
         found = [planned.pop(name) for name in kept.names if name in planned]
-        if not found:
+        if not found and not has_whole:
             raise _differs(hello, kept.names[0], "the engine holds it, and the plan brings nothing for it")
         for target in found:
             theirs, ours = (kept.dtype, list(kept.shape)), (target.dtype.name, list(target.shape))

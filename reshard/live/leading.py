@@ -43,8 +43,17 @@ class UpdateReport:
 class Lead:
     """Source rank 0's part of updates."""
 
-    def __init__(self, transport: Transport, members: Members, engines: Sequence[EngineControl], sizes: Sequence[int], pause: str) -> None:
-        """sizes: the number of ranks of each engine."""
+    def __init__(
+        self,
+        transport: Transport,
+        members: Members,
+        engines: Sequence[EngineControl],
+        sizes: Sequence[int],
+        pause: str,
+        fallbacks: tuple[str, ...] = (),
+    ) -> None:
+        """sizes: the number of ranks of each engine. fallbacks: weights that are sent whole."""
+        self._fallbacks = fallbacks
         self._transport, self._engines, self._sizes, self._pause = transport, engines, sizes, pause
         self._others = range(1, members.sources)
         self._targets = range(members.sources, members.sources + members.targets)
@@ -74,7 +83,7 @@ class Lead:
         told = self._end(states, version, outcome)
         if outcome.failures:
             raise self._failed(outcome, _statement(self._engines, states))
-        report = UpdateReport(outcome.nbytes, time.monotonic() - began, sending_seconds, told)
+        report = UpdateReport(outcome.nbytes, time.monotonic() - began, sending_seconds, told, self._fallbacks)
         about = {name: getattr(report, name) for name in UpdateReport.__slots__}  # type: ignore[attr-defined]
         self._tell(self._others, {"report": about}, outcome)
         return report

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import RequestError, UnsupportedError
+from reshard.errors import RequestError, check_word
 from reshard.live.agreement import agreed_plan
 from reshard.live.arrangement import Arrangement, Link, Planned
 from reshard.live.engines.choice import controls
@@ -52,11 +52,14 @@ class Sender:
         group: the trainer's process group; None: torch.distributed's default group, or this process alone.
         transport: gloo or nccl, or a Link with more to say.
         verify: compare the digests of all bytes that arrive before they are installed.
+        fallback: "whole": send tensors that cannot be planned whole to the engine's own loader; None: refuse them by name.
 
         Raises: RequestError or SystemRefusal on every rank; trainer and engines stay as they were.
         """
         if fallback is not None:
-            raise UnsupportedError("fallback is not supported yet")
+            check_word("fallback", fallback, ["whole"])
+            if plan is not None:
+                raise RequestError("`fallback=` is about a plan that Sender makes, and `plan=` gives one", do="Leave out one of them")
         link = transport if isinstance(transport, Link) else Link(transport)
         trainers = Trainers.of(group)
         self.plan: Planned | None = None
@@ -64,7 +67,10 @@ class Sender:
         descriptions = trainers.gather(_described(model, trainers.rank)) if plan is None else []
 
         def arrange(hellos: Sequence[Hello]) -> Arrangement:
-            made = agreed_plan(descriptions, hellos) if plan is None else plan(hellos) if callable(plan) else plan
+            if plan is None:
+                made: Planned = agreed_plan(descriptions, hellos, fallback=fallback is not None)
+            else:
+                made = plan(hellos) if callable(plan) else plan
             self.plan = made
             return Arrangement.of(made, verify=verify)
 

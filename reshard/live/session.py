@@ -28,7 +28,6 @@ from reshard.live.arrangement import Arrangement, Link
 from reshard.live.engines.control import EngineControl
 from reshard.live.hello import Hello, check, held_to_json
 from reshard.live.leading import Lead, UpdateReport, Version, dropped
-from reshard.live.plan.blocks import computed_to_json
 from reshard.live.plan.schedule import Schedule
 from reshard.live.trainers import Trainers
 from reshard.live.wire.channel import Joining, joined, led, opened_store
@@ -147,25 +146,25 @@ def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrang
         transport = led(joining, store, still_coming, link.device)
         members = Members(joining.sources, joining.targets)
         try:
-            hellos, sends = _arranged(transport, members, arrange)
+            hellos, sends, fallbacks = _arranged(transport, members, arrange)
             for request in requests:
                 request.result()
             _close_what_is_open(engines, sizes, hellos)
         except Exception:
             transport.close()
             raise
-    return Session(transport, members, sends, Lead(transport, members, engines, sizes, link.pause))
+    return Session(transport, members, sends, Lead(transport, members, engines, sizes, link.pause, fallbacks))
 
 
-def _arranged(transport: Transport, members: Members, arrange: Arrange) -> tuple[list[Hello], Schedule | None]:
-    """Hear what the target ranks hold, and answer all ranks: what they receive and send, or a refusal."""
+def _arranged(transport: Transport, members: Members, arrange: Arrange) -> tuple[list[Hello], Schedule | None, tuple[str, ...]]:
+    """Hear what the target ranks hold, and answer all ranks: what they receive and send, or a refusal. Returns also what is sent whole."""
     others, targets = range(1, members.sources), range(members.sources, members.sources + members.targets)
     try:
         hellos = [Hello.of(transport.hear(peer).document) for peer in targets]
         arrangement = arrange(hellos)
         answers = [arrangement.answer(rank) for rank in range(members.targets)]
         for hello, answer in zip(hellos, answers, strict=True):
-            check(hello, answer.targets)
+            check(hello, answer.targets, has_whole=bool(answer.beside.whole))
     except Exception as error:
         for peer in [*others, *targets]:
             with suppress(Exception):
@@ -173,7 +172,7 @@ def _arranged(transport: Transport, members: Members, arrange: Arrange) -> tuple
         raise
     for peer, answer in zip(targets, answers, strict=True):
         about: dict[str, Any] = {"targets": held_to_json(answer.targets), "fills": dict(answer.fills)}
-        about["computes"] = computed_to_json(answer.computes)
+        about["beside"] = answer.beside.to_json()
         content = answer.receives.to_bytes() if answer.receives is not None else b""
         transport.tell(peer, {**about, "expected": answer.expected, "verify": answer.verify}, content)
     failures = [failure for peer in targets for failure in transport.hear(peer).document["failures"]]
@@ -185,7 +184,8 @@ def _arranged(transport: Transport, members: Members, arrange: Arrange) -> tuple
             transport.tell(peer, {}, arrangement.sends(peer).to_bytes())
     if failures:
         raise SystemRefusal(failures[0], where="a rank of the engine")
-    return hellos, None if arrangement.sends is None else arrangement.sends(0)
+    fallbacks = dict.fromkeys(held.name for answer in answers for held in answer.beside.whole)
+    return hellos, None if arrangement.sends is None else arrangement.sends(0), tuple(fallbacks)
 
 
 def _close_what_is_open(engines: Sequence[EngineControl], sizes: Sequence[int], hellos: Sequence[Hello]) -> None:

@@ -13,15 +13,14 @@ whole update and has heard that all other ranks of the channel have, too. If sou
 from __future__ import annotations
 
 import logging
-from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.errors import RequestError
 from reshard.live.hello import held_from_json
-from reshard.live.plan.blocks import Computed, computed_from_json
-from reshard.live.plan.schedule import Schedule
+from reshard.live.plan.beside import Beside
+from reshard.live.plan.schedule import HeldTensor, Schedule
 from reshard.live.wire.channel import Joining, channel_of, joined
 from reshard.live.wire.computing import compute
 from reshard.live.wire.exchange import Exchange, Members
@@ -48,8 +47,14 @@ class Served(Protocol):
     def described(self) -> Mapping[str, Any]:
         """What the rank holds, as the fields of `Hello`. Raises a ReshardError if it takes no updates."""
 
-    def install(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Make these tensors of the load form the weights that answer."""
+    def check_whole(self, whole: Sequence[HeldTensor], planned: Collection[str]) -> None:
+        """Raises RequestError unless the engine's own loader takes these tensors, and fills from them what is not planned. Changes nothing.
+
+        planned: the names of the load form that a plan brings.
+        """
+
+    def install(self, tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor] = ...) -> None:
+        """Make these tensors of the load form, and what the engine's own loader makes of whole ones, the weights that answer."""
 
     def all_agree(self, own: bool) -> bool:
         """Whether all ranks of the engine say yes. All ranks ask at the same time."""
@@ -64,8 +69,8 @@ class TargetRank:
         self._transport: Transport | None = None
         self._exchange: Exchange | None = None
         self._staged: Staged | None = None
-        self._values: Mapping[str, torch.Tensor] = {}
-        self._computes: tuple[Computed, ...] = ()
+        self._beside = Beside()
+        self._values: dict[str, torch.Tensor] = {}
         self._expected, self._channel = 0, dict[str, Any]()
 
     def join(self, info: Mapping[str, Any]) -> None:
@@ -111,7 +116,8 @@ class TargetRank:
         try:
             # Every rank asks, ready or not, or the others would wait.
             if self._served.all_agree(is_ready) and self._staged is not None:
-                self._served.install(self._staged)
+                whole = {each.name: self._values[each.name] for each in self._beside.whole}
+                self._served.install(self._staged, **({"whole": whole} if whole else {}))
                 result = {"installed": True}
         except Exception as error:
             self._log.exception("reshard: the weights were not installed completely")
@@ -135,7 +141,7 @@ class TargetRank:
     def _leave(self) -> None:
         transport = self._transport
         self._transport = self._exchange = self._staged = None
-        self._values, self._computes = {}, ()
+        self._beside, self._values = Beside(), {}
         self._is_ready = False
         if transport is not None:
             with suppress(Exception):
@@ -150,8 +156,12 @@ class TargetRank:
         self._verify, self._expected = bool(about["verify"]), int(about["expected"])
         try:
             self._staged = Staged(held_from_json(about["targets"]), about["fills"])
-            self._computes = computed_from_json(about["computes"])
-            self._values = Staged([each.values for each in self._computes], {})
+            self._beside = Beside.of(about["beside"])
+            self._values = dict(Staged(self._beside.tensors, {}))
+            if both := self._values.keys() & self._staged.keys():
+                raise RequestError("the plan brings it for the load form, and whole", where=min(both))
+            if self._beside.whole:
+                self._served.check_whole(self._beside.whole, self._staged)
             if answer.content:
                 self._exchange = Exchange(transport, members, Schedule.from_bytes(answer.content), verify=self._verify)
         except Exception as error:
@@ -163,9 +173,9 @@ class TargetRank:
         assert self._transport is not None and self._staged is not None
         try:
             if self._exchange is not None:
-                if failures := self._exchange.receive(ChainMap(self._staged, self._values)).failures:
+                if failures := self._exchange.receive({**self._staged, **self._values}).failures:
                     return failures
-                compute(self._computes, self._values, self._staged)
+                compute(self._beside.computes, self._values, self._staged)
                 return []
             receive_stream(self._transport, SOURCE, self._staged.buffer, expected=self._expected, verify=self._verify)
         except Exception as error:

@@ -253,10 +253,8 @@ def quantize(draft: Draft) -> Draft:
     if draft.request.quantize and model and form not in model.architecture.quantized_as:
         index, tensors, model = by_expert(draft.index, draft.content.tensors, model)
         draft = replace(draft, index=index, content=replace(draft.content, tensors=tensors, model=model))
-    if draft.request.quantize:
-        content, config = quantized(draft.content, draft.companions.config, form, draft.request.quantization)
-    else:
-        content, config = requantized(draft.content, draft.companions.config, form)
+    described = partial(quantized, settings=draft.request.quantization) if draft.request.quantize else requantized
+    content, config = described(draft.content, draft.companions.config, form)
     kept_for = quantized_names(content, config)
     return replace(draft, content=content, companions=draft.companions.with_quantization(config), kept_for=kept_for)
 

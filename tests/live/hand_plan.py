@@ -10,6 +10,7 @@ import numpy as np
 
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import BF16, F32, DType
+from reshard.live.plan.beside import Beside
 from reshard.live.plan.schedule import BoxForm, HeldTensor, Schedule, Way
 
 
@@ -90,8 +91,8 @@ class HandPlan:
     def fills(self, rank: int) -> dict[str, float]:
         return {target.name: 1.0 for target in self.targets(rank) if target.name.endswith("_scale")}
 
-    def computes(self, rank: int) -> tuple:
-        return ()
+    def beside(self, rank: int) -> Beside:
+        return Beside()
 
     def sends(self, rank: int) -> Schedule:
         return self._schedule(rank, [(rank, target) for target in range(self.tp * self.replicas)], rank)

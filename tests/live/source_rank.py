@@ -1,12 +1,14 @@
 """Ranks of a trainer, each a process that holds rows of each weight of a Hugging Face folder. A request goes to all of them at once.
 
 A request has `do` and its arguments; the answer is a document, with `error` where a ReshardError was raised:
-    load     files: hold the rows of the weights in this safetensors file; as F32 where `wide`
-    stand_in tp, port: make one more engine that is none (stand_in_engine.py), on rank 0
+    load     files: hold the rows of the weights in this safetensors file; as F32 where `wide`; all rows where `copies`
+    stand_in tp, port, extra, served: make one more engine that is none (stand_in_engine.py), on rank 0. extra: tensors that no plan knows.
+             served: a config; the engine says that it is vLLM, and serves the model of this config. quantize: it holds this form
     stand_in_held, stand_in_asked, stand_in_fails
     open     engine (an address, or "stand-in"), tp, options: make a Sender with a plan made by hand
+    join     engine (an address; the stand-ins by default), fallback: make a Sender that plans itself
     update   version, spoil, who: a report. spoil: what goes wrong on rank `who`: it sends a wrong byte, or it dies
-    reshape  name, who: give a weight of rank `who` another shape
+    reshape  name, who: give a weight of rank `who`, or of each rank, another shape
     close    leave the engine
     memory   bytes of this process in memory
 """
@@ -34,7 +36,9 @@ from safetensors.torch import load_file
 from reshard.errors import ReshardError
 from reshard.geometry.dtypes import BF16, F32
 from reshard.live.arrangement import Link
+from reshard.live.memory.describe import describe
 from reshard.live.sender import Sender
+from reshard.verbs.transfers import transfers
 
 
 class SourceRank:
@@ -54,12 +58,12 @@ class SourceRank:
         except ReshardError as error:
             return {"error": str(error)}
 
-    def load(self, files: str, wide: bool = False) -> None:
+    def load(self, files: str, wide: bool = False, copies: bool = False) -> None:
         whole = load_file(Path(files) / "model.safetensors")
         self.config = json.loads((Path(files) / "config.json").read_text())
         self.shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
         for name, tensor in whole.items():
-            start, stop = shard_rows(len(tensor), self.size, self.rank)
+            start, stop = (0, len(tensor)) if copies else shard_rows(len(tensor), self.size, self.rank)
             own = tensor[start:stop].to(torch.float32 if wide else tensor.dtype).clone()
             if name in self.weights:
                 self.weights[name].copy_(own)
@@ -85,9 +89,32 @@ class SourceRank:
         dtype = F32 if next(iter(self.weights.values())).dtype == torch.float32 else BF16
         return HandPlan({**self.config, **(config or {})}, self.shapes, self.size, tp, dtype, exchange=exchange, replicas=replicas)
 
-    def stand_in(self, tp: int, port: int) -> None:
-        if self.rank == 0:
-            self.stand_ins.append(StandInEngine(self.plan(tp), tp, port))
+    def join(self, engine: Any = None, fallback: str | None = None) -> Any:
+        self.sender = Sender(self.weights, engine or self.stand_ins, transport=Link(seconds=60.0), fallback=fallback)
+        plan: Any = self.sender.plan
+        return {"fallbacks": list(plan.fallbacks), "lines": str(plan).splitlines(), "nbytes": plan.nbytes} if plan else {}
+
+    def stand_in(
+        self,
+        tp: int,
+        port: int,
+        extra: dict[str, list[int]] | None = None,
+        served: dict[str, Any] | None = None,
+        quantize: str | None = None,
+    ) -> None:
+        if self.rank:
+            return
+        plan: Any = (
+            self.plan(tp)
+            if quantize is None
+            else transfers([describe(self.weights, rank=0)], config=self.config, to="vllm", tp=tp, quantize=quantize)
+        )
+        about: dict[str, Any] = {"engine": "vllm 0.32.0", "config": served} if served else {}
+        if served:
+            layers = range(served["num_hidden_layers"])
+            scales = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale", "q_zero_point", "k_zero_point", "v_zero_point")
+            about["others"] = [f"model.layers.{i}.self_attn.attn.{name}" for i in layers for name in scales]
+        self.stand_ins.append(StandInEngine(plan, tp, port, extra, about))
 
     def stand_in_held(self) -> Any:
         """SHA-256 of each tensor of each rank of each engine."""
@@ -112,7 +139,8 @@ class SourceRank:
         finally:
             if spoiled:
                 transport.send = send
-        return {"nbytes": report.nbytes, "seconds": report.seconds, "version": report.version, "sent": transport.nbytes_sent}
+        about = {"nbytes": report.nbytes, "seconds": report.seconds, "version": report.version, "sent": transport.nbytes_sent}
+        return {**about, "fallbacks": list(report.fallbacks)}
 
     def _spoiled(self, send: Any, peer: int, tensor: torch.Tensor, spoil: str) -> Any:
         if spoil == "dies":
@@ -121,8 +149,8 @@ class SourceRank:
         wrong[0] += 1
         return send(peer, wrong)
 
-    def reshape(self, name: str, who: int) -> None:
-        if self.rank == who:
+    def reshape(self, name: str, who: int | None = None) -> None:
+        if who in (None, self.rank):
             self.weights[name] = self.weights[name].reshape(-1, 2)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 from datetime import timedelta
 
+from reshard.errors import RequestError
 from reshard.geometry.dtypes import from_torch
 from reshard.live.target_rank import TargetRank
 
@@ -22,14 +23,16 @@ class StandInEngine:
 
     name = "the stand-in"
 
-    def __init__(self, plan, size: int, port: int) -> None:
+    def __init__(self, plan, size: int, port: int, extra=None, about=None) -> None:
+        """extra: name -> shape of tensors that no plan knows. Its loader takes whole ones of these names, and keeps the rows of the rank.
+        about: what the ranks say of themselves, instead of what a stand-in would."""
         self._number, self.asked = size, []
         self._pipes, self._processes, self._version = [], [], "default"
         for rank in range(size):
             ours, theirs = FORK.Pipe()
             # Scales are computed by the engine itself.
             held = [(each.name, each.dtype.torch, each.shape) for each in plan.targets(rank)]
-            process = FORK.Process(target=_rank, args=(rank, size, port, held, theirs), daemon=True)
+            process = FORK.Process(target=_rank, args=(rank, size, port, held, theirs, extra or {}, about or {}), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -97,17 +100,19 @@ class _Model:
 
     device = "cpu"
 
-    def __init__(self, rank: int, group, held) -> None:
+    def __init__(self, rank: int, group, held, extra, about) -> None:
         import torch
 
-        self._rank, self._group, self.fails = rank, group, ""
+        self._rank, self._group, self.fails, self._extra, self._about = rank, group, "", extra, about
+        held = [*held, *((name, "bfloat16", (shape[0] // group.size(), *shape[1:])) for name, shape in extra.items())]
         self.tensors = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in held}
 
     def rank(self) -> int:
         return self._rank
 
     def described(self):
-        own = {name: tensor for name, tensor in self.tensors.items() if not name.endswith("_scale")}
+        others = self._about.get("others", [name for name in self.tensors if name.endswith("_scale")])
+        own = {name: tensor for name, tensor in self.tensors.items() if name not in others}
         return {
             "engine": "stand-in 1",
             "rank": self._rank,
@@ -116,14 +121,24 @@ class _Model:
             "model": "",
             "tensors": [[[name], from_torch(str(tensor.dtype), where=name).name, list(tensor.shape)] for name, tensor in own.items()],
             "others": sorted(self.tensors.keys() - own.keys()),
+            **self._about,
         }
 
-    def install(self, tensors) -> None:
+    def check_whole(self, whole, planned) -> None:
+        if others := [each.name for each in whole if self._extra.get(each.name) != list(each.shape)]:
+            raise RequestError("the stand-in's loader does not take it", where=others[0])
+        if lacking := self._extra.keys() - {each.name for each in whole}:
+            raise RequestError("the plan does not bring it", where=min(lacking))
+
+    def install(self, tensors, whole=None) -> None:
         if self.fails == "install":
             self.fails = ""
             raise RuntimeError("no memory to install")
         for name, tensor in tensors.items():
-            self.tensors[name].copy_(tensor)
+            if name in self.tensors or name not in self._about.get("others", ()):
+                self.tensors[name].copy_(tensor)
+        for name, tensor in (whole or {}).items():
+            self.tensors[name].copy_(tensor.chunk(self._group.size())[self._rank])
 
     def all_agree(self, own: bool) -> bool:
         import torch
@@ -142,13 +157,13 @@ def _bytes(tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _rank(rank: int, size: int, port: int, held, pipe) -> None:
+def _rank(rank: int, size: int, port: int, held, pipe, extra, about) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-    model = _Model(rank, dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)), held)
+    model = _Model(rank, dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)), held, extra, about)
     own = TargetRank(model, logging.getLogger("stand-in"))
     parent = os.getppid()
     while True:

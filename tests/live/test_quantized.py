@@ -3,12 +3,14 @@
 Sources compute the blocks that they hold whole, targets the others. The recipes on tensors are compared with those on arrays.
 """
 
+import hashlib
 import json
 
 import numpy as np
 import pytest
 import torch
 from live.memory_transport import MemoryTransport
+from live.source_rank import free_port, source_ranks
 from live.test_transfers import assert_equal, by_rows, hellos, of_rank, stored
 from safetensors.torch import save_file
 
@@ -89,12 +91,14 @@ def updated(plan, arrays):
     found = []
     for rank in range(targets):
         staged = Staged(plan.targets(rank), plan.fills(rank))
-        beside = Staged([each.values for each in plan.computes(rank)], {})
+        beside = Staged(plan.beside(rank).tensors, {})
         schedule = Schedule.from_bytes(plan.receives(rank).to_bytes())
         assert not Exchange(transports[sources + rank], members, schedule).receive({**staged, **beside}).failures
-        compute(plan.computes(rank), beside, staged)
-        words = {each.name: staged[each.name].reshape(-1).view(torch.uint8).numpy().view(each.dtype.word) for each in plan.targets(rank)}
-        found.append({name: each.reshape(staged[name].shape) for name, each in words.items()})
+        compute(plan.beside(rank).computes, beside, staged)
+        both = {**staged, **beside}
+        held = (*plan.targets(rank), *plan.beside(rank).whole)
+        words = {each.name: both[each.name].reshape(-1).view(torch.uint8).numpy().view(each.dtype.word) for each in held}
+        found.append({name: each.reshape(both[name].shape) for name, each in words.items()})
     return found, sum(transport.nbytes_sent for transport in transports)
 
 
@@ -121,7 +125,7 @@ def test_ranks_of_a_quantized_engine_hold_what_convert_writes(form, held, tp, fo
     for rank in range(tp):
         assert_equal(staged[rank], of_rank(tmp_path / "out", rank))
     assert nbytes == plan.nbytes == sum(plan.bytes_out) == sum(plan.bytes_in)
-    assert bool(plan.computed) != (is_whole and form == "fp8-block")
+    assert bool(plan.beside_ranks) != (is_whole and form == "fp8-block")
 
 
 def quantized_config(folder, form, tmp_path):
@@ -163,3 +167,17 @@ def test_a_form_that_is_not_computed_is_refused_by_its_name(folder, tmp_path):
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
     with pytest.raises(RequestError, match=r"INT4 \(GPTQ, group 128\).*fp8-block and mxfp4"):
         agreed_plan(said, hellos({**CONFIG, "quantization_config": settings}, 2))
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "mxfp4"])
+def test_ranks_of_processes_compute_what_convert_writes(form, folder, tmp_path):
+    reshard.convert(reshard.plan(folder, to="vllm", tp=2, quantize=form), tmp_path / "out")
+    with source_ranks(2) as trainer:
+        trainer.ask("load", files=str(folder), copies=True)
+        trainer.ask("stand_in", tp=2, port=free_port(), served=quantized_config(folder, form, tmp_path), quantize=form)
+        planned = trainer.ask("join")[0]["nbytes"]
+        assert {report["nbytes"] for report in trainer.ask("update")} == {planned}
+        for rank, found in enumerate(trainer.ask("stand_in_held")[0]):
+            written = {name: words for name, (_, words) in of_rank(tmp_path / "out", rank).items() if ".attn." not in name}
+            expected = {name: hashlib.sha256(words.tobytes()).hexdigest() for name, words in written.items()}
+            assert {name: digest for name, digest in found.items() if ".attn." not in name} == expected

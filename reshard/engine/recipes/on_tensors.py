@@ -52,7 +52,7 @@ def cast_tensor(tensor: torch.Tensor, source: DType, target: DType) -> torch.Ten
         tensor = _of_function(target.function, tensor) if target.function else tensor
     if target.itemsize < 4:  # by way of float32, as in torch and casts.py
         tensor = tensor.to(torch.float32)
-    if target.name == F8.name:
+    if target.name == F8.name:  # torch 2.13 does it itself, older versions give NaN
         tensor = tensor.clamp(-_LARGEST_FP8, _LARGEST_FP8)
     result = tensor.to(torch_type(target))
     word, words = _nan_of(target), result.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[target.itemsize])

@@ -25,11 +25,12 @@ from reshard.engine.recipes.on_tensors import TENSOR_RECIPES
 from reshard.engine.recipes.quantizer import RECIPES
 from reshard.errors import UnsupportedError
 from reshard.geometry.boxes import Box, row_major
-from reshard.geometry.dtypes import DType, from_safetensors
+from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import grouped
+from reshard.geometry.sections import Columns
 from reshard.geometry.value import value
 from reshard.index.index import Tensor
-from reshard.index.shards import Located, PieceTable, Shards
+from reshard.live.plan.beside import BesideFiles, Computed, ComputedPart
 from reshard.live.plan.joining import Forms, Meetings
 from reshard.live.plan.schedule import BoxForm, Derived, HeldTensor
 from reshard.plans.plan import Plan
@@ -37,40 +38,6 @@ from reshard.plans.tasks import Route
 
 # Elements that a source computes at once; a box that it computes has no more.
 _AT_ONCE = 1 << 21
-ALIGNMENT = 64
-"""The values beside a rank's load form start at multiples of so many bytes."""
-
-
-@value
-class ComputedPart:
-    """Where a target puts the codes, or the scales, of values."""
-
-    tensor: str
-    """The tensor of the load form."""
-    start: int
-    """Where they start in it, in elements."""
-    strides: tuple[int, ...]
-    """The distance between neighbours along each axis, in elements."""
-    is_scale: bool
-    """Whether they are the scales; False: the codes."""
-    dtype: DType
-    """The element type in which the recipe gives them."""
-    target: DType
-    """The element type of the tensor."""
-    rows: int
-    """Rows of the values for each of their rows."""
-
-
-@value
-class Computed:
-    """What a target computes from values that it has received: whole blocks of a weight."""
-
-    values: HeldTensor
-    """The values [rows, columns], in the element type that the recipe takes. They lie beside the load form."""
-    recipe: str
-    """The recipe, one of reshard.engine.recipes.quantizer.RECIPES."""
-    parts: tuple[ComputedPart, ...]
-    """The codes and the scales."""
 
 
 @value(eq=False)
@@ -83,8 +50,6 @@ class QuantizedBoxes:
     """The values that travel, from the weights to the memory beside the load form."""
     computes: Mapping[int, tuple[Computed, ...]]
     """By file of the target: what its rank computes from these values."""
-    addresses: Mapping[int, tuple[int, ...]]
-    """By file of the target: where the values of each lie, in bytes from the start of the file; they lie after its end."""
 
 
 def is_quantized_here(route: Route) -> bool:
@@ -98,12 +63,12 @@ def is_quantized_here(route: Route) -> bool:
     return is_plain and is_grid and RECIPES[derivation.recipe].dtype is not None
 
 
-def quantized_boxes(plan: Plan, routes: Iterable[Route], forms: Forms) -> QuantizedBoxes:
-    """The boxes for these routes, whose targets hold codes or scales.
+def quantized_boxes(plan: Plan, routes: Iterable[Route], forms: Forms, beside: BesideFiles) -> QuantizedBoxes:
+    """The boxes for these routes, whose targets hold codes or scales. Values get places in `beside`.
 
     Raises: UnsupportedError if a rank of the target holds a part of a block.
     """
-    made = _Boxes(plan, forms)
+    made = _Boxes(plan, forms, beside)
     for of_weight in grouped(routes, lambda route: id(_derivation(route).weight)).values():
         made.add(of_weight)
     return made.found()
@@ -162,18 +127,15 @@ def _sources(weight: Tensor, block: tuple[int, int], ranks: Mapping[str, int]) -
 class _Boxes:
     """Collects the boxes of all weights."""
 
-    def __init__(self, plan: Plan, forms: Forms) -> None:
-        self._forms = forms
+    def __init__(self, plan: Plan, forms: Forms, beside: BesideFiles) -> None:
+        self._forms, self._beside = forms, beside
         self._ranks = {file.path: i for i, file in enumerate(plan.source.files)}
-        self._paths = tuple(file.path for file in plan.layout.files)
-        self._files = {path: i for i, path in enumerate(self._paths)}
+        self._files = {file.path: i for i, file in enumerate(plan.layout.files)}
         self._tensors = [sorted((item.byte_offset, item.tensor.name) for item in file.tensors) for file in plan.layout.files]
-        self._ends = [file.nbytes for file in plan.layout.files]
         self._rows: dict[int, list[tuple[int, list[tuple[int, int]], int, int]]] = {}
         """By the number of copies: form, holders, file of the target, byte offset there."""
         self._routes: list[Route] = []
         self._computes: dict[int, list[Computed]] = {}
-        self._addresses: dict[int, list[int]] = {}
 
     def add(self, routes: Sequence[Route]) -> None:
         """The codes and scales of one weight."""
@@ -181,17 +143,21 @@ class _Boxes:
         weight, recipe = derivation.weight, derivation.recipe
         block = RECIPES[recipe].block
         sources = _sources(weight, block, self._ranks) if recipe in TENSOR_RECIPES else []
+        starts, stops = (np.array([getattr(each.box, name) for each in sources], np.int64).reshape(-1, 2) for name in ("offsets", "stops"))
         values: list[tuple[Box, int, int]] = []
         for (file, box), places in self._places(routes, block).items():
             is_open = np.ones([-(-size // step) for size, step in zip(box.sizes, block, strict=True)], np.bool_)
-            for source in sources:
-                if (shared := source.box.intersect(box)) and is_open[blocks := _blocks(shared, box, block)].all():
+            for source in _meeting(sources, starts, stops, box):
+                shared = source.box.intersect(box)
+                if shared and is_open[blocks := _blocks(shared, box, block)].all():
                     is_open[blocks] = False
                     self._send(weight, recipe, shared, source, file, (box, places))
             for part in _rectangles(is_open, box, block):
                 values.append((part, file, self._receive(weight, recipe, part, file, (box, places))))
         if values:
-            self._routes.append(Route(weight, self._beside(weight, recipe, values)))
+            dtype = _values_type(recipe)
+            shards = self._beside.shards(dtype, [(box, file, address) for box, file, address in values])
+            self._routes.append(Route(weight, Tensor(weight.name, dtype, weight.shape, weight.kind, shards)))
 
     def found(self) -> QuantizedBoxes:
         """The boxes of all weights that were added."""
@@ -202,8 +168,7 @@ class _Boxes:
             numbers = (np.array(each, np.int64) for each in (forms, [files], [offsets]))
             form, file, offset = numbers
             meetings.append(Meetings(form, pairs[..., 0], pairs[..., 1], file, offset))
-        computes, addresses = ({file: tuple(each) for file, each in found.items()} for found in (self._computes, self._addresses))
-        return QuantizedBoxes(tuple(meetings), tuple(self._routes), computes, addresses)
+        return QuantizedBoxes(tuple(meetings), tuple(self._routes), {file: tuple(each) for file, each in self._computes.items()})
 
     def _places(self, routes: Sequence[Route], block: tuple[int, int]) -> dict[tuple[int, Box], list[_Place]]:
         """(file of the target, box of the weight) -> where its codes and scales lie. Raises UnsupportedError for a part of a block."""
@@ -242,8 +207,6 @@ class _Boxes:
 
     def _receive(self, weight: Tensor, recipe: str, box: Box, file: int, target: tuple[Box, Sequence[_Place]]) -> int:
         """A box that the target's rank computes; returns the byte offset of its values."""
-        dtype = RECIPES[recipe].dtype
-        assert dtype is not None, "is_quantized_here asks for it"
         parts = []
         for place in target[1]:
             byte_offset = place.at(target[0], box)
@@ -254,22 +217,22 @@ class _Boxes:
             at = (byte_offset - start) // itemsize
             parts.append(ComputedPart(name, at, place.strides, is_scale, source.dtype, place.route.target.dtype, place.grid[0]))
         ranges = ", ".join(f"{start}:{stop}" for start, stop in zip(box.offsets, box.stops, strict=True))
-        held = HeldTensor(f"{weight.name}[{ranges}]", dtype, box.sizes, row_major(box.sizes))
-        address = -(-self._ends[file] // ALIGNMENT) * ALIGNMENT
-        self._ends[file] = address + held.nbytes
+        held = HeldTensor(f"{weight.name}[{ranges}]", _values_type(recipe), box.sizes, row_major(box.sizes))
         self._computes.setdefault(file, []).append(Computed(held, recipe, tuple(parts)))
-        self._addresses.setdefault(file, []).append(address)
-        return address
+        return self._beside.add(file, held)
 
-    def _beside(self, weight: Tensor, recipe: str, values: Sequence[tuple[Box, int, int]]) -> Tensor:
-        """The values of some boxes of a weight, in the files of the target that compute of them."""
-        dtype = RECIPES[recipe].dtype
-        assert dtype is not None, "is_quantized_here asks for it"
-        offsets, sizes = (np.array([getattr(box, name) for box, _, _ in values], np.int64) for name in ("offsets", "sizes"))
-        files, starts = (np.array([row[i] for row in values], np.int64) for i in (1, 2))
-        strides = np.stack([sizes[:, 1], np.ones(len(sizes), np.int64)], axis=1)
-        table = PieceTable(self._paths, offsets, sizes, files, starts, Located(self._paths, files, starts, strides, dtype))
-        return Tensor(weight.name, dtype, weight.shape, weight.kind, Shards(table))
+
+def _values_type(recipe: str) -> DType:
+    """The element type in which a recipe takes values."""
+    dtype = RECIPES[recipe].dtype
+    assert dtype is not None, "is_quantized_here asks for it"
+    return dtype
+
+
+def _meeting(sources: Sequence[_Source], starts: Columns, stops: Columns, box: Box) -> Iterator[_Source]:
+    """The sources whose boxes share elements with a box. starts, stops: [n, 2], of their boxes."""
+    rows = ((starts < np.array(box.stops)) & (stops > np.array(box.offsets))).all(axis=1)
+    return (sources[row] for row in np.flatnonzero(rows).tolist())
 
 
 def _blocks(part: Box, box: Box, block: tuple[int, int]) -> tuple[slice, ...]:
@@ -299,32 +262,3 @@ def _parts(box: Box, block: tuple[int, int]) -> Iterator[Box]:
     for row, column in product(range(0, box.sizes[0], height), range(0, box.sizes[1], width)):
         rows = box.narrow(0, row, min(row + height, box.sizes[0]))
         yield rows.narrow(1, column, min(column + width, box.sizes[1]))
-
-
-def computed_to_json(computes: Iterable[Computed]) -> list[Any]:
-    """Plain values."""
-    return [
-        [
-            [each.values.name, each.values.dtype.name, each.values.shape],
-            each.recipe,
-            [[part.tensor, part.start, part.strides, part.is_scale, part.dtype.name, part.target.name, part.rows] for part in each.parts],
-        ]
-        for each in computes
-    ]
-
-
-def computed_from_json(document: Iterable[Any]) -> tuple[Computed, ...]:
-    """What `computed_to_json` has written."""
-
-    def part(tensor: str, start: int, strides: list[int], is_scale: bool, dtype: str, target: str, rows: int) -> ComputedPart:
-        types = (from_safetensors(name, where=tensor) for name in (dtype, target))
-        return ComputedPart(tensor, start, tuple(strides), is_scale, *types, rows)
-
-    return tuple(
-        Computed(
-            HeldTensor(name, from_safetensors(dtype, where=name), tuple(shape), row_major(shape)),
-            recipe,
-            tuple(part(*each) for each in parts),
-        )
-        for (name, dtype, shape), recipe, parts in document
-    )

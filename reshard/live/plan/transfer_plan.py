@@ -11,7 +11,7 @@ The plan of a conversion says where each element comes from. Here its files are 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -20,18 +20,20 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import RequestError, UnsupportedError
-from reshard.geometry.boxes import row_major
+from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import from_safetensors
 from reshard.geometry.quantities import nbytes_text, plural
 from reshard.geometry.sections import Columns
 from reshard.geometry.value import Drawn, value
-from reshard.index.index import Index
+from reshard.index.index import Index, Tensor
 from reshard.live.plan.balance import chosen_holders
-from reshard.live.plan.blocks import Computed, QuantizedBoxes, is_quantized_here, quantized_boxes
+from reshard.live.plan.beside import Beside, BesideFiles, Computed
+from reshard.live.plan.blocks import is_quantized_here, quantized_boxes
 from reshard.live.plan.joining import Forms, Meetings, joined
 from reshard.live.plan.schedule import BoxForm, HeldTensor, Schedule, Way
 from reshard.plans.layout import Layout
 from reshard.plans.plan import Plan
+from reshard.plans.tasks import Route
 from reshard.storage.output_file import OutputFile
 
 Numbers = npt.NDArray[np.int32]
@@ -98,10 +100,8 @@ class TransferPlan(Drawn):
     """[n]: the replica that receives it; -1: each of them."""
     unfed: Mapping[int, tuple[Fill, ...]]
     """By rank of a replica: what no source feeds."""
-    computed: Mapping[int, tuple[Computed, ...]]
-    """By rank of a replica: what it computes from values that it receives."""
-    fallbacks: tuple[str, ...] = ()
-    """The tensors that are sent whole to the engine's own loader, because their places in it cannot be planned."""
+    beside_ranks: Mapping[int, Beside]
+    """By rank of a replica: what it receives beside its load form."""
     notes: tuple[str, ...] = ()
     """Sentences for a reader of the plan."""
 
@@ -153,12 +153,17 @@ class TransferPlan(Drawn):
 
     def targets(self, rank: int) -> tuple[HeldTensor, ...]:
         """All tensors of a target rank, also those that nothing is sent for."""
-        beside = {each.values.name for each in self.computes(rank)}
-        return tuple(each for each in self.memories[rank % len(self.memories)].tensors if each.name not in beside)
+        beside = set(map(id, self.beside(rank).tensors))
+        return tuple(each for each in self.memories[rank % len(self.memories)].tensors if id(each) not in beside)
 
-    def computes(self, rank: int) -> tuple[Computed, ...]:
-        """What a target rank computes from values that it receives, which lie beside its tensors."""
-        return self.computed.get(rank % len(self.memories), ())
+    def beside(self, rank: int) -> Beside:
+        """What a target rank receives beside its tensors."""
+        return self.beside_ranks.get(rank % len(self.memories), Beside())
+
+    @cached_property
+    def fallbacks(self) -> tuple[str, ...]:
+        """The tensors that are sent whole to the engine's own loader, because their places in it cannot be planned."""
+        return tuple(dict.fromkeys(held.name for beside in self.beside_ranks.values() for held in beside.whole))
 
     def fills(self, rank: int) -> dict[str, float]:
         """The tensors of a target rank that are one constant, by name. Other elements that nothing is sent for are zeros.
@@ -241,28 +246,31 @@ class TransferPlan(Drawn):
         return f"TransferPlan({self.source} -> {self.target}, {ranks}, {sizes})"
 
 
-def transfer_plan(plan: Plan, *, sources: Sequence[RankMemory], replicas: int = 1) -> TransferPlan:
+def transfer_plan(plan: Plan, *, sources: Sequence[RankMemory], replicas: int = 1, whole: Sequence[Tensor] = ()) -> TransferPlan:
     """The transfer that fills the layout of a proven plan from the memory of ranks.
 
     plan: of a conversion whose source's files are memories of ranks. sources: the tensors in these, in the order of the files. replicas:
-    how many engines receive the same.
+    how many engines receive the same. whole: tensors of the source that every target rank receives whole, for the engine's own loader.
 
-    Raises: UnsupportedError, with the names, if values of the target are computed from more than one element of the source.
+    Raises: UnsupportedError, with the names, for values that a live update does not compute.
     """
     if replicas < 1:
         raise RequestError(f"`replicas={replicas}`: at least one is needed")
-    _check_computed(plan)
+    _check_computed(plan.routes)
+    _check_computed([Route(each, each) for each in whole])
     paths = tuple(file.path for file in plan.source.files)
     forms = Forms()
-    quantized = quantized_boxes(plan, [route for route in plan.routes if route.source.derivation], forms)
+    beside = BesideFiles(plan.layout.files)
+    quantized = quantized_boxes(plan, [route for route in plan.routes if route.source.derivation], forms, beside)
     copied = [route for route in plan.routes if not route.source.derivation]
-    meetings = [_cut(each, forms) for each in (*joined([*copied, *quantized.routes], forms), *quantized.meetings)]
+    copied += [*quantized.routes, *_whole_routes(whole, plan.layout, beside)]
+    meetings = [_cut(each, forms) for each in (*joined(copied, forms), *quantized.meetings)]
     made = tuple(forms.numbers)
     sizes = np.array([form.nbytes for form in made], np.int64)
     holders = [each.source_ranks.reshape(-1, each.source_ranks.shape[2]) for each in meetings]
     nbytes = [np.tile(sizes[each.forms], len(each.source_ranks)) for each in meetings]
     chosen = chosen_holders(holders, nbytes, len(paths), replicas)
-    targets, rank_of, base_of = _targets(plan.layout, quantized)
+    targets, rank_of, base_of = _targets(plan.layout, beside)
     columns = [_columns(*each, rank_of, base_of) for each in zip(meetings, chosen, strict=True)]
     # They are larger than the plan that is made of them.
     del meetings, holders, nbytes, chosen
@@ -281,7 +289,7 @@ def transfer_plan(plan: Plan, *, sources: Sequence[RankMemory], replicas: int = 
         target_address,
         replica,
         _fills(plan, targets, rank_of, base_of),
-        _by_rank(quantized.computes, rank_of),
+        _beside_ranks(quantized.computes, {each.name for each in whole}, beside, rank_of),
         notes=plan.layout.notes,
     )
 
@@ -298,11 +306,11 @@ def _held(stored: Any) -> HeldTensor:
     return HeldTensor(stored.name, stored.dtype, stored.shape, row_major(stored.shape))
 
 
-def _check_computed(plan: Plan) -> None:
+def _check_computed(routes: Iterable[Route]) -> None:
     """Raises UnsupportedError, with a name, for values that a transfer does not compute."""
     refused = [
         route.name
-        for route in plan.routes
+        for route in routes
         if route.source.encoding or route.source.updates or (route.source.derivation and not is_quantized_here(route))
     ]
     if refused:
@@ -314,11 +322,23 @@ def _check_computed(plan: Plan) -> None:
         )
 
 
-def _by_rank(by_file: Mapping[int, tuple[Computed, ...]], rank_of: Columns) -> dict[int, tuple[Computed, ...]]:
-    found: dict[int, tuple[Computed, ...]] = {}
-    for file, computes in by_file.items():
+def _whole_routes(whole: Iterable[Tensor], layout: Layout, beside: BesideFiles) -> Iterator[Route]:
+    """Whole tensors, into the memory of each rank: beside the first of its files."""
+    firsts = {tuple(sorted(file.ranks.items())): i for i, file in reversed([*enumerate(layout.files)])}.values()
+    for tensor in whole:
+        box, held = Box.whole(tensor.shape), HeldTensor(tensor.name, tensor.dtype, tensor.shape, row_major(tensor.shape))
+        shards = beside.shards(tensor.dtype, [(box, file, beside.add(file, held)) for file in firsts])
+        yield Route(tensor, replace(tensor, shards=shards))
+
+
+def _beside_ranks(
+    computes: Mapping[int, tuple[Computed, ...]], whole: Container[str], beside: BesideFiles, rank_of: Columns
+) -> dict[int, Beside]:
+    found: dict[int, Beside] = {}
+    for file, places in beside.tensors.items():
         rank = int(rank_of[file])
-        found[rank] = (*found.get(rank, ()), *computes)
+        before, own = found.get(rank, Beside()), tuple(held for held, _ in places if held.name in whole)
+        found[rank] = Beside((*before.computes, *computes.get(file, ())), (*before.whole, *own))
     return found
 
 
@@ -367,8 +387,8 @@ def _columns(meetings: Meetings, chosen: Columns, rank_of: Columns, base_of: Col
     )
 
 
-def _targets(layout: Layout, quantized: QuantizedBoxes) -> tuple[tuple[RankMemory, ...], Columns, Columns]:
-    """The memory of each target rank, with the values that it computes of; the rank of each file, and where the file starts in the rank's
+def _targets(layout: Layout, beside: BesideFiles) -> tuple[tuple[RankMemory, ...], Columns, Columns]:
+    """The memory of each target rank, with what lies beside its load form; the rank of each file, and where the file starts in the rank's
     memory."""
     ranks = sorted({tuple(sorted(file.ranks.items())) for file in layout.files})
     number = {each: i for i, each in enumerate(ranks)}
@@ -381,10 +401,10 @@ def _targets(layout: Layout, quantized: QuantizedBoxes) -> tuple[tuple[RankMemor
         base_of[i] = ends[rank]
         tensors[rank] += [_held(item.tensor) for item in file.tensors]
         addresses[rank] += [ends[rank] + item.byte_offset for item in file.tensors]
-        beside = [each.values for each in quantized.computes.get(i, ())]
-        tensors[rank] += beside
-        addresses[rank] += [ends[rank] + address for address in quantized.addresses.get(i, ())]
-        ends[rank] += quantized.addresses[i][-1] + beside[-1].nbytes if beside else file.nbytes
+        for held, address in beside.tensors.get(i, ()):
+            tensors[rank].append(held)
+            addresses[rank].append(ends[rank] + address)
+        ends[rank] += beside.end(i)
     return tuple(RankMemory(tuple(a), np.array(b, np.int64)) for a, b in zip(tensors, addresses, strict=True)), rank_of, base_of
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from reshard.engine.casts import cast
 from reshard.engine.recipes.on_tensors import TENSOR_RECIPES, cast_tensor
 from reshard.engine.recipes.quantizer import RECIPES
-from reshard.live.plan.blocks import Computed
+from reshard.live.plan.beside import Computed
 from reshard.live.plan.schedule import BoxForm
 
 if TYPE_CHECKING:

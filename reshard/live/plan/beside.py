@@ -1,0 +1,131 @@
+"""Beside: what lies in a target rank's memory beside its load form during an update, because the load form follows from it.
+
+values    of blocks that several sources share: the rank computes codes and scales from them (blocks.py)
+whole     tensors that no plan cuts: the engine's own loader takes them (fallback="whole")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.dtypes import DType, from_safetensors
+from reshard.geometry.value import value
+from reshard.index.shards import Located, PieceTable, Shards
+from reshard.live.plan.schedule import HeldTensor
+from reshard.plans.layout import TargetFile
+
+ALIGNMENT = 64
+"""Tensors beside the load form start at multiples of so many bytes."""
+
+
+@value
+class ComputedPart:
+    """Where a target puts the codes, or the scales, of values."""
+
+    tensor: str
+    """The tensor of the load form."""
+    start: int
+    """Where they start in it, in elements."""
+    strides: tuple[int, ...]
+    """The distance between neighbours along each axis, in elements."""
+    is_scale: bool
+    """Whether they are the scales; False: the codes."""
+    dtype: DType
+    """The element type in which the recipe gives them."""
+    target: DType
+    """The element type of the tensor."""
+    rows: int
+    """Rows of the values for each of their rows."""
+
+
+@value
+class Computed:
+    """What a target computes from values that it has received: whole blocks of a weight."""
+
+    values: HeldTensor
+    """The values [rows, columns], in the element type that the recipe takes. They lie beside the load form."""
+    recipe: str
+    """The recipe, one of reshard.engine.recipes.quantizer.RECIPES."""
+    parts: tuple[ComputedPart, ...]
+    """The codes and the scales."""
+
+
+@value(eq=False)
+class Beside:
+    """What a target rank receives beside its load form."""
+
+    computes: tuple[Computed, ...] = ()
+    """What it computes from values."""
+    whole: tuple[HeldTensor, ...] = ()
+    """Whole tensors, under the names that the engine's own loader knows."""
+
+    @property
+    def tensors(self) -> tuple[HeldTensor, ...]:
+        """All tensors beside the load form."""
+        return (*(each.values for each in self.computes), *self.whole)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"computes": _computed_to_json(self.computes), "whole": [[each.name, each.dtype.name, each.shape] for each in self.whole]}
+
+    @staticmethod
+    def of(document: Mapping[str, Any]) -> Beside:
+        """What `to_json` has written."""
+        return Beside(_computed_from_json(document["computes"]), tuple(_contiguous(*each) for each in document["whole"]))
+
+
+class BesideFiles:
+    """Places beside the load form, in the memory of the target's ranks: after the end of each file of a layout."""
+
+    def __init__(self, files: Sequence[TargetFile]) -> None:
+        self._paths, self._ends = tuple(file.path for file in files), [file.nbytes for file in files]
+        self.tensors: dict[int, list[tuple[HeldTensor, int]]] = {}
+        """By the number of a file: each tensor, and the byte at which it starts, from the start of the file."""
+
+    def add(self, file: int, held: HeldTensor) -> int:
+        """The byte at which a tensor gets its place."""
+        address = -(-self._ends[file] // ALIGNMENT) * ALIGNMENT
+        self._ends[file] = address + held.nbytes
+        self.tensors.setdefault(file, []).append((held, address))
+        return address
+
+    def end(self, file: int) -> int:
+        """The byte after the last tensor beside a file."""
+        return self._ends[file]
+
+    def shards(self, dtype: DType, places: Sequence[tuple[Box, int, int]]) -> Shards:
+        """Boxes of a tensor as pieces that lie there: each with the number of its file, and the byte at which it starts."""
+        offsets, sizes = (np.array([getattr(box, name) for box, _, _ in places], np.int64) for name in ("offsets", "sizes"))
+        files, starts = (np.array([row[i] for row in places], np.int64) for i in (1, 2))
+        strides = np.array([row_major(box.sizes) for box, _, _ in places], np.int64).reshape(offsets.shape)
+        return Shards(PieceTable(self._paths, offsets, sizes, files, starts, Located(self._paths, files, starts, strides, dtype)))
+
+
+def _contiguous(name: str, dtype: str, shape: Iterable[int]) -> HeldTensor:
+    return HeldTensor(name, from_safetensors(dtype, where=name), tuple(shape), row_major(tuple(shape)))
+
+
+def _computed_to_json(computes: Iterable[Computed]) -> list[Any]:
+    """Plain values."""
+    return [
+        [
+            [each.values.name, each.values.dtype.name, each.values.shape],
+            each.recipe,
+            [[part.tensor, part.start, part.strides, part.is_scale, part.dtype.name, part.target.name, part.rows] for part in each.parts],
+        ]
+        for each in computes
+    ]
+
+
+def _computed_from_json(document: Iterable[Any]) -> tuple[Computed, ...]:
+    """What `_computed_to_json` has written."""
+
+    def part(tensor: str, start: int, strides: list[int], is_scale: bool, dtype: str, target: str, rows: int) -> ComputedPart:
+        made, held = (from_safetensors(name, where=tensor) for name in (dtype, target))
+        return ComputedPart(tensor, start, tuple(strides), is_scale, made, held, rows)
+
+    return tuple(Computed(_contiguous(*values), recipe, tuple(part(*each) for each in parts)) for values, recipe, parts in document)
