@@ -184,7 +184,10 @@ def _carried(files: Files, folder: str) -> dict[str, tuple[Files, str]]:
 
 
 def find_model_files(files: Files) -> ModelFiles:
-    """The model files of a folder, or of the folder below it where verl puts them."""
+    """The model files of a folder, or of the folder below it where verl puts them. A JSON file that names a model is a config by itself."""
+    if files.is_file and (name := files.list()[0]).endswith(".json") and name != CONFIG:
+        config = read_json(files, name)
+        return ModelFiles(files, "", config if names_a_model(config) else None)
     folder = next((folder for folder in _FOLDERS if files.size(folder + CONFIG) is not None), None)
     if folder is None:
         return ModelFiles(files, "", None)
@@ -258,8 +261,12 @@ def find_model_files_near(files: Files) -> ModelFiles:
     except CheckpointError:
         return own
     # Other programs have files of this name, too.
-    is_of_a_model = bool(above.config and (above.config.get("model_type") or above.config.get("architectures")))
-    return replace(above, child=files) if is_of_a_model else own
+    return replace(above, child=files) if above.config and names_a_model(above.config) else own
+
+
+def names_a_model(config: Mapping[str, Any]) -> bool:
+    """Whether a config says of which type its model is."""
+    return bool(config.get("model_type") or config.get("architectures"))
 
 
 @contextmanager

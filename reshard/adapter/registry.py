@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -91,7 +91,9 @@ def target(name: str) -> Format:
 
 
 def _unknown(name: str, known: Collection[str]) -> RequestError:
-    return RequestError(f"unknown format {name!r}", do=choices(name, known))
+    from reshard.adapter.foreign_files import target_refusal
+
+    return target_refusal(name) or RequestError(f"unknown format {name!r}", do=choices(name, known))
 
 
 def serving_formats() -> dict[str, ServingFormat]:
@@ -121,7 +123,7 @@ def options() -> dict[Option, tuple[str, ...]]:
 def detect(files: Files) -> tuple[Format, str]:
     """The one format that claims these files, and what `Format.detect` says about them.
 
-    Raises: RequestError if none does, or several do.
+    Raises: RequestError if none does, or several do; CheckpointError if they are what a download has left.
     """
     claims = _claims(files)
     if len(claims) == 1:
@@ -132,15 +134,28 @@ def detect(files: Files) -> tuple[Format, str]:
             where=files.root,
             do="Choose one: " + " or ".join(f"`reshard inspect {files.root} --format {found.name}`" for found, _ in claims),
         )
+    from reshard.adapter.foreign_files import refusal
+
+    raise _one_of_many(files) or refusal(files, lambda globs: _fitting_path(_paths(files), globs)) or _nothing_known(files)
+
+
+def _nothing_known(files: Files) -> RequestError:
+    """The error for a folder in which no format and no foreign file is found, or for such a file."""
     if files.is_file:
-        raise _not_a_checkpoint(files)
-    listing = files.list()
-    raise RequestError(
-        f"no known format lies here; {_some(listing)}" if listing else "the directory is empty",
-        where=files.root,
-        do="`reshard formats` tells what is looked for. Give the directory that holds the checkpoint's files",
-        id="not-found",
-    )
+        do = "Give a file of weights, or the directory that holds the checkpoint's files. `reshard formats` tells what is looked for"
+        return RequestError("this file is in no known format", where=files.root, do=do, id="not-found")
+    from reshard.adapter.model_files import CONFIG
+
+    listing, do = files.list(), "`reshard formats` tells what is looked for. Give the directory that holds the checkpoint's files"
+    what = f"no known format lies here; {_some(listing)}" if listing else "the directory is empty"
+    if CONFIG in listing:
+        what = (
+            f"no weights lie here, only a model's {CONFIG}"
+            if len(listing) == 1
+            else f"no weights lie here beside {CONFIG}; {_some(listing)}"
+        )
+        do = "`reshard inspect`, `reshard degrees` and `reshard estimate` take it as it is. For anything else, copy the weights here"
+    return RequestError(what, where=files.root, do=do, id="not-found")
 
 
 def is_claimed(files: Files) -> bool:
@@ -159,16 +174,26 @@ def _claims(files: Files) -> list[tuple[Format, str]]:
 
 def _fitting(files: Files) -> Iterator[str]:
     """The formats whose signature fits these files, and those that have none."""
-    listing, signatures = files.list(), _signatures()
+    signatures, paths = _signatures(), _paths(files)
     here = "../" + files.root.rstrip("/").rpartition("/")[2] + "/"
-    inner = (path for folder in listing if folder.endswith("/") for path in files.list(folder))
-    paths = (*listing, *(here + path for path in listing), *inner)
+    paths += tuple(here + path for path in files.list())
     text = "\n".join(paths)
     for name in points():
         # Few globs have all of their words anywhere, and only for them a pattern is worth its compilation.
         globs = [glob for glob in signatures.get(name, ()) if all(word in text for word in glob.split("*"))]
         if name not in signatures or (globs and any(map(_pattern(*globs).fullmatch, paths))):
             yield name
+
+
+def _paths(files: Files) -> tuple[str, ...]:
+    """The entries of a folder, and of the folders in it."""
+    listing = files.list()
+    return (*listing, *(path for folder in listing if folder.endswith("/") for path in files.list(folder)))
+
+
+def _fitting_path(paths: Iterable[str], globs: tuple[str, ...]) -> str | None:
+    """The first path that fits a glob of a signature; None if none does."""
+    return next(filter(_pattern(*globs).fullmatch, paths), None)
 
 
 def _pattern(*globs: str) -> re.Pattern[str]:
@@ -188,17 +213,23 @@ def _signatures() -> dict[str, tuple[str, ...]]:
     return globs
 
 
-def _not_a_checkpoint(file: Files) -> RequestError:
-    """The error for one file that no format claims. It names the directory if that holds a checkpoint."""
-    folder = file.parent()
+def _one_of_many(file: Files) -> RequestError | None:
+    """The error for one of the files of a checkpoint; it names the directory. None for a directory, and for any other file."""
+    folder = file.parent() if file.is_file else None
     try:
         claims = _claims(folder) if folder else []
     except ReshardError:
         claims = []
-    if folder and claims:
-        what = f"one file of a checkpoint ({claims[0][0].name}) was given"
-        return RequestError(what, where=file.root, do=f"Give the directory {folder.root}")
-    return RequestError("no known format", where=file.root, do="Give the directory that holds the checkpoint's files")
+    names = [found.name for found, _ in claims if _is_of(found.name, file.list())]
+    if folder is None or not names:
+        return None
+    return RequestError(f"one file of a checkpoint ({names[0]}) was given", where=file.root, do=f"Give the directory {folder.root}")
+
+
+def _is_of(name: str, listing: tuple[str, ...]) -> bool:
+    """Whether a file is one of the files by which a format is known, or a config: other files lie beside checkpoints by chance."""
+    globs = _signatures().get(name, ("*",))
+    return _fitting_path(listing, (*globs, *(glob.rpartition("/")[2] or glob for glob in globs), "*.json")) is not None
 
 
 def _some(listing: tuple[str, ...]) -> str:

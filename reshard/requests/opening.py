@@ -276,6 +276,12 @@ def check_used(checkpoints: list[Checkpoint], options: Mapping[str, Any]) -> Non
         )
 
 
+def is_bare(path: PathLike) -> bool:
+    """Whether a path is a model's config, or a folder with a config and without weights in any known format."""
+    files = open_tree(path)
+    return find_model_files(files).config is not None and not registry.is_claimed(files)
+
+
 def model_at(path: PathLike, architecture: Architecture | PathLike | None = None) -> Model:
     """The model of a folder with a config.json, with or without weights; or of a checkpoint whose own settings describe the model."""
     return model_of(find_model_files(open_tree(path)).config or open(path).model_files.config, architecture)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import has_tokenizer
-from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.content import Content, check_against_model
 from reshard.errors import ReshardError
 from reshard.geometry.meshes import Parallel
@@ -18,6 +17,7 @@ from reshard.plans.layout import Target
 from reshard.serving.legality import check_degrees
 
 if TYPE_CHECKING:
+    from reshard.adapter.serving_format import ServingFormat
     from reshard.requests.checkpoint import Checkpoint
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -51,19 +51,18 @@ def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
         needed.append("the model's config: `model=DIR`")
     elif not has_tokenizer(checkpoint.model_files.carried) and not draft_class(checkpoint.model_files.config):
         needed.append("a tokenizer (tokenizer.json, tokenizer.model, ...) to serve it: `model=DIR`")
-    engines = {}
     problem = _problem(content) if content else None
     if content and content.unknown and not problem:
         what = f"{plural(len(content.unknown), 'weight')} that the declared architecture lacks, such as {content.unknown[0]}"
         needed.append(f"for serving: a decision about {what}; `exclude=` or `drop_unknown=True` leaves them out")
-    for name, engine in registry.formats().items():
-        if (
-            model is not None
-            and isinstance(engine, ServingFormat)
-            and (sizes := tuple(size for size in SIZES if _takes(engine, model, size)))
-        ):
-            engines[name] = sizes
-    return Outlook({} if problem or (content and content.unknown) else engines, tuple(needed), problem)
+    is_served = model is not None and not problem and not (content and content.unknown)
+    return Outlook(engine_sizes(model) if model and is_served else {}, tuple(needed), problem)
+
+
+def engine_sizes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Serving engine -> the tensor-parallel sizes at which it takes a model. An engine that takes it at none is left out."""
+    sizes = {name: tuple(size for size in SIZES if _takes(engine, model, size)) for name, engine in registry.serving_formats().items()}
+    return {name: found for name, found in sizes.items() if found}
 
 
 def _problem(content: Content) -> str | None:

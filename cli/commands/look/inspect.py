@@ -17,6 +17,7 @@ from reshard.geometry.value import value
 from reshard.models.lookup import draft_class
 
 from ... import options
+from ...bare_models import show_bare_model
 from ...json_output import Streamed, show_json
 from ...plans import show_drops
 from ...runs import show_run
@@ -79,6 +80,11 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, 
             if not as_json:
                 _show_files(checkpoint)
             raise
+        except RequestError as error:
+            if as_json or error.id != "not-found" or not _is_model_alone(checkpoint):
+                raise
+            show_bare_model(checkpoint)
+            return
         tensors = list(opened.tensors)
         if globs:
             check_globs("--tensor", globs, dict.fromkeys(tensor.name for tensor in tensors))
@@ -93,6 +99,16 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, 
                 _show_tensor(tensor)
         else:
             _show_checkpoint(opened, given.get("model"))
+
+
+def _is_model_alone(path: str) -> bool:
+    """Whether a path is a model's config, or a folder with a config and no weights."""
+    from reshard.requests.opening import is_bare
+
+    try:
+        return is_bare(path)
+    except ReshardError:
+        return False
 
 
 def _show_files(path: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeGuard, Unpack
+from typing import Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import find_model_files
@@ -22,7 +22,7 @@ from reshard.models.quantization import check_has_settings, without_quantization
 from reshard.plans.layout import Target
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import ModelOptions, PathLike, Weights, checked_keywords, take
-from reshard.requests.opening import model_at, model_of, opened
+from reshard.requests.opening import is_bare, model_at, model_of, opened
 from reshard.requests.planning import check_nothing_unanswered
 from reshard.requests.request import dtype_named, kept_globs
 from reshard.serving.capacity import DegreeReport, GpuMemory, degree_report
@@ -59,7 +59,7 @@ def degrees(
         options={"engine_version": version} if version is not None else {},
     )
     dequantize = options.get("dequantize", False)
-    if _is_bare(source):
+    if not isinstance(source, Checkpoint) and is_bare(source):
         _refuse_for_bare(options)
         model, dtypes = _declared_model(model_at(source, options.get("architecture")), target, dequantize)
         notes: tuple[str, ...] = ()
@@ -111,14 +111,6 @@ def _memory(options: DegreeOptions) -> GpuMemory | None:
     if nbytes < 1:
         raise RequestError(f"`gpu_memory={nbytes}`: a GPU has some memory", do="Give its size, such as 80GiB")
     return GpuMemory(nbytes, 0.9 if utilization is None else utilization, reserve, longest)
-
-
-def _is_bare(source: Checkpoint | PathLike) -> TypeGuard[PathLike]:
-    """Whether a folder has a config, and no weights in any known format."""
-    if isinstance(source, Checkpoint):
-        return False
-    files = open_tree(source)
-    return find_model_files(files).config is not None and not registry.is_claimed(files)
 
 
 def _refuse_for_bare(options: DegreeOptions) -> None:
