@@ -141,7 +141,9 @@ def _encoded(weight: str, form: StoredForm, stored: list[tuple[Component, Tensor
     dtype = scale.dtype if form.keeps_scale_type else BF16
     # The pieces of the codes are boxes of the weight.
     axes, grid, shards = list(parts[0].axes), [size or 1 for size in parts[0].grid], parts[0].tensor.shards
-    pieces = shards.replaced(offsets=shards.offsets[:, axes] * grid, sizes=shards.sizes[:, axes] * grid)
+    packing = form.codes.packing
+    runs = [packing.run if packing and axis == parts[0].packed_axis else 1 for axis in axes]
+    pieces = shards.replaced(offsets=shards.offsets[:, axes] // runs * grid, sizes=shards.sizes[:, axes] // runs * grid)
     return replace(codes, name=weight, shape=canonical, encoding=Encoding(form.name, tuple(parts), dtype), shards=pieces)
 
 

@@ -5,13 +5,14 @@ Elements are copied, compared and hashed as unsigned words of their size; their 
 A file may hold a function of a weight in place of the weight itself. Its type is then that of the function's values, with the name of the
 function: F32 of -exp. Casting the weight to this type computes the function (reshard/geometry/functions.py).
 
-Several values may lie in one stored word, such as eight 4-bit integers in an I32. A Packing says which value a code of 4 or 8 bits stands
+Several values may lie in one stored word, such as eight 4-bit integers in an I32. A Packing says which value a code of 2 to 8 bits stands
 for, and in which order the codes of consecutive values lie in a word:
 
     NVFP4, MXFP4           two in a byte, the first one in the low bits
     compressed-tensors     eight in an I32, value i in the bits from 4i
     GPTQ                   the same, along the input features
     AWQ                    eight in an I32 along the output features, in the order 0 2 4 6 1 3 5 7
+    MLX                    one after the other through the words of a row; those of 3, 5 and 6 bits also across the borders of words
 """
 
 from __future__ import annotations
@@ -205,11 +206,14 @@ class Packing:
     values: tuple[float, ...]
     """The value of each code."""
     places: tuple[int, ...]
-    """For each consecutive value, the place of its code in the word: place p is the bits from p times the bits of a code."""
+    """For each consecutive value, the place of its code in the word: place p is the bits from p times the bits of a code. Empty: the codes
+    follow each other bit by bit through a run of words, and some lie in two words."""
     axis: int
     """The axis of the weight [out, in] along which the values of a word follow each other."""
     words: tuple[int, ...] = ()
     """(n,): the stored array has a last axis of n words, which together hold the values that follow each other."""
+    run: int = 1
+    """The number of neighbouring words, along the axis, that hold a whole number of values: 3 words of 32 bits hold 32 codes of 3 bits."""
 
     @property
     def bits(self) -> int:
@@ -219,12 +223,12 @@ class Packing:
     @property
     def in_order(self) -> bool:
         """Whether consecutive values lie in consecutive bits: then each byte holds the values of 8 bits, since words are little-endian."""
-        return self.places == tuple(range(len(self.places)))
+        return bool(self.places) and self.places == tuple(range(len(self.places)))
 
     @property
     def count(self) -> int:
-        """The number of values that one place of the stored array holds, its last axis of words included."""
-        return len(self.places) * math.prod(self.words)
+        """The number of values that one place of the stored array holds, its last axis of words included; of a run, all its words."""
+        return len(self.places) * math.prod(self.words) if self.places else 32 * self.run // self.bits
 
     @property
     def values_of_bytes(self) -> npt.NDArray[np.float32]:
@@ -232,7 +236,7 @@ class Packing:
         return _values_of_bytes(self.values).view(np.float32).reshape(256, -1)
 
     def unpacked(self, words: Block, axis: int) -> npt.NDArray[np.float32]:
-        """The values in float32. words: a stored array. axis: its axis along which values are packed; it becomes `count` times as long."""
+        """The values in float32. words: a stored array. axis: that along which values are packed; a word or run becomes `count` values."""
         if self.words:
             assert axis == words.ndim - 2, "the words of a place follow each other in its last axis"
             words = words.reshape(*words.shape[:-2], -1)
@@ -240,6 +244,9 @@ class Packing:
             pairs = np.take(_values_of_bytes(self.values), np.ascontiguousarray(words).view(np.uint8))
             values: npt.NDArray[np.float32] = pairs.view(np.float32)
             return values
+        if not self.places:
+            assert axis == words.ndim - 1, "a run of words lies in the last axis"
+            return _values_of_bits(words, self.bits)
         before, after = words.shape[: axis + 1], words.shape[axis + 1 :]
         codes = np.empty((*before, len(self.places), *after), np.uint8)
         for i, place in enumerate(self.places):
@@ -256,13 +263,25 @@ class Packing:
         return looked_up
 
 
+def _values_of_bits(words: Block, bits: int) -> npt.NDArray[np.float32]:
+    """The integers of so many bits each that follow each other in the last axis of an array of little-endian words.
+
+    An example with 3 bits: three bytes b0 b1 b2 are the number b0 + 2^8 b1 + 2^16 b2, whose bits 0 to 2 are the first of eight codes.
+    """
+    of_group = math.lcm(bits, 8) // 8
+    groups = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape[:-1], -1, of_group).astype(np.uint64)
+    numbers = (groups << np.arange(0, 8 * of_group, 8, dtype=np.uint64)).sum(-1, dtype=np.uint64)
+    codes = (numbers[..., None] >> np.arange(0, 8 * of_group, bits, dtype=np.uint64)) & np.uint64((1 << bits) - 1)
+    return codes.reshape(*words.shape[:-1], -1).astype(np.float32)
+
+
 @lru_cache(maxsize=8)
 def _values_of_bytes(values: tuple[float, ...]) -> Block:
     """The values of all codes in each byte, as one element of as many bytes as they have in float32."""
     bits = len(values).bit_length() - 1
     codes = (np.arange(256)[:, None] >> np.arange(0, 8, bits)) & (len(values) - 1)
     table = np.array(values, np.float32)[codes]
-    words: Block = table.view(np.uint64 if bits == 4 else np.uint32).reshape(256)
+    words: Block = table.view({2: np.complex128, 4: np.uint64, 8: np.uint32}[bits]).reshape(256)
     return words
 
 
@@ -274,3 +293,10 @@ def fp4(*, words: tuple[int, ...] = ()) -> Packing:
 def integers(bits: int, offset: int, *, axis: int = 1, places: tuple[int, ...] | None = None) -> Packing:
     """Integers in words of 32 bits. A code is the integer minus `offset`."""
     return Packing(f"INT{bits}", tuple(float(code + offset) for code in range(1 << bits)), places or tuple(range(32 // bits)), axis)
+
+
+def bit_run(bits: int) -> Packing:
+    """Integers from 0 on whose codes follow each other in words of 32 bits, also across their borders where 32 is no multiple of `bits`."""
+    if 32 % bits == 0:
+        return integers(bits, 0)
+    return Packing(f"INT{bits}", tuple(map(float, range(1 << bits))), (), 1, run=math.lcm(32, bits) // 32)

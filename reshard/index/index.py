@@ -139,7 +139,8 @@ class EncodedPart:
         starts, stops = [0] * len(shape), list(shape)
         for size, axis, start, stop in zip(self.grid, self.axes, box.offsets, box.stops, strict=True):
             if size is not None:
-                starts[axis], stops[axis] = start // size, -(-stop // size)
+                run = self.component.packing.run if self.component.packing and axis == self.packed_axis else 1
+                starts[axis], stops[axis] = start // size * run, -(-stop // size) * run
         return Box(tuple(starts), tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
 
 

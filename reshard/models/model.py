@@ -512,7 +512,10 @@ class Model:
 
     def _forms(self, weight: Weight, pattern: str) -> list[StoredForm]:
         """The forms in which a weight can be stored, unless the config excludes its module; none: weights of its role are not quantized."""
-        if self.quantization is None or not any(role in ROLES and ROLES[role].quantized for role in (weight.role, *weight.fuses)):
+        if self.quantization is None:
+            return []
+        tables = ("embedding", "head") if self.quantization.tables else ()
+        if not any(role in tables or (role in ROLES and ROLES[role].quantized) for role in (weight.role, *weight.fuses)):
             return []
         return [form for form in self.quantization.forms if form.fits(pattern) and form.transposed == weight.transposed]
 

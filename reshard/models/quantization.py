@@ -1,7 +1,8 @@
 """The quantization that a config describes: how the quantized weights of the model are stored (stored_forms.py).
 
 Sources: transformers 5.23, quantizers (finegrained_fp8, compressed_tensors, mxfp4); compressed-tensors 0.20, compressors; vLLM 0.32,
-layers/quantization; NVIDIA ModelOpt 0.47; AutoAWQ 0.2.9; GPTQModel 7.7; published configs of DeepSeek-V3, Qwen3-FP8, gpt-oss.
+layers/quantization; NVIDIA ModelOpt 0.47; AutoAWQ 0.2.9; GPTQModel 7.7; MLX 0.32.4 and mlx-lm; published configs of DeepSeek-V3, Qwen3-FP8,
+gpt-oss, and of four MLX folders.
 
 Where the settings stand:
 
@@ -9,6 +10,7 @@ Where the settings stand:
     hf_quant_config.json      ModelOpt; alone up to 0.29, beside those of config.json later
     quantize_config.json      AutoGPTQ, and early AutoAWQ
     quant_config.json         AutoAWQ
+    config.json, quantization MLX, with a copy under quantization_config; both without a quant_method
 
 A file is read if config.json has no settings; its content then stands in the config, under quantization_config, as engines put it there.
 Source: vLLM 0.32, transformers_utils/config.py (get_config) and model_loader/weight_utils.py (get_quant_config).
@@ -21,11 +23,12 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.errors import CheckpointError, RequestError
-from reshard.geometry.dtypes import fp4, integers
+from reshard.geometry.dtypes import bit_run, fp4, integers
 from reshard.models.stored_forms import BlockShape, Component, Quantization, StoredForm
 
 SETTING = "quantization_config"
 _OLD_SETTING = "compression_config"
+_MLX_SETTING = "quantization"
 _INNER = "text_config"
 SETTINGS_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """The files beside config.json in which settings stand, in the order in which they are looked for."""
@@ -48,12 +51,17 @@ def settings_key(config: Mapping[str, Any]) -> str | None:
 def _places(config: Mapping[str, Any]) -> dict[str, Any]:
     inner = config.get(_INNER)
     of_inner = inner.get(SETTING) if isinstance(inner, Mapping) else None
+    of_mlx = config.get(_MLX_SETTING)
+    is_mlx = isinstance(of_mlx, Mapping) and "quant_method" not in of_mlx and {"bits", "group_size"} <= of_mlx.keys()
+    if is_mlx:
+        return {_MLX_SETTING: {**of_mlx, "quant_method": "mlx"}}  # type: ignore[dict-item]
     return {SETTING: config.get(SETTING), f"{_INNER}.{SETTING}": of_inner, _OLD_SETTING: config.get(_OLD_SETTING)}
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the same model, not quantized."""
-    plain = {key: value for key, value in config.items() if key not in (SETTING, _OLD_SETTING)}
+    unwanted = (SETTING, _OLD_SETTING, _MLX_SETTING) if settings_key(config) == _MLX_SETTING else (SETTING, _OLD_SETTING)
+    plain = {key: value for key, value in config.items() if key not in unwanted}
     inner = plain.get(_INNER)
     if isinstance(inner, Mapping) and SETTING in inner:
         plain[_INNER] = {key: value for key, value in inner.items() if key != SETTING}
@@ -162,6 +170,9 @@ def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Qua
     dynamic = settings.get("dynamic")  # of GPTQModel, which leaves these modules as they are
     entries += ["re:" + key.removeprefix("-:") for key in dynamic if key.startswith("-:")] if isinstance(dynamic, Mapping) else []
     scales = _cache_scales(settings, str(method))
+    if method == "mlx":
+        _check_mlx_keeps_values(config)
+        return Quantization("mlx", forms, _mlx_excluded(settings), tables=True, library="MLX")
     # compressed-tensors quantizes the modules of linear layers, and its producers make each expert such a module.
     return Quantization(str(method), forms, tuple(entries), scales, by_expert=method == "compressed-tensors")
 
@@ -422,6 +433,58 @@ def _compressed_nvfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> 
     return _microscaled("NVFP4", *components)
 
 
+# The types whose weights mlx-lm 0.32.2 stores under the model's own names, with its own values and axes: its `sanitize` was run on named
+# random weights. Of other models it stacks experts, adds one to norms, or moves the axes of convolutions.
+_MLX_MODELS = (
+    "cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_bigcode", "granite", "hunyuan_v1_dense", "llama",
+    "mimo", "ministral3", "mistral", "nemotron", "olmo2", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+
+
+def _check_mlx_keeps_values(config: Mapping[str, Any]) -> None:
+    if (model_type := str(config.get("model_type"))) not in _MLX_MODELS:
+        raise _Unknown(f" of {model_type[:40]}, whose weights MLX stores under other names or with other values")
+
+
+def _mlx(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+    """A form for each number of bits and each group size; the modules that the settings list by name come first.
+
+    w = scale * q + bias, with q packed along the input features: weight U32 [out, in * bits / 32], scales and biases [out, in / group].
+    """
+    if (mode := settings.get("mode", "affine")) != "affine":
+        raise _Unknown(f" in the mode {str(mode)[:20]}")
+    listed: dict[tuple[Any, Any], set[str]] = {}
+    for name, own in settings.items():
+        if isinstance(own, Mapping):
+            if own.get("mode", "affine") != "affine":
+                raise _Unknown(f" in the mode {str(own['mode'])[:20]}")
+            sizes = own.get("bits", settings["bits"]), own.get("group_size", settings["group_size"])
+            listed.setdefault(sizes, set()).update(_mlx_names(name))
+    forms = [replace(_of_mlx(*sizes), modules=frozenset(names)) for sizes, names in listed.items()]
+    return (*forms, _of_mlx(settings["bits"], settings["group_size"]))
+
+
+def _of_mlx(bits: Any, group: Any) -> StoredForm:
+    if bits not in (2, 3, 4, 5, 6, 8) or group not in (32, 64, 128):
+        raise _Unknown(f" with {str(bits)[:20]} bits and groups of {str(group)[:20]}")
+    components = (
+        Component("weight", "codes", packing=bit_run(bits)),
+        Component("scales", "scale", (1, group)),
+        Component("biases", "bias", (1, group)),
+    )
+    return StoredForm(f"INT{bits} (MLX, group {group})", f"INT{bits} group", components, ("U32",), keeps_scale_type=True)
+
+
+def _mlx_excluded(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(each for name, own in settings.items() if own is False for each in _mlx_names(name))
+
+
+def _mlx_names(name: str) -> tuple[str, ...]:
+    """The names of a module: MLX's, and that of transformers where a language model lies in a larger model."""
+    inner = name.removeprefix("language_model.")
+    return (name,) if inner == name else (name, inner, f"model.language_model.{inner.removeprefix('model.')}")
+
+
 _METHODS = {
     "fp8": _fp8,
     "compressed-tensors": _compressed,
@@ -430,6 +493,7 @@ _METHODS = {
     "modelopt_fp4": _modelopt,
     "awq": _awq,
     "gptq": _gptq,
+    "mlx": _mlx,
 }
 _COMPRESSED_MXFP4 = _microscaled("MXFP4", Component("weight_packed", "codes", packing=fp4()), _exponents("weight_scale", 32))
 _COMPRESSED: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], StoredForm]] = {

@@ -29,8 +29,8 @@ from reshard.geometry.value import value
 # Weight elements per value along each axis of a weight [out, in]. None: one value for the whole axis.
 BlockShape = tuple[int | None, ...]
 
-Use = Literal["codes", "scale", "divisor", "zero point", "group index", "input scale", "shape"]
-"""What a component is for: an element's value is (code - zero point) * scale / divisor."""
+Use = Literal["codes", "scale", "divisor", "zero point", "bias", "group index", "input scale", "shape"]
+"""What a component is for: an element's value is (code - zero point) * scale / divisor, or code * scale + bias."""
 
 
 @value
@@ -70,7 +70,7 @@ class Component:
 
     @property
     def grid(self) -> BlockShape:
-        """Weight elements per stored element along each axis of the weight; those of a last axis of words count once."""
+        """Weight elements per stored element along each axis; a last axis of words, or a run of words, counts as one element."""
         if self.packing is None:
             return self.block_shape
         return tuple(
@@ -89,6 +89,8 @@ class Component:
         *stack, out_size, in_size = weight
         lengths = zip((out_size, in_size), self.grid, strict=True)
         sizes = [1 if size is None else -(-length // size) for length, size in lengths if size is not None or not self.is_vector]
+        if self.packing:
+            sizes[self.packing.axis] *= self.packing.run
         if self.unit_axes:
             sizes = [each for size in sizes for each in (size, 1)]
         return (*stack, *(reversed(sizes) if self.transposed else sizes), *(self.packing.words if self.packing else ()))
@@ -99,7 +101,8 @@ class Component:
         inner = shape[: len(shape) - len(self.packing.words)] if self.packing else shape
         *stack, first, second = inner
         sizes = (second, first) if self.transposed else (first, second)
-        return (*stack, *(length * (size or 1) for length, size in zip(sizes, self.grid, strict=True)))
+        runs = [self.packing.run if self.packing and axis == self.packing.axis else 1 for axis in range(2)]
+        return (*stack, *(length // run * (size or 1) for length, run, size in zip(sizes, runs, self.grid, strict=True)))
 
 
 @value
@@ -188,6 +191,10 @@ class Quantization:
     """The scales of cached keys and values, one of each in every layer's attention. Their kinds are all that follows its module's name."""
     by_expert: bool = False
     """Whether each expert has weights under names of its own, also where the same model without quantization stacks them."""
+    tables: bool = False
+    """Whether embeddings and heads are quantized like linear layers."""
+    library: str | None = None
+    """The only library that loads such weights, such as MLX; None: serving engines load them."""
 
     def form_of(self, weight: str) -> StoredForm | None:
         """The form of the weight of a linear layer, by the weight's name; None if it is not quantized."""

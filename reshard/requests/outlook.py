@@ -13,6 +13,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.models.lookup import draft_class
 from reshard.models.model import Model
+from reshard.models.quantization import without_quantization
 from reshard.plans.layout import Target
 from reshard.serving.legality import check_degrees
 
@@ -55,6 +56,9 @@ def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
     if content and content.unknown and not problem:
         what = f"{plural(len(content.unknown), 'weight')} that the declared architecture lacks, such as {content.unknown[0]}"
         needed.append(f"for serving: a decision about {what}; `exclude=` or `drop_unknown=True` leaves them out")
+    if model is not None and (library := model.quantization and model.quantization.library):
+        needed.append(f"for serving: `dequantize=True`, as the weights are quantized for {library}")
+        model = Model(model.architecture, without_quantization(model.config))
     is_served = model is not None and not problem and not (content and content.unknown)
     return Outlook(engine_sizes(model) if model and is_served else {}, tuple(needed), problem)
 

@@ -57,6 +57,10 @@ def check_served(model: Model, rules: EngineRules) -> None:
             f"{engine} does not load a {model.architecture.model_type} model from such files: {rules.not_loadable}",
             do="Convert to hf, which it loads as well",
         )
+    if model.quantization and model.quantization.library:
+        raise UnsupportedError(
+            f"the weights are quantized for {model.quantization.library}, and {engine} does not load them", do="Add `dequantize=True`"
+        )
     if rules.refuses_quantized and model.quantization:
         raise UnsupportedError("the weights are quantized", why=rules.refuses_quantized, do="Add `dequantize=True`, or convert to hf")
     if rules.derives_head_dim:

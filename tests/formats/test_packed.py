@@ -79,7 +79,7 @@ def test_tables_hold_what_is_computed_without_them(case, dtype, tmp_path, monkey
     table = dequantizer._table
     monkeypatch.setattr(dequantizer, "_table", lambda *about: (made.append(about[2]), table(*about))[1])
     with_tables = values("tables")
-    assert bool(made) == (not any(word in case for word in ("awq", "gptq", "asym")))
+    assert bool(made) == (not any(word in case for word in ("awq", "gptq", "asym", "mlx")))
     monkeypatch.setattr(dequantizer, "_is_in_bytes", lambda encoding: False)
     made.clear()
     assert values("computed") == with_tables and not made

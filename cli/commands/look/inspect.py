@@ -283,6 +283,8 @@ class Inspection:
         about_model = about_model or (" --model DIR" if self.config is None else "")
         if self.content is not None and self.content.adapter:
             about_model += " --merge-adapter self" + ("" if LoraSettings(self.adapter_config).alpha is not None else " --lora-alpha ALPHA")
+        stored = self.checkpoint.model and self.checkpoint.model.quantization
+        about_model += " --dequantize" if stored and stored.library else ""
         if engines:
             engine = "vllm" if "vllm" in engines else min(engines)
             return f"reshard convert {path} out --to {engine} --tp {max(size for size in engines[engine] if size <= 8)}{about_model}"

@@ -23,7 +23,7 @@ from threading import get_ident
 
 import numpy as np
 
-from reshard.engine.casts import Block, cast, decoded
+from reshard.engine.casts import Block, cast, decoded, decoded_affine
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import E8M0, F32, DType
@@ -174,7 +174,7 @@ def _codes_in_bytes(codes: StoredWords, scales: StoredWords | None, box: Box) ->
 def _is_in_bytes(encoding: Encoding) -> bool:
     """Whether each byte of the codes tells the values of some elements, but for their scales."""
     codes = encoding.parts[0]
-    if any(part.component.use == "zero point" for part in encoding.parts):
+    if any(part.component.use in ("zero point", "bias") for part in encoding.parts):
         return False
     packing = codes.component.packing
     return codes.tensor.dtype.itemsize == 1 if packing is None else packing.in_order and codes.packed_axis == len(codes.axes) - 1
@@ -211,8 +211,12 @@ def _bytes_of(codes: StoredWords, box: Box, packed: int, of_byte: int) -> Block:
 
 def _computed(stored: Sequence[StoredWords], box: Box, dtype: DType) -> Block:
     """The words of a box, computed for each element."""
-    terms = {each.part.component.use: _values(each, box) for each in stored if each.part.component.use in ("codes", "zero point")}
+    used = ("codes", "zero point", "bias")
+    terms = {each.part.component.use: _values(each, box) for each in stored if each.part.component.use in used}
     factors = _factors(stored, lambda each: _values(each, box), len(box.sizes))
+    if "bias" in terms:
+        rounded = next(each.part.tensor.dtype for each in stored if each.part.component.use == "bias")
+        return decoded_affine(terms["codes"], factors, terms["bias"], rounded, dtype)
     return decoded(terms["codes"], terms.get("zero point"), factors, dtype)
 
 
