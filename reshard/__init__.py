@@ -14,9 +14,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from reshard.canonical.content import Selection
     from reshard.errors import CheckpointError, DifferenceFound, RequestError, ReshardError
     from reshard.requests.checkpoint import Checkpoint
     from reshard.requests.opening import open
+    from reshard.storage.stores.urls import storage_options
     from reshard.verbs.convert import convert, convert_part
     from reshard.verbs.digests import digests
     from reshard.verbs.look.degrees import degrees
@@ -43,6 +45,7 @@ __all__ = [
     "DifferenceFound",
     "RequestError",
     "ReshardError",
+    "Selection",
     "cache",
     "convert",
     "convert_part",
@@ -62,10 +65,16 @@ __all__ = [
     "save_plan",
     "serve_check",
     "stats",
+    "storage_options",
     "transfers",
     "verify",
     "watch",
 ]
+_ELSEWHERE = {
+    "Checkpoint": "requests.checkpoint", "Selection": "canonical.content", "open": "requests.opening", "convert_part": "verbs.convert",
+    "load_plan": "verbs.plan", "save_plan": "verbs.plan", "storage_options": "storage.stores.urls",
+    "cache": "verbs.serve.cache", "serve_check": "verbs.serve.serve_check",
+}  # fmt: skip
 _LOOKS = {"degrees", "diff", "doctor", "estimate", "explain", "fingerprint", "learn", "stats"}
 
 
@@ -99,17 +108,7 @@ def _bind_from_above(*, is_checkpoint: bool) -> None:
 def _module_of(name: str) -> str:
     if name.endswith(("Error", "Found")):
         return "errors"
-    if name == "Checkpoint":
-        return "requests.checkpoint"
-    if name == "open":
-        return "requests.opening"
-    if name == "convert_part":
-        return "verbs.convert"
-    if name in ("load_plan", "save_plan"):
-        return "verbs.plan"
-    if name in ("cache", "serve_check"):
-        return f"verbs.serve.{name}"
-    return f"verbs.look.{name}" if name in _LOOKS else f"verbs.{name}"
+    return _ELSEWHERE.get(name) or (f"verbs.look.{name}" if name in _LOOKS else f"verbs.{name}")
 
 
 def __dir__() -> list[str]:

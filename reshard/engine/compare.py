@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,11 +20,14 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.functions import INVERTIBLE
 from reshard.geometry.quantities import plural
-from reshard.geometry.value import mutable, value
+from reshard.geometry.value import Tabular, mutable, value
 from reshard.index.index import Constant, Index, Tensor
 from reshard.plans.digests import CURRENT
 from reshard.plans.manifest import MANIFEST
 from reshard.storage.files import Files, read_range
+
+if TYPE_CHECKING:
+    from reshard.geometry.table import Table
 
 
 @value(eq=False)
@@ -55,7 +59,7 @@ class Difference:
 
 
 @mutable
-class Comparison:
+class Comparison(Tabular):
     """The result of comparing two checkpoints, or one with the manifest that reshard wrote beside it."""
 
     JSON = "equal tensors bytes=nbytes differences notes"
@@ -85,9 +89,15 @@ class Comparison:
             more = f" and {plural(len(self.differences) - 1, 'other difference')}" if len(self.differences) > 1 else ""
             raise DifferenceFound(first.detail + more, where=first.name)
 
+    def table(self) -> Table:
+        """A row for each difference: its kind, the tensor, and a sentence."""
+        from reshard.geometry.table import Table
+
+        return Table(("kind", "name", "detail"), tuple((each.kind, each.name, each.detail) for each in self.differences))
+
     def __repr__(self) -> str:
         result = "equal" if self.equal else plural(len(self.differences), "difference")
-        return f"Comparison({result}, {plural(self.tensors, 'tensor')}, {plural(self.nbytes, 'byte')})"
+        return f"{type(self).__name__}({result}, {plural(self.tensors, 'tensor')}, {plural(self.nbytes, 'byte')})"
 
 
 def check_recorded(side: Side, digests: BlockDigests) -> None:

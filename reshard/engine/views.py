@@ -18,6 +18,7 @@ from reshard.engine.values import Values
 from reshard.errors import RequestError, UnsupportedError, choices
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.packages import package
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import StoredTensor, sliced
 from reshard.geometry.value import Drawn
@@ -97,9 +98,8 @@ class LazyTensor:
         return (self[box.index[:-1]] for box in blocks(self.shape))
 
     def torch(self) -> Any:
-        """The values as a torch tensor with memory of its own."""
-        import torch
-
+        """The values as a torch tensor with memory of its own. Raises RequestError if torch is not installed."""
+        torch = package("torch", ".torch()", "Install it with `pip install 'reshard[torch]'`, or use .numpy()")
         flat = torch.from_numpy(self.words().reshape(-1).view(np.uint8))
         return flat.view(getattr(torch, self.dtype.torch)).reshape(self.shape)
 
@@ -225,11 +225,11 @@ class View(Mapping[str, LazyTensor], Drawn):
         return View({name: stored for name, stored in self._stored.items() if matches(name, globs)}, self._sources, self._files)
 
     def to_pandas(self) -> Any:
-        """A pandas DataFrame with one row per tensor: name, dtype, shape, elements, bytes. pandas must be installed."""
-        import pandas as pd  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        """A pandas DataFrame with one row per tensor: name, dtype, shape, elements, bytes. RequestError if it is not installed."""
+        from reshard.geometry.table import Table
 
         rows = [(each.name, each.dtype.name, each.shape, math.prod(each.shape), each.nbytes) for each in self._stored.values()]
-        return pd.DataFrame(rows, columns=["name", "dtype", "shape", "elements", "bytes"])
+        return Table(("name", "dtype", "shape", "elements", "bytes"), tuple(rows)).to_pandas()
 
     def __repr__(self) -> str:
         return f"View({plural(len(self), 'tensor')}, {plural(sum(stored.nbytes for stored in self._stored.values()), 'byte')})"

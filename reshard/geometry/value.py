@@ -10,7 +10,7 @@ small inspection a quarter of its processor time. Here only `__init__` is compil
 frozen for the type checker, and not at run time: a class that is frozen there sets each field by a call, and takes four times as long to
 make. (attrs 26.1 and msgspec 0.22 were measured: with their imports, 120 classes take 140 and 119 ms, these 108 ms.)
 
-Drawn is a value that has a picture and does not know how it is drawn.
+Drawn is a value that has a picture and does not know how it is drawn; Tabular is a result that has rows.
 """
 
 from __future__ import annotations
@@ -98,6 +98,28 @@ class Drawn:
 
     def _repr_html_(self) -> str:
         return _draw(self, True)
+
+
+class Tabular(Drawn):
+    """A result with one row for each of its parts. `print` shows the first rows, a notebook more of them."""
+
+    __slots__ = ()
+
+    def table(self) -> Any:
+        """The rows of the result, as a `Table` (geometry/table.py)."""
+        raise NotImplementedError
+
+    def sorted_by(self, column: str, *, reverse: bool = False) -> Any:
+        """The rows in the order of a column. Raises RequestError, with the nearest name, if there is no such column."""
+        return self.table().sorted_by(column, reverse=reverse)
+
+    def to_pandas(self) -> Any:
+        """The rows as a pandas DataFrame. Raises RequestError if pandas is not installed."""
+        return self.table().to_pandas()
+
+    def __str__(self) -> str:
+        rows = self.table()
+        return f"{self!r}\n{rows}" if rows else repr(self)
 
 
 def draw_with(draw: Callable[[object, bool], str]) -> None:

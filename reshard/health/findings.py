@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import (
     CheckpointError,
@@ -17,7 +17,10 @@ from reshard.errors import (
 )
 from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
-from reshard.geometry.value import value
+from reshard.geometry.value import Tabular, value
+
+if TYPE_CHECKING:
+    from reshard.geometry.table import Table
 
 Severity = Literal["error", "warning", "info"]
 Needs = Literal["", "deep", "since", "serve-check"]
@@ -192,7 +195,7 @@ def of_error(error: ReshardError, id: str | None = None) -> Finding:
 
 
 @value
-class Report:
+class Report(Tabular):
     """What `doctor` found in a checkpoint."""
 
     JSON = "path format deep healthy tensors files bytes=nbytes findings"
@@ -221,6 +224,13 @@ class Report:
         """Whether a finding is an error, or has one of these ids or severities."""
         bad = {"error", *fail_on}
         return any(finding.severity in bad or finding.id in bad for finding in self.findings)
+
+    def table(self) -> Table:
+        """A row for each finding, the worst first."""
+        from reshard.geometry.table import Table
+
+        columns = ("severity", "id", "tensor", "file", "rank", "detail", "do")
+        return Table(columns, tuple(tuple(getattr(each, name) for name in columns) for each in self.findings))
 
     def count(self, severity: Severity) -> int:
         """The number of findings of a severity."""

@@ -10,6 +10,8 @@ from itertools import islice
 
 from reshard.engine.views import View
 from reshard.geometry.quantities import nbytes_text, plural
+from reshard.geometry.table import Table, cell_text
+from reshard.geometry.value import Tabular
 from reshard.index.fold import fold
 from reshard.live.plan.transfer_plan import TransferPlan
 from reshard.measures.changes import Change, sum_of
@@ -24,6 +26,7 @@ from reshard.training.schedules import PipelineSchedule, bubbles
 from reshard.verbs.look.diff import Diff
 
 _MOST_RANKS = 64
+_MOST_ROWS = 200
 _LEAST = 1e-6
 """The relative change that is drawn lightest; ten times as much is a sixth darker."""
 
@@ -32,6 +35,9 @@ def draw(value: object, for_notebook: bool) -> str:
     """The picture of a value. for_notebook: with its colours, and what a notebook shows beside it."""
     if not for_notebook:
         return str(picture_of(value))
+    if isinstance(value, Tabular):
+        picture = () if picture_of.dispatch(type(value)) is picture_of.dispatch(Tabular) else (picture_of(value),)
+        return in_notebook(joined((element("p", repr(value)), *picture, _rows(value.table()))))
     if isinstance(value, Checkpoint):
         about = f"{value.path}: {value.format}, {plural(len(value.index.tensors), 'tensor')}"
         return in_notebook(joined((element("p", about), picture_of(value), tree_list(value.tree))))
@@ -51,6 +57,24 @@ def picture_of(value: object) -> Html:
 def _(checkpoint: Checkpoint) -> Html:
     """Who holds what; empty if every tensor is in one piece."""
     return shard_map(checkpoint.tree)
+
+
+@picture_of.register
+def _(result: Tabular) -> Html:
+    """Its rows, where no picture shows more."""
+    return _rows(result.table())
+
+
+@picture_of.register
+def _(rows: Table) -> Html:
+    """The first rows."""
+    return _rows(rows)
+
+
+def _rows(rows: Table) -> Html:
+    cells = [tuple(cell if type(cell) is int else cell_text(cell) for cell in row) for row in rows.rows[:_MOST_ROWS]]
+    more = f"and {plural(len(rows) - _MOST_ROWS, 'more row')}" if len(rows) > _MOST_ROWS else None
+    return table(rows.columns, cells, caption=more)
 
 
 @picture_of.register

@@ -13,6 +13,8 @@ from reshard.errors import RequestError, nearest
 from reshard.geometry.value import value
 
 if TYPE_CHECKING:
+    import inspect
+
     from reshard.models.architecture import Architecture
 
 PathLike = str | os.PathLike[str]
@@ -123,8 +125,14 @@ class EffortOptions(TypedDict, total=False):
 
 def usual_values(keywords: type) -> dict[str, Any]:
     """The values of the keywords of a TypedDict that are not given."""
-    declared = {name: (annotation.__origin__, annotation.__metadata__[0]) for name, annotation in keywords.__annotations__.items()}
-    return {name: False if python is bool else keyword.default for name, (python, keyword) in declared.items()}
+    return {name: _usual_value(annotation) for name, annotation in keywords.__annotations__.items()}
+
+
+def _usual_value(annotation: Any) -> Any:
+    """The value of a keyword that is not given; None if it is not declared as a Keyword."""
+    if not hasattr(annotation, "__metadata__"):
+        return None
+    return False if annotation.__origin__ is bool else annotation.__metadata__[0].default
 
 
 def take(given: dict[str, Any], keywords: type) -> dict[str, Any]:
@@ -153,13 +161,36 @@ def checked_keywords(verb: Callable[Arguments, Result]) -> Callable[Arguments, R
             raise unknown_keyword(name, known, where=f"{verb.__qualname__}()")
         return verb(*arguments, **keywords)
 
+    checked.__signature__ = _signature_of(verb)  # type: ignore[attr-defined]
     return checked
+
+
+def _signature_of(verb: Callable[..., object]) -> "inspect.Signature":
+    """The signature with the keywords of the TypedDict in place of `**options`, for `help()` and notebooks. A verb that lays out a target
+    keeps `**options`: it takes the options of all formats."""
+    import inspect
+
+    own, keywords = inspect.signature(verb), _options_of(verb)
+    *first, options = own.parameters.values()
+    named = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in usual_values(keywords).items()
+        if name not in own.parameters
+    ]
+    is_open = TargetOptions.__annotations__.keys() <= keywords.__annotations__.keys()
+    return own.replace(parameters=[*first, *named, *([options] if is_open else [])])
 
 
 def _keywords_of(verb: Callable[..., object]) -> list[str]:
     """The parameters of a function whose last one is `**options: Unpack[SomeTypedDict]`, with the keys of that TypedDict."""
-    code, typed = verb.__code__, verb.__annotations__["options"].removeprefix("Unpack[").removesuffix("]")
-    return [*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *verb.__globals__[typed].__annotations__]
+    code = verb.__code__
+    return [*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *_options_of(verb).__annotations__]
+
+
+def _options_of(verb: Callable[..., object]) -> type:
+    """The TypedDict that types the `**options` of a function."""
+    found: type = verb.__globals__[verb.__annotations__["options"].removeprefix("Unpack[").removesuffix("]")]
+    return found
 
 
 def unknown_keyword(name: str, known: list[str], where: str | None = None) -> RequestError:

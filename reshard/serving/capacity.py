@@ -21,6 +21,7 @@ Source: vLLM 0.32, ModelConfig.get_num_kv_heads and v1/kv_cache_interface.py (Fu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,12 +30,15 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel, stage_layers
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, StoredTensor
-from reshard.geometry.value import Drawn, value
+from reshard.geometry.value import Tabular, value
 from reshard.models.engine_rules import EngineRules
 from reshard.models.model import Model
 from reshard.serving.legality import check_degrees, check_stages, degree_problem
 from reshard.serving.ranks import EngineRank
 from reshard.serving.weights import model_dtype, parts_by_kind, stored_dtypes, weights_without_slot
+
+if TYPE_CHECKING:
+    from reshard.geometry.table import Table
 
 RulesFor = Callable[[Parallel], EngineRules]
 
@@ -131,7 +135,7 @@ class DegreeRow:
 
 
 @value
-class DegreeReport(Drawn):
+class DegreeReport(Tabular):
     """Several choices of parallel sizes for one model and engine."""
 
     JSON = "model_type kv_dtype=cache_dtype.torch memory degrees=rows assumptions"
@@ -146,6 +150,24 @@ class DegreeReport(Drawn):
     """One row for each choice, in the order of the request."""
     assumptions: tuple[str, ...]
     """What the numbers assume, as sentences."""
+
+    def table(self) -> Table:
+        """A row for each choice of sizes: what the fullest rank holds, in bytes, and what fits beside it; or why the engine refuses it."""
+        from reshard.geometry.table import Table
+
+        columns = ("tp", "pp", "ep", "gpus", "weights", "replicated", "kv_bytes_per_token", "kv_bytes", "tokens", "sequences", "problem")
+        rows = []
+        for row in self.rows:
+            sizes, fullest, room = row.parallel, row.fullest, row.capacity
+            held = (None,) * 3 if fullest is None else (fullest.weights, fullest.replicated, row.cache_per_token)
+            left = (None,) * 3 if room is None else (room.nbytes, room.tokens, room.sequences)
+            rows.append((sizes.tp, sizes.pp, sizes.ep, sizes.tp * sizes.pp, *held, *left, row.problem))
+        return Table(columns, tuple(rows))
+
+    def __repr__(self) -> str:
+        best = self.smallest_that_fits
+        fits = "" if self.memory is None else f", {best.parallel} fits" if best else ", none fits"
+        return f"DegreeReport({self.model_type}, {plural(len(self.rows), 'choice')} of sizes{fits})"
 
     @property
     def smallest_that_fits(self) -> DegreeRow | None:

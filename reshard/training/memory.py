@@ -21,7 +21,9 @@ from dataclasses import fields
 
 from reshard.errors import RequestError, check_word
 from reshard.geometry.meshes import ONE_RANK, Parallel
-from reshard.geometry.value import Drawn, value
+from reshard.geometry.quantities import plural
+from reshard.geometry.table import Table
+from reshard.geometry.value import Tabular, value
 from reshard.models.model import Model
 from reshard.training.activations import Batch, SavedActivations, embedding_bytes, head_bytes, itemised, published
 from reshard.training.parameter_counts import (
@@ -175,7 +177,7 @@ class Strategy:
 
 
 @value
-class Estimate(Drawn):
+class Estimate(Tabular):
     """Memory and traffic of one training run, under several ZeRO stages."""
 
     parameters: int
@@ -190,6 +192,15 @@ class Estimate(Drawn):
     """What the numbers assume, as sentences."""
     fewest_microbatches: int | None = None
     """The fewest microbatches for the largest bubble that was asked for; None if none was."""
+
+    def table(self) -> Table:
+        """A row for each ZeRO stage and pipeline stage: the bytes of its fullest rank."""
+        columns = ("zero", "stage", "parameters", "weights", "gradients", "optimizer", "states", "activations", "transient", "total")
+        ranks = ((strategy.zero, rank) for strategy in self.strategies for rank in strategy.stages)
+        return Table(columns, tuple((zero, *(getattr(rank, name) for name in columns[1:])) for zero, rank in ranks))
+
+    def __repr__(self) -> str:
+        return f"Estimate({plural(self.parameters, 'parameter')}, {plural(self.training.gpus, 'GPU')}, {len(self.strategies)} ZeRO stages)"
 
 
 def estimate(source: Model | int, training: TrainingRun, zero_stages: Sequence[int] = ZERO_STAGES) -> Estimate:

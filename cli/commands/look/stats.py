@@ -51,7 +51,7 @@ def command(checkpoint: str, globs: tuple[str, ...], optimizer: bool, sort: str,
     opened = reshard.open(checkpoint, **options.take(given, OpenOptions))
     total = sum(tensor.nbytes for tensor in wanted(opened, globs, optimizer=optimizer))
     with working("stats", total, given) as effort:
-        rows = reshard.stats(opened, globs, optimizer=optimizer, **effort)
+        rows = [*reshard.stats(opened, globs, optimizer=optimizer, **effort)]
     if sort in _ORDERS:
         rows.sort(key=_ORDERS[sort])
     if as_json:

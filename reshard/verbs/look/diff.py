@@ -13,7 +13,8 @@ from reshard.engine.pool import Effort
 from reshard.engine.walk import BlockPlace, Read, walk
 from reshard.errors import RequestError, choices
 from reshard.geometry.quantities import plural
-from reshard.geometry.value import Drawn, mutable, value
+from reshard.geometry.table import Table
+from reshard.geometry.value import mutable, value
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.changes import Change, change_of, sum_of
 from reshard.requests.checkpoint import Checkpoint
@@ -43,14 +44,27 @@ class NotFinite:
         return f"{plural(self.tensors, 'tensor')} {verb} {what} on the {self.side}: {where}"
 
 
+_COLUMNS = "name layer role elements changed share relative largest mean cosine nan_left nan_right infinite_left infinite_right"
+
+
 @mutable
-class Diff(Comparison, Drawn):
+class Diff(Comparison):
     """What changed between two checkpoints."""
 
     JSON = "equal tensors bytes=nbytes not_finite differences beyond_threshold layers=by_layer roles=by_role total notes"
 
     changes: list[Change] = field(default_factory=list)
     """How each tensor changed, in the order of the model; empty if only headers were compared. Tensors without a change are listed, too."""
+
+    def table(self) -> Table:
+        """A row for each tensor, in the order of the model; if only headers were compared, a row for each difference."""
+        if not self.changes:
+            return Comparison.table(self)
+        rows = ((*(getattr(each, name) for name in _COLUMNS.split()[:-4]), *each.nan, *each.infinite) for each in self.changes)
+        return Table(tuple(_COLUMNS.split()), tuple(rows))
+
+    def __repr__(self) -> str:
+        return Comparison.__repr__(self)
 
     def by_layer(self) -> list[Change]:
         """The changes of each layer together, in order; what belongs to no layer is one entry at the end."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Unpack
 
 from reshard.canonical.content import Selection
@@ -10,7 +10,9 @@ from reshard.canonical.globs import as_globs, check_globs, matches
 from reshard.engine.pool import Effort
 from reshard.engine.walk import BlockPlace, Read, walk
 from reshard.geometry.boxes import blocks
-from reshard.geometry.value import value
+from reshard.geometry.quantities import plural
+from reshard.geometry.table import Table
+from reshard.geometry.value import Tabular, value
 from reshard.index.index import Tensor
 from reshard.measures.distribution import ValueDistribution, measure_distribution
 from reshard.requests.checkpoint import Checkpoint
@@ -62,10 +64,40 @@ class TensorStatistics:
     """The number of elements in each of 16 intervals of equal width from the smallest to the largest; empty for integers and constants."""
 
 
+_COLUMNS = (
+    "name", "kind", "dtype", "shape", "elements", "smallest", "largest", "mean", "deviation", "zeros", "nan", "inf", "constant_rows",
+)  # fmt: skip
+
+
+@value
+class StatisticsReport(Tabular):
+    """The statistics of the tensors of a checkpoint, in its order. It counts, indexes and iterates like a list of `TensorStatistics`."""
+
+    tensors: tuple[TensorStatistics, ...]
+    """One for each tensor."""
+
+    def table(self) -> Table:
+        """A row for each tensor."""
+        return Table(_COLUMNS, tuple(tuple(getattr(each, name) for name in _COLUMNS) for each in self.tensors))
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __iter__(self) -> Iterator[TensorStatistics]:
+        return iter(self.tensors)
+
+    def __getitem__(self, number: int) -> TensorStatistics:
+        return self.tensors[number]
+
+    def __repr__(self) -> str:
+        strange = sum(1 for each in self.tensors if each.nan or each.inf)
+        return f"StatisticsReport({plural(len(self), 'tensor')}, {strange} with NaN or infinite values)"
+
+
 @checked_keywords
 def stats(
     source: Checkpoint | PathLike, globs: str | Iterable[str] = (), *, optimizer: bool = False, **options: Unpack[StatsOptions]
-) -> list[TensorStatistics]:
+) -> StatisticsReport:
     """The extremes, mean, standard deviation, zeros, NaN and histogram of every tensor whose name matches one of the globs, in the order of
     the checkpoint. Each tensor is read once, in blocks.
 
@@ -91,7 +123,7 @@ def stats(
         left[number] -= 1
         if not left[number]:  # only the tensors that are being read keep their counts
             found[number] = _statistics(tensors[number], parts.pop(number))
-    return [found.get(number) or _statistics(tensor, ValueDistribution()) for number, tensor in enumerate(tensors)]
+    return StatisticsReport(tuple(found.get(number) or _statistics(tensor, ValueDistribution()) for number, tensor in enumerate(tensors)))
 
 
 _MEASURED = ("smallest", "largest", "mean", "deviation")
