@@ -14,17 +14,25 @@ def show_bare_model(path: str) -> None:
 
     Raises: RequestError if its architecture is not declared.
     """
+    from reshard.models.model import Model
+    from reshard.models.quantization import without_quantization
     from reshard.plans import summary
     from reshard.requests.opening import model_at
     from reshard.requests.outlook import engine_sizes
     from reshard.training.parameter_counts import parameters
 
     model = model_at(path)
-    d, experts, count = model.dimensions, summary.experts(model), parameters(model)
+    plain = Model(model.architecture, without_quantization(model.config))
+    d, experts, count = model.dimensions, summary.experts(plain), parameters(plain)
     about_experts = ""
     if experts is not None:
         top = "" if experts.per_token is None else f", top {experts.per_token}"
-        active = "" if experts.idle_parameters is None else f"{count_text(count - experts.idle_parameters)} active; "
+        active = ""
+        if experts.idle_parameters is not None:
+            # As those of the model, without the layers for multi-token prediction.
+            ahead = sum(weight.elements for weight in plain.weights.values() if weight.optional and weight.role.startswith("expert."))
+            idle = experts.idle_parameters - ahead // experts.number * (experts.number - (experts.per_token or 0))
+            active = f"{count_text(count - idle)} active; "
         about_experts = f" ({active}{plural(experts.number, 'expert')}{top})"
     show(
         f"{path}: {model.architecture.model_type}, {count_text(count)} parameters{about_experts}; a model without weights, its config alone"

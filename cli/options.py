@@ -138,12 +138,16 @@ def keywords(declared: Any, *names: str, section: str = "Options", verb: str = "
 
 
 def _of_keyword(name: str, annotation: Any, section: str, verb: str, type: Any) -> Decorator[Any]:
-    """The option of one keyword: a switch, a choice, or a value that its metavar describes."""
+    """The option of one keyword: a switch, one with two sides if its type has None, a choice, or a value that its metavar describes."""
     python, (keyword,) = annotation.__origin__, annotation.__metadata__
     settings: dict[str, Any] = {"help": keyword.help.format(take=verb.lower(), Take=verb), "default": keyword.default}
     words = [word for each in (python, *get_args(python)) if get_origin(each) is Literal for word in get_args(each)]
+    flag = "--" + name.replace("_", "-")
     if python is bool:
         settings |= {"is_flag": True, "default": False}
+    elif python == bool | None:
+        settings |= {"is_flag": True, "default": None}
+        flag = f"{flag}/--no-{flag.removeprefix('--')}"
     elif words:
         settings["type"] = click.Choice(words)
     else:
@@ -151,7 +155,7 @@ def _of_keyword(name: str, annotation: Any, section: str, verb: str, type: Any) 
             settings |= {"is_flag": False, "flag_value": "equal"}
         settings |= {"metavar": keyword.metavar, "type": type or _TYPES.get(keyword.metavar), "shell_complete": _COMPLETED.get(name)}
         settings["multiple"] = keyword.metavar == "GLOB"
-    return option("--" + name.replace("_", "-"), section=section, **settings)
+    return option(flag, section=section, **settings)
 
 
 def format_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

@@ -32,6 +32,7 @@ from reshard.geometry.quantities import plural
 from reshard.index.coverage import check_index
 from reshard.index.index import Index
 from reshard.models.architecture import Architecture
+from reshard.models.known_models import known_config, with_known_name
 from reshard.models.lookup import changed_keys, find_model, model_type_of, named_architecture, unknown_architecture
 from reshard.models.model import Model
 from reshard.models.quantization import unknown_quantization
@@ -277,14 +278,29 @@ def check_used(checkpoints: list[Checkpoint], options: Mapping[str, Any]) -> Non
 
 
 def is_bare(path: PathLike) -> bool:
-    """Whether a path is a model's config, or a folder with a config and without weights in any known format."""
-    files = open_tree(path)
+    """Whether a path is a model's config, a folder with a config and without weights in any known format, or the name of a known model.
+
+    Raises: RequestError if there is nothing, with the known model that may be meant.
+    """
+    if known_config(path) is not None:
+        return True
+    try:
+        files = open_tree(path)
+    except RequestError as error:
+        raise with_known_name(error, path) from None
     return find_model_files(files).config is not None and not registry.is_claimed(files)
 
 
 def model_at(path: PathLike, architecture: Architecture | PathLike | None = None) -> Model:
-    """The model of a folder with a config.json, with or without weights; or of a checkpoint whose own settings describe the model."""
-    return model_of(find_model_files(open_tree(path)).config or open(path).model_files.config, architecture)
+    """The model of a folder with a config.json, with or without weights; of a checkpoint whose own settings describe the model; or the
+    known model of that name."""
+    if (known := known_config(path)) is not None:
+        return model_of(known, architecture)
+    try:
+        files = open_tree(path)
+    except RequestError as error:
+        raise with_known_name(error, path) from None
+    return model_of(find_model_files(files).config or open(path).model_files.config, architecture)
 
 
 def model_of(config: Mapping[str, Any] | None, architecture: Architecture | PathLike | None = None) -> Model:

@@ -367,15 +367,19 @@ def _assumptions(source: Model | int, training: TrainingRun, zero_stages: Sequen
 
 def _about_activations(batch: Batch, formula: str) -> list[str]:
     formulas = {
-        "published": "activations per layer: s b h (34 + 5 a s / h) without TP, Korthikanti et al. 2022, for a GPT with an MLP of 4 h; "
-        "`activations=itemised` counts this model's own widths",
-        "itemised": "activations per layer: counted tensor by tensor with this model's widths, as Korthikanti et al. 2022 do for a GPT",
+        "published": "activations per layer: s b h (34 + 5 a s / h) without TP, Korthikanti et al. 2022, for a GPT with an MLP of 4 h",
+        "itemised": "activations per layer: counted tensor by tensor with this model's widths, as Korthikanti et al. 2022 do for a GPT; "
+        "`activations=published` uses their formula",
     }
     sentences = [formulas[formula] + "; 2 bytes each, 1 for dropout masks, 4 for logits"]
     if batch.scores and batch.recompute == "none":
-        sentences.append("attention scores are saved, 5 a s / h of it; with FlashAttention none are: give `flash_attention=True`")
-    if batch.tp > 1 and not batch.sequence_parallel:
-        sentences.append("without sequence parallelism every TP rank saves 10 h of the 34 h: give `sequence_parallel=True`")
+        sentences.append("attention scores are saved; FlashAttention saves none")
+    elif batch.recompute == "none":
+        sentences.append("no attention scores are saved, as with FlashAttention; `flash_attention=False` counts them")
+    if batch.tp > 1 and batch.sequence_parallel:
+        sentences.append("sequence parallelism splits all activations over the TP ranks; `sequence_parallel=False` counts without it")
+    elif batch.tp > 1:
+        sentences.append("without sequence parallelism every TP rank saves the activations between the linear layers whole")
     if batch.recompute != "none":
         sentences.append("transient, recomputation: the activations of one layer during its backward pass")
     return sentences

@@ -297,7 +297,7 @@ def test_the_class_of_a_module_says_how_a_square_weight_is_stored(tmp_path):
 
 def test_the_next_command_never_leaves_out_what_was_trained(verl):
     shown, about = run("inspect", verl).out, json.loads(run("inspect", verl, "--json").out)
-    assert about["outlook"]["next"] == f"reshard convert {verl} out --to vllm --tp 8 --merge-adapter self"
+    assert about["outlook"]["next"] == f"reshard convert {verl} out --to vllm --tp 1 --merge-adapter self"
     assert about["outlook"]["next"] in shown and "LoRA of rank 2, alpha 6" in shown
     (verl / "lora_train_meta.json").unlink()
     assert run("inspect", verl).out.count("--merge-adapter self --lora-alpha ALPHA") == 1

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 def command(source: str, as_json: bool, **given: Any) -> None:
     """List the valid TP x PP sizes of the model in SOURCE, what each GPU holds, and how many tokens fit.
 
-    SOURCE is a checkpoint, or a directory that holds only a Hugging Face config.json. No weights are read. `reshard plan` shows what one
-    conversion would write.
+    SOURCE is a checkpoint, a Hugging Face config.json, its directory, or the name of a known model, such as llama-3-70b. No weight is read.
+    `reshard plan` shows what one conversion would write.
     """
     import reshard
 

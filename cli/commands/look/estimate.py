@@ -49,9 +49,9 @@ def _bytes_option(name: str, usual: int, what: str) -> options.Decorator[Any]:
 def command(source: str | None, parameters: int | None, zero: int | None, strategy: str | None, as_json: bool, **given: Any) -> None:
     """Estimate training memory per rank before you launch: weights, gradients, optimizer state and activations, for DDP, ZeRO and FSDP.
 
-    SOURCE is a directory with a Hugging Face config.json, or a checkpoint; its weights are not read. Several numbers of --gpus or --pp give
-    a table of strategies and sizes, and the bubbles of the pipelines. With --gpu-memory, the smallest of these numbers that fits is named,
-    and with --parameters also the largest model.
+    SOURCE is a checkpoint, a Hugging Face config.json, its directory, or the name of a known model, such as llama-3-70b; no weights are
+    read. Several numbers of --gpus or --pp give a table of strategies and sizes, and the bubbles of the pipelines. With --gpu-memory, the
+    smallest of these numbers that fits is named, and with --parameters also the largest model.
     """
     import reshard
     from reshard.errors import RequestError

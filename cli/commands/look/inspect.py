@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 # Rows of the tree on a terminal, and in a document that is not --full.
 _ROWS_ON_TERMINAL, _MOST_ROWS_OF_JSON = 50, 1000
+# Bytes of weights on a GPU of 80 GB, of which engines use 0.9, so that some are left for the KV cache.
+_ROOM = int(80e9 * 0.9)
 # Files of a checkpoint that cannot be opened.
 _FILES_SHOWN = 20
 
@@ -287,8 +289,16 @@ class Inspection:
         about_model += " --dequantize" if stored and stored.library else ""
         if engines:
             engine = "vllm" if "vllm" in engines else min(engines)
-            return f"reshard convert {path} out --to {engine} --tp {max(size for size in engines[engine] if size <= 8)}{about_model}"
+            tp = self._smallest_tp(engines[engine])
+            return f"reshard convert {path} out --to {engine} --tp {tp}{about_model}" if tp else None
         return f"reshard convert {path} out --to hf{about_model}"
+
+    def _smallest_tp(self, sizes: tuple[int, ...]) -> int | None:
+        """The smallest of these tensor-parallel sizes at which a GPU of 80 GB has room for its part of the weights; None if none has."""
+        stored = self.checkpoint.model and self.checkpoint.model.quantization
+        weights = self.content.weights.values() if self.content else ()
+        nbytes = 2 * self.parameters if stored and stored.library else sum(tensor.nbytes for tensor in weights)
+        return next((tp for tp in sizes if nbytes <= tp * _ROOM), None)
 
     def document(self, tensors: list[Tensor] | None) -> dict[str, Any]:
         """What is known, with stable keys. tensors: those that are described one by one."""

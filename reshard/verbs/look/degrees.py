@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Unpack
 
@@ -27,6 +27,7 @@ from reshard.requests.planning import check_nothing_unanswered
 from reshard.requests.request import dtype_named, kept_globs
 from reshard.serving.capacity import DegreeReport, GpuMemory, degree_report
 from reshard.serving.learned.fit import check_config, check_engine, learned_degree_report
+from reshard.serving.weights import model_dtype
 from reshard.storage.tar import open_tree
 from reshard.verbs.look.keywords import DegreeOptions
 
@@ -43,7 +44,8 @@ def degrees(
 ) -> DegreeReport:
     """What each rank of a serving engine would hold at every tp x pp, or why the engine would refuse these sizes.
 
-    source: a checkpoint, or a folder with nothing but the model's config.json. ep: the tensor-parallel ranks share whole experts.
+    source: a checkpoint, a config.json, its folder, or the name of a known model (models/known_models.json).
+    ep: the tensor-parallel ranks share whole experts.
 
     Raises: RequestError if the format is not a serving engine's, or the engine does not serve the model.
     """
@@ -72,7 +74,7 @@ def degrees(
         dtypes,
         lambda parallel: engine.engine_rules(model, replace(target, parallel=parallel)),
         parallels,
-        cache_dtype=dtype_named(options.get("kv_dtype"), "`kv_dtype=`"),
+        cache_dtype=dtype_named(options.get("kv_dtype"), "`kv_dtype=`") or _cache_dtype(model, dtypes),
         memory=memory,
     )
     return replace(report, assumptions=(*report.assumptions, *notes))
@@ -156,6 +158,13 @@ def _declared_model(model: Model, target: Target, dequantize: bool) -> tuple[Mod
     plain = Model(model.architecture, without_quantization(model.config))
     quantized = {name for name in plain.weights if name not in stored or model.weights[name].form}
     return plain, {name: (target.dtype or BF16) if name in quantized else stored[name] for name in plain.weights}
+
+
+def _cache_dtype(model: Model, dtypes: Mapping[str, DType]) -> DType:
+    """The element type of the KV cache unless told: that of the model. Weights in 8 bits do not change it: vLLM 0.32 (--kv-cache-dtype
+    auto) and SGLang take the type of the config then."""
+    dtype = model_dtype(model, dtypes)
+    return dtype if dtype.itemsize > 1 else from_user(str(model.config.get("dtype") or model.config.get("torch_dtype"))) or BF16
 
 
 def _component_dtype(weight: ModelWeight) -> DType | None:

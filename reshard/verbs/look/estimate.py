@@ -30,7 +30,8 @@ def estimate(
 ) -> Estimate:
     """What each rank of a training run holds.
 
-    source: a folder with the model's config, a checkpoint, a Model, or a number of parameters. zero: ZeRO stages, 0 to 3; FSDP is 3.
+    source: a config.json, its folder, a checkpoint, the name of a known model, a Model, or a number of parameters.
+    zero: ZeRO stages, 0 to 3; FSDP is 3.
 
     Raises: RequestError if the model does not divide by the sizes.
     """
@@ -39,7 +40,8 @@ def estimate(
     source = _subject(source, given["parameters"])
     _refuse_unused(source, given, usual)
     tp, pp, seq_len = given["tp"], given["pp"], given["seq_len"]
-    about_batch = given["micro_batch"], tp, given["sequence_parallel"], given["recompute"], not given["flash_attention"]
+    is_split = tp > 1 if given["sequence_parallel"] is None else given["sequence_parallel"]
+    about_batch = given["micro_batch"], tp, is_split, given["recompute"], given["flash_attention"] is False
     training = TrainingRun(
         parallel=Parallel(tp, pp, given["ep"], _data_parallel(given["gpus"], given["dp"], tp, pp)),
         schedule=PipelineSchedule(given["schedule"], pp, given["microbatches"], given["vp"]),

@@ -42,11 +42,13 @@ class EstimateOptions(TypedDict, total=False):
     vp: Annotated[int, Keyword("Chunks of layers per stage (interleaved schedule).", "N", 1)]
     stage_layers: Annotated[tuple[int, ...] | None, Keyword("Layers of every stage (default: equal).", "N,N,..")]
     recompute: Annotated[Literal["none", "selective", "full"], Keyword("Activation recomputation.", default="none")]
-    sequence_parallel: Annotated[bool, Keyword("Sequence parallelism: split activations between linear layers over TP ranks.")]
-    flash_attention: Annotated[bool, Keyword("Use FlashAttention (no attention scores are stored).")]
+    sequence_parallel: Annotated[
+        bool | None, Keyword("Split activations between linear layers over TP ranks (default: yes, if TP is above 1).")
+    ]
+    flash_attention: Annotated[bool | None, Keyword("Store no attention scores, as FlashAttention does (default: yes).")]
     activations: Annotated[
         Literal["published", "itemised"],
-        Keyword("Formula for activations: the paper's, or the model's own widths.", default="published"),
+        Keyword("Count activations with the model's own widths, or by the paper's formula for a GPT.", default="itemised"),
     ]
     vocab_multiple: Annotated[int, Keyword("Pad the vocabulary to a multiple of N x TP.", "N", 1)]
     link: Annotated[int | None, Keyword("Bytes per second that a rank can send, e.g. 50GB.", "SIZE")]
