@@ -31,6 +31,7 @@ from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
+from reshard.models.lookup import declared_at
 from reshard.models.model import Model, ModelWeight
 
 
@@ -367,6 +368,16 @@ def _groups(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
     return tuple(groups)
 
 
+def _wrong_shape(tensor: Tensor, weight: ModelWeight, model: Model) -> CheckpointError:
+    """The error for a weight whose shape is not that of the model: the declaration is wrong if it is the user's own, or else the config."""
+    why, do = "The config belongs to another model, or the vocabulary was padded in training", "Name the directory of the config"
+    what = f"its shape is {list(tensor.shape)}, the config says {list(weight.shape)}"
+    if (place := declared_at(model.architecture, weight.declared)) is not None:
+        why = f"{place} declares it as {weight.role}: [{', '.join(weight.declared.shape)}]. The declaration is wrong, or the config is"
+        do = "Correct the declaration, or name the directory of the config"
+    return CheckpointError(what, where=tensor.name, why=why, do=f"{do} that this model was trained with: `model=DIR`")
+
+
 def check_against_model(content: Content, *, partial: bool, strict: bool, optional: Collection[str] = ()) -> None:
     """Check that the content is the whole model of its config, if the model is known.
 
@@ -380,12 +391,7 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
         return
     for name, weight in model.weights.items():
         if name in content.tensors and content.tensors[name].shape != weight.shape:
-            raise CheckpointError(
-                f"its shape is {list(content.tensors[name].shape)}, the config says {list(weight.shape)}",
-                where=name,
-                why="The config belongs to another model, or the vocabulary was padded in training",
-                do="Name the directory of the config that this model was trained with: `model=DIR`",
-            )
+            raise _wrong_shape(content.tensors[name], weight, model)
     missing = [name for name in content.missing if name not in optional and not model.weights[name].optional]
     unknown = [name for name in content.besides_model if not model.reason_not_served(name)]
     if missing and not partial:

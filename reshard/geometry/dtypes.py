@@ -272,7 +272,8 @@ def _values_of_bits(words: Block, bits: int) -> npt.NDArray[np.float32]:
     groups = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape[:-1], -1, of_group).astype(np.uint64)
     numbers = (groups << np.arange(0, 8 * of_group, 8, dtype=np.uint64)).sum(-1, dtype=np.uint64)
     codes = (numbers[..., None] >> np.arange(0, 8 * of_group, bits, dtype=np.uint64)) & np.uint64((1 << bits) - 1)
-    return codes.reshape(*words.shape[:-1], -1).astype(np.float32)
+    values: npt.NDArray[np.float32] = codes.reshape(*words.shape[:-1], -1).astype(np.float32)
+    return values
 
 
 @lru_cache(maxsize=8)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import RequestError, ReshardError, UnsupportedError, choices
 from reshard.geometry.value import value
-from reshard.models.architecture import Architecture
+from reshard.models.architecture import Architecture, Weight
 from reshard.models.config_values import value_at, with_value
 from reshard.models.declared.reader import Find, parse_declaration
 from reshard.models.model import Model
@@ -153,6 +153,18 @@ def read_architecture(path: str | os.PathLike[str]) -> Architecture:
     declared = replace(_read(Path(path), os.fspath(path), find_architecture), declared_in=os.fspath(path))
     built_in = None if declared.engines or declared.like else find_architecture(declared.model_type)
     return replace(declared, engines=built_in.engines, frameworks=built_in.frameworks) if built_in else declared
+
+
+def declared_at(architecture: Architecture, weight: Weight) -> str | None:
+    """The file of the user that declares an architecture, with the line of a weight if the file names it; None for a built-in one."""
+    if architecture.declared_in is None:
+        return None
+    # Files write `*` where a name has the number of a layer or of an expert.
+    name = r"(?:\*|\{\w+\})".join(map(re.escape, re.split(r"\{\w+\}", weight.name)))
+    key = re.compile(rf"""['"]?{name}['"]?\s*:""")
+    lines = Path(architecture.declared_in).read_text(encoding="utf-8").splitlines()
+    found = next((number for number, line in enumerate(lines, 1) if key.match(line.strip())), None)
+    return architecture.declared_in if found is None else f"{architecture.declared_in}, line {found},"
 
 
 def declaration_text(model_type: str) -> str:

@@ -405,3 +405,25 @@ def test_the_metadata_of_packages_are_not_searched_for_what_is_built_in():
     code += "print(found.cache_info().misses)"
     found = subprocess.run([sys.executable, "-c", code, str(HF / "llama")], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "0"
+
+
+def test_a_wrong_role_is_blamed_on_the_line_that_declares_it(tmp_path):
+    """The roles of up_proj and down_proj are exchanged."""
+    text = own_file("llama").replace("mlp.down_proj.weight: mlp.down", "mlp.down_proj.weight: mlp.up")
+    text = text.replace("mlp.up_proj.weight: mlp.up", "mlp.up_proj.weight: mlp.down")
+    (tmp_path / "my.yaml").write_text(text)
+    line = next(number for number, each in enumerate(text.splitlines(), 1) if "up_proj.weight" in each)
+    folder = shutil.copytree(HF / "llama", tmp_path / "llama")
+    with pytest.raises(CheckpointError) as error:
+        library.plan(folder, to="vllm", architecture=tmp_path / "my.yaml")
+    message = str(error.value)
+    assert f"my.yaml, line {line}, declares it as mlp.down: [hidden, intermediate]" in message
+    assert "Correct the declaration" in message and "belongs to another model" not in message
+
+
+def test_a_wrong_shape_of_a_built_in_model_is_still_blamed_on_the_config(tmp_path):
+    folder = shutil.copytree(HF / "llama", tmp_path / "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] + 8}))
+    with pytest.raises(CheckpointError, match="The config belongs to another model"):
+        library.plan(folder, to="vllm")
