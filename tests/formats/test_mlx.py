@@ -50,7 +50,7 @@ def test_the_settings_leave_the_config_with_the_codes(tmp_path):
 
 def test_engines_get_the_values_only(tmp_path):
     shown = command("inspect", FOLDER).out
-    assert "--to vllm --tp 1 --dequantize" in shown and "quantized for MLX" in shown
+    assert "and 5 other forms" in shown and "--to vllm --tp 1 --dequantize" in shown and "quantized for MLX" in shown
     with pytest.raises(UnsupportedError, match=r"quantized for MLX.*`dequantize=True`"):
         reshard.plan(FOLDER, to="vllm")
     reshard.convert(reshard.plan(FOLDER, to="hf", dequantize=True), tmp_path / "values")

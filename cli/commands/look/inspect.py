@@ -237,7 +237,9 @@ class Inspection:
     def stored_as(self) -> str:
         """The quantized forms of the weights; without any, their element types."""
         dtypes = dict.fromkeys(tensor.dtype.name for tensor in self.tensors if tensor.kind in ("weight", "master"))
-        return " and ".join(dict.fromkeys(family.form for family in self.quantized)) or ", ".join(list(dtypes)[:3])
+        forms = list(dict.fromkeys(family.form for family in self.quantized))
+        others = [plural(len(forms) - 2, "other form")] if len(forms) > 2 else []
+        return " and ".join([*forms[:2], *others]) or ", ".join(list(dtypes)[:3])
 
     @property
     def headline(self) -> list[tuple[str, object]]:
