@@ -9,11 +9,15 @@ from typing import Any
 from reshard.errors import RequestError
 
 
-def value_at(value: Any, words: Iterable[str]) -> Any:
-    """The value inside nested mappings and lists; None if there is none."""
+def value_at(value: Any, words: Iterable[str], missing: Any = None) -> Any:
+    """The value inside nested mappings and lists; None if there is none. missing: the value if a mapping on the way lacks the key."""
     for word in words:
+        if isinstance(value, Mapping) and word.isdecimal() and word not in value:  # transformers 5.23 saves layer 5 of 30 as "05"
+            word = next((key for key in value if key.isdecimal() and int(key) == int(word)), word)
         if isinstance(value, list) and value and word.isdecimal():
             value = value[min(int(word), len(value) - 1)]  # a layer for multi-token prediction is like the last one of the list
+        elif isinstance(value, Mapping) and word not in value:
+            return missing
         else:
             value = value.get(word) if isinstance(value, Mapping) else None
     return value

@@ -218,7 +218,7 @@ class Model:
             if layer is not None and name in self.dimensions:
                 values[name] = self.dimensions[name]  # a default in a set of layers may use the value elsewhere
             value = self._stated_size(dimension, layer)
-            if dimension.counts and isinstance(value, list | str):
+            if dimension.counts and isinstance(value, list | tuple | str):
                 value = len(value)
             if value is None and dimension.default:
                 step = values[dimension.multiple_of] if dimension.multiple_of else 1
@@ -249,7 +249,7 @@ class Model:
         value = next((value for value in stated if value is not None and not (of_layers and isinstance(value, list))), None)
         if value is None and layer is None:
             value = max((entry for key in of_layers for entry in self._entries(key) if isinstance(entry, int)), default=None)
-        return next(filter(None, map(self.architecture.defaults.get, keys)), None) if value is None else value
+        return next(filter(None, map(self._default, keys)), None) if value is None else value
 
     def _entries(self, key: str) -> list[Any]:
         """What the config says for all layers, for a key with {layer}."""
@@ -284,9 +284,17 @@ class Model:
         return value_at(self.settings, key.split("."))
 
     def setting(self, key: str) -> Any:
-        """The value of a key of the config; the architecture's default if the config does not set it."""
+        """The value of a key of the config; the architecture's default if the config does not have the key."""
         value = self.stated(key)
-        return self.architecture.defaults.get(key) if value is None else value
+        return self._default(key) if value is None else value
+
+    def _default(self, key: str) -> Any:
+        """The architecture's default for a key; None if there is none, if the config says null for the key, or if the config lacks the
+        inner config that the key is in: the model then lacks what the key is about, such as a tower."""
+        default, words = self.architecture.defaults.get(key), key.split(".")
+        if default is None or (len(words) > 1 and words[0] not in self.settings):
+            return None
+        return value_at(self.settings, words, default)
 
     def count(self, key: str) -> int | None:
         """The whole number that `setting` gives; None if there is none. Raises RequestError if it is not a whole number."""
@@ -317,10 +325,11 @@ class Model:
         return quirks.of_class.get(self.class_name or "", quirks) if quirks else None
 
     def holds(self, when: str | None) -> bool:
-        """Whether a condition of the declaration holds: a key of the config that is set, "KEY is VALUE", or one of these after "not ". None
-        always holds."""
-        if when is None:
-            return True
+        """Whether a condition of the declaration holds: a key of the config that is set, "KEY is VALUE", or one of these after "not ";
+        several are joined by " and ", which binds first, and " or ". None always holds."""
+        return when is None or any(all(map(self._is_so, each.split(" and "))) for each in when.split(" or "))
+
+    def _is_so(self, when: str) -> bool:
         key, _, value = when.removeprefix("not ").partition(" is ")
         setting = self.setting(key)
         return (str(setting) == value if value else bool(setting)) is not when.startswith("not ")
@@ -355,7 +364,10 @@ class Model:
     def _among(self, rule: LayerRule) -> frozenset[int]:
         if not self.holds(rule.when):
             return frozenset()
-        return rule.among({**self.architecture.defaults, **self.settings}, self.dimensions["layers"] + self.mtp_layers)
+        defaults, lists = self.architecture.defaults, (*rule.keys, *((rule.indices,) if rule.indices else ()))
+        if any(self.stated(key) is not None for key in lists):
+            defaults = {key: value for key, value in defaults.items() if key not in lists}
+        return rule.among({**defaults, **self.settings}, self.dimensions["layers"] + self.mtp_layers)
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

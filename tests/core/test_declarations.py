@@ -91,8 +91,9 @@ def test_every_shape_that_a_built_in_declaration_states_is_not_the_usual_one():
 
 
 def test_no_declaration_for_a_name_that_is_not_a_model_type():
-    assert [find_architecture(name) for name in ("", "none", "../llama", "llama.yaml", "Llama", "a/b", "llama\n")] == [None] * 7
+    assert [find_architecture(name) for name in ("", "none", "../llama", "llama.yaml", "a/b", "llama\n")] == [None] * 6
     assert find_architecture("gpt-neox") is None or find_architecture("gpt-neox").model_type == "gpt_neox"
+    assert find_architecture("RefinedWeb").model_type == "refinedweb"
 
 
 # ---- the documentation ----
@@ -184,7 +185,8 @@ def test_a_declaration_that_is_extended_does_not_pass_on_its_like():
 
 def test_extends_with_weights_and_without_others():
     qwen2 = extending(
-        "extends: llama\nweights:\n" + "".join(f"  model.layers.*.self_attn.{which}_proj.bias: attention.{which}\n" for which in "qkv")
+        "extends: llama\nwithout: ['*.o_proj.bias', '*.mlp.*.bias']\nweights:\n"
+        + "".join(f"  model.layers.*.self_attn.{which}_proj.bias: attention.{which}\n" for which in "qkv")
     )
     assert qwen2.weights == find_architecture("qwen2").weights
     less = extending("extends: llama\nwithout: ['*.mlp.*', model.norm.weight]")
@@ -420,7 +422,7 @@ WRONG = {
     "weights: {a.weight: head}\nsparse_layers: some\n": r"line 13: sparse_layers: .*found 'some'\. The keys are when, list, entries",
     "weights: {a.weight: head}\nsparse_layers: {offset: -1}\n": r"sparse_layers > offset: expected a whole number from 0 on, found -1",
     "weights: {a.weight: head}\nmtp_layers: 2\n": r"mtp_layers: expected a key of the config, found 2",
-    "weights: {a.weight: head}\ndefaults: {x: [1]}\n": r"defaults > x: expected true, false, .*, found a list",
+    "weights: {a.weight: head}\ndefaults: {x: {y: 1}}\n": r"defaults > x: expected true, false, .*, found a mapping",
     "weights: {a.weight: head}\nvocabulary_multiple: 0\n": r"vocabulary_multiple: expected a whole number from 1 on, found 0",
     "weights: {a.weight: head}\nquantized_as: {mxfp4: {quant_method: mx4}}\n": r"quantized_as > mxfp4: it is no quantization_config",
     "weights: {a.weight: head}\nwithout: '*'\n": r"line 13: without: `without` is about the weights of the model that `extends:` names",

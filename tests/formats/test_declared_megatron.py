@@ -117,7 +117,7 @@ def test_what_megatron_lacks_is_named(model_type, needs, tmp_path):
 def changed(model, changes, to):
     shutil.copytree(model, to)
     config = json.loads((model / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps(config | changes))
+    (to / "config.json").write_text(json.dumps({key: value for key, value in (config | changes).items() if value is not None}))
     return to
 
 

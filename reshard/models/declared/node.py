@@ -221,7 +221,11 @@ class Node:
 
     def condition(self) -> str:
         """The value, a condition on the config, as Model.holds takes it."""
-        return self.word(rf"(not )?{CONFIG_KEY}( is [\w.-]+)?", "a key of the config, KEY is VALUE, or `not` and one of these")
+        one = rf"(not )?{CONFIG_KEY}( is [\w.-]+)?"
+        return self.word(
+            rf"{one}(( and | or ){one})*",
+            "a key of the config, KEY is VALUE, `not` and one of these, or several with `and` or `or` between them",
+        )
 
     def one_of(self, words: Sequence[str]) -> str:
         """The value, one of some words."""

@@ -283,13 +283,19 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
     if "mtp_layers" in keys:
         fields["mtp_layers"] = keys["mtp_layers"].config_key()
     if "defaults" in keys:
-        defaults = {key: node.setting() for key, node in keys["defaults"].mapping().items()}
-        fields["defaults"] = {**(base.defaults if base else {}), **defaults}
+        own = {key: _default(node) for key, node in keys["defaults"].mapping().items()}
+        defaults = {**(base.defaults if base else {}), **own}
+        fields["defaults"] = {key: value for key, value in defaults.items() if value != "none"}
     if "vocabulary_multiple" in keys:
         fields["vocabulary_multiple"] = keys["vocabulary_multiple"].number(1)
     if "quantized_as" in keys:
         fields["quantized_as"] = {form: _quantization(node) for form, node in keys["quantized_as"].mapping().items()}
     return fields
+
+
+def _default(node: Node) -> bool | int | str | list[bool | int | str]:
+    """The default of a key: a setting, or a list of settings."""
+    return [item.setting() for item in node.items()] if isinstance(node.value, list) else node.setting()
 
 
 def _quantization(node: Node) -> Mapping[str, Any]:
