@@ -1,0 +1,121 @@
+"""The slow check of declarations: names, shapes and order of the weights are those of transformers' own models, on the meta device.
+
+    python tests/declared/check.py [--reshard PATH] [--python PATH]
+
+For every declared type transformers makes small models (transformers_models.py): a plain one, one for each true-or-false setting that
+changes the weights, one with all of these reversed, one whose config has settings that the class ignores, and one whose config says
+nothing: it shows the defaults of the config class. The config is what `save_pretrained` writes. LISTED says where a declaration differs on
+purpose; a row that is no longer needed fails. An environment with transformers is made in .venv-transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from helpers.framework_environments import Environment, run_checks  # noqa: E402
+
+from reshard.errors import RequestError  # noqa: E402
+from reshard.models.lookup import built_in_model_types, find_architecture, find_model  # noqa: E402
+
+ENVIRONMENT = Environment("transformers", HERE / "requirements.txt")
+
+# Types that transformers 5.23 has no class for, or not one with a head.
+ABSENT = {
+    **dict.fromkeys(
+        ("bailing_moe", "chatglm", "deepseek", "exaone", "internlm", "internlm2", "kimi_k2", "mimo", "panguembedded", "qwen", "solar"),
+        "its code comes with the checkpoint",
+    ),
+    **dict.fromkeys(("refinedweb", "refinedwebmodel"), "falcon's first code came with the checkpoint"),
+    "mistral_large_3": "published under Mistral's own names",
+    "step3p5": "transformers has its language model only inside step3p7",
+}
+_OUTER = "the outer config ties the head; the published models store one, and canonical/tied_head.py takes the embedding where they do not"
+# Names that published files have in place of those that transformers saves: (beginning, what stands in its place) by type.
+RENAMED = dict.fromkeys(("gemma3", "llava", "llava_next", "paligemma"), ("vision_tower.", "vision_tower.vision_model."))
+# (type, regular expression of the case) -> why the declaration differs from what transformers saves.
+LISTED = {
+    ("gemma3", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("paligemma", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("gemma4", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("gemma4", "defaults"): "transformers makes the last of 3 layers one of full attention; configs list the layers",
+    ("gemma4_text", "defaults"): "transformers makes the last of 3 layers one of full attention; configs list the layers",
+    ("glm4_moe", "defaults"): "the width of a head is rounded down; configs give it",
+    ("glm4v_moe", "defaults"): "the width of a head is rounded down; configs give it",
+    ("glm4v_moe", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("internvl", ".*"): _OUTER,
+    ("kimi_k25", ".*"): "transformers saves `layers` of the language model as `blocks`, which the published files do not",
+    ("kimi_linear", ".*"): "transformers saves dense layers as `block_sparse_moe`, which the published files do not",
+    ("llava", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("llava_next", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("longcat_flash", ".*"): "transformers saves weights of experts that do nothing, which the published files lack",
+    ("mimo_v2_flash", "defaults"): "every sixth layer has full attention; configs list the layers",
+    ("minimax_m3_vl", "tie_word_embeddings reversed"): _OUTER,
+    ("mistral3", ".*"): _OUTER,
+    ("nemotron_h", "defaults"): "configs with experts give their number; 8 would count as experts of models without any",
+    ("qwen3_5", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("qwen3_5_moe", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("qwen3_vl_moe", ".*"): "transformers saves experts as [out, in], the published files and vLLM have [in, out]",
+    ("stablelm", "qk_layernorm reversed|all of these reversed"): "the order of the norms of each head, which are carried and not declared",
+}  # fmt: skip
+
+
+def checks(_reshard: Path, python: Path, _work: Path) -> Iterator[tuple[str, bool, str]]:
+    """Each check as (what, passed, detail)."""
+    classes = {
+        model_type: architecture.class_name for model_type in built_in_model_types() if (architecture := find_architecture(model_type))
+    }
+    made = subprocess.run(
+        [python, HERE / "transformers_models.py"], input=json.dumps(classes), stdout=subprocess.PIPE, text=True, check=True
+    )
+    needed = set[tuple[str, str]]()
+    for line in made.stdout.splitlines():
+        case = json.loads(line)
+        what = f"{case['type']}, {case['case']}"
+        if "error" in case:
+            yield f"{case['type']}: transformers has a class", case["type"] in ABSENT, case["error"]
+            continue
+        old, new = RENAMED.get(case["type"], ("", ""))
+        shapes = {new + name.removeprefix(old) if old and name.startswith(old) else name: shape for name, shape in case["shapes"].items()}
+        different = difference(case["config"], shapes)
+        reason = next((row for row in LISTED if row[0] == case["type"] and re.fullmatch(row[1], case["case"])), None)
+        if different and reason:
+            needed.add(reason)
+        yield f"{what}: names, shapes and order of the weights", not different or reason is not None, different
+    unneeded = sorted(LISTED.keys() - needed)
+    yield "every row of LISTED is needed", not unneeded, str(unneeded)
+
+
+def difference(config: dict[str, Any], shapes: dict[str, list[int]]) -> str:
+    """How the weights that follow from the config differ from those of transformers; empty if they are the same."""
+    ordered = shapes.pop("", None) is None
+    try:
+        model = find_model(config)
+        assert model is not None
+        ours = {weight.name: list(weight.shape) for weight in model.weights.values() if not weight.optional}
+    except RequestError as error:
+        return str(error)
+    theirs = {name: shape for name, shape in shapes.items() if not model.reason_to_drop(name) and not model.reason_not_served(name)}
+    if ours.keys() != theirs.keys():
+        return f"only declared: {some(ours.keys() - theirs.keys())}; only in transformers: {some(theirs.keys() - ours.keys())}"
+    if other := {name: (shape, theirs[name]) for name, shape in ours.items() if shape != theirs[name]}:
+        return f"other shapes, declared and in transformers: {dict(list(other.items())[:4])}"
+    if ordered and list(ours) != list(shapes):
+        return f"another order: {next((pair for pair in zip(ours, shapes, strict=False) if pair[0] != pair[1]), '')}"
+    return ""
+
+
+def some(names: set[str]) -> list[str]:
+    return sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names})[:8]
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_checks(checks, ENVIRONMENT, __doc__ or ""))
