@@ -193,6 +193,8 @@ class EngineRules:
     """Whether the class has experts in every layer and ignores the config's dense layers."""
     assumed_settings: tuple[tuple[str, object], ...] = ()
     """Config keys that the class ignores, each with the value that it assumes. A model with another value is refused."""
+    no_class: str | None = None
+    """Since when, or why, the engine has no class for this model; None if it has one."""
     not_loadable: str | None = None
     """Why the engine does not load this model from files of its format; None if it does."""
 

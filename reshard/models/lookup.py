@@ -172,7 +172,7 @@ def declaration_text(model_type: str) -> str:
     architecture = find_architecture(model_type)
     if architecture is None:
         raise RequestError(f"no model is declared as {model_type!r}", do=choices(model_type, known_model_types()))
-    path = Path(architecture.declared_in or _built_in_file(architecture.model_type))
+    path = Path(architecture.declared_in or _built_in_file(_file_name(architecture.model_type)))
     if not path.is_file():
         raise RequestError(f"{model_type} is declared by a package as a Python object, and not in a file")
     return _content(path).decode()
@@ -192,7 +192,7 @@ def known_model_types() -> tuple[str, ...]:
 def _find(model_type: str, extending: tuple[str, ...], language_model: str | None = None) -> Architecture | None:
     """The declaration of a model type. extending: the model types whose declarations are being read. language_model: the language model
     inside it, if the config says which one it is."""
-    name = model_type.replace("-", "_")
+    name = _file_name(model_type)
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,99}", name):
         return None
     if name in extending:
@@ -205,6 +205,11 @@ def _find(model_type: str, extending: tuple[str, ...], language_model: str | Non
         return _read(path, f"reshard/architectures/{path.name}", find, language_model)
     point = _entry_points().get(name)
     return _loaded(point, find) if point else None
+
+
+def _file_name(model_type: str) -> str:
+    """A model type in the spelling of declarations and their files: refinedweb for RefinedWeb."""
+    return model_type.replace("-", "_").lower()
 
 
 def _built_in_file(name: str) -> Path:

@@ -52,6 +52,11 @@ def check_served(model: Model, rules: EngineRules) -> None:
                 why="It would refuse the weights, or serve wrong or unset ones",
                 do="Serve it with another engine",
             )
+    if rules.no_class:
+        raise UnsupportedError(
+            f"{engine} has no class for a {model.architecture.model_type} model: {rules.no_class}",
+            do="Serve it with another engine. A conversion to hf or dcp keeps it whole",
+        )
     if rules.not_loadable:
         raise UnsupportedError(
             f"{engine} does not load a {model.architecture.model_type} model from such files: {rules.not_loadable}",

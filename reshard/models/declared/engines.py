@@ -128,6 +128,7 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "all_layers_sparse": Node.flag,
     "config_defaults": _settings,
     "assumed_settings": _settings,
+    "no_class": _sentence,
     "not_loadable": _sentence,
     "notes": lambda node: tuple(_sentence(item) for item in node.items()),
 }
