@@ -225,8 +225,9 @@ def models() -> str:
         compared = _degrees_of_vllm(model_type)
         if not compared:
             compared = f"as {architecture.family}" if architecture.family != model_type else "not compared"
-            if "vllm" in architecture.engines and (reason := architecture.engines["vllm"].not_loadable):
-                compared = f"names and shapes only; not written: {reason}"
+            if rules := architecture.engines.get("vllm"):
+                reason = f"no class: {rules.no_class}" if rules.no_class else rules.not_loadable
+                compared = f"names and shapes only; not written: {reason}" if reason else "source of the class only"
         others = [title for folder, title in _OTHER_ENGINES.items() if _references(folder, architecture.family)]
         rows.append((f"`{model_type}`", _described(declaration_text(model_type)), compared, ", ".join(others)))
     return _page(
@@ -239,7 +240,8 @@ def models() -> str:
             "vLLM, with its own class and loader. Every key, shape, element type and bit of every rank is what `convert --to vllm` "
             "writes, at the degrees below; degrees that vLLM refuses are refused. TP is the number of tensor-parallel ranks, PP that of "
             "stages, EP that of ranks with whole experts. *Made from published names*: transformers does not know the model, "
-            "and the small one has the names and shapes of published checkpoints. The last column names other engines whose files were "
+            "and the small one has the names and shapes of published checkpoints. *Source of the class only*: vLLM's CPU build does not "
+            "load such a model. The last column names other engines whose files were "
             "compared. Of [values that vLLM computes](../architectures.md#values-that-an-engine-computes), the last bit depends on its "
             "platform.",
             _table(("model type", "models", "compared with vLLM", "also"), rows),
