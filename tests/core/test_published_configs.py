@@ -44,3 +44,39 @@ def test_a_published_config_gives_the_published_number_of_active_parameters(name
 
 def test_a_dense_model_has_no_experts():
     assert experts(find_model(PUBLISHED["Nemotron-H-8B"]["config"])) is None
+
+
+def test_a_tower_of_which_the_config_says_nothing_has_the_sizes_of_its_class():
+    """As in AIN, a fine-tune of Qwen2-VL: transformers saves what differs from the defaults of the class."""
+    text = {"model_type": "qwen2_vl", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    model = find_model(
+        {**text, "num_key_value_heads": 4, "vision_config": {"in_chans": 3, "model_type": "qwen2_vl", "spatial_patch_size": 14}}
+    )
+    assert (model.dimensions["vision_layers"], model.dimensions["vision_hidden"]) == (32, 1280)
+    assert parameters(model) / 1e9 == pytest.approx(8.29, rel=0.01)
+
+
+def test_a_key_that_is_null_has_no_default():
+    """DeepSeek-V2-Lite sets q_lora_rank to null; the default of the class is 1536."""
+    for config, has_rank in (({"q_lora_rank": None}, False), ({}, True)):
+        names = find_model({"model_type": "deepseek_v2", "num_hidden_layers": 2, **config}).weights
+        assert ("model.layers.0.self_attn.q_a_proj.weight" in names) == has_rank
+        assert ("model.layers.0.self_attn.q_proj.weight" in names) != has_rank
+
+
+def test_a_tower_that_the_config_lacks_does_not_exist():
+    text = {"model_type": "gemma4_text", "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    assert not any("tower" in name for name in find_model({"model_type": "gemma4", "text_config": text}).weights)
+    assert any("vision_tower" in name for name in find_model({"model_type": "gemma4", "text_config": text, "vision_config": {}}).weights)
+
+
+def test_layers_are_found_under_numbers_with_a_zero_in_front():
+    """transformers 5.23 saves what layer 5 of 30 has of its own as per_layer_config["05"]."""
+    text = {
+        "model_type": "gemma4_text",
+        "head_dim": 256,
+        "num_hidden_layers": 12,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
+    }
+    model = find_model({**text, "per_layer_config": {"05": {"head_dim": 512}, "11": {"head_dim": 512}}})
+    assert [model.dimensions_in(layer)["head_dim"] for layer in (4, 5, 6, 11)] == [256, 512, 256, 512]
