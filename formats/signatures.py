@@ -31,6 +31,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "dcp": (".metadata", "__*.metadata", "*.distcp", "*.distcp/", "*/.metadata"),
     "dcp-safetensors": ("shard-*-model-*.safetensors", "sharded/shard-*-model-*.safetensors"),
     "deepspeed": ("latest", "*_states.pt", "*/*_states.pt"),
+    "delta": ("model.safetensors.index.json",),
     "fsdp": _RANK_FILES,
     "fsdp-local": _RANK_FILES,
     "hf": ("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin", "model*.bin"),

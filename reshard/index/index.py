@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16, F32, F64, DType
@@ -16,6 +16,9 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.shards import Shards
 from reshard.models.stored_forms import BlockShape, Component
+
+if TYPE_CHECKING:
+    from reshard.index.patches import DeltaFacts, Patches
 
 Kind = Literal["weight", "buffer", "adapter", "other", "master", "moment1", "moment2", "step", "state"]
 """What a tensor is for in the training run. (A *role* is what a weight does in the model, such as attention.q.)"""
@@ -57,6 +60,8 @@ class Tensor:
     """What changes its values, or those that it is computed from: a merged adapter, or the same tensor of other checkpoints."""
     also_named: str | None = None
     """The other name under which it is stored as well, if the config ties the two."""
+    patches: Patches | None = None
+    """What deltas change in its stored elements; None if there are none."""
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
@@ -331,6 +336,8 @@ class RunFacts:
     """Keys beside the model in the saved state dict. The names of the tensors under such a key start with it."""
     unanswered: tuple[str, ...] = ()
     """Facts that the user must give before the checkpoint can be converted, each with the option that gives it."""
+    delta: DeltaFacts | None = None
+    """What the files say about themselves if they are a delta, whose tensors are frames; None for a checkpoint."""
 
     def __repr__(self) -> str:
         sizes = (f"{name} {size}" for name, size in self.parallel.items())

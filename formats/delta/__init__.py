@@ -1,0 +1,49 @@
+"""Delta: what changed between two checkpoints, as slime, miles and ModelExpress write it for live updates.
+
+    model-00000-of-00001.safetensors   of each changed tensor one zstd frame as U8 [n]; __metadata__ maps its name to the checksum of its
+                                       new bytes
+    model.safetensors.index.json       {"metadata": {"version": "000007", "base_version": "000006", "delta_encoding": "xor" or "overwrite",
+                                        "compression_format": "zstd", "checksum_format": "blake3"}, "weight_map": {name: file}}
+
+reshard/index/patches.py says what a frame holds. Keys of the metadata that begin with `reshard_` are our own: fingerprints and names.
+A delta alone holds no weights. `BASE+DELTA` is a checkpoint (reshard/requests/deltas.py), and the verb `delta` writes one.
+
+Source: slime 624b824 (utils/disk_delta.py, update_weight_from_disk_delta.py), modelexpress 0.7.0 (canonical_delta.py).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from reshard.adapter.format import Format, Hints
+
+if TYPE_CHECKING:
+    from reshard.index.index import Index
+    from reshard.storage.files import Files
+
+INDEX = "model.safetensors.index.json"
+# Both programs write the metadata first. Ours has the encoding before anything that is long.
+_HEAD = 1 << 16
+
+
+class Delta(Format):
+    name = "delta"
+    summary = "What changed between two checkpoints: a chain of `BASE+DELTA` is a checkpoint"
+    refines = ("hf",)
+
+    def detect(self, files: Files) -> str | None:
+        from reshard.storage.files import read_range
+
+        if INDEX not in files.list():
+            return None
+        head = read_range(files, INDEX, 0, min(files.size(INDEX) or 0, _HEAD))
+        return f"delta_encoding in {INDEX}" if re.search(rb'"delta_encoding"\s*:', head) else None
+
+    def read(self, files: Files, hints: Hints) -> Index:
+        from .read import read
+
+        return read(files)
+
+
+FORMAT = Delta()

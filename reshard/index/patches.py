@@ -1,0 +1,95 @@
+"""Patches: what deltas change in the elements of a tensor. A delta says what changed between two checkpoints, tensor by tensor.
+
+The form is that of slime, miles and ModelExpress (their `disk_delta.py` and `canonical_delta.py`): of each changed tensor, one zstd frame
+of its bytes in the Hugging Face form.
+
+    xor         new bytes ^ old bytes, as many as the tensor has
+    overwrite   count as u4, the positions of the changed bytes as u4, ascending, then the new bytes at these positions; little-endian
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import field, replace
+from typing import Literal
+
+from reshard.geometry.value import mutable, value
+
+DeltaEncoding = Literal["xor", "overwrite"]
+"""How a frame says what changed."""
+
+
+@value
+class DeltaFacts:
+    """What a delta says about itself."""
+
+    version: str
+    """The version that it makes, such as "000007"."""
+    base_version: str
+    """The version that it changes."""
+    encoding: DeltaEncoding
+    """How its frames say what changed."""
+    checksum_format: str
+    """The algorithm of the checksums: blake3, xxh3-128 or adler32."""
+    checksums: Mapping[str, str]
+    """By changed tensor, the checksum of its new bytes in hexadecimal digits."""
+    base: str | None = None
+    """The base as it was named; None if another program wrote the delta. So are the following."""
+    base_fingerprint: str | None = None
+    """The fingerprint of the base."""
+    result: str | None = None
+    """The checkpoint that it makes, as it was named."""
+    result_fingerprint: str | None = None
+    """The fingerprint of that checkpoint."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """By name, the digest of each tensor of that checkpoint, changed or not."""
+    step: int | None = None
+    """The training step of that checkpoint."""
+    counts: tuple[int, int] | None = None
+    """The number of changed elements, and that of all."""
+
+
+@value(eq=False)
+class Patch:
+    """What one delta changes in one tensor."""
+
+    path: str
+    """The file that holds the frame."""
+    byte_offset: int
+    """Where the frame starts in the file."""
+    nbytes: int
+    """The length of the frame."""
+    encoding: DeltaEncoding
+    """How the frame says what changed."""
+    checksum_format: str
+    """The algorithm of the checksum."""
+    checksum: str
+    """The checksum of the new bytes."""
+
+
+@mutable(eq=False)
+class Checked:
+    """Whether the result of patches has been compared with its checksum. All readers of a tensor share it."""
+
+    done: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@value(eq=False)
+class Patches:
+    """What a chain of deltas changes in one tensor, the oldest first. The last checksum is that of the result."""
+
+    shape: tuple[int, ...]
+    """The shape of the tensor: positions count its elements in row-major order."""
+    steps: tuple[Patch, ...]
+    """At least one."""
+    checked: Checked = field(default_factory=Checked)
+    """Whether the result has been compared. It is compared when the tensor is first read."""
+
+    def compared_later(self) -> Patches:
+        """The patches without a comparison at the first read: whoever reads the whole tensor compares its digest."""
+        return replace(self, checked=Checked(done=True))
+
+    def __repr__(self) -> str:
+        return f"Patches({len(self.steps)} of {list(self.shape)})"
