@@ -161,6 +161,22 @@ class Combined:
         return {"rule": self.rule, "asked": self.asked, "sources": [source.to_json() for source in self.sources]}
 
 
+@value
+class AppliedDelta:
+    """A delta that changes the tensors when they are read."""
+
+    path: str
+    """Its absolute path or URL."""
+    version: str
+    """The version that it makes."""
+    fingerprint: str | None
+    """The fingerprint of what it makes; None if another program wrote the delta."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What it is, as plain values with stable keys."""
+        return {"path": self.path, "version": self.version, "fingerprint": self.fingerprint}
+
+
 @value(slots=False, eq=False)
 class Content:
     """The chosen tensors of a checkpoint under canonical names."""
@@ -197,6 +213,8 @@ class Content:
     """The LoRA adapter that is merged into the weights when they are read; None if there is none."""
     combined: Combined | None = None
     """The checkpoints that the weights are combined from when they are read; None if they are of one."""
+    deltas: tuple[AppliedDelta, ...] = ()
+    """The deltas that change the tensors when they are read; `recorded` is then what the last one says of its result."""
 
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
@@ -232,6 +250,11 @@ class Content:
     def besides_model(self) -> tuple[str, ...]:
         """The names of the weights that the model does not have."""
         return tuple(name for name in self.weights if name not in self._model_weights)
+
+    @property
+    def recorded_in(self) -> str:
+        """Where `recorded` comes from."""
+        return f"the delta {self.deltas[-1].path}" if self.deltas else "reshard.json"
 
     @property
     def implied(self) -> tuple[str, ...]:

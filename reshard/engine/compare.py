@@ -23,7 +23,6 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import Tabular, mutable, value
 from reshard.index.index import Constant, Index, Tensor
 from reshard.plans.digests import CURRENT
-from reshard.plans.manifest import MANIFEST
 from reshard.storage.files import Files, read_range
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def check_recorded(side: Side, digests: BlockDigests) -> None:
     """
     recorded = side.content.recorded()
     if different := _not_as_recorded(side, recorded, digests):
-        raise mismatch(DifferenceFound, side.files, different, len(recorded))
+        raise mismatch(DifferenceFound, side.files, different, len(recorded), side.content.deltas)
 
 
 def _not_as_recorded(side: Side, recorded: Mapping[str, str], digests: BlockDigests) -> list[Tensor]:
@@ -139,7 +138,7 @@ def compare(left: Side, right: Side, result: Comparison, *, with_cast: bool = Fa
         pair = pairs[place[0]]
         dtypes, name = [tensor.dtype for tensor in pair], pair[0].name
         common, *others = _common_types(*dtypes, widest=is_master_key(name))
-        digests_of_block, element = _PairDigests([name in of_side for of_side in recorded]), None
+        digests_of_block, element = PairDigests([name in of_side for of_side in recorded]), None
         for box, stored in read:
             a, b = (cast(values, dtype, common) for values, dtype in zip(stored, dtypes, strict=True))
             is_equal = _equal(a, b) or any(
@@ -162,14 +161,14 @@ def compare(left: Side, right: Side, result: Comparison, *, with_cast: bool = Fa
         result.differences.append(Difference(name, "values", f"the values differ, first at element {list(first.offsets)}"))
     for side, of_side, expected in zip((left, right), digests, recorded, strict=True):
         if changed := _not_as_recorded(side, expected, of_side):
-            error = mismatch(DifferenceFound, side.files, changed, len(expected.keys() & of_side.keys()))
+            error = mismatch(DifferenceFound, side.files, changed, len(expected.keys() & of_side.keys()), side.content.deltas)
             result.differences += [
-                Difference(tensor.name, "recorded", f"{side.files.root} does not match {MANIFEST}") for tensor in changed
+                Difference(tensor.name, "recorded", f"{side.files.root} does not match {side.content.recorded_in}") for tensor in changed
             ]
             result.notes.append(str(error))
 
 
-class _PairDigests:
+class PairDigests:
     """The digests of a block on both sides. Equal bytes have equal digests, so there is one hash until a strip differs.
 
     wanted: for each side, whether its digest is wanted.

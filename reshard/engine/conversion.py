@@ -26,7 +26,7 @@ from reshard.engine.events import event
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Provenance, Read, records
-from reshard.engine.recorded import InputDigests, notes_on_source
+from reshard.engine.recorded import InputDigests, notes_on_source, with_late_comparison
 from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
@@ -60,7 +60,7 @@ class Conversion:
         resume: bool = False,
         provenance: Provenance = _NO_PROVENANCE,
     ) -> None:
-        self.plan, self.destination = plan, destination
+        self.plan, self.destination = with_late_comparison(plan), destination
         self._everything = Task(0, range(len(plan.routes)), 0, tuple(file.path for file in plan.layout.files))
         self.tasks: tuple[Task, ...] = (self._everything,) if tasks is None else tuple(tasks)
         """What the process converts."""
@@ -72,7 +72,7 @@ class Conversion:
         """Sentences about the run for the user; complete when `run` has ended."""
         self._is_alone, self._executor, self._resume, self._provenance = tasks is None, executor, resume, provenance
         self._identity, self._began = plan.identity(), time.monotonic()
-        self._workers = destination.workers(plan, self.tasks)
+        self._workers = destination.workers(self.plan, self.tasks)
         self._digests: dict[BlockKey, bytes] = {}
         self._inputs = InputDigests(plan)
 

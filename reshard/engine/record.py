@@ -176,7 +176,7 @@ def _checksum_line(path: str, digest: str) -> str:
 
 def _document(plan: Plan, identity: str, provenance: Provenance, of_inputs: Sequence[str | None]) -> dict[str, Any]:
     """What reshard.json says about the conversion, without digests and files."""
-    layout, source_manifest = plan.layout, usable_manifest(plan.source_files)
+    layout, source_manifest, deltas = plan.layout, usable_manifest(plan.source_files), plan.content.deltas
     command = shlex.join(("reshard", *provenance.arguments)) if provenance.arguments else None
     return {
         "schema_version": SCHEMA_VERSION,
@@ -187,11 +187,12 @@ def _document(plan: Plan, identity: str, provenance: Provenance, of_inputs: Sequ
             "path": root_of(plan.source_files)[:_LONGEST_TEXT],
             "format": plan.source.format,
             "step": plan.source.facts.step,
-            "fingerprint": source_manifest.fingerprint if source_manifest else None,
+            "fingerprint": deltas[-1].fingerprint if deltas else source_manifest.fingerprint if source_manifest else None,
             "state": source_state(plan),
         },
         "adapter": plan.content.merged.to_json() if plan.content.merged else None,
         "combined": _combined(plan, plan.content.combined, of_inputs) if plan.content.combined else None,
+        "deltas": [delta.to_json() for delta in deltas],
         "command": command if command is None or len(command) <= _LONGEST_TEXT else command[:_LONGEST_TEXT] + " ...",
         "versions": {"reshard": reshard.__version__, "python": platform.python_version(), "numpy": np.__version__},
         "time": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),

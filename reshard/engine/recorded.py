@@ -8,11 +8,13 @@ parts of the files read again, to name the files that were changed or exchanged.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
+from reshard.canonical.content import AppliedDelta
 from reshard.engine.record import samples
 from reshard.errors import CheckpointError, ReshardError
 from reshard.geometry.boxes import blocks
@@ -21,6 +23,7 @@ from reshard.index.index import Combination, Tensor
 from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
 from reshard.plans.manifest import MANIFEST, FileRecord, read_digests, read_manifest
 from reshard.plans.plan import Plan
+from reshard.plans.tasks import Route
 from reshard.storage.files import Files, read_range
 from reshard.storage.trees import trees_of
 
@@ -46,8 +49,8 @@ def notes_on_source(plan: Plan, digests: BlockDigests) -> Iterator[str]:
     """
     if plan.content.combined:
         return  # `InputDigests` compares each checkpoint
-    recorded = plan.content.recorded()
-    if not recorded and MANIFEST not in plan.source_files.list():
+    recorded, deltas = plan.content.recorded(), plan.content.deltas
+    if not recorded and (deltas or MANIFEST not in plan.source_files.list()):
         return
     different: list[Tensor] = []
     compared = cast = merged = unknown = 0
@@ -64,7 +67,9 @@ def notes_on_source(plan: Plan, digests: BlockDigests) -> Iterator[str]:
             if CURRENT.text(tensor_digest(route.name, tensor, digests[route.name])) != expected:
                 different.append(tensor)
     if different:
-        raise mismatch(CheckpointError, plan.source_files, different, compared)
+        raise mismatch(CheckpointError, plan.source_files, different, compared, deltas)
+    if deltas:  # What was cast or merged was compared with its checksum when it was read.
+        return
     reasons = "because of the cast", "because of the merge", f"as {MANIFEST} holds no digests under their names"
     for count, reason in zip((cast, merged, unknown), reasons, strict=True):
         if count:
@@ -132,11 +137,34 @@ def _input(tensor: Tensor, number: int) -> Tensor | None:
     return None
 
 
-def mismatch(error: type[Error], files: Files, different: Sequence[Tensor], compared: int) -> Error:
+def with_late_comparison(plan: Plan) -> Plan:
+    """The plan for a run that calls `notes_on_source` at its end: where this compares what deltas make of a tensor with its digest, the
+    tensor is not read once more to compare its checksum first."""
+    recorded = plan.content.recorded() if plan.content.deltas else {}
+    if not recorded:
+        return plan
+
+    def route_of(route: Route) -> Route:
+        tensor, is_computed = route.source, route.is_cast or route.source.encoding or route.source.derivation or route.source.updates
+        if tensor.patches is None or is_computed or route.name not in recorded:
+            return route
+        return replace(route, source=replace(tensor, patches=tensor.patches.compared_later()))
+
+    return replace(plan, routes=tuple(map(route_of, plan.routes)))
+
+
+def mismatch(error: type[Error], files: Files, different: Sequence[Tensor], compared: int, deltas: Sequence[AppliedDelta] = ()) -> Error:
     """The error for tensors that differ from what reshard wrote.
 
-    error: its class. files: the checkpoint. different: the tensors. compared: how many were compared.
+    error: its class. files: the checkpoint. different: the tensors. compared: how many were compared. deltas: those that change them.
     """
+    if deltas:
+        return error(
+            f"it is not what the delta {deltas[-1].path} makes ({len(different)} of {plural(compared, 'tensor')} are not)",
+            where=different[0].name,
+            why=f"The base {files.root} is not the one that the delta was made of, or has changed since, or it is the result already",
+            do="Give the base that `reshard inspect DELTA` names, then its deltas in the order of their versions",
+        )
     return error(
         f"it does not match {MANIFEST} ({len(different)} of {plural(compared, 'tensor')} do not)",
         where=different[0].name,

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from reshard.errors import CheckpointError, ReplicasDiffer
-from reshard.geometry.boxes import BLOCK_ELEMENTS, Box, contiguous_runs
+from reshard.errors import CheckpointError, ReplicasDiffer, UnsupportedError
+from reshard.geometry.boxes import BLOCK_ELEMENTS, Box, blocks, contiguous_runs
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Piece, covering_spans, is_row_major, spans
 from reshard.geometry.sections import Columns
@@ -41,6 +41,8 @@ from reshard.index.shards import primary_rows, rows_meeting
 from reshard.storage.files import Files
 
 if TYPE_CHECKING:
+    from reshard.engine.deltas.patches import PatchReaders
+    from reshard.index.patches import Patches
     from reshard.plans.digests import Hash
 
 Block = npt.NDArray[Any]
@@ -180,9 +182,18 @@ def slabs(box: Box, elements: int) -> Iterator[tuple[Box, int]]:
 
 
 class Pieces:
-    """The pieces of a tensor, prepared for finding those that share elements with a box. rows: only these pieces; None: all."""
+    """The pieces of a tensor, prepared for finding those that share elements with a box. rows: only these pieces; None: all.
+
+    Raises: UnsupportedError for a part of a tensor that a delta changes as a whole.
+    """
 
     def __init__(self, tensor: Tensor, rows: Columns | None = None) -> None:
+        if tensor.patches and tensor.patches.shape != tensor.shape:
+            raise UnsupportedError(
+                f"a part {list(tensor.shape)} of a tensor {list(tensor.patches.shape)} is wanted, which a delta changes as a whole",
+                where=tensor.name,
+                do="Write the result of the delta with `reshard apply --to hf` first, then work on that",
+            )
         self.tensor, self.itemsize = tensor, tensor.dtype.itemsize
         shards = tensor.shards
         self._rows = rows
@@ -244,6 +255,7 @@ class Worker:
     def __init__(self, files: Files, itemsize: int, sink: Sink | None = None) -> None:
         np.empty(_KEPT_BY_GLIBC, np.uint8)
         self._files, self._sink = files, sink
+        self._patches: PatchReaders | None = None
         self._block, self._scratch, self._converted = (np.empty(BLOCK_ELEMENTS * itemsize, np.uint8) for _ in range(3))
 
     def converted(self, sizes: tuple[int, ...], dtype: DType) -> Block:
@@ -253,7 +265,8 @@ class Worker:
     def read(self, slab_pieces: SlabPieces, strip: Strip, out: Block | None = None) -> Block:
         """The elements of a strip, as an array of lines: `out`, or a view of this worker's buffer, which its next read overwrites.
 
-        Raises: CheckpointError if a replica differs from the primary piece, naming both files and the element; or if a file cannot be read.
+        Raises: CheckpointError if a replica differs from the primary piece, naming both files and the element; if a file cannot be read;
+        or if the deltas that change the tensor do not give what their checksum says.
         """
         block = _array(self._block, strip.sizes, slab_pieces.tensor.dtype) if out is None else out
         for piece in slab_pieces.of_pieces:
@@ -267,7 +280,20 @@ class Worker:
                 self._files.read_into(piece.path, piece.at(first), bytes_of(part))
             else:
                 self._read(part[:, *piece.inner], piece, first, last)
+        if (patches := slab_pieces.tensor.patches) is not None:
+            self._patch(slab_pieces.tensor, patches, strip.box, block)
         return block
+
+    def _patch(self, tensor: Tensor, patches: Patches, box: Box, block: Block) -> None:
+        """Change elements that were read as deltas say. The first reader compares the whole tensor with its checksum."""
+        from reshard.engine.deltas.patches import PatchReaders
+
+        with patches.checked.lock:
+            if not patches.checked.done:
+                _check_patched(self._files, tensor, patches)
+                patches.checked.done = True
+        self._patches = self._patches or PatchReaders(self._files)
+        self._patches.apply(tensor, box, block)
 
     def gather(self, pieces: Pieces, box: Box) -> Block:
         """The elements of a whole block. The array is a view of this worker's buffer and is overwritten by the next read.
@@ -342,6 +368,38 @@ class Worker:
         for span in spans(Piece(box, extent), box, self._scratch.nbytes, _CLOSE):
             self._files.read_into(piece.path, span.byte_offset, self._scratch.data[: span.nbytes])
             yield span.box, _array(self._scratch, span.box.sizes, dtype, span.strides)
+
+
+def _check_patched(files: Files, tensor: Tensor, patches: Patches) -> None:
+    """Raises CheckpointError unless the values that deltas give a tensor have the checksum that the last one tells."""
+    last = patches.steps[-1]
+    patched = replace(tensor, patches=patches.compared_later())
+    if _checksum(files, patched, last.checksum_format) == last.checksum:
+        return
+    if _checksum(files, replace(tensor, patches=None), last.checksum_format) == last.checksum:
+        raise CheckpointError(
+            "the base has the new values of the delta already",
+            where=f"{tensor.name} in {last.path}",
+            why="An xor delta is applied once",
+            do="Leave the delta out",
+        )
+    raise CheckpointError(
+        "the delta makes values that do not have its checksum",
+        where=f"{tensor.name} in {last.path}",
+        why="The base is not the one that the delta was made of, deltas are missing or in another order, or a file is damaged",
+        do="Give the base that `reshard inspect DELTA` names, then its deltas in the order of their versions",
+    )
+
+
+def _checksum(files: Files, tensor: Tensor, algorithm: str) -> str:
+    """The checksum of all bytes of a tensor."""
+    from reshard.engine.deltas.patches import new_checksum
+
+    worker, pieces, running = Worker(files, tensor.dtype.itemsize), Pieces(tensor), new_checksum(algorithm)
+    for block in blocks(tensor.shape):
+        for strip, (slab_pieces,) in strips(block, pieces):
+            running.update(bytes_of(worker.read(slab_pieces, strip)))
+    return running.hexdigest()
 
 
 def _replicas_differ(piece: SlabPiece, first: int, at: list[int], slab_pieces: SlabPieces) -> ReplicasDiffer:

@@ -170,6 +170,7 @@ class Plan(Drawn):
             "source": {"format": self.source.format, "path": self.source_files.root},
             "adapter": self.content.merged.to_json() if self.content.merged else None,
             "combined": self.content.combined.to_json() if self.content.combined else None,
+            "deltas": [delta.to_json() for delta in self.content.deltas],
             "target": {
                 "format": self.layout.format,
                 **asdict(self.layout.parallel),
@@ -231,6 +232,8 @@ class Plan(Drawn):
                 del about[key]
         if self.content.combined:
             about["combined"]["sources"] = [{**source, "path": None} for source in about["combined"]["sources"]]
+        if not about["deltas"]:
+            del about["deltas"]
         digest = hashlib.sha256(f"digests {CURRENT.number}\0{json.dumps(about, sort_keys=True)}".encode())
         for route in self.routes:
             source, target = route.source, route.target
@@ -289,6 +292,7 @@ def _with_aliases(tensor: Tensor, aliases: list[Tensor]) -> Tensor:
                 where=alias.name,
                 why="The target stores the two as one tensor",
             )
+        _check_same_patches(tensor, alias)
     if not aliases:
         return tensor
     if combinations := [update for update in tensor.updates if isinstance(update, Combination)]:
@@ -305,6 +309,15 @@ def _input(tensor: Tensor, number: int) -> Tensor:
     """The input of that number of a combined tensor."""
     (combination,) = (update for update in tensor.updates if isinstance(update, Combination))
     return combination.inputs[number].tensor
+
+
+def _check_same_patches(tensor: Tensor, alias: Tensor) -> None:
+    """Raises CheckpointError unless deltas give a tensor and its alias the same values."""
+    sums = [[patch.checksum for patch in each.patches.steps] if each.patches else [] for each in (tensor, alias)]
+    if sums[0] != sums[1]:
+        raise CheckpointError(
+            f"deltas change it and {tensor.name} in different ways", where=alias.name, why="The target stores the two as one tensor"
+        )
 
 
 def _order_in_files(tensors: Sequence[Tensor]) -> list[int]:

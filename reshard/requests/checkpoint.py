@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import ModelFiles
-from reshard.canonical.content import Content, Selection, check_selected, content_of
+from reshard.canonical.content import AppliedDelta, Content, Selection, check_selected, content_of
 from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.optimizer_state import is_state_key, master_key
 from reshard.canonical.renaming import with_adapter_names
@@ -53,6 +53,10 @@ class Checkpoint(Drawn):
     """The architecture that the caller named; None: the one that the config names."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The keywords of `open` that it was opened with."""
+    deltas: tuple[AppliedDelta, ...] = ()
+    """The deltas that change its tensors when they are read (requests/deltas.py)."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """By name, what the last delta says of the tensors that it makes; empty if another program wrote it."""
 
     @property
     def format(self) -> str:
@@ -103,6 +107,7 @@ class Checkpoint(Drawn):
             content,
             read_scalar=lambda key: _scalar(content.tensors[key], self.files),
             recorded=lambda: _recorded_digests(self, named, content),
+            deltas=self.deltas,
         )
 
     def tensors(self, selection: Selection | str | None = None) -> View:
@@ -184,6 +189,8 @@ def _recorded_digests(checkpoint: Checkpoint, index: Index, content: Content) ->
     Raises: CheckpointError if reshard.digests is damaged.
     """
     files, format = checkpoint.files, checkpoint.format
+    if checkpoint.deltas:
+        return {name: checkpoint.digests[name] for name in content.tensors if name in checkpoint.digests}
     manifest = usable_manifest(files)
     if manifest is None or manifest.digests is None or manifest.format != format or files.size(DIGESTS) is None:
         return {}

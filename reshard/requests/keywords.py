@@ -54,6 +54,7 @@ class OpenOptions(ModelOptions, total=False):
     """Keywords of `open`."""
 
     format: Annotated[str | None, Keyword("Format of the checkpoint, instead of detecting it.", "FORMAT")]
+    deltas: Annotated[PathLike | Sequence[PathLike], Keyword("Deltas that change it, in their order, as `BASE+DELTA` does.", "DIR")]
 
 
 class SelectionOptions(TypedDict, total=False):

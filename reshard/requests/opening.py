@@ -42,13 +42,18 @@ from reshard.requests.keywords import ModelOptions, OpenOptions, PathLike, check
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import gc_paused, is_url
 from reshard.storage.tar import open_files, open_tree
+from reshard.storage.trees import chain_of
 
 
 @checked_keywords
 def open(path: PathLike, **options: Unpack[OpenOptions]) -> Checkpoint:
     """Open the checkpoint in a directory or file. Metadata is read, and a few elements that show whether the files belong together.
 
-    Raises: CheckpointError if it is incomplete or contradicts itself, RequestError if its format is unknown.
+    The path `BASE+DELTA+DELTA`, and `deltas`, name deltas that `reshard delta` or a trainer wrote. They change the tensors of the base when
+    these are read.
+
+    Raises: CheckpointError if it is incomplete or contradicts itself, or a delta is of another base; RequestError if its format is unknown,
+    or deltas do not follow each other.
     """
     checkpoint = _open(path, options)
     check_used([checkpoint], options)
@@ -76,7 +81,7 @@ def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) 
 
     `model` is used for a checkpoint without a config of its own. If only one checkpoint gives the vocabulary size, it is used for both.
     """
-    without_config = [path for path in (left, right) if find_model_files(open_tree(path)).config is None]
+    without_config = [path for path in (left, right) if find_model_files(open_tree(chain_of(path)[0])).config is None]
     if (model := options.get("model")) is not None and not without_config:
         raise RequestError(f"`model=` {os.fspath(model)} is not used: both checkpoints have a {CONFIG} of their own", do="Leave it out")
     found = [_open(path, options if path in without_config else {**options, "model": None}) for path in (left, right)]
@@ -90,6 +95,12 @@ def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) 
 
 @gc_paused()
 def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
+    base, *deltas = chain_of(path, options.get("deltas") or ())
+    if deltas:
+        from reshard.requests.deltas import patched
+
+        of_base = {name: given for name, given in options.items() if name != "deltas"}
+        return patched(_open(base, of_base), [_open(delta, {}) for delta in deltas])
     began = time.monotonic()
     format, checkpoint = unchecked(path, options)
     files, index = checkpoint.files, checkpoint.index

@@ -46,7 +46,6 @@ from reshard.requests.planning import plan_conversion
 from reshard.requests.request import ConversionRequest
 from reshard.storage.files import Files, VirtualFiles, inside, read_range
 from reshard.storage.system_calls import system_errors
-from reshard.storage.tar import open_tree
 from reshard.storage.trees import numbered, tree_at, trees_of
 
 _KIND, _VERSION, _PLAN = "reshard plan", "2", "plan"
@@ -123,8 +122,10 @@ class PlanFile:
         sizes = [asked.get(axis, 1) for axis in ("tp", "pp", "ep", "dp")]
         if not OpenOptions.__annotations__.keys() >= opened_with.keys() or "only" in asked or math.prod(sizes) > _MOST_RANKS:
             raise self._damaged(f"it asks for what no plan file does, or for more than {_MOST_RANKS:,} ranks")
+        from reshard.requests.deltas import tree_of
+
         self._check_number(sources, order)
-        self._check_source([open_tree(source) for source in sources], order["files"])
+        self._check_source([tree for source in sources for tree in trees_of(tree_of(source))], order["files"])
         held = _Folder(attached)
         _check_is_attached({**opened_with, **asked}, held.paths)
         keywords = {**opened_with, **_among(held.paths, opened_with)}
@@ -212,7 +213,7 @@ def _order_of(sources: Sequence[Checkpoint], asked: Mapping[str, Any]) -> Order:
             **{f"{key}/{os.path.basename(path)}": Path(path).read_bytes() for key, path in files if os.path.isfile(path)},
         }
 
-    first, *others = (source.files.root for source in sources)
+    first, *others = (source.path if source.deltas else source.files.root for source in sources)
     return Order(first, tuple(others), opened_with, given, attached)
 
 

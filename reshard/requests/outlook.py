@@ -46,6 +46,8 @@ def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
         return Outlook({}, (), None)
     needed, model = list(checkpoint.index.facts.unanswered), checkpoint.model
     kinds = {tensor.kind for tensor in checkpoint.index.tensors}
+    if checkpoint.index.facts.delta is not None:
+        return Outlook({}, tuple(needed), None)
     if not kinds & {"weight", "master"}:
         return Outlook({}, (), "it holds no weights of a whole model")
     if checkpoint.model_files.config is None:

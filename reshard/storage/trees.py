@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.storage.files import Change, Files
+from reshard.storage.system_calls import is_url
 
 if TYPE_CHECKING:
     from reshard.storage.stores.store import Store
@@ -148,9 +149,32 @@ class JoinedFiles(FilesElsewhere):
     def list(self, folder: str = "") -> tuple[str, ...]:
         return self._main.list(folder)
 
+    def is_elsewhere(self, path: str) -> bool:
+        """Whether a path is that of a file of one of the others, below its root."""
+        files, inner = self._find(path)
+        return files is not self._main and ".." not in inner.split("/")
+
     def _find(self, path: str) -> tuple[Files, str]:
         root, separator, inner = path.partition(_BETWEEN)
         return (self._others[root], inner) if separator and root in self._others else (self._main, path)
 
     def _path(self, files: Files, path: str) -> str:
         return path if files is self._main else self.path_in(files, path)
+
+
+def chain_of(path: str | os.PathLike[str], deltas: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = ()) -> tuple[str, ...]:
+    """The base and the deltas that `BASE+DELTA+DELTA` names, and further deltas. A path that exists is not taken apart."""
+    given = [deltas] if isinstance(deltas, str | os.PathLike) else list(deltas)
+    return (*_parts(os.fspath(path)), *(os.fspath(each) for each in given))
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    """The paths and URLs between which there is a `+`. A `+` in a name stays, where nothing lies under what is before it or after it."""
+    if "+" not in text or os.path.exists(text):
+        return (text,)
+    for at in (at for at, letter in enumerate(text) if letter == "+"):
+        left, right = text[:at], text[at + 1 :]
+        begins = (right[:end] for end in (*(end for end, letter in enumerate(right) if letter == "+"), len(right)))
+        if (is_url(left) or os.path.exists(left)) and (is_url(right) or any(map(os.path.exists, begins))):
+            return (left, *_parts(right))
+    return (text,)

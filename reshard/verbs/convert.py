@@ -308,8 +308,8 @@ def _shared_conversion(
         from reshard.requests.order import PlanFile
 
         connected(sharing.ray_address)
-        sources = tuple(str(tree.root) for tree in trees_of(plan.source_files))
-        executor = ray_executor(PlanFile.of(plan), sources, destination.place, effort)
+        assert plan.order is not None, "a plan that can be run was asked for"
+        executor = ray_executor(PlanFile.of(plan), (plan.order.source, *plan.order.others), destination.place, effort)
         return Conversion(plan, destination, tasks=tasks, executor=executor, provenance=provenance)
     more = imbalance([task.weight for task in tasks], sharing.part.of)
     if more > _IMBALANCE and is_url(target):
