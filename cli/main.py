@@ -27,6 +27,8 @@ from .tables import discard_output, standard_output
 COMMANDS = {
     "inspect": (".commands.look.inspect", "Show what a checkpoint holds, and where each part lies."),
     "convert": (".commands.convert", "Convert a checkpoint for another engine, framework or parallel layout."),
+    "delta": (".commands.delta", "Write what changed between two checkpoints: a percent of their size."),
+    "apply": (".commands.apply", "Convert a checkpoint with the deltas of later steps."),
     "plan": (".commands.plan", "Show the proven plan of one conversion; write nothing."),
     "verify": (".commands.verify", "Check that two checkpoints hold the same weights, or one folder what reshard wrote."),
     "diff": (".commands.look.diff", "Show in numbers what changed between two checkpoints."),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from reshard.requests.opening import open
     from reshard.storage.stores.urls import storage_options
     from reshard.verbs.convert import convert, convert_part
+    from reshard.verbs.delta import apply, delta
     from reshard.verbs.digests import digests
     from reshard.verbs.look.degrees import degrees
     from reshard.verbs.look.diff import diff
@@ -46,10 +47,12 @@ __all__ = [
     "RequestError",
     "ReshardError",
     "Selection",
+    "apply",
     "cache",
     "convert",
     "convert_part",
     "degrees",
+    "delta",
     "diff",
     "digests",
     "doctor",
@@ -71,6 +74,7 @@ __all__ = [
     "watch",
 ]
 _ELSEWHERE = {
+    "apply": "verbs.delta",
     "Checkpoint": "requests.checkpoint", "Selection": "canonical.content", "open": "requests.opening", "convert_part": "verbs.convert",
     "load_plan": "verbs.plan", "save_plan": "verbs.plan", "storage_options": "storage.stores.urls",
     "cache": "verbs.serve.cache", "serve_check": "verbs.serve.serve_check",

@@ -27,6 +27,32 @@ if TYPE_CHECKING:
 _MOST = 20
 
 
+options_of_convert = options.together(
+    options.target(required=False),
+    options.selection("Convert"),
+    options.format_name,
+    options.model,
+    options.option("--dry-run", section=options.OUTPUT, is_flag=True, help="Show the proven plan; write nothing."),
+    options.option("--resume", section=options.OUTPUT, is_flag=True, help="Resume an interrupted conversion."),
+    options.option(
+        "--overwrite", section=options.OUTPUT, is_flag=True, help="Replace the checkpoint in TARGET once the new one is complete."
+    ),
+    options.option(
+        "--if-changed",
+        section=options.OUTPUT,
+        is_flag=True,
+        help="Do nothing if TARGET is up to date; otherwise replace what reshard wrote there.",
+    ),
+    options.option(
+        "--checksums", section=options.OUTPUT, is_flag=True, help="Also write SHA256SUMS for `sha256sum -c`; reads the result once more."
+    ),
+    options.effort,
+    options.parts,
+    options.summary_or_full,
+)
+"""The options of a conversion, whatever its source is."""
+
+
 @options.command(
     "convert",
     "reshard convert step-1000 out --to vllm --tp 8 --model llama-3-8b",
@@ -37,31 +63,19 @@ _MOST = 20
 )
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.argument("target")
-@options.target(required=False)
 @options.combining
-@options.selection("Convert")
-@options.format_name
-@options.model
-@options.option("--dry-run", section=options.OUTPUT, is_flag=True, help="Show the proven plan; write nothing.")
-@options.option("--resume", section=options.OUTPUT, is_flag=True, help="Resume an interrupted conversion.")
-@options.option("--overwrite", section=options.OUTPUT, is_flag=True, help="Replace the checkpoint in TARGET once the new one is complete.")
-@options.option(
-    "--if-changed",
-    section=options.OUTPUT,
-    is_flag=True,
-    help="Do nothing if TARGET is up to date; otherwise replace what reshard wrote there.",
-)
-@options.option(
-    "--checksums", section=options.OUTPUT, is_flag=True, help="Also write SHA256SUMS for `sha256sum -c`; reads the result once more."
-)
-@options.effort
-@options.parts
-@options.summary_or_full
-def command(sources: tuple[str, ...], target: str, to: str | None, dry_run: bool, as_json: bool, full: bool, **given: Any) -> None:
+@options_of_convert
+def command(sources: tuple[str, ...], target: str, **given: Any) -> None:
     """Convert SOURCE to another format and write it to the directory TARGET. Several sources become one checkpoint by --average.
 
-    TARGET is written atomically: its files appear under their names only when all are complete.
+    TARGET is written atomically: its files appear under their names only when all are complete. SOURCE may be BASE+DELTA+DELTA: a
+    checkpoint with what `reshard delta` has written of later ones.
     """
+    convert("convert", sources, target, **given)
+
+
+def convert(name: str, sources: tuple[str, ...], target: str, to: str | None, dry_run: bool, as_json: bool, full: bool, **given: Any) -> None:
+    """Convert sources to the target, and show what was done. name: the command, as it is recorded beside the result."""
     from reshard.engine.pool import Effort
     from reshard.engine.record import Provenance
     from reshard.requests.keywords import EffortOptions
@@ -70,7 +84,7 @@ def command(sources: tuple[str, ...], target: str, to: str | None, dry_run: bool
     metrics, arguments = current().metrics, current().arguments
     metrics.label(target=target, format=to)
     existing = existing_target(**{name: given.pop(name) for name in ("resume", "overwrite", "if_changed")})
-    provenance = Provenance(tuple(arguments[arguments.index("convert") :]), given.pop("checksums"))
+    provenance = Provenance(tuple(arguments[arguments.index(name) :]), given.pop("checksums"))
     target_place(target)
     sharing = _sharing(given)
     effort, show_progress = Effort(**options.take(given, EffortOptions)), given.pop("show_progress")

@@ -274,6 +274,8 @@ class Inspection:
         models, engines = self.checkpoint.models, self.outlook.engines
         if self.outlook.problem:
             return f"reshard doctor {path}{about_model}"
+        if self.facts.delta is not None:
+            return f"reshard apply {shlex.quote(self.facts.delta.base or 'BASE')} {path} out --to hf"
         if self.is_adapter:
             of_peft = f"reshard convert BASE merged --to hf --merge-adapter {path}"
             is_peft = registry.named(self.index.format).holds_adapters
