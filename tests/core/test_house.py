@@ -269,8 +269,14 @@ def format_names():
 
 def test_the_core_names_no_format():
     """As a word of its own in a string that the code uses; docstrings may tell examples. `verbs` names the one that is whole, in headers of
-    safetensors "pt" stands for torch, and nanotron is also the trainer that gives weights its names."""
-    allowed = {"verbs.roundtrip": "hf", "plans.layout": "pt", "canonical.trainer_names": "nanotron"}
+    safetensors "pt" stands for torch, nanotron is also the trainer that gives weights its names, and `delta` is also a verb."""
+    allowed = {
+        "__init__": "delta",
+        "verbs.delta": "delta",
+        "verbs.roundtrip": "hf",
+        "plans.layout": "pt",
+        "canonical.trainer_names": "nanotron",
+    }
     names = {*format_names()}
     for path in CORE:
         documentation = {id(node.value) for node in nodes(path) if isinstance(node, ast.Expr)}
@@ -404,7 +410,7 @@ def test_below_the_command_line_texts_name_keywords_and_not_flags():
 def test_the_walk_of_a_source_does_not_grow():
     """Where plan(source) hands its source, alone and with what lies in it (`python tests/walks.py reshard/verbs/plan.py plan source`)."""
     walk = walk_of("reshard/verbs/plan.py", "plan", "source")
-    assert len(walk.visits) > 50 and len(walk.files) <= 15 and len(walk.climbs) <= 9
+    assert len(walk.visits) > 50 and len(walk.files) <= 16 and len(walk.climbs) <= 10
     walk = walk_of("reshard/verbs/plan.py", "plan", "source", parts=True)
     assert len(walk.visits) > 100 and len(walk.files) <= 38 and len(walk.climbs) <= 40
 

@@ -18,6 +18,8 @@ CALLS = {
     "serve_check": lambda **options: reshard.serve_check(HF, **options),
     "convert": lambda **options: reshard.convert(reshard.plan(HF, to="hf"), "never-written", **options),
     "convert_part": lambda **options: reshard.convert_part(reshard.plan(HF, to="hf"), "never-written", 1, 2, **options),
+    "delta": lambda **options: reshard.delta(HF, HF, "never-written", **options),
+    "apply": lambda **options: reshard.apply(HF, "never-read", "never-written", to="hf", **options),
     "degrees": lambda **options: reshard.degrees(HF, to="vllm", **options),
     "diff": lambda **options: reshard.diff(HF, HF, **options),
     "doctor": lambda **options: reshard.doctor(HF, **options),

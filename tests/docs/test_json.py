@@ -115,7 +115,20 @@ def test_plan_and_convert(tmp_path):
     parts = [printed("convert", *arguments[:1], tmp_path / "parts", *arguments[2:], "--part", part) for part in ("0/2", "1/2")]
     check("convert --part", *({**part, "result": None} for part in parts))
     check("convert", {"schema_version": 1, **parts[1]["result"], "plan": {}})
-    check("reshard.json", json.loads((tmp_path / "out" / "reshard.json").read_text()))
+    check("reshard.json", json.loads((patched(tmp_path) / "reshard.json").read_text()))
+
+
+def patched(folder):
+    """A conversion of a checkpoint with a delta, which changes nothing."""
+    printed("delta", LLAMA, LLAMA, folder / "delta")
+    printed("apply", LLAMA, folder / "delta", folder / "applied", "--to", "hf")
+    return folder / "applied"
+
+
+def test_delta_and_apply(tmp_path):
+    check("delta", printed("delta", LLAMA, LLAMA, tmp_path / "none"))
+    plan = printed("apply", LLAMA, tmp_path / "none", tmp_path / "out", "--to", "hf", "--dry-run")
+    assert [each.keys() for each in plan["deltas"]] == [{"path", "version", "fingerprint"}]
 
 
 def in_a_store(source, target, *options):
