@@ -28,12 +28,12 @@ CONTENTS = {
         recipes/hf recipes/merge-ranks recipes/deepspeed recipes/megatron recipes/optimizer-state recipes/training-memory
         recipes/undeclared-model recipes/averaging recipes/adapters recipes/trainer-names recipes/doctor recipes/look
         recipes/interrupted
-        recipes/many-machines recipes/nightly recipes/runs recipes/stores recipes/compare recipes/coming-from recipes/troubleshooting
+        recipes/many-machines recipes/nightly recipes/runs recipes/deltas recipes/stores recipes/compare recipes/coming-from recipes/troubleshooting
     """,
     "Formats": """
         formats/index formats/dcp formats/dcp-safetensors formats/fsdp formats/fsdp-local formats/pt formats/torch-checkpointing
         formats/deepspeed formats/universal formats/megatron formats/megatron-dist formats/consolidated formats/nanotron
-        formats/hf formats/peft formats/vllm formats/sglang formats/trtllm
+        formats/hf formats/peft formats/delta formats/vllm formats/sglang formats/trtllm
     """,
     "Evidence": "verification benchmarks",
     "Reference": """

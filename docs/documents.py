@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.canonical.content import Drop
+from reshard.canonical.content import AppliedDelta, Drop
 from reshard.canonical.dequantization import QuantizedFamily
 from reshard.canonical.tensor_classes import StoredModel
 from reshard.engine.destinations.forecast import StoreForecast
@@ -23,6 +23,7 @@ from reshard.requests.outlook import Outlook
 from reshard.runs.steps import Step
 from reshard.serving.capacity import DegreeReport, DegreeRow
 from reshard.training.memory import Strategy
+from reshard.verbs.delta import DeltaResult
 from reshard.verbs.look.diff import Diff
 from reshard.verbs.look.explain import Explanation
 from reshard.verbs.look.stats import TensorStatistics
@@ -75,6 +76,7 @@ _PLAN = {
     "source": {"format": str, "path": str},
     "adapter": (ANY_OBJECT, None),
     "combined": (ANY_OBJECT, None),
+    "deltas": [AppliedDelta],
     "target": {"format": str, **_SIZES, "dp": int, "dtype": TEXT, "engine_version": TEXT, "options": ANY_OBJECT},
     "totals": Totals,
     "files": [{"path": str, "bytes": int, "ranks": {str: int}, "tensors?": [_STORED]}],
@@ -202,6 +204,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
             "result": (_RESULT, None),
         },
     ),
+    "delta": ("reshard delta --json", DeltaResult),
     "degrees": (
         "reshard degrees --json",
         Extended(DegreeReport, {"degrees": [_DEGREE]}),
