@@ -104,8 +104,8 @@ def test_converts_document_has_stable_keys(tmp_path):
     arguments = ("convert", HF / "llama", tmp_path / "out", "--to", "vllm", "--tp", 2, "--json")
     planned, full = reshard(*arguments, "--dry-run").document, reshard(*arguments, "--dry-run", "--full").document
     done = reshard(*arguments).document
-    assert [*planned][:6] == ["schema_version", "source", "adapter", "combined", "target", "totals"]
-    assert [*planned][6:] == ["files", "sidecars", "notes", "dropped", "findings", "ranks"]
+    assert [*planned][:7] == ["schema_version", "source", "adapter", "combined", "deltas", "target", "totals"]
+    assert [*planned][7:] == ["files", "sidecars", "notes", "dropped", "findings", "ranks"]
     assert list(full) == [*planned, "tensors", "tasks", "dropped_tensors"]
     assert list(done) == ["schema_version", "path", "files", "dropped", "notes", "findings", "fingerprint", "seconds", "unchanged"]
     assert [rank["query_heads"] for rank in planned["ranks"]] == [[0, 4], [4, 8]]

@@ -88,6 +88,7 @@ def test_the_plan_is_data(plan):
         "source",
         "adapter",
         "combined",
+        "deltas",
         "target",
         "totals",
         "files",

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 from helpers.reshard_command import reshard
+from helpers.slime_deltas import load_folder, write_delta
 from hostile.mutations import KINDS
 from hostile.watched import FIXTURES, outcome_of
 
@@ -26,6 +27,7 @@ TARGETS = [
 ]
 # Format -> the fixture of hf that it is written from.
 WRITTEN = {"vllm": "mixtral", "sglang": "qwen3", "trtllm": "llama"}
+DELTAS = ("xor", "overwrite")
 
 
 @cache
@@ -36,7 +38,8 @@ def fixtures() -> tuple[str, ...]:
     marks = ("config.json", "adapter_config.json", "params.json")
     configs = itertools.chain.from_iterable(FIXTURES.rglob(mark) for mark in marks)
     folders |= {path.parent for path in configs if not any(parent in folders for parent in path.parents)}
-    return (*sorted(str(path.relative_to(FIXTURES)) for path in folders), *(f"written/{name}" for name in WRITTEN))
+    folders -= {FIXTURES / "delta"}  # the steps of a run
+    return (*sorted(str(path.relative_to(FIXTURES)) for path in folders), *(f"written/{name}" for name in (*WRITTEN, *DELTAS)))
 
 
 @cache
@@ -45,10 +48,15 @@ def pristine_of(fixture: str) -> Path:
     if not fixture.startswith("written/"):
         folder = FIXTURES / fixture
         return folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
-    place = Path(tempfile.mkdtemp(prefix="written-"))
+    name = fixture.removeprefix("written/")
+    place = Path(tempfile.mkdtemp(prefix="delta-" if name in DELTAS else "written-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     folder = place / "checkpoint"
-    name = fixture.removeprefix("written/")
+    if name in DELTAS:
+        old = load_folder(FIXTURES / "hf" / "llama")
+        new = {key: (dtype, shape, bytes(byte ^ (not i % 50) for i, byte in enumerate(data))) for key, (dtype, shape, data) in old.items()}
+        write_delta(folder, old, new, name, "blake3", 2, 1)
+        return folder
     assert reshard("convert", FIXTURES / "hf" / WRITTEN[name], folder, "--to", name, "--tp", 2, "-q").code == 0
     for path in folder.glob("reshard.*"):
         path.unlink()
@@ -57,6 +65,8 @@ def pristine_of(fixture: str) -> Path:
 
 def commands(source: Path, pristine: Path, target: Path) -> list[list[list[str]]]:
     """The command lines that read the checkpoint, in groups: the campaign chooses a group, and one of it."""
+    if pristine.parent.name.startswith("delta-"):
+        return _of_delta(str(FIXTURES / "hf" / "llama"), str(source), target)
     model = pristine.parent / "model"
     models = [["--model", str(model)]] * 2 + [[]] if model.is_dir() else [[]]
 
@@ -91,6 +101,18 @@ def commands(source: Path, pristine: Path, target: Path) -> list[list[list[str]]
         convert("--to", "hf", "--dtype", "fp32") + convert("--to", "hf", "--names", "torchtitan") + convert("--to", "hf", "--part", "0/2"),
         [["convert", str(base), str(target), "--to", "hf", "--merge-adapter", name], *convert("--to", "hf", "--keep-unknown")],
         [["watch", str(source.parent), "--to", "hf", "--all", "--into", f"{target}/{{step}}"], *convert("--to", "hf", "--checksums")],
+    ]
+
+
+def _of_delta(base: str, delta: str, target: Path) -> list[list[list[str]]]:
+    """The command lines that read a delta, and a base with it."""
+    both = f"{base}+{delta}"
+    return [
+        [["inspect", delta], ["inspect", both], ["convert", delta, str(target), "--to", "hf"], ["doctor", delta, "--deep"]],
+        [["fingerprint", both], ["verify", base, both], ["diff", base, both], ["stats", both], ["cat", both, "model.norm.weight"]],
+        [["verify", delta, both], ["diff", delta, both], ["delta", base, both, str(target)], ["delta", both, base, str(target)]],
+        *[[["apply", base, delta, str(target), "--to", *to] for to in TARGETS if to[0] in ("hf", "dcp", "vllm", "megatron")]] * 3,
+        [["apply", base, delta, delta, str(target), "--to", "hf"], ["apply", base, delta, str(target), "--to", "hf", "--dtype", "fp32"]],
     ]
 
 
