@@ -34,6 +34,13 @@ def changed(stored, share, seed):
     return result
 
 
+def changed_codes(stored):
+    """The tensors with another lowest bit in every seventh byte: numbers stay finite."""
+    return {
+        name: (dtype, shape, bytes(byte ^ (i % 7 == 0) for i, byte in enumerate(data))) for name, (dtype, shape, data) in stored.items()
+    }
+
+
 def folder_of(path, stored, config=None):
     path.mkdir(parents=True)
     save(path / "model.safetensors", stored)
@@ -166,6 +173,25 @@ def test_a_cast_comes_after_the_delta(steps, dtype):
     reshard.apply(steps / "step-100", steps / "delta", steps / "out", to="vllm", tp=2, dtype=dtype)
     reshard.convert(reshard.plan(steps / "step-200", to="vllm", tp=2, dtype=dtype), steps / "expected")
     assert load_folder(steps / "out") == load_folder(steps / "expected")
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ("hf_fp8/llama-fp8-block", {"dequantize": True}),
+        ("hf_fp8/llama-fp8-block", {}),
+        ("hf/llama", {"merge_adapter": FIXTURES / "peft/dora/adapter"}),
+    ],
+    ids=["dequantize", "fp8", "merge"],
+)
+def test_values_are_computed_of_what_the_delta_makes(source, options, tmp_path):
+    base = FIXTURES / source
+    folder_of(tmp_path / "new", changed_codes(load_folder(base)), base)
+    reshard.delta(base, tmp_path / "new", tmp_path / "delta")
+    for to in ({"to": "hf"}, {"to": "vllm", "tp": 2}):
+        reshard.apply(base, tmp_path / "delta", tmp_path / to["to"], **to, **options)
+        reshard.convert(reshard.plan(tmp_path / "new", **to, **options), tmp_path / "expected" / to["to"])
+        assert load_folder(tmp_path / to["to"]) == load_folder(tmp_path / "expected" / to["to"])
 
 
 def test_every_command_takes_a_base_and_its_deltas(steps):
