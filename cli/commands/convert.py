@@ -74,7 +74,9 @@ def command(sources: tuple[str, ...], target: str, **given: Any) -> None:
     convert("convert", sources, target, **given)
 
 
-def convert(name: str, sources: tuple[str, ...], target: str, to: str | None, dry_run: bool, as_json: bool, full: bool, **given: Any) -> None:
+def convert(
+    name: str, sources: tuple[str, ...], target: str, to: str | None, dry_run: bool, as_json: bool, full: bool, **given: Any
+) -> None:
     """Convert sources to the target, and show what was done. name: the command, as it is recorded beside the result."""
     from reshard.engine.pool import Effort
     from reshard.engine.record import Provenance

@@ -149,11 +149,6 @@ class JoinedFiles(FilesElsewhere):
     def list(self, folder: str = "") -> tuple[str, ...]:
         return self._main.list(folder)
 
-    def is_elsewhere(self, path: str) -> bool:
-        """Whether a path is that of a file of one of the others, below its root."""
-        files, inner = self._find(path)
-        return files is not self._main and ".." not in inner.split("/")
-
     def _find(self, path: str) -> tuple[Files, str]:
         root, separator, inner = path.partition(_BETWEEN)
         return (self._others[root], inner) if separator and root in self._others else (self._main, path)
