@@ -194,6 +194,8 @@ def _interrupted(code: int) -> int:
 def _report(error: Exception, debug: bool, as_json: bool) -> int:
     """Log an error as one paragraph, and with --json print it as a document; returns its exit code."""
     found = _explained(error)
+    if not as_json:
+        _list_checkpoints(found)
     cause = error if found.id == "defect" else found if debug else None
     LOGGER.error(f"{found} [{found.id}]", exc_info=cause, extra={"event": "error", "fields": found.to_json()})
     if as_json:
@@ -201,6 +203,15 @@ def _report(error: Exception, debug: bool, as_json: bool) -> int:
 
         show_json({"error": found.to_json()})
     return found.exit_code
+
+
+def _list_checkpoints(error: ReshardError) -> None:
+    """If the error is that none of several checkpoints is chosen, list them on stderr."""
+    choice = sys.modules.get("reshard.requests.choice")
+    if choice and isinstance(error, choice.SeveralCheckpoints):
+        from .runs import show_list
+
+        show_list(error.root, error.steps, on_stderr=True)
 
 
 def _explained(error: Exception) -> ReshardError:

@@ -15,7 +15,15 @@ import click
 
 from reshard.geometry.quantities import parse_count, parse_size
 from reshard.geometry.value import value
-from reshard.requests.keywords import CombiningOptions, EffortOptions, ModelOptions, OpenOptions, SelectionOptions, TargetOptions
+from reshard.requests.keywords import (
+    CombiningOptions,
+    EffortOptions,
+    Keyword,
+    ModelOptions,
+    OpenOptions,
+    SelectionOptions,
+    TargetOptions,
+)
 from reshard.requests.keywords import take as take
 
 from .invocation import current
@@ -42,6 +50,11 @@ class Command(click.Command):
         super().__init__(*args, **kwargs)
         self.examples = tuple(examples)
         self.params += [param for param in LOG_OPTIONS if param.name != "metrics_file" or self.name in METERED]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        Chosen.of(ctx).check_used()
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -158,6 +171,12 @@ def _of_keyword(name: str, annotation: Any, section: str, verb: str, type: Any) 
     return option(flag, section=section, **settings)
 
 
+def _about(name: str) -> str:
+    """What --help says about a keyword of `open`."""
+    keyword: Keyword = OpenOptions.__annotations__[name].__metadata__[0]
+    return keyword.help
+
+
 def format_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Formats whose names begin so; for --to only those that can be written."""
     from reshard.adapter import registry
@@ -237,7 +256,94 @@ def page_of(given: dict[str, Any]) -> PageOptions:
     return found
 
 
-format_name = keywords(OpenOptions, "format", section=SOURCE)
+class Chosen:
+    """What --step and --part of one command line say, until its arguments become the paths of the checkpoints that they choose."""
+
+    def __init__(self) -> None:
+        self.step: str | None = None
+        self.part: str | None = None
+        self._is_used = False
+        self._unused: Exception | None = None
+
+    @staticmethod
+    def of(ctx: click.Context) -> Chosen:
+        found = ctx.meta.setdefault("reshard.chosen", Chosen())
+        assert isinstance(found, Chosen)
+        return found
+
+    def path(self, given: str) -> str:
+        """The path of the checkpoint that a path means. Of two checkpoints, one may be no run."""
+        if (self.step is None and self.part is None) or given.startswith(("http://", "https://")):
+            return given
+        from reshard.requests.choice import Choice, NothingToChoose
+
+        try:
+            found = Choice(self.step, self.part).path(given)
+        except NothingToChoose as error:
+            self._unused = error
+            return given
+        self._is_used = True
+        return found
+
+    def check_used(self) -> None:
+        """Raises RequestError if there is a choice, and no argument is a folder in which to choose."""
+        if self._unused is not None and not self._is_used:
+            raise self._unused
+
+
+class CheckpointPlace(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic in newer versions of click
+    """The path of a checkpoint: of the chosen one, where a path is a run or a folder of models."""
+
+    name = "checkpoint"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if ctx is None or ctx.resilient_parsing or not isinstance(value, str):
+            return value
+        return Chosen.of(ctx).path(value)
+
+
+def checkpoint(*names: str, **settings: Any) -> Decorator[Any]:
+    """An argument that is a checkpoint."""
+    return click.argument(*names, type=CheckpointPlace(), **settings)
+
+
+def _choose_step(ctx: click.Context, param: click.Parameter, given: str | None) -> None:
+    Chosen.of(ctx).step = given
+
+
+def _choose_part(ctx: click.Context, param: click.Parameter, given: str | None) -> None:
+    Chosen.of(ctx).part = given
+
+
+def _choose_part_or_share(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> str | None:
+    """The part of the work, such as 3/8; another word chooses a checkpoint. Each may be given once."""
+    shares = [each for each in given if _SHARE.fullmatch(each)]
+    names = [each for each in given if each not in shares]
+    if len(shares) > 1 or len(names) > 1:
+        raise click.BadParameter(f"{' and '.join(shares if len(shares) > 1 else names)}: give one of them", ctx, param)
+    Chosen.of(ctx).part = next(iter(names), None)
+    return next(iter(shares), None)
+
+
+# The words of --part that share the work of a conversion; other words name a checkpoint.
+_SHARE = re.compile(r"auto|-?\d*/?-?\d*")
+step = option("--step", section=SOURCE, metavar="STEP", is_eager=True, expose_value=False, callback=_choose_step, help=_about("step"))
+choice = together(
+    step,
+    option(
+        "--part",
+        "--component",
+        section=SOURCE,
+        metavar="NAME",
+        is_eager=True,
+        expose_value=False,
+        callback=_choose_part,
+        help=_about("part"),
+    ),
+)
+"""Which checkpoint of a run or of a folder of models. Eager: it is known when the arguments are looked at."""
+only_format = keywords(OpenOptions, "format", section=SOURCE)
+format_name = together(only_format, choice)
 architecture = keywords(ModelOptions, "architecture", section=SOURCE)
 
 
@@ -309,9 +415,15 @@ _METAVARS: Mapping[str, str] = {"number": "N", "numbers": "N,N,..", "size": "SIZ
 parts = together(
     option(
         "--part",
+        "--component",
+        "part",
         section=PARTS,
-        metavar="I/N|auto",
-        help="Convert part I of N, counted from 0; auto: as Slurm, torchrun or Kubernetes say. The last part completes TARGET.",
+        metavar="I/N|auto|NAME",
+        multiple=True,
+        is_eager=True,
+        callback=_choose_part_or_share,
+        help="Convert part I of N, counted from 0; auto: as Slurm, torchrun or Kubernetes say. The last part completes TARGET. "
+        "NAME: which checkpoint of a step, such as actor.",
     ),
     option("--parts", section=PARTS, type=click.IntRange(1), metavar="N", help="With --part auto: how many parts there are (Kubernetes)."),
     option(

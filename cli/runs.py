@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
 
 from .json_output import show_json
-from .tables import nbytes_text, show, table
+from .tables import nbytes_text, show, show_table
 
 if TYPE_CHECKING:
-    from reshard.runs.steps import Step
+    from reshard.requests.run_folders import Step
 
 
-def show_run(run: str, steps: list[Step], *, as_json: bool) -> None:
-    """The checkpoints of a run, one row each."""
+def show_run(run: str, steps: Sequence[Step], *, as_json: bool) -> None:
+    """The checkpoints of a folder, one row each."""
     if as_json:
         show_json({"path": run, "steps": [run_step(step) for step in steps]})
         return
-    done = sum(step.complete for step in steps)
-    newest = max((step for step in steps if step.complete), key=lambda step: step.number, default=None)
-    show(f"{run}: {plural(len(steps), 'checkpoint')} of {plural(len({step.number for step in steps}), 'step')}, {done:,} complete")
-    show()
+    show_list(run, steps)
+    newest = max((step for step in steps if step.complete and step.number is not None), key=lambda step: step.order, default=None)
+    shown = newest or next((step for step in steps if step.complete), None)
+    if shown is not None:
+        show()
+        show(f"  next  reshard inspect {shlex.quote(shown.path)}")
+
+
+def show_list(run: str, steps: Sequence[Step], *, on_stderr: bool = False) -> None:
+    """A table of the checkpoints of a folder."""
+    done, numbers = sum(step.complete for step in steps), {step.number for step in steps if step.number is not None}
+    of_steps = f" of {plural(len(numbers), 'step')}" if numbers else ""
+    show(f"{run}: {plural(len(steps), 'checkpoint')}{of_steps}, {done:,} complete", on_stderr=on_stderr)
+    show(on_stderr=on_stderr)
     rows = [
         (
-            step.number,
+            *(("-" if step.number is None else step.number,) if numbers else ()),
             step.path[len(run) :].strip("/"),
             step.format or "-",
             nbytes_text(step.nbytes),
@@ -36,10 +47,9 @@ def show_run(run: str, steps: list[Step], *, as_json: bool) -> None:
         )
         for step in steps
     ]
-    show(*table(rows, ("step", "folder", "format", "bytes", "age", "", "because")))
-    if newest is not None:
-        show()
-        show(f"  next  reshard inspect {shlex.quote(newest.path)}")
+    headings = (*(("step",) if numbers else ()), "folder", "format", "bytes", "age", "", "because")
+    last = len(headings) - 1
+    show_table(rows, headings, optional=(last, last - 2, last - 3), on_stderr=on_stderr)
 
 
 def run_step(step: Step) -> dict[str, Any]:

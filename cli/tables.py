@@ -51,7 +51,7 @@ def shape_text(shape: Sequence[int]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
-def show_table(rows: Sequence[Sequence[object]], headings: Sequence[str], *, optional: Sequence[int] = ()) -> None:
+def show_table(rows: Sequence[Sequence[object]], headings: Sequence[str], *, optional: Sequence[int] = (), on_stderr: bool = False) -> None:
     """Print aligned columns, with bold headings on a terminal.
 
     optional: the columns to leave out, one after the other, until the lines are as short as the terminal, or as COLUMNS says.
@@ -65,9 +65,9 @@ def show_table(rows: Sequence[Sequence[object]], headings: Sequence[str], *, opt
         lines = table([[row[i] for i in kept] for row in rows], [headings[i] for i in kept])
     first, *others = lines
     with standard_output():
-        click.echo(click.style(printable(first), bold=True) if _has_colour() else printable(first))
+        click.echo(click.style(printable(first), bold=True) if _has_colour() else printable(first), err=on_stderr)
     if others:
-        show(*others)
+        show(*others, on_stderr=on_stderr)
 
 
 def _width() -> int | None:
@@ -102,10 +102,10 @@ def sparkline(counts: Sequence[int]) -> str:
     return "".join(" " if not count else "▁▂▃▄▅▆▇█"[min(7, count * 8 // highest)] for count in counts)
 
 
-def show(*lines: str) -> None:
+def show(*lines: str, on_stderr: bool = False) -> None:
     """Print lines, or an empty one. What comes from a file can neither act on the terminal nor begin a line of its own."""
     with standard_output():
-        click.echo(with_flags("\n".join(map(printable, lines))))
+        click.echo(with_flags("\n".join(map(printable, lines))), err=on_stderr)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from reshard.measures.changes import Change
 from reshard.plans.plan import Totals
 from reshard.plans.summary import DropSummary, ExpertSummary, KindSummary
 from reshard.requests.outlook import Outlook
-from reshard.runs.steps import Step
+from reshard.requests.run_folders import Step
 from reshard.serving.capacity import DegreeReport, DegreeRow
 from reshard.training.memory import Strategy
 from reshard.verbs.delta import DeltaResult

@@ -15,7 +15,7 @@ from .convert import convert, options_of_convert
     "reshard apply step-1000 delta-1100 out --to hf",
     "reshard apply step-1000 delta-1100 delta-1200 out --to vllm --tp 8",
 )
-@click.argument("base")
+@options.checkpoint("base")
 @click.argument("deltas", nargs=-1, required=True, metavar="DELTA...")
 @click.argument("target")
 @options_of_convert

@@ -16,7 +16,7 @@ from ..tables import show
     "reshard architectures --start my-checkpoint > my_model.yaml",
 )
 @click.argument("name", required=False, shell_complete=options.architecture_names)
-@click.option("--start", metavar="CKPT", help="Draft a declaration for the model of this checkpoint.")
+@click.option("--start", type=options.CheckpointPlace(), metavar="CKPT", help="Draft a declaration for the model of this checkpoint.")
 @options.format_name
 @click.option("--model", metavar="DIR", help="With --start: directory with config.json, if the checkpoint has none.")
 @options.as_json

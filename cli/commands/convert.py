@@ -30,7 +30,8 @@ _MOST = 20
 options_of_convert = options.together(
     options.target(required=False),
     options.selection("Convert"),
-    options.format_name,
+    options.only_format,
+    options.step,
     options.model,
     options.option("--dry-run", section=options.OUTPUT, is_flag=True, help="Show the proven plan; write nothing."),
     options.option("--resume", section=options.OUTPUT, is_flag=True, help="Resume an interrupted conversion."),
@@ -61,7 +62,7 @@ options_of_convert = options.together(
     "reshard convert runs/7 out --to hf --last 5 --average",
     "srun -n 8 reshard convert step-1000 out --to vllm --tp 8 --part auto",
 )
-@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@options.checkpoint("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.argument("target")
 @options.combining
 @options_of_convert

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     "reshard digests step-1000 --to vllm --tp 8 --json > baseline.json",
     "reshard digests step-1000 --to vllm --tp 8 --compare server.json",
 )
-@click.argument("source")
+@options.checkpoint("source")
 @click.option("--compare", "server", metavar="FILE", help="Compare with the answer of a server's weight checker.")
 @allow_not_comparable
 @options.target()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from .. import options
 from ..json_output import show_json
 from ..logs import OutputFileParam
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @options.command("plan", "reshard plan step-1000 --to vllm --tp 8", "reshard plan step-1000 --to hf --json > plan.json")
-@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@options.checkpoint("sources", nargs=-1, required=True, metavar="SOURCE...")
 @options.target(required=False)
 @options.combining
 @options.selection("Convert")

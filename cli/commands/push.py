@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     "reshard push step-1000 http://localhost:8000 --dry-run",
     "reshard push step-1000 http://host-1:8000 http://host-2:8000",
 )
-@click.argument("source")
+@options.checkpoint("source")
 @click.argument("servers", nargs=-1, required=True, metavar="SERVER...")
 @options.keywords(SelectionOptions, "weights", "strip_prefix", "root", "drop_unknown", section=options.SELECTION, verb="Push")
 @options.keywords(RecipeOptions, section=options.TARGET)

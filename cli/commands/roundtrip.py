@@ -15,7 +15,7 @@ from ..tables import nbytes_text, show
 
 
 @options.command("roundtrip", "reshard roundtrip step-1000 --to vllm --tp 8")
-@click.argument("source")
+@options.checkpoint("source")
 @options.target()
 @options.selection("Convert")
 @options.format_name

@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     "reshard verify out",
     "reshard verify step-1000 http://localhost:8000",
 )
-@click.argument("left")
-@click.argument("right", required=False)
+@options.checkpoint("left")
+@options.checkpoint("right", required=False)
 @click.option("--cast", is_flag=True, help="Where element types differ, cast LEFT's values to RIGHT's before comparing.")
 @click.option(
     "--layout", "stored_layout", metavar="FILE", help="The learned layout that a serving engine's files follow, if none lies beside them."
 )
 @allow_not_comparable
 @options.selection("Compare")
+@options.choice
 @options.model
 @options.effort
 @options.page

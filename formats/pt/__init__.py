@@ -28,6 +28,8 @@ _HUGGING_FACE = re.compile(r"(pytorch_model|adapter_model|model)(-\d{5}-of-\d{5}
 _PARTS = re.compile(r".*(mp_rank_\d|_states\.pt$|model_optim_rng|zero_pp_rank).*")
 # What trainers save beside weights.
 _NO_WEIGHTS = re.compile(r".*(training_args|rng_state|random_states|scheduler|scaler|extra_state|tokenizer).*")
+# The state of verl's data loader lies in a step's folder, beside the folders of the models.
+_DATA_LOADER, _MODELS_OF_VERL = "data.pt", {"actor/", "critic/"}
 
 
 class TorchSave(Format):
@@ -58,6 +60,8 @@ def candidates(files: Files) -> tuple[list[str], list[str]]:
     if rank_file_sets(listing) or any(path.endswith(_OTHER_FORMATS) or _HUGGING_FACE.fullmatch(path) for path in listing):
         return [], []
     fitting = [path for path in listing if path.endswith(_ENDINGS) and not _PARTS.fullmatch(path)]
+    if _MODELS_OF_VERL & set(listing):
+        fitting = [path for path in fitting if path != _DATA_LOADER]
     if len(listing) > 1:
         fitting = [path for path in fitting if not _NO_WEIGHTS.fullmatch(path)]
     models = [path for path in fitting if "optim" not in path]

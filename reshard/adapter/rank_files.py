@@ -165,6 +165,7 @@ def _refuse_without_rank_files(files: Files) -> NoReturn:
             f"the rank files lie in folders here: {', '.join(below[:4])}",
             where=files.root,
             do=f"Give one of them, such as {files.root.rstrip('/')}/{below[0].rstrip('/')}",
+            id="ambiguous" if len(below) > 1 else "not-found",
         )
     raise RequestError("there is no rank's file here", where=files.root, do="Give the directory that holds the ranks' files")
 

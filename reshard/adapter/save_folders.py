@@ -18,7 +18,8 @@ from reshard.errors import IncompleteError, RequestError
 if TYPE_CHECKING:
     from reshard.storage.files import Files
 
-_STEP = re.compile(r"(?:global_)?(?:step|checkpoint|iter)[-_]?(\d+)")
+# global_step_20, step-20, checkpoint-20, iter_0000020; and of Lightning and NeMo: epoch=0-step=20, m--val_loss=1.23-step=20-last.
+_STEP = re.compile(r"(?:global_)?(?:step|checkpoint|iter)[-_]?(\d+)|(?:.*-)?step=(\d+)(?:[-.].*)?")
 
 
 def the_one_save(
@@ -71,7 +72,7 @@ def step_of(root: str) -> int | None:
     """The step in one of the last two folder names of a path: global_step_20, step-20/actor, checkpoint-20. None if neither has one."""
     for name in list(filter(None, root.split("/")))[:-3:-1]:
         if match := _STEP.fullmatch(name):
-            return int(match[1])
+            return int(match[1] or match[2])
     return None
 
 

@@ -55,6 +55,8 @@ class OpenOptions(ModelOptions, total=False):
 
     format: Annotated[str | None, Keyword("Format of the checkpoint, instead of detecting it.", "FORMAT")]
     deltas: Annotated[PathLike | Sequence[PathLike], Keyword("Deltas that change it, in their order, as `BASE+DELTA` does.", "DIR")]
+    step: Annotated[int | str | None, Keyword("Which step of a run: its number, or latest.", "STEP")]
+    part: Annotated[str | None, Keyword("Which checkpoint of a step or of a folder of models, such as actor.", "NAME")]
 
 
 class SelectionOptions(TypedDict, total=False):

@@ -166,6 +166,26 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
 
     Raises: as `open` does, except for incomplete tensors and different steps.
     """
+    given = dict(options)
+    if given.get("step") is not None or given.get("part") is not None:
+        from reshard.requests.choice import Choice
+
+        path = Choice(given.pop("step", None), given.pop("part", None)).path(os.fspath(path))
+    try:
+        return _unchecked(path, given)
+    except RequestError as error:
+        if error.id not in ("not-found", "ambiguous") or given.get("format") is not None:
+            raise
+        from reshard.requests.choice import only_checkpoint
+
+        only = only_checkpoint(os.fspath(path))
+        if only is None or error.id == "ambiguous":
+            raise
+    return _unchecked(only, given)
+
+
+def _unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Checkpoint]:
+    """The checkpoint that lies at a path itself, and its format."""
     name, model, architecture = options.get("format"), options.get("model"), options.get("architecture")
     declared = named_architecture(architecture) if architecture is not None else None
     files = open_tree(path)

@@ -1,1 +1,1 @@
-"""The steps of a training run: which checkpoints lie below a folder, and which of them are complete."""
+"""What a watch writes: outputs, one for each step of a run, on the disk or in a store."""

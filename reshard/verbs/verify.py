@@ -146,6 +146,9 @@ def verify_written(
         result.differences.append(_as_difference(error, files))
         return result
     if manifest is None:
+        from reshard.requests.choice import only_checkpoint
+
+        only_checkpoint(files.root)  # lists several
         raise RequestError(
             f"there is no {MANIFEST}, so nothing tells what the folder should hold",
             where=files.root,

@@ -15,9 +15,9 @@ from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
 from reshard.requests.keywords import PathLike, PlanOptions, checked_keywords
+from reshard.requests.run_folders import QUIET_SECONDS, Seen, Step, find_steps
 from reshard.runs.local_outputs import LocalOutputs
 from reshard.runs.outputs import LATEST, Outputs, WatchRecord
-from reshard.runs.steps import QUIET_SECONDS, Seen, Step, find_steps
 from reshard.storage.system_calls import is_url, local_path
 from reshard.verbs.convert import convert, target_place
 from reshard.verbs.plan import plan
@@ -202,7 +202,7 @@ class _Work:
     """What is done with servers."""
 
     def name(self, step: Step) -> str:
-        return self.pattern.replace("{step}", str(step.number)).replace("{part}", step.part.replace("/", "-") or "model")
+        return self.pattern.replace("{step}", str(step.order)).replace("{part}", step.part.replace("/", "-") or "model")
 
     def event(self, name: str, step: Step, detail: str) -> WatchEvent:
         return _happened(name, step, self.outputs.place(self.name(step)), detail)
@@ -210,8 +210,8 @@ class _Work:
     def pending(self, steps: list[Step]) -> list[Step]:
         """The steps that are to be done, in order: where only the newest are kept, no older ones."""
         record = WatchRecord(self.outputs)
-        newest = sorted({step.number for step in steps if step.complete})[-self.keep :] if self.keep else []
-        return [step for step in steps if not record.is_finished(step) and (not newest or step.number >= newest[0])]
+        newest = sorted({step.order for step in steps if step.complete})[-self.keep :] if self.keep else []
+        return [step for step in steps if not record.is_finished(step) and (not newest or step.order >= newest[0])]
 
     def do(self, step: Step) -> Iterator[WatchEvent]:
         """Convert and verify a step; then everything that depends on it. A kill at any moment leaves it to be done again."""
@@ -224,14 +224,14 @@ class _Work:
         files = planned.layout.files
         yield self.event("converted", step, plural(len(files), "file") if is_new else "it was there already")
         there = self.outputs.names()
-        earlier = [each for each in record.finished() if each.number < step.number and each.name in there]
+        earlier = [each for each in record.finished() if each.number < step.order and each.name in there]
         if self.link and earlier:
             count, nbytes = self.outputs.link_unchanged(name, earlier[-1].name)
             yield self.event("linked", step, f"{plural(count, 'file')}, {nbytes:,} bytes, as in {earlier[-1].name}")
         difference = verify_written(target, Effort())
         if not difference.equal:
             raise DifferenceFound(difference.differences[0].detail, where=f"{target}/{difference.differences[0].name}")
-        newer = any(each.number > step.number and each.name in there for each in record.finished())
+        newer = any(each.number > step.order and each.name in there for each in record.finished())
         if not newer and self.outputs.move_latest(name):
             yield self.event("latest", step, f"{self.outputs.place(LATEST)} points at it")
         if self.pushes and not newer:
@@ -263,15 +263,15 @@ class _Pushes:
 
     def pending(self, steps: list[Step]) -> list[Step]:
         """The newest complete step, unless it was pushed, and the unfinished ones after it."""
-        newest = max((step.number for step in steps if step.complete), default=None)
-        later = (step for step in steps if self.newest is None or step.number > self.newest)
-        return [step for step in later if newest is None or step.number >= newest]
+        newest = max((step.order for step in steps if step.complete), default=None)
+        later = (step for step in steps if self.newest is None or step.order > self.newest)
+        return [step for step in later if newest is None or step.order >= newest]
 
     def do(self, step: Step) -> Iterator[WatchEvent]:
         yield from self.push(step)
         if self.then:
             yield self.event("ran", step, _run(self.then, step, ", ".join(self.servers)))
-        self.newest = step.number
+        self.newest = step.order
         yield self.event("finished", step, "the servers answer with it")
 
     def push(self, step: Step) -> Iterator[WatchEvent]:
@@ -282,14 +282,14 @@ class _Pushes:
 
 
 def _happened(name: str, step: Step, target: str, detail: str) -> WatchEvent:
-    found = WatchEvent(name, step.number, step.path, target, detail, round(time.time(), 3))
-    event(f"watch-{name}", f"step {step.number}: {name}: {detail}", step=step.number, source=step.path, target=found.target)
+    found = WatchEvent(name, step.order, step.path, target, detail, round(time.time(), 3))
+    event(f"watch-{name}", f"step {step.order}: {name}: {detail}", step=step.order, source=step.path, target=found.target)
     return found
 
 
 def _run(command: str, step: Step, target: str) -> str:
     """Run a command. Raises RequestError if it fails."""
-    about = {"RESHARD_STEP": str(step.number), "RESHARD_SOURCE": step.path, "RESHARD_TARGET": target}
+    about = {"RESHARD_STEP": str(step.order), "RESHARD_SOURCE": step.path, "RESHARD_TARGET": target}
     # What it prints goes to stderr: stdout is the watch's own.
     code = subprocess.run(command, shell=True, env={**os.environ, **about}, stdout=2, stdin=subprocess.DEVNULL).returncode
     if code:

@@ -8,7 +8,7 @@ import pytest
 from helpers.fixture_places import FIXTURES, HF
 from helpers.reshard_command import reshard
 
-from reshard.runs.steps import find_steps
+from reshard.requests.run_folders import find_steps
 
 DCP = FIXTURES / "dcp" / "fsdp2" / "checkpoint"
 MEGATRON = FIXTURES / "megatron" / "llama-tied-pp2" / "checkpoint"

@@ -20,7 +20,7 @@ _MOST_ELEMENTS, _CORNER = 1000, 8
 
 
 @options.command("cat", "reshard cat step-1000 model.norm.weight", "reshard cat step-1000 model.embed_tokens.weight --slice 0:4,:8")
-@click.argument("checkpoint")
+@options.checkpoint("checkpoint")
 @click.argument("name")
 @click.option("--slice", "index", metavar="A:B,C:D", help="Only these indices of each axis, as in Python: 0:4,:8 or 3,-8:")
 @options.format_name

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 @options.command("degrees", "reshard degrees llama-3-8b --tp 1,2,4,8", "reshard degrees step-1000 --gpu-memory 80GiB --max-model-len 8192")
-@click.argument("source")
+@options.checkpoint("source")
 @click.option("--to", default="vllm", metavar="ENGINE", help="The serving engine's format (default: vllm).")
 @click.option("--tp", type=options.NUMBERS, default="1,2,4,8", metavar="N,N,..", help="Tensor-parallel sizes (default: 1,2,4,8).")
 @click.option("--pp", type=options.NUMBERS, default="1,2", metavar="N,N,..", help="Pipeline-parallel sizes (default: 1,2).")
 @click.option("--ep", is_flag=True, help="Distribute whole experts over the tensor-parallel ranks.")
 @options.keywords(DegreeOptions, "gpu_memory", "max_model_len", "gpu_memory_utilization", "reserve", "dtype", "keep_dtype", "dequantize")
 @options.keywords(DegreeOptions, "kv_dtype", "engine_version", "layout", "weights")
+@options.choice
 @options.model
 @options.page
 @options.as_json

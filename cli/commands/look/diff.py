@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     "reshard diff step-900 step-1000 --threshold 0.01 --include '*experts*'",
     "reshard diff step-1000 out --headers",
 )
-@click.argument("left")
-@click.argument("right")
+@options.checkpoint("left")
+@options.checkpoint("right")
 @click.option("--headers", is_flag=True, help="Compare names, shapes and element types only. No weight is read.")
 @click.option(
     "--threshold",
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 )
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(0), metavar="N", help="Show N tensors; 0 for all.")
 @options.selection("Compare")
+@options.choice
 @options.model
 @options.effort
 @options.page

@@ -23,7 +23,7 @@ _MOST = 8
 
 
 @options.command("doctor", "reshard doctor step-1000", "reshard doctor step-1000 --deep --since step-900", "reshard doctor --list")
-@click.argument("checkpoint", required=False)
+@options.checkpoint("checkpoint", required=False)
 @click.option("--deep", is_flag=True, help="Also read all tensors once, and the checksums of zip files.")
 @click.option("--since", metavar="CKPT", help="An earlier save of the same run: find what never moved. Reads the weights of both.")
 @click.option("--fail-on", metavar="ID,...", default="", help="Exit with 1 for these findings, too: ids, or `warning` or `info`.")

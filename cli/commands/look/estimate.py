@@ -30,7 +30,7 @@ def _bytes_option(name: str, usual: int, what: str) -> options.Decorator[Any]:
 
 
 @options.command("estimate", "reshard estimate llama-3-8b --gpus 8", "reshard estimate --parameters 7B --gpus 8")
-@click.argument("source", required=False)
+@options.checkpoint("source", required=False)
 @options.keywords(EstimateOptions, "parameters")
 @click.option("--gpus", type=options.NUMBERS, metavar="N,N,..", help="Ranks in all (default: as many as the sizes need).")
 @click.option("--gpu-memory", type=options.SIZE, metavar="SIZE", help="Memory of one GPU, e.g. 80GiB: say what fits.")
@@ -43,6 +43,7 @@ def _bytes_option(name: str, usual: int, what: str) -> options.Decorator[Any]:
 @options.keywords(EstimateOptions, "sequence_parallel", "flash_attention", "activations", "vocab_multiple", "link")
 @options.together(*(_bytes_option(*row) for row in _BYTES_PER))
 @click.option("--moments", type=click.IntRange(0), default=2, metavar="N", help="Number of moments of the optimizer (default: 2).")
+@options.choice
 @options.architecture
 @options.page
 @options.as_json

@@ -18,9 +18,10 @@ _MOST = 8
 
 
 @options.command("explain", "reshard explain converted step-1000", "reshard explain converted step-1000 --include '*layers.0.*' --json")
-@click.argument("bad")
-@click.argument("good")
+@options.checkpoint("bad")
+@options.checkpoint("good")
 @options.selection("Compare")
+@options.choice
 @options.model
 @options.effort
 @options.as_json

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "reshard export step-1000 '*.norm.weight' -o norms.safetensors",
     "reshard export step-1000 model.embed_tokens.weight --slice :1000 -o rows.npy",
 )
-@click.argument("checkpoint")
+@options.checkpoint("checkpoint")
 @click.argument("names", nargs=-1, required=True, metavar="NAME|GLOB...")
 @click.option(
     "--output",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @options.command("fingerprint", "reshard fingerprint step-1000 --model llama-3-8b")
-@click.argument("checkpoint")
+@options.checkpoint("checkpoint")
 @options.selection("Digest")
 @options.format_name
 @options.model

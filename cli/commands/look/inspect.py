@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from reshard.plans.summary import ExpertSummary, KindSummary
     from reshard.requests.checkpoint import Checkpoint
     from reshard.requests.outlook import Outlook
+    from reshard.requests.run_folders import Step
 
 # Rows of the tree on a terminal, and in a document that is not --full.
 _ROWS_ON_TERMINAL, _MOST_ROWS_OF_JSON = 50, 1000
@@ -49,7 +50,7 @@ _FILES_SHOWN = 20
     "reshard inspect step-1000 --by rank --sort bytes",
     "reshard inspect runs/7",
 )
-@click.argument("checkpoint")
+@options.checkpoint("checkpoint")
 @click.option("--tensor", "globs", multiple=True, metavar="GLOB", help="Show who holds which box of the tensors whose names match.")
 @click.option("--by", type=click.Choice(["kind", "rank", "file", "dtype", "layer"]), help="Show the bytes of each instead of the tree.")
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Show N levels of the tree (default: as many as --limit allows).")
@@ -66,14 +67,14 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, 
     """
     import reshard
     from reshard.canonical.globs import check_globs, matches
-    from reshard.runs.steps import run_at
+    from reshard.requests.run_folders import run_at
     from reshard.storage.system_calls import gc_paused
 
     page = options.page_of(given)
     view = TreeView(**{name: given.pop(name) for name in ("by", "depth", "sort", "limit")})
     run = run_at(checkpoint) if given["format"] is None else None
     if run is not None:
-        show_run(checkpoint, run.steps(), as_json=as_json)
+        show_run(checkpoint, run.checkpoints(), as_json=as_json)
         return
     with gc_paused():  # a hundred thousand tensors are many objects, and none of them is garbage
         try:
@@ -83,9 +84,12 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, 
                 _show_files(checkpoint)
             raise
         except RequestError as error:
-            if as_json or error.id != "not-found" or not _is_model_alone(checkpoint):
+            if (steps := _steps_of(error)) is not None:
+                show_run(checkpoint, steps, as_json=as_json)
+            elif not as_json and error.id == "not-found" and _is_model_alone(checkpoint):
+                show_bare_model(checkpoint)
+            else:
                 raise
-            show_bare_model(checkpoint)
             return
         tensors = list(opened.tensors)
         if globs:
@@ -111,6 +115,13 @@ def _is_model_alone(path: str) -> bool:
         return is_bare(path)
     except ReshardError:
         return False
+
+
+def _steps_of(error: RequestError) -> Sequence[Step] | None:
+    """The checkpoints among which nothing was chosen, if that is the error."""
+    from reshard.requests.choice import SeveralCheckpoints
+
+    return error.steps if isinstance(error, SeveralCheckpoints) else None
 
 
 def _show_files(path: str) -> None:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     "reshard convert step-1000 out --to vllm --tp 8 --layout layout.json",
     "reshard learn granite --engine sglang --tp 1,2,4 -o layout.json --engine-python sglang-env/bin/python",
 )
-@click.argument("model")
+@options.checkpoint("model")
+@options.choice
 @click.option("--engine", required=True, metavar="ENGINE", help="The serving engine: vllm or sglang.")
 @click.option("--tp", type=options.NUMBERS, default="1", metavar="N,N,..", help="Tensor-parallel sizes to trace (default: 1).")
 @click.option("--pp", type=options.NUMBERS, default="1", metavar="N,N,..", help="Pipeline-parallel sizes to trace (default: 1).")

@@ -28,7 +28,7 @@ _ORDERS = {
 
 
 @options.command("stats", "reshard stats step-1000", "reshard stats step-1000 '*q_proj*' --sort std", "reshard stats step-1000 --json")
-@click.argument("checkpoint")
+@options.checkpoint("checkpoint")
 @click.argument("globs", nargs=-1, metavar="[GLOB]...")
 @click.option("--optimizer", is_flag=True, help="Also the optimizer state.")
 @click.option("--sort", type=click.Choice(["model", *_ORDERS]), default="model", show_default=True, help="The order of the rows.")

@@ -1,10 +1,14 @@
-"""The checkpoints of a run: one for each step, or several where a step has parts such as an actor and a critic.
+"""The checkpoints of a folder: those of a run, one for each step or several where a step has parts, and those of a folder of models.
 
     RUN/iter_0000100/                                Megatron, with latest_checkpointed_iteration.txt beside it
     RUN/global_step100/                              DeepSpeed, with latest beside it
     RUN/step-100/                                    torchtitan
     RUN/checkpoint-100/                              transformers, also with pytorch_model_fsdp_0/ inside
     RUN/ppo/global_step_100/actor/, critic/          verl
+    RUN/100/                                         nanotron, with latest.txt beside it
+    RUN/epoch=0-step=100.ckpt                        Lightning: a file, or a folder
+    RUN/m--val_loss=1.23-step=100-last/              NeMo
+    MODELS/llama/, MODELS/qwen3/                     no steps: each is a part
 
 Folders are listed to a certain depth, and each is asked whether a format claims it. No file of weights is opened. A run in a store is
 listed once, with a request per 1,000 files; further requests read small files, such as trackers.
@@ -13,6 +17,7 @@ Frameworks write a file last, once all ranks have written theirs:
 
     latest_checkpointed_iteration.txt    beside the step's folder; holds the newest step (Megatron, verl, slime)
     latest                               beside the step's folder; holds the newest step's name (DeepSpeed)
+    latest.txt                           beside the step's folder; holds the newest step (nanotron)
     .metadata                            in the checkpoint (torch.distributed.checkpoint)
     reshard.json                         in the checkpoint (reshard)
 
@@ -23,7 +28,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from reshard.adapter import registry
 from reshard.adapter.save_folders import step_of
@@ -33,20 +39,26 @@ from reshard.plans.manifest import MANIFEST
 from reshard.storage.files import Files, read_whole
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import is_url
-from reshard.storage.tar import in_archive, open_files
+from reshard.storage.tar import in_archive, open_files, open_tree
 from reshard.storage.trees import FolderFiles
 
-_TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
+_NUMBER_TRACKER = "latest.txt"
+"""Beside folders that are called by the number of the step alone."""
+_TRACKERS = ("latest_checkpointed_iteration.txt", "latest", _NUMBER_TRACKER)
 _MARKERS = (".metadata", MANIFEST)
 # Files that are never complete without a marker.
 _NEED = {".distcp": ".metadata"}
 # A tracker holds a name or a number.
 _MOST_BYTES = 4096
 # Folders of models that are trained together: a step that has them is not one checkpoint, even where a format would choose one of them.
-_MODELS = frozenset({"actor", "critic", "policy", "value", "ref", "reward", "generator", "discriminator"})
+MODELS = frozenset({"actor", "critic", "policy", "value", "ref", "reward", "generator", "discriminator"})
 # A run has few folders above its steps, and a step few above its checkpoints.
 _DEEPEST, _DEEPEST_IN_STEP = 5, 3
 _MOST_FOLDERS = 20_000
+# A checkpoint that is one file has the step in its name and one of these endings.
+_FILES = (".ckpt", ".pt", ".pth", ".nemo")
+LATEST = "latest"
+"""The choice of the newest complete step."""
 QUIET_SECONDS = 60.0
 """How long nothing must have changed in a checkpoint that has no marker, until it counts as complete."""
 
@@ -63,18 +75,18 @@ class Completeness:
 
 @value
 class Step:
-    """One checkpoint of a run."""
+    """One checkpoint of a run, or of a folder of models."""
 
     JSON = "step=number part path format bytes=nbytes age_seconds complete reason=completeness.reason"
 
     path: str
-    """Its folder."""
+    """Its folder or file."""
     name: str
-    """The name of the step's folder, such as iter_0000100."""
-    number: int
-    """The step."""
+    """The name of the step's folder, such as iter_0000100; empty without a step."""
+    number: int | None
+    """The step; None if it belongs to no step."""
     part: str
-    """Where in the step's folder it lies, such as actor; empty if it is the folder itself."""
+    """Where in the step's folder it lies, such as actor; empty if it is the folder itself. Of a model without a step: its folder."""
     format: str | None
     """Its format; None if no format claims it (yet)."""
     nbytes: int
@@ -83,6 +95,11 @@ class Step:
     """When a file of it was written last, in seconds since 1970; None if the storage does not tell."""
     completeness: Completeness
     """Whether it is complete, and what tells so."""
+
+    @property
+    def order(self) -> int:
+        """The step; before all steps if it belongs to none."""
+        return -1 if self.number is None else self.number
 
     @property
     def age(self) -> float | None:
@@ -121,7 +138,7 @@ class Seen:
 
 
 class RunFolder:
-    """The folders of a run, each as a tree of files."""
+    """A folder that may hold several checkpoints: each is a tree of files."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         """Raises RequestError if the folder does not exist."""
@@ -133,17 +150,32 @@ class RunFolder:
     def steps(self, *, quiet: float = QUIET_SECONDS, seen: Seen | None = None) -> list[Step]:
         """The checkpoints of all steps, as `find_steps` returns them."""
         looks = Seen() if seen is None else seen
-        found = [self._step(folder, part, quiet, looks) for folder in self._step_folders() for part in self._parts(folder)]
-        return sorted(found, key=lambda step: (step.number, step.path))
+        return _in_order(self._checkpoint(step, part, quiet, looks) for step in self._step_places() for part in self._parts(step))
+
+    def checkpoints(self) -> list[Step]:
+        """The checkpoints of all steps; and those of no step, which lie in other folders: of models, or of a step that is the root."""
+        number = step_of(self._root.rpartition("/")[2])
+        others = (replace(self._checkpoint("", part, 0.0, Seen()), number=number) for part in self._parts("", known_steps=True))
+        return _in_order([*self.steps(), *(each for each in others if each.part)])
 
     def is_run(self) -> bool:
-        """Whether the folder is meant as a run: it holds the folders of several steps, or steps lie below it and no checkpoint in it."""
-        if sum(path.endswith("/") and step_of(path.rstrip("/")) is not None for path in self._files.list()) > 1:
+        """Whether the folder is meant as a run: it holds several steps, or steps lie below it and no checkpoint in it."""
+        if len({path for path in self._files.list() if self._step_of(path) is not None and path.endswith("/")}) > 1:
             return True
-        return next(self._step_folders(), None) is not None and not registry.is_claimed(self._tree(""))
+        return next(self._step_places(), None) is not None and not registry.is_claimed(self._tree(""))
 
-    def _step_folders(self) -> Iterator[str]:
-        """The paths of the folders of steps, relative to the root. Symbolic links, such as `latest`, are left out."""
+    def _step_of(self, path: str) -> int | None:
+        """The step of a folder or file in this tree, by its name; None if it is none."""
+        above, _, name = path.rstrip("/").rpartition("/")
+        if not path.endswith("/"):
+            ending = os.path.splitext(name)[1]
+            return step_of(name.removesuffix(ending)) if ending in _FILES else None
+        if name.isascii() and name.isdecimal() and len(name) < 18:
+            return int(name) if self._files.size(f"{above}/{_NUMBER_TRACKER}".lstrip("/")) else None
+        return step_of(name)
+
+    def _step_places(self) -> Iterator[str]:
+        """The paths of the folders and files of steps, relative to the root. Symbolic links, such as `latest`, are left out."""
         pending, looked = [("", 0)], 0
         while pending:
             folder, depth = pending.pop()
@@ -151,46 +183,64 @@ class RunFolder:
                 looked += 1
                 if looked > _MOST_FOLDERS:
                     raise RequestError(f"more than {_MOST_FOLDERS:,} files and folders", where=self._root, do="Give the folder of one run")
-                name = path.rstrip("/").rpartition("/")[2]
-                if not path.endswith("/") or name.startswith(".") or name == WORK_FOLDER or self._is_link(path.rstrip("/")):
+                if self._is_hidden(path):
                     continue
-                if step_of(name) is not None:
-                    yield path.rstrip("/")
-                elif depth < _DEEPEST:
+                if self._step_of(path) is not None:
+                    yield path
+                elif path.endswith("/") and depth < _DEEPEST:
                     pending.append((path, depth + 1))
 
-    def _parts(self, folder: str) -> list[str]:
-        """Where in a step's folder checkpoints lie: [""] if it is one itself, or has none yet."""
+    def _is_hidden(self, path: str) -> bool:
+        name = path.rstrip("/").rpartition("/")[2]
+        is_link = not is_url(self._root) and os.path.islink(f"{self._root}/{path.rstrip('/')}")
+        return name.startswith(".") or name == WORK_FOLDER or is_link
+
+    def _parts(self, place: str, *, known_steps: bool = False) -> list[str]:
+        """Where at the place of a step checkpoints lie: [""] if it is one itself, or has none yet.
+
+        known_steps: leave out the places of steps, and the root itself.
+        """
         found, pending = [], [("", 0)]
         while pending:
             part, depth = pending.pop(0)
-            inner = [path for path in self._tree(folder).list(part) if path.endswith("/")]
-            has_models = any(path.rstrip("/").rpartition("/")[2] in _MODELS for path in inner)
-            if not has_models and format_of(self._tree(f"{folder}/{part}")) is not None:
+            inner = [path for path in self._tree(place).list(part) if path.endswith("/")]
+            is_above = any(path.rstrip("/").rpartition("/")[2] in MODELS for path in inner)
+            if known_steps:
+                is_above |= not part or any(self._step_of(path) is not None for path in inner)
+            if not is_above and format_of(self._tree(_joined(place, part))) is not None:
                 found.append(part.rstrip("/"))
             elif depth < _DEEPEST_IN_STEP:
+                inner = [path for path in inner if not (known_steps and (self._is_hidden(path) or self._step_of(path) is not None))]
                 pending += [(path, depth + 1) for path in inner]
         return sorted(found) or [""]
 
-    def _step(self, folder: str, part: str, quiet: float, seen: Seen) -> Step:
-        """The checkpoint at a part of a step's folder."""
-        above, _, name = folder.rpartition("/")
-        files, now = self._tree(f"{folder}/{part}"), time.time()
+    def _checkpoint(self, place: str, part: str, quiet: float, seen: Seen) -> Step:
+        """The checkpoint at a part of the place of a step; at a part of the root if the place is empty."""
+        above, _, name = place.rstrip("/").rpartition("/")
+        files, now = self._tree(_joined(place, part)), time.time()
         sizes = {path: files.size(path) or 0 for path in _paths(files)}
         written = max((each for path in sizes if (each := files.written(path)) is not None), default=None)
         since = written
         if written is None:
             since = seen.unchanged_since(files.root, [(*each, files.stamp(each[0])) for each in sizes.items()], now)
         age = None if since is None else max(0.0, now - since)
-        number = step_of(name) or 0
+        number = self._step_of(place) if place else None
         complete = completeness(files, self._tree(above), name, number, age, quiet)
         return Step(files.root, name, number, part, format_of(files), sum(sizes.values()), written, complete)
 
-    def _tree(self, folder: str) -> Files:
-        return in_archive(FolderFiles(self._files, folder) if folder.strip("/") else self._files)
+    def _tree(self, place: str) -> Files:
+        if place and not place.endswith("/") and self._files.size(place) is not None:
+            return open_tree(f"{self._root}/{place}")
+        return in_archive(FolderFiles(self._files, place) if place.strip("/") else self._files)
 
-    def _is_link(self, folder: str) -> bool:
-        return not is_url(self._root) and os.path.islink(f"{self._root}/{folder}")
+
+def _joined(place: str, part: str) -> str:
+    """The path of a part of a place; an empty one is the place itself, and an empty place the root."""
+    return f"{place.rstrip('/')}/{part}".lstrip("/") if part else place
+
+
+def _in_order(found: Iterable[Step]) -> list[Step]:
+    return sorted(found, key=lambda step: (step.order, step.path))
 
 
 def format_of(files: Files) -> str | None:
@@ -225,7 +275,7 @@ def run_at(path: str | os.PathLike[str]) -> RunFolder | None:
         return None
 
 
-def completeness(files: Files, parent: Files, name: str, number: int, age: float | None, quiet: float) -> Completeness:
+def completeness(files: Files, parent: Files, name: str, number: int | None, age: float | None, quiet: float) -> Completeness:
     """Whether the checkpoint of a step is complete.
 
     files: those of the checkpoint. parent: those beside the step's folder. name, number: the step's folder and number. age: seconds since
@@ -233,9 +283,9 @@ def completeness(files: Files, parent: Files, name: str, number: int, age: float
     """
     if f"{WORK_FOLDER}/" in files.list():
         return Completeness(False, "reshard is writing it, or was interrupted")
-    for tracker in _TRACKERS:
+    for tracker in _TRACKERS if number is not None else ():
         if (text := _text(parent, tracker)) is not None and (newest := _tracked(text, name, number)) is not None:
-            return Completeness(number <= newest, f"{tracker} names {text[:40]}")
+            return Completeness(number is not None and number <= newest, f"{tracker} names {text[:40]}")
     for path in files.list():
         marker = _NEED.get(path[path.rfind(".") :] if "." in path else "")
         if marker and not files.size(marker):
@@ -256,7 +306,7 @@ def _text(files: Files, path: str) -> str | None:
         return None
 
 
-def _tracked(text: str, name: str, number: int) -> int | None:
+def _tracked(text: str, name: str, number: int | None) -> int | None:
     """The newest complete step that a tracker's text names; None if it names none."""
     if text == name:
         return number

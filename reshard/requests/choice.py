@@ -1,0 +1,144 @@
+"""Which of several checkpoints is meant: a place and a choice of step and part become the path of one checkpoint.
+
+RUN, step="latest"               RUN/global_step_300, if it holds one checkpoint
+RUN, step=300, part="actor"      RUN/global_step_300/actor
+MODELS, part="llama"             MODELS/llama
+RUN                              RUN itself if a format claims it, such as Megatron with its tracker; else its only checkpoint
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from reshard.errors import RequestError, SystemRefusal, choices
+from reshard.geometry.quantities import plural
+from reshard.geometry.value import value
+from reshard.requests.run_folders import LATEST, RunFolder, Step
+from reshard.storage.system_calls import is_url
+
+# Steps and parts that a message names.
+_MOST_NAMED = 5
+
+
+class SeveralCheckpoints(RequestError):
+    """A folder holds several checkpoints, and none is chosen. `steps` has them."""
+
+    id = "ambiguous"
+
+    def __init__(self, root: str, steps: Sequence[Step]) -> None:
+        self.root, self.steps = root, tuple(steps)
+        numbers = {step.number for step in steps if step.number is not None}
+        of_steps = f" of {plural(len(numbers), 'step')}" if numbers else ""
+        super().__init__(f"{plural(len(steps), 'checkpoint')}{of_steps} lie here, and none is chosen", where=root, do=_what_to_add(steps))
+
+
+def _what_to_add(steps: Sequence[Step]) -> str:
+    """The keywords that would choose one of these checkpoints."""
+    numbers = sorted({step.number for step in steps if step.number is not None})
+    parts = sorted({step.part for step in steps if step.part})
+    named = [f"`step={LATEST}` or `step={numbers[-1]}`"] if len(numbers) > 1 else []
+    if len(parts) > 1 or not named:
+        last = f" or `part={parts[-1]}`" if len(parts) > 1 else ""
+        named += [f"`part={parts[0]}`{last}"] if parts else ["the path of one"]
+    return f"Add {' and '.join(named)}"
+
+
+class NothingToChoose(RequestError):
+    """A step or a part is chosen, and the folder holds no checkpoints of steps or models."""
+
+
+@value
+class Choice:
+    """What the user says about which checkpoint of a folder is meant."""
+
+    step: int | str | None = None
+    """The number of a step, the name of its folder, or "latest" for the newest complete one."""
+    part: str | None = None
+    """Where in the step's folder it lies, such as actor, or one of the folders above; in a folder of models, the model."""
+
+    def __bool__(self) -> bool:
+        return self.step is not None or self.part is not None
+
+    def path(self, root: str) -> str:
+        """The path of the chosen checkpoint of a folder.
+
+        Raises: NothingToChoose if the folder holds no steps and no models; RequestError if there is no such step or part;
+        SeveralCheckpoints if several fit.
+        """
+        found = RunFolder(root).checkpoints()
+        if not found:
+            verb = "choose" if len(self._words()) > 1 else "chooses"
+            raise NothingToChoose(
+                f"{' and '.join(self._words())} {verb} a checkpoint, and no step or model lies below this place",
+                where=root,
+                do="Leave it out, or give the folder of the run",
+            )
+        for chosen in (self._of_part, self._of_step):
+            found = chosen(root, found)
+        if len(found) > 1:
+            raise SeveralCheckpoints(root, found)
+        return found[0].path
+
+    def _words(self) -> list[str]:
+        return [f"`{name}={given}`" for name, given in (("step", self.step), ("part", self.part)) if given is not None]
+
+    def _of_part(self, root: str, found: list[Step]) -> list[Step]:
+        if self.part is None:
+            return found
+        wanted = "/" + self.part.strip("/")
+        below = {step.path: "/" + step.path[len(root.rstrip("/")) :].strip("/") for step in found}
+        exact = [step for step in found if below[step.path].endswith(wanted)]
+        fitting = exact or [step for step in found if f"{wanted}/" in below[step.path] + "/"]
+        if not fitting:
+            parts = sorted({step.part for step in found if step.part})
+            do = choices(self.part, parts, most=_MOST_NAMED) if parts else "Leave it out: its checkpoints have no parts"
+            raise RequestError(f"`part={self.part}`: no checkpoint has this name", where=root, do=do, id="not-found")
+        return fitting
+
+    def _of_step(self, root: str, found: list[Step]) -> list[Step]:
+        if self.step is None:
+            return found
+        if self.step == LATEST:
+            complete = [step.order for step in found if step.complete and step.number is not None]
+            if not complete:
+                raise RequestError(
+                    f"`step={LATEST}`: no step is complete",
+                    where=root,
+                    why="; ".join(_some(f"{step.name}: {step.completeness.reason}" for step in found)),
+                    do="Choose one by its number, such as `step=100`, to open it as it is",
+                    id="not-found",
+                )
+            fitting = [step for step in found if step.complete and step.order == max(complete)]
+        else:
+            fitting = [step for step in found if str(self.step) in (str(step.number), step.name)]
+        if not fitting:
+            numbers = sorted({step.number for step in found if step.number is not None})
+            steps = f"Steps: {', '.join(_some(map(str, reversed(numbers))))}; or `step={LATEST}`"
+            known = steps if numbers else "Leave it out: no step is here"
+            raise RequestError(f"`step={self.step}`: there is no such step", where=root, do=known, id="not-found")
+        return fitting
+
+
+def _some(words: Iterable[str]) -> list[str]:
+    """The first words; and how many more there are."""
+    every = list(words)
+    return every if len(every) <= _MOST_NAMED else [*every[: _MOST_NAMED - 1], f"and {len(every) - _MOST_NAMED + 1:,} more"]
+
+
+def only_checkpoint(root: str) -> str | None:
+    """The path of the only checkpoint below a folder that is none itself; None if there is none below.
+
+    Raises: SeveralCheckpoints if there are several.
+    """
+    if not is_url(root) and not os.path.isdir(root):
+        return None
+    try:
+        found = [step for step in RunFolder(root).checkpoints() if step.format is not None]
+    except SystemRefusal:
+        raise
+    except RequestError:  # too many folders: whoever opens it says what is wrong
+        return None
+    if len(found) > 1:
+        raise SeveralCheckpoints(root, found)
+    return found[0].path if found else None

@@ -1,0 +1,235 @@
+"""--step and --part: folders with several checkpoints, as each trainer writes them, in every command and in Python."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers.fixture_places import FIXTURES, HF
+from helpers.reshard_command import reshard
+from runs.test_steps import DCP, DEEPSPEED, MEGATRON, VERL, aged, copy
+
+import reshard as library
+from reshard.requests.choice import Choice, SeveralCheckpoints
+from reshard.requests.run_folders import RunFolder
+
+
+def verl(tmp_path):
+    """A run of verl: its tracker has the name of Megatron's, and the state of its data loader lies beside actor and critic."""
+    run = tmp_path / "run"
+    for step in (100, 200, 300):
+        for part in ("actor", "critic"):
+            copy(VERL, run / f"global_step_{step}" / part)
+        (run / f"global_step_{step}" / "data.pt").write_bytes(b"the state of a data loader")
+    (run / "latest_checkpointed_iteration.txt").write_text("300")
+    return run
+
+
+def trainer(tmp_path):
+    for step in (100, 200):
+        copy(HF / "llama", tmp_path / "cks" / f"checkpoint-{step}", seconds=1000)
+    return tmp_path / "cks"
+
+
+def models(tmp_path):
+    for name in ("gpt2", "llama", "qwen3"):
+        copy(HF / name, tmp_path / "three" / name)
+    return tmp_path / "three"
+
+
+# The commands that take a checkpoint, as a user would give them a run.
+COMMANDS = [
+    ("convert", "RUN", "OUT", "--to", "hf"),
+    ("plan", "RUN", "--to", "hf"),
+    ("verify", "RUN"),
+    ("verify", "RUN", HF / "llama"),
+    ("verify", HF / "llama", "RUN"),
+    ("diff", "RUN", HF / "llama"),
+    ("explain", "RUN", HF / "llama"),
+    ("stats", "RUN"),
+    ("cat", "RUN", "model.norm.weight"),
+    ("export", "RUN", "*norm*", "-o", "OUT"),
+    ("doctor", "RUN"),
+    ("fingerprint", "RUN"),
+    ("digests", "RUN", "--to", "vllm"),
+    ("roundtrip", "RUN", "--to", "hf"),
+    ("degrees", "RUN", "--tp", "1"),
+    ("estimate", "RUN"),
+    ("architectures", "--start", "RUN"),
+]
+
+
+def asked(words, run, out):
+    return reshard(*({"RUN": run, "OUT": out}.get(word, word) if isinstance(word, str) else word for word in words))
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+def test_without_a_choice_every_command_lists_the_checkpoints(words, tmp_path):
+    done = asked(words, trainer(tmp_path), tmp_path / "out.npy")
+    assert done.code == 2, done.err
+    assert "2 checkpoints of 2 steps" in done.err and "checkpoint-100" in done.err and "checkpoint-200" in done.err
+    assert "Add --step latest or --step 200" in done.err and "[ambiguous]" in done.err
+    assert not done.out and not (tmp_path / "out.npy").exists()
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+def test_with_a_step_every_command_takes_that_checkpoint(words, tmp_path):
+    run = trainer(tmp_path)
+    chosen = asked((*words, "--step", "100"), run, tmp_path / "out")
+    direct = asked(words, run / "checkpoint-100", tmp_path / "other")
+    assert chosen.code == direct.code, chosen.err
+    assert "none is chosen" not in chosen.err
+    assert len(chosen.out.splitlines()) == len(direct.out.splitlines())
+
+
+def test_push_chooses_too(tmp_path):
+    done = reshard("push", trainer(tmp_path), "http://127.0.0.1:9", "--step", "7")
+    assert "--step 7: there is no such step. Steps: 200, 100; or --step latest" in done.err
+
+
+def test_verls_run(tmp_path):
+    run = verl(tmp_path)
+    listed = reshard("inspect", run)
+    assert listed.code == 0 and "6 checkpoints of 3 steps, 6 complete" in listed.out
+    done = reshard("convert", run, tmp_path / "hf", "--to", "hf")
+    assert done.code == 2 and "Add --step latest or --step 300 and --part actor or --part critic." in done.err
+    done = reshard("convert", run, tmp_path / "hf", "--to", "hf", "--step", "latest")
+    assert done.code == 2 and "Add --part actor or --part critic." in done.err
+    done = reshard("convert", run, tmp_path / "hf", "--to", "hf", "--step", "latest", "--part", "actor")
+    assert done.code == 0, done.err
+    assert reshard("verify", run, tmp_path / "hf", "--step", 300, "--component", "actor").out.startswith("equal: ")
+
+
+def test_a_step_of_verl_lists_actor_and_critic_and_no_data_loader(tmp_path):
+    step = verl(tmp_path) / "global_step_300"
+    document = reshard("inspect", step, "--json").document
+    assert [(each["step"], each["part"], each["format"]) for each in document["steps"]] == [(300, "actor", "fsdp"), (300, "critic", "fsdp")]
+    shutil.rmtree(step / "critic")
+    assert reshard("inspect", step).out.startswith(f"{step}/actor: llama")
+
+
+def test_a_folder_of_models(tmp_path):
+    folder = models(tmp_path)
+    listed = reshard("inspect", folder)
+    assert listed.code == 0 and "3 checkpoints, 3 complete" in listed.out and "qwen3" in listed.out
+    done = reshard("fingerprint", folder)
+    assert done.code == 2 and "Add --part gpt2 or --part qwen3" in done.err
+    assert reshard("fingerprint", folder, "--part", "llama").out.split()[0] == reshard("fingerprint", HF / "llama").out.split()[0]
+    done = reshard("fingerprint", folder, "--part", "lama")
+    assert "Did you mean llama?" in done.err and done.code == 2
+
+
+def test_part_shares_the_work_or_names_a_checkpoint(tmp_path):
+    run = verl(tmp_path)
+    about = ("convert", run, tmp_path / "hf", "--to", "hf", "--step", "300", "--part", "actor")
+    first, second = (reshard(*about, "--part", f"{part}/2") for part in (0, 1))
+    assert first.code == second.code == 0, first.err + second.err
+    assert "part 0/2" in first.out and "; complete" in second.out
+    assert library.verify(run / "global_step_300" / "actor", tmp_path / "hf").equal
+    for twice in (("--part", "0/2", "--part", "1/2"), ("--part", "critic")):
+        assert "give one of them" in reshard(*about, *twice).err
+
+
+def test_megatrons_tracker_is_followed_without_a_choice(tmp_path):
+    run = tmp_path / "run"
+    for step in (2, 4):
+        copy(MEGATRON / "iter_0000002", run / f"iter_{step:07}")
+    (run / "latest_checkpointed_iteration.txt").write_text("2")
+    shutil.copytree(MEGATRON, tmp_path / "beside")
+    model = ("--model", MEGATRON.parent / "model") if (MEGATRON.parent / "model").is_dir() else ()
+    taken = reshard("fingerprint", run, *model)
+    assert taken.code == 0, taken.err
+    (run / "latest_checkpointed_iteration.txt").unlink()
+    assert "Add --step latest or --step 4" in reshard("fingerprint", run, *model).err
+    chosen = reshard("fingerprint", run, *model, "--step", "iter_0000004")
+    assert chosen.out.split()[0] == taken.out.split()[0]
+
+
+def test_deepspeeds_latest_is_followed_without_a_choice(tmp_path):
+    for step in (2, 4):
+        copy(DEEPSPEED / "global_step2", tmp_path / f"global_step{step}")
+    (tmp_path / "latest").write_text("global_step2")
+    assert library.open(tmp_path).index.files[0].path.startswith("global_step2/")
+    (tmp_path / "latest").unlink()
+    with pytest.raises(SeveralCheckpoints):
+        library.open(tmp_path)
+
+
+# How trainers call the place of step 100 and of step 200, and a checkpoint to put there.
+NAMES = {
+    "torchtitan": (DCP, "outputs/checkpoint/step-{}"),
+    "NeMo 2": (DCP, "m/checkpoints/model_name=0--val_loss=0.00-step={}-consumed_samples=8.0-last"),
+    "Lightning, a folder": (DCP, "lightning_logs/version_0/checkpoints/epoch=0-step={}.ckpt"),
+    "nanotron": (FIXTURES / "nanotron" / "llama-tp2-pp2" / "checkpoint", "checkpoints/{}"),
+}
+
+
+@pytest.mark.parametrize(("checkpoint", "pattern"), NAMES.values(), ids=NAMES)
+def test_the_names_of_trainers(checkpoint, pattern, tmp_path):
+    for step in (100, 200):
+        copy(checkpoint, tmp_path / "run" / pattern.format(step), seconds=1000)
+    if pattern.endswith("/{}"):
+        (tmp_path / "run" / "checkpoints" / "latest.txt").write_text("100")
+    found = RunFolder(tmp_path / "run").checkpoints()
+    assert [step.number for step in found] == [100, 200]
+    newest = 100 if pattern.endswith("/{}") else 200
+    assert Choice("latest").path(str(tmp_path / "run")) == str(tmp_path / "run" / pattern.format(newest))
+
+
+def test_lightning_writes_files(tmp_path):
+    torch_file = next((FIXTURES / "torch_versions").rglob("*.pt"), None) or next(FIXTURES.glob("fsdp/full*/**/*.bin"))
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for step in (10, 20):
+        shutil.copy(torch_file, folder / f"epoch=0-step={step}.ckpt")
+    aged(folder, 1000)
+    listed = reshard("inspect", folder, "--json").document["steps"]
+    assert [(each["step"], each["format"]) for each in listed] == [(10, "pt"), (20, "pt")]
+    assert Choice(20).path(str(folder)) == str(folder / "epoch=0-step=20.ckpt")
+
+
+def test_folders_of_digits_alone_are_no_steps(tmp_path):
+    for name in ("0", "1"):
+        copy(HF / "llama", tmp_path / name)
+    assert [step.number for step in RunFolder(tmp_path).checkpoints()] == [None, None]
+
+
+def test_python_chooses_as_the_command_line_does(tmp_path):
+    run = verl(tmp_path)
+    assert library.open(run, step="latest", part="actor").path == str(run / "global_step_300" / "actor")
+    assert library.open(run, step=100, part="critic").path == str(run / "global_step_100" / "critic")
+    with pytest.raises(SeveralCheckpoints, match="none is chosen") as several:
+        library.open(run)
+    assert len(several.value.steps) == 6
+    with pytest.raises(library.RequestError, match=r"`step=7`: there is no such step\. Steps: 300, 200, 100"):
+        library.open(run, step=7)
+
+
+def test_only_complete_steps_are_the_latest(tmp_path):
+    run = verl(tmp_path)
+    (run / "latest_checkpointed_iteration.txt").write_text("200")
+    assert Choice("latest", "actor").path(str(run)) == str(run / "global_step_200" / "actor")
+    (run / "latest_checkpointed_iteration.txt").write_text("50")
+    with pytest.raises(library.RequestError, match="no step is complete"):
+        Choice("latest").path(str(run))
+
+
+def test_a_choice_that_chooses_nothing_is_refused(tmp_path):
+    done = reshard("verify", HF / "llama", HF / "gpt2", "--step", "3")
+    assert done.code == 2 and "no step or model lies below this place" in done.err
+    run = trainer(tmp_path)
+    done = reshard("verify", run, HF / "llama", "--step", "100")
+    assert done.code == 0 and done.out.startswith("equal: ")
+
+
+def test_an_error_names_at_most_five_steps(tmp_path):
+    for step in range(1, 13):
+        (tmp_path / f"step-{step}").mkdir()
+    with pytest.raises(library.RequestError, match="Steps: 12, 11, 10, 9, and 8 more"):
+        Choice(99).path(str(tmp_path))
+
+
+def test_choosing_is_loaded_only_for_a_choice():
+    words = ["-X", "importtime", "-m", "reshard", "convert", str(HF / "llama"), "x", "--to", "hf", "--dry-run"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert "reshard.requests.opening" in done.stderr and "reshard.requests.choice" not in done.stderr
