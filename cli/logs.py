@@ -24,6 +24,7 @@ from reshard.errors import RequestError, printable
 from reshard.geometry.value import value
 from reshard.storage.output_file import OutputFile
 
+from .console import shown_on
 from .spelling import with_flags
 
 LOG = "Log"
@@ -193,7 +194,7 @@ def _terminal_line(began: float, record: logging.LogRecord) -> str:
         text = f"reshard: {text}" if record.levelno >= logging.ERROR else f"reshard: warning: {text}"
     elif record.levelno != NOTICE:
         text = f"[{max(record.created - began, 0):.2f} s] {text}"
-    return _traceback(record) + text
+    return _traceback(record) + shown_on(sys.stderr, text)
 
 
 def _file_line(record: logging.LogRecord) -> str:

@@ -18,6 +18,7 @@ from reshard.engine.events import LOGGER, event
 from reshard.errors import ReshardError
 from reshard.storage.system_calls import check_platform
 
+from .help import Context
 from .invocation import Invocation
 from .logs import EPILOG, log_options, log_to_file, logging_to_stderr
 from .metrics import Metrics
@@ -55,11 +56,19 @@ COMMANDS = {
 }
 
 
+ALIASES = {"ls": "inspect", "info": "inspect"}
+"""Names of commands that are understood, and that --help does not list."""
+
+
 class LazyGroup(click.Group):
+    context_class = Context
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] in ALIASES:
+            args = [ALIASES[args[0]], *args[1:]]
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             from reshard.errors import nearest
 
@@ -174,9 +183,9 @@ def _exit_code(invocation: Invocation) -> int:
         print(error.format_message(), file=sys.stderr)
         return 2
     except (KeyboardInterrupt, click.Abort):
-        return _interrupted(130)
+        return _interrupted(arguments, 130)
     except _Stopped as stopped:
-        return _interrupted(stopped.exit_code)
+        return _interrupted(arguments, stopped.exit_code)
     except SystemExit:
         # How click ends when the reader of --help has gone, as with `| head`.
         discard_output()
@@ -185,8 +194,14 @@ def _exit_code(invocation: Invocation) -> int:
         return _report(error, "--debug" in arguments, "--json" in arguments)
 
 
-def _interrupted(code: int) -> int:
-    message = "interrupted; finished work is kept, and --resume continues from there [interrupted]"
+def _is_resumable(arguments: list[str]) -> bool:
+    """Whether a command line that was interrupted leaves work that --resume continues."""
+    return "convert" in arguments and not {"--dry-run", "--help", "-h"} & set(arguments)
+
+
+def _interrupted(arguments: list[str], code: int) -> int:
+    kept = "; finished work is kept, and --resume continues from there" if _is_resumable(arguments) else ""
+    message = f"interrupted{kept} [interrupted]"
     event("interrupted", message, level=ERROR, id="interrupted", exit_code=code)
     return code
 
@@ -216,7 +231,7 @@ def _list_checkpoints(error: ReshardError) -> None:
 
 def _explained(error: Exception) -> ReshardError:
     """Any exception as an error of reshard."""
-    from reshard.errors import RequestError, UnsupportedError
+    from reshard.errors import RequestError, UnsupportedError, nearest
     from reshard.storage.system_calls import memory_refusal, system_refusal
 
     if isinstance(error, ReshardError):
@@ -225,6 +240,10 @@ def _explained(error: Exception) -> ReshardError:
         found.__cause__ = error
         return found
     if isinstance(error, click.ClickException):
+        if isinstance(error, click.NoSuchOption):
+            by_word = {name.lstrip("-"): name for name in error.possibilities or ()}
+            near = nearest(error.option_name.lstrip("-"), by_word)
+            error = click.NoSuchOption(error.option_name, possibilities=[by_word[near]] if near else None, ctx=error.ctx)
         context = getattr(error, "ctx", None)
         name = context.command_path if context else "reshard"
         return RequestError(" ".join(error.format_message().split()), do=f"`{name} --help` shows how to use it")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import click
 
+from reshard.errors import RequestError
 from reshard.geometry.quantities import parse_count, parse_size
 from reshard.geometry.value import value
 from reshard.requests.keywords import (
@@ -26,8 +27,15 @@ from reshard.requests.keywords import (
 )
 from reshard.requests.keywords import take as take
 
+from . import help
+from .help import EFFORT as EFFORT
+from .help import OF_FORMATS, PARTS
+from .help import OUTPUT as OUTPUT
+from .help import SELECTION as SELECTION
+from .help import SOURCE as SOURCE
+from .help import TARGET as TARGET
 from .invocation import current
-from .logs import EPILOG, LOG, LOG_OPTIONS, OutputFileParam, SectionedOption
+from .logs import EPILOG, LOG_OPTIONS, OutputFileParam, SectionedOption
 from .metrics import METERED
 from .spelling import with_flags
 
@@ -38,42 +46,18 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
 
-# The sections of --help, in order; formats' own sections come between the target and the selection.
-TARGET, COMBINING, SELECTION, SOURCE, EFFORT = "Target", "Several sources", "Selection", "Source", "Effort"
-PARTS, OUTPUT = "Many machines", "Output"
 
+class Command(help.HelpfulCommand):
+    """A command with the options of the log, whose arguments may be folders in which --step and --part choose a checkpoint."""
 
-class Command(click.Command):
-    """A command with the options of the log, whose --help has sections, and examples at the end."""
-
-    def __init__(self, *args: Any, examples: Iterable[str] = (), **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.examples = tuple(examples)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, epilog=EPILOG, **kwargs)
         self.params += [param for param in LOG_OPTIONS if param.name != "metrics_file" or self.name in METERED]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
         Chosen.of(ctx).check_used()
         return rest
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
-                sections.setdefault(getattr(param, "section", "Options"), []).append(record)
-        first = [title for title in ("Options", TARGET) if title in sections]
-        last = [title for title in (COMBINING, SELECTION, SOURCE, EFFORT, PARTS, OUTPUT, LOG) if title in sections]
-        for title in (*first, *(title for title in sections if title not in (*first, *last)), *last):
-            with formatter.section(title):
-                formatter.write_dl(sections[title])
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        if self.examples:
-            with formatter.section("Examples"):
-                for example in self.examples:
-                    formatter.write(f"{'':>{formatter.current_indent}}$ {example}\n")
-        formatter.write_paragraph()
-        formatter.write_text(EPILOG)
 
 
 def command(name: str, *examples: str) -> Decorator[Any]:
@@ -376,31 +360,49 @@ def selection(verb: str) -> Decorator[Any]:
     return keywords(SelectionOptions, section=SELECTION, verb=verb)
 
 
-def target(*, required: bool = True) -> Decorator[Any]:
-    """What to make, and the options of every installed format."""
+def target(*, required: bool = True, of_engines: bool = False) -> Decorator[Any]:
+    """What to make, and the options of every installed format; of_engines: of the serving engines alone."""
     return together(
         option(
             "--to",
             section=TARGET,
-            required=required,
             metavar="FORMAT",
             shell_complete=format_names,
+            callback=_check_target if required else None,
             help="Target format; `reshard formats` lists them.",
         ),
         keywords(TargetOptions, "tp", "pp", "ep", "dp", section=TARGET, type=Word("size", _parallel_size)),
         keywords(TargetOptions, *(name for name in TargetOptions.__annotations__ if len(name) > 2), section=TARGET),
-        *_options_of_formats(),
+        *_options_of_formats(of_engines=of_engines),
     )
 
 
-combining = keywords(CombiningOptions, section=COMBINING)
+combining = keywords(CombiningOptions, section=help.COMBINING)
 
 
-def _options_of_formats() -> Iterable[Decorator[Any]]:
+def _check_target(ctx: click.Context, param: click.Parameter, given: str | None) -> str | None:
+    if given is None and not ctx.resilient_parsing:
+        raise missing_target()
+    return given
+
+
+def missing_target() -> RequestError:
+    return RequestError(
+        "the option --to is missing",
+        why="It names the format of the target",
+        do="Give one, such as --to vllm, --to hf or --to megatron; `reshard formats` lists all",
+    )
+
+
+def _options_of_formats(*, of_engines: bool) -> Iterable[Decorator[Any]]:
     from reshard.adapter import registry
 
-    for each, users in registry.options().items():
-        title, flag = f"Only for {', '.join(users)}", "--" + each.name.replace("_", "-")
+    shown = registry.serving_formats() if of_engines else registry.formats()
+    for each, every_user in registry.options().items():
+        users = [name for name in every_user if name in shown]
+        if not users:
+            continue
+        title, flag = f"{OF_FORMATS}{', '.join(users)}", "--" + each.name.replace("_", "-")
         if each.type == "switch":
             off = f"/--{each.opposite.replace('_', '-')}" if each.opposite else ""
             yield option(f"{flag}{off}", each.name, section=title, is_flag=True, default=None, help=each.help)
@@ -422,8 +424,7 @@ parts = together(
         multiple=True,
         is_eager=True,
         callback=_choose_part_or_share,
-        help="Convert part I of N, counted from 0; auto: as Slurm, torchrun or Kubernetes say. The last part completes TARGET. "
-        "NAME: which checkpoint of a step, such as actor.",
+        help="Part I of N of the work (auto: as the launcher says), or NAME, a checkpoint of a step.",
     ),
     option("--parts", section=PARTS, type=click.IntRange(1), metavar="N", help="With --part auto: how many parts there are (Kubernetes)."),
     option(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.geometry.quantities import plural
 
-from .tables import nbytes_text, show, table
+from .tables import nbytes_text, show, show_table
 
 if TYPE_CHECKING:
     from reshard.canonical.content import Drop
@@ -70,7 +70,8 @@ def show_plan(plan: Plan, target: str | None = None) -> None:
         )
         for rank in summary.ranks(plan)
     ]
-    show(*table(rows, ("rank", "file", "bytes", "tensors", "layers", "query heads", "KV heads", "vocabulary", "padding rows")))
+    headings = ("rank", "file", "bytes", "tensors", "layers", "query heads", "KV heads", "vocabulary", "padding rows")
+    show_table(rows, headings, optional=(8, 3, 7, 4))
     show()
     show(
         f"  read      {nbytes_text(totals.read)}"

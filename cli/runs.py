@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
 
-from .json_output import show_json
 from .tables import nbytes_text, show, show_table
 
 if TYPE_CHECKING:
     from reshard.requests.run_folders import Step
 
 
-def show_run(run: str, steps: Sequence[Step], *, as_json: bool) -> None:
-    """The checkpoints of a folder, one row each."""
-    if as_json:
-        show_json({"path": run, "steps": [run_step(step) for step in steps]})
-        return
+def run_document(run: str, steps: Sequence[Step]) -> dict[str, Any]:
+    """The checkpoints of a folder with stable keys."""
+    return {"path": run, "steps": [run_step(step) for step in steps]}
+
+
+def show_run(run: str, steps: Sequence[Step]) -> None:
+    """The checkpoints of a folder, one row each, and a command that goes on from there."""
     show_list(run, steps)
     newest = max((step for step in steps if step.complete and step.number is not None), key=lambda step: step.order, default=None)
     shown = newest or next((step for step in steps if step.complete), None)
@@ -37,7 +38,7 @@ def show_list(run: str, steps: Sequence[Step], *, on_stderr: bool = False) -> No
     show(on_stderr=on_stderr)
     rows = [
         (
-            *(("-" if step.number is None else step.number,) if numbers else ()),
+            *(("-" if step.number is None else str(step.number),) if numbers else ()),
             step.path[len(run) :].strip("/"),
             step.format or "-",
             nbytes_text(step.nbytes),

@@ -52,12 +52,15 @@ def command_line() -> str:
     parts = [
         GENERATED,
         "# Command line",
-        "Every command has `--help`. Results go to stdout, messages to stderr. [Exit codes](exit-codes.md) tell success from failure, and "
+        "Every command has `-h`, which shows the options that people use, and `--help`, which shows all, or with `--to FORMAT` those that "
+        "apply to one format. The names that vLLM and Megatron have for parallel sizes are understood, too, such as "
+        "`--tensor-parallel-size` for `--tp`, and `ls` and `info` are `inspect`. Results go to stdout, messages to stderr. On a terminal, "
+        "lines are wrapped and in colour; `NO_COLOR` turns colour off. [Exit codes](exit-codes.md) tell success from failure, and "
         "`--json` prints one [JSON document](json.md).",
         _table(("command", "what it does"), [(f"[`{name}`](#{name})", text) for name, (_, text) in commands.items()]),
         "Before the command stand `--debug`, which shows the traceback of an error, and `--version`. Every command has the options of the "
         "[log](logs.md); `--metrics-file` belongs to `convert`, `verify` and `doctor`.",
-        _table((options.LOG, ""), [(_flags(option), _help(option)) for option in options.LOG_OPTIONS]),
+        _table(("Log", ""), [(_flags(option), _help(option)) for option in options.LOG_OPTIONS]),
         "The file of `--html`, `--plan-out`, `--output`, `--log-file` and `--metrics-file` is checked before the command begins. A "
         "regular file is replaced when the new one is complete; the log is appended. A device or a FIFO is opened at once and written "
         "into, and `/dev/stdout`, `/dev/stderr` and `/dev/fd/N` are the open files of the process. Any other link, a directory and a disk "

@@ -163,14 +163,22 @@ def check_word(option: str, word: str, known: Sequence[str]) -> None:
         raise RequestError(f"{option} {word}: unknown value", do=choices(word, known))
 
 
-def choices(word: str, known: Collection[str], *, most: int | None = None, nearest_of: Collection[str] | None = None) -> str:
-    """What to use instead of an unknown word: the nearest known word, if one is near, and the known words, or `most` of them.
+MOST_NAMES = 5
+"""The most names of one kind that a message lists."""
+
+
+def choices(word: str, known: Collection[str], *, most: int = MOST_NAMES, nearest_of: Collection[str] | None = None) -> str:
+    """What to use instead of an unknown word: the nearest known word, if one is near, and the known words; of many, `most`.
 
     nearest_of: the words among which the nearest is looked for, if they are more than the listed ones.
     """
-    near, listed = nearest(word, nearest_of or known), list(known)[:most]
-    more = f" and {len(known) - len(listed):,} more" if len(known) > len(listed) else ""
-    return (f"Did you mean {near}? " if near else "") + f"Known: {', '.join(listed)}{more}"
+    near = nearest(word, nearest_of or known)
+    return (f"Did you mean {near}? " if near else "") + f"Known: {some(known, most=most)}"
+
+
+def some(words: Collection[str], *, most: int = MOST_NAMES) -> str:
+    """The words, or the first `most` of them and how many more there are."""
+    return ", ".join(list(words)[:most]) + (f" and {len(words) - most:,} more" if len(words) > most else "")
 
 
 def nearest(word: str, known: Collection[str]) -> str | None:

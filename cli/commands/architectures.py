@@ -6,7 +6,7 @@ import click
 
 from .. import options
 from ..json_output import show_json
-from ..tables import show
+from ..tables import show, show_verbatim
 
 
 @options.command(
@@ -38,7 +38,7 @@ def command(name: str | None, start: str | None, format: str | None, model: str 
         show_json({"architectures": list(names)}) if as_json else show(*names)
         return
     text = declaration_text(name).rstrip("\n") if name is not None else _draft(str(start), format, model)
-    show_json({"declaration": text + "\n"}) if as_json else show(*text.split("\n"))
+    show_json({"declaration": text + "\n"}) if as_json else show_verbatim(*text.split("\n"))
 
 
 def _draft(start: str, format: str | None, model: str | None) -> str:

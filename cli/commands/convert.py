@@ -16,13 +16,14 @@ from ..invocation import current
 from ..json_output import show_json
 from ..plans import plan_document, show_drops, show_findings, show_plan
 from ..progress import bar
-from ..tables import nbytes_text, show, table
+from ..tables import fingerprint_text, nbytes_text, show, show_table
 
 if TYPE_CHECKING:
     from reshard.engine.conversion import Conversion
     from reshard.plans.plan import Plan
     from reshard.verbs.convert import PartResult, Result, Sharing
 
+_LEAST_OF_A_RATE = 16 << 20
 # Files that are printed; --json prints all.
 _MOST = 20
 
@@ -115,7 +116,7 @@ def convert(
         show_json({**result.to_json(), "plan": plan_document(plan, full=True)} if full else result.to_json())
     elif result.unchanged:
         sizes = f"{plural(len(result.files), 'file')}, {nbytes_text(sum(result.files.values()))}"
-        show(f"{target}: unchanged, {sizes}, fingerprint {result.fingerprint.root}")
+        show(f"{target}: unchanged, {sizes}, fingerprint {fingerprint_text(result.fingerprint.root)}")
     else:
         _show_result(running, result)
 
@@ -145,7 +146,7 @@ def _planned(sources: tuple[str, ...], to: str | None, given: dict[str, Any]) ->
     context, path = click.get_current_context(), given.pop("plan_path")
     if path is None:
         if to is None:
-            raise click.UsageError("Missing option '--to'.", context)
+            raise options.missing_target()
         return plan_of(sources, to, given)
     is_given = [name for name in ("to", *given) if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
     if is_given:
@@ -170,11 +171,13 @@ def _show_result(running: Conversion, result: Result) -> None:
     """Which files were written, how fast, and what was left out."""
     plan, resumed, target, seconds = running.plan, running.resumed_bytes, result.path, result.seconds
     totals = plan.totals()
-    rate = nbytes_text(int((totals.written - resumed) / max(seconds, 1e-9)))
+    # The rate of a small conversion says how long Python took to start its threads.
+    copied = totals.written - resumed
+    rate = f" ({nbytes_text(int(copied / max(seconds, 1e-9)))}/s)" if copied >= _LEAST_OF_A_RATE else ""
     show(
-        f"{target}: {plural(totals.files, 'file')}, {nbytes_text(totals.written)} in {seconds:.1f} s ({rate}/s)"
+        f"{target}: {plural(totals.files, 'file')}, {nbytes_text(totals.written)} in {seconds:.1f} s{rate}"
         + (f", {nbytes_text(resumed)} of them from an earlier run" if resumed else "")
-        + (f", fingerprint {result.fingerprint.root}" if current().log.quiet else "")
+        + (f", fingerprint {fingerprint_text(result.fingerprint.root)}" if current().log.quiet else "")
     )
     if not current().log.quiet:
         _show_files(plan, result)
@@ -184,11 +187,11 @@ def _show_files(plan: Plan, result: Result) -> None:
     """The files, and what was left out."""
     files = plan.layout.files
     listed = files if len(files) <= _MOST + 1 else files[:_MOST]  # A line saves none when it stands for one file.
-    show(*table([(file.path, nbytes_text(file.nbytes), len(file.tensors)) for file in listed], ("file", "bytes", "tensors")))
+    show_table([(file.path, nbytes_text(file.nbytes), len(file.tensors)) for file in listed], ("file", "bytes", "tensors"))
     if rest := files[len(listed) :]:
         show(f"  and {plural(len(rest), 'more file')}, {nbytes_text(sum(file.nbytes for file in rest))}; --json lists all")
     show_drops(plan.drops)
     show_findings(result.findings)
     for note in result.notes:
         show(f"  note      {note}")
-    show(f"  fingerprint {result.fingerprint.root}")
+    show(f"  fingerprint {fingerprint_text(result.fingerprint.root)}")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @options.checkpoint("source")
 @click.option("--compare", "server", metavar="FILE", help="Compare with the answer of a server's weight checker.")
 @allow_not_comparable
-@options.target()
+@options.target(of_engines=True)
 @options.selection("Hash")
 @options.format_name
 @options.model

@@ -15,7 +15,7 @@ import reshard
 
 from .. import options
 from ..json_output import show_json
-from ..tables import nbytes_text, show, table
+from ..tables import nbytes_text, show, show_table
 
 # Looked up without importing them: importing torch takes seconds, and a broken installation of it is worth reporting.
 _PACKAGES = (
@@ -43,7 +43,7 @@ def command(as_json: bool) -> None:
             show(f"{title}  {values}")
         elif values:
             show(title)
-            show(*table([(name, _text(value)) for name, value in values.items()], ("", ""))[1:])
+            show_table([(name, _text(value)) for name, value in values.items()], ("", ""))
 
 
 def _document() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ..invocation import current
 from ..json_output import show_json
 from ..progress import weight_bytes, working
 from ..server import allow_not_comparable, exit_code, server_document, show_server
-from ..tables import nbytes_text, show, table
+from ..tables import nbytes_text, show, show_table
 
 if TYPE_CHECKING:
     from reshard.engine.compare import Comparison
@@ -112,6 +112,6 @@ def _show(result: Comparison, *, with_manifest: bool) -> None:
         show(f"different: {plural(len(result.differences), 'difference')} {of_what}")
         first = "tensor or file" if with_manifest else "tensor"
         if not current().log.quiet:
-            show(*table([(d.name, d.kind, d.detail) for d in result.differences], (first, "what", "how")))
+            show_table([(d.name, d.kind, d.detail) for d in result.differences], (first, "what", "how"))
     for note in result.notes if not current().log.quiet else ():
         show(f"  note      {note}")

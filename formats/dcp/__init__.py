@@ -40,6 +40,7 @@ _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+/")
 
 class Dcp(Format):
     name = "dcp"
+    other_names = ("distcp",)
     framework = "torch"
     holds_rows = True
     summary = "torch.distributed.checkpoint: FSDP1, FSDP2, accelerate, torchtitan"

@@ -39,6 +39,7 @@ TORCH_VERSION = Option(
 
 class Fsdp(Format):
     name = "fsdp"
+    other_names = ("fsdp2", "verl")
     holds_rows = True
     summary = "FSDP, one file per rank (verl, accelerate): DTensor, ShardedTensor"
     owns = ("*_rank_*.pt", "*_rank[0-9]*.bin", "fsdp_config.json")

@@ -36,6 +36,7 @@ NAMES = Option("names", "text", "Write under the names, fusions and rotary order
 
 class HuggingFace(Format):
     name = "hf"
+    other_names = ("huggingface", "hf-safetensors", "safetensors", "transformers")
     summary = "Hugging Face: safetensors (single or with an index), pytorch_model*.bin"
     owns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
     one_file_suffices = True

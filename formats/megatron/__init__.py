@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 class Megatron(Format):
     name = "megatron"
+    other_names: ClassVar[tuple[str, ...]] = ("megatron-lm",)
     summary = "Megatron-LM legacy: mp_rank_*/model_optim_rng.pt of tensor-, pipeline- and expert-parallel ranks"
     owns: ClassVar[tuple[str, ...]] = (LEGACY_WEIGHTS, DISTRIBUTED_OPTIMIZER, TRACKER)
     refines: ClassVar[tuple[str, ...]] = ("pt",)

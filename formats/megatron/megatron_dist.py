@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 class MegatronDist(Megatron):
     name = "megatron-dist"
+    other_names = ("torch_dist", "torch-dist", "mcore", "megatron-core", "nemo")
     framework = "megatron-core"
     summary = "Megatron-Core distributed checkpoints (torch_dist): iter_*/metadata.json, common.pt, *.distcp"
     owns = (METADATA_JSON, COMMON, DCP_METADATA, "*.distcp", TRACKER)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 class Trtllm(ServingFormat):
     name = "trtllm"
+    other_names = ("tensorrt-llm", "tensorrt_llm", "trt-llm")
     summary = "TensorRT-LLM checkpoints for trtllm-build (releases that build engines): tensor, pipeline and expert parallel ranks"
     owns = ("rank*.safetensors",)
     refines = ("hf",)

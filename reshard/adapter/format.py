@@ -90,6 +90,9 @@ class Format(ABC):
     needs_model_files: ClassVar[bool] = False
     """Whether engines load its folders, and need the model's config and tokenizer beside the weights."""
 
+    other_names: ClassVar[tuple[str, ...]] = ()
+    """What other programs call it; `to=` and `format=` understand these names, too."""
+
     framework: ClassVar[str] = ""
     """The framework whose keys `read_memory` reads; empty: none."""
 

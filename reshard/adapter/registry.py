@@ -19,7 +19,7 @@ from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 from reshard.adapter.format import Format, Option
-from reshard.errors import RequestError, ReshardError, choices
+from reshard.errors import RequestError, ReshardError, choices, some
 from reshard.geometry.value import value
 from reshard.storage.files import Files
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 GROUP, SIGNATURES = "reshard.formats", "reshard.signatures"
+LISTED_BY = "`reshard formats` lists all"
 
 
 @cache
@@ -74,26 +75,35 @@ def _wrong(point: EntryPoint, what: str, why: str | None = None) -> RequestError
 
 
 def named(name: str) -> Format:
-    """The format of that name. Raises RequestError, listing the installed formats, if there is none."""
-    if name not in points():
+    """The format of that name, or of that other name. Raises RequestError, listing the installed formats, if there is none."""
+    if name in points():
+        return _loaded(points()[name])
+    found = next((found for found in formats().values() if name.lower() in found.other_names), None)
+    if found is None:
         raise _unknown(name, points())
-    return _loaded(points()[name])
+    return found
 
 
 def target(name: str) -> Format:
-    """The format of that name. Raises RequestError, listing the formats that can be written, if it cannot."""
-    if name in points() and (found := named(name)).can_write:
+    """The format of that name. Raises RequestError, naming formats that can be written, if it cannot."""
+    try:
+        found = named(name)
+    except RequestError:
+        found = None
+    if found is not None and found.can_write:
         return found
-    writable = [each for each, found in formats().items() if found.can_write]
-    if name in points():
-        raise RequestError(f"`to={name}`: this format is read, not written", do=f"Formats that are written: {', '.join(writable)}")
-    raise _unknown(name, writable)
+    writable = [each for each, format in formats().items() if format.can_write]
+    if found is None:
+        raise _unknown(name, writable)
+    raise RequestError(f"`to={name}`: this format is read, not written", do=f"Formats that are written: {some(writable)}; {LISTED_BY}")
 
 
 def _unknown(name: str, known: Collection[str]) -> RequestError:
     from reshard.adapter.foreign_files import target_refusal
 
-    return target_refusal(name) or RequestError(f"unknown format {name!r}", do=choices(name, known))
+    every = [*known, *(other for each in known for other in _loaded(points()[each]).other_names)]
+    unknown = RequestError(f"unknown format {name!r}", do=f"{choices(name, known, nearest_of=every)}; {LISTED_BY}")
+    return target_refusal(name) or unknown
 
 
 def serving_formats() -> dict[str, ServingFormat]:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 GROUP = "reshard.architectures"
 _BUILT_IN = Path(__file__).resolve().parent.parent / "architectures"
 
+LISTED_BY = "`reshard architectures` lists all"
+
 
 def find_model(config: Mapping[str, Any] | None, architecture: Architecture | None = None) -> Model | None:
     """The model that a Hugging Face config describes.
@@ -99,19 +101,20 @@ def unknown_architecture(config: Mapping[str, Any]) -> UnsupportedError:
         return UnsupportedError(
             f"config.json has no model_type, and its architectures ({config.get('architectures')}) are those of no declared model",
             why="What the weights are is not guessed",
-            do=f"Add `model=DIR` with the model's own config, or `architecture=NAME`: {', '.join(known)}",
+            do=f"Add `model=DIR` with the model's own config, or `architecture=NAME`; {LISTED_BY}",
         )
     declared = find_architecture(model_type)
     if declared and (named := _language_model(declared, config)):
         return UnsupportedError(
             f"the architecture {model_type!r} is declared, its language model {named!r} is not",
             why="How its weights split over ranks is not known, and is not guessed",
-            do=f"{choices(named, known)}. A conversion to hf needs no declaration",
+            do=f"{choices(named, known)}; {LISTED_BY}. A conversion to hf needs no declaration",
         )
     return UnsupportedError(
         f"the architecture {model_type!r} is not declared",
         why="How its weights split over ranks is not known, and is not guessed",
-        do=f"{choices(model_type, known)}. To declare another one, draft it with `reshard architectures --start CKPT > my.yaml` and add "
+        do=f"{choices(model_type, known)}; {LISTED_BY}. To declare another one, draft it with "
+        "`reshard architectures --start CKPT > my.yaml` and add "
         "`architecture=my.yaml`. A conversion to hf needs no declaration",
     )
 
@@ -136,7 +139,7 @@ def named_architecture(named: Architecture | str | os.PathLike[str]) -> Architec
     if architecture is None:
         raise UnsupportedError(
             f"`architecture={named}`: no model is declared by that name",
-            do=f"{choices(named, known_model_types())}. To name a file, write its ending or folder, such as ./{named}.yaml",
+            do=f"{choices(named, known_model_types())}; {LISTED_BY}. To name a file, write its ending or folder, such as ./{named}.yaml",
         )
     return architecture
 
@@ -171,7 +174,7 @@ def declaration_text(model_type: str) -> str:
     """The text of the file that declares a model type. Raises RequestError if the model is not declared, or not in a file."""
     architecture = find_architecture(model_type)
     if architecture is None:
-        raise RequestError(f"no model is declared as {model_type!r}", do=choices(model_type, known_model_types()))
+        raise RequestError(f"no model is declared as {model_type!r}", do=f"{choices(model_type, known_model_types())}; {LISTED_BY}")
     path = Path(architecture.declared_in or _built_in_file(_file_name(architecture.model_type)))
     if not path.is_file():
         raise RequestError(f"{model_type} is declared by a package as a Python object, and not in a file")

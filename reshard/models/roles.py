@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from reshard.errors import some
 from reshard.geometry.value import value
 
 
@@ -211,3 +212,6 @@ _ROWS = (
 ROLES: Mapping[str, Role] = {role.name: role for role in _ROWS}
 # The roles of the table that a declaration may give to a weight. The others are fused, or follow from how the model is quantized.
 DECLARED_ROLES = tuple(role.name for role in _ROWS if role.shape)
+ROLES_IN_USE = "`reshard architectures llama` shows how roles are used"
+ABOUT_ROLES = f"Roles are {some(DECLARED_ROLES)}; {ROLES_IN_USE}"
+"""What a message says about the roles that a declaration may use."""

@@ -9,16 +9,13 @@ RUN                              RUN itself if a format claims it, such as Megat
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from reshard.errors import RequestError, SystemRefusal, choices
+from reshard.errors import RequestError, SystemRefusal, choices, some
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.requests.run_folders import LATEST, RunFolder, Step
 from reshard.storage.system_calls import is_url
-
-# Steps and parts that a message names.
-_MOST_NAMED = 5
 
 
 class SeveralCheckpoints(RequestError):
@@ -92,7 +89,7 @@ class Choice:
         fitting = exact or [step for step in found if f"{wanted}/" in below[step.path] + "/"]
         if not fitting:
             parts = sorted({step.part for step in found if step.part})
-            do = choices(self.part, parts, most=_MOST_NAMED) if parts else "Leave it out: its checkpoints have no parts"
+            do = choices(self.part, parts) if parts else "Leave it out: its checkpoints have no parts"
             raise RequestError(f"`part={self.part}`: no checkpoint has this name", where=root, do=do, id="not-found")
         return fitting
 
@@ -105,7 +102,7 @@ class Choice:
                 raise RequestError(
                     f"`step={LATEST}`: no step is complete",
                     where=root,
-                    why="; ".join(_some(f"{step.name}: {step.completeness.reason}" for step in found)),
+                    why=some([f"{step.name} ({step.completeness.reason})" for step in found]),
                     do="Choose one by its number, such as `step=100`, to open it as it is",
                     id="not-found",
                 )
@@ -114,16 +111,10 @@ class Choice:
             fitting = [step for step in found if str(self.step) in (str(step.number), step.name)]
         if not fitting:
             numbers = sorted({step.number for step in found if step.number is not None})
-            steps = f"Steps: {', '.join(_some(map(str, reversed(numbers))))}; or `step={LATEST}`"
+            steps = f"Steps: {some([*map(str, reversed(numbers))])}; or `step={LATEST}`"
             known = steps if numbers else "Leave it out: no step is here"
             raise RequestError(f"`step={self.step}`: there is no such step", where=root, do=known, id="not-found")
         return fitting
-
-
-def _some(words: Iterable[str]) -> list[str]:
-    """The first words; and how many more there are."""
-    every = list(words)
-    return every if len(every) <= _MOST_NAMED else [*every[: _MOST_NAMED - 1], f"and {len(every) - _MOST_NAMED + 1:,} more"]
 
 
 def only_checkpoint(root: str) -> str | None:

@@ -44,7 +44,7 @@ def reason_to_convert(plan: Plan, files: Files | None, *, checksums: bool = Fals
     if files is None:
         return "there is no target yet"
     if f"{WORK_FOLDER}/" in files.list():
-        return "an earlier run has not ended"
+        return "an earlier run was interrupted"
     try:
         manifest = read_manifest(files)
         if manifest is None:

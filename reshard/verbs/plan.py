@@ -14,7 +14,7 @@ from reshard.requests.keywords import ManyPlanOptions, OpenOptions, PathLike, ch
 from reshard.requests.opening import check_used, opened
 from reshard.requests.order import PlanFile, planned
 from reshard.requests.request import ConversionRequest
-from reshard.runs.steps import run_at
+from reshard.requests.run_folders import run_at
 from reshard.storage.files import LocalFiles, read_whole
 from reshard.storage.output_file import OutputFile
 from reshard.storage.system_calls import gc_paused
@@ -47,7 +47,7 @@ def plan_of(source: Source | Sequence[Source], to: str, given: dict[str, Any]) -
     combined_with = [opened(other, is_alone=False, **about_source) for other in others]
     if others and not isinstance(source, Checkpoint):
         check_used([checkpoint, *combined_with], about_source)
-    return planned(checkpoint, request, {"to": to, **given}, combined_with)
+    return planned(checkpoint, request, {"to": request.to.name, **given}, combined_with)
 
 
 def _sources(source: Source | Sequence[Source], last: int | None, base: PathLike | None) -> list[Source]:

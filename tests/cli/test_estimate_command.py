@@ -71,7 +71,7 @@ def test_a_checkpoint_of_training_says_its_model_itself():
         (("--parameters", "7B", "--zero", 1, "--strategy", "fsdp"), "contradict"),
         (("--parameters", "seven"), "7B"),
         ((HF / "llama", "--tp", 3), "3 ranks do not divide"),
-        ((HF,), "no known format lies here"),
+        ((HF,), "none is chosen"),
         ((HF / "llama", "--gpus", 6, "--tp", 4), "6 GPUs are not"),
     ],
 )

@@ -51,7 +51,7 @@ def test_the_second_run_does_nothing(run, source, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == times
     shown = reshard("convert", source, tmp_path / "out", "--to", "vllm", "--tp", 2, "--if-changed")
     fingerprint = library.fingerprint(source).root
-    assert shown.out == f"{tmp_path / 'out'}: unchanged, 2 files, 154 kB, fingerprint {fingerprint}\n"
+    assert shown.out == f"{tmp_path / 'out'}: unchanged, 2 files, 154 kB, fingerprint {fingerprint[:19]}\n"
 
 
 def test_the_result_in_python_says_so(source, tmp_path):

@@ -163,9 +163,9 @@ def test_a_bare_config_has_no_weights_to_choose(options, tmp_path):
     [
         (("inspct", LLAMA), "Did you mean 'inspect'? `reshard --help`"),
         (("convert", LLAMA, OUT, "--to", "hf", "--weigths", "model"), "Did you mean '--weights'? `reshard convert --help`"),
-        (("convert", LLAMA, OUT, "--to", "vlm"), "Unknown format 'vlm'. Did you mean vllm? Known: consolidated, dcp, deepspeed, fsdp, hf,"),
+        (("convert", LLAMA, OUT, "--to", "vlm"), "Unknown format 'vlm'. Did you mean vllm? Known: consolidated, dcp, deepspeed, "),
         (("inspect", LLAMA, "--format", "safetensor"), "Known: consolidated, dcp, dcp-safetensors,"),
-        (("convert", LLAMA, OUT, "--to", "hf", "--dtype", "bfloat"), "Did you mean bfloat16? Known: bf16, fp16, fp32, fp64, fp8,"),
+        (("convert", LLAMA, OUT, "--to", "hf", "--dtype", "bfloat"), "Did you mean bfloat16? Known: bf16, fp16, fp32, fp64, fp8 and "),
         (("convert", LLAMA, OUT, "--to", "hf", "--architecture", "lama"), "Did you mean llama?"),
         (("completion",), "Choose from: bash, zsh, fish."),
     ],

@@ -225,7 +225,7 @@ def test_a_choice_that_chooses_nothing_is_refused(tmp_path):
 def test_an_error_names_at_most_five_steps(tmp_path):
     for step in range(1, 13):
         (tmp_path / f"step-{step}").mkdir()
-    with pytest.raises(library.RequestError, match="Steps: 12, 11, 10, 9, and 8 more"):
+    with pytest.raises(library.RequestError, match="Steps: 12, 11, 10, 9, 8 and 7 more"):
         Choice(99).path(str(tmp_path))
 
 

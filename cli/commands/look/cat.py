@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ... import options
+from ...console import width_of
 from ...json_output import show_json
-from ...tables import shape_text, show
+from ...tables import shape_text, show, show_verbatim
 
 if TYPE_CHECKING:
     from reshard.engine.views import LazyTensor
@@ -45,7 +47,8 @@ def command(checkpoint: str, name: str, index: str | None, as_json: bool, **give
     show(f"{tensor.name}{shown}  {tensor.dtype} {shape_text(part.shape)}" + (f" of {shape_text(tensor.shape)}" if shown else ""))
     import numpy as np
 
-    show(*np.array2string(values, threshold=1_000_000, max_line_width=120, precision=9, floatmode="unique").split("\n"))
+    text = np.array2string(values, threshold=1_000_000, max_line_width=width_of(sys.stdout) or 120, precision=9, floatmode="unique")
+    show_verbatim(*text.split("\n"))
 
 
 def named(opened: Checkpoint, name: str) -> LazyTensor:

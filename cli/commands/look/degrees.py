@@ -11,7 +11,7 @@ from reshard.verbs.look.keywords import DegreeOptions
 
 from ... import options
 from ...json_output import show_json
-from ...tables import nbytes_text, show, table
+from ...tables import nbytes_text, show, show_table
 
 if TYPE_CHECKING:
     from reshard.serving.capacity import DegreeReport, DegreeRow
@@ -60,7 +60,7 @@ def show_degrees(report: DegreeReport) -> None:
     show(f"{report.model_type}: what the fullest GPU holds")
     show()
     if legal:
-        show(*table([_cells(row, has_experts) for row in legal], headings))
+        show_table([_cells(row, has_experts) for row in legal], headings)
         show()
     if best := report.smallest_that_fits:
         show(f"  fits       {best.parallel}: the fewest GPUs")

@@ -14,7 +14,7 @@ from ... import options
 from ...invocation import current
 from ...json_output import show_json
 from ...progress import weight_bytes, working
-from ...tables import nbytes_text, show, table
+from ...tables import nbytes_text, show, show_table
 
 if TYPE_CHECKING:
     from reshard.measures.changes import Change
@@ -97,7 +97,7 @@ def _show(result: Diff, beyond: list[Change] | None, limit: int) -> None:
         _show_ulps(result)
     if others:
         show()
-        show(*table([(d.name, d.kind, d.detail) for d in others], ("tensor", "what", "how")))
+        show_table([(d.name, d.kind, d.detail) for d in others], ("tensor", "what", "how"))
     for note in result.notes:
         show(f"  note      {note}")
 
@@ -109,7 +109,7 @@ def _show_changes(title: str, changes: Sequence[Change], number: int, limit: int
     shown = changes[: limit or None]
     headings, rows = columns_of(title, shown)
     show()
-    show(*table(rows, headings))
+    show_table(rows, headings, optional=(5, 4, 1))
     if len(changes) > len(shown):
         show(f"  and {len(changes) - len(shown):,} more; --limit 0 shows all")
     if number > len(changes):
@@ -130,4 +130,4 @@ def _show_ulps(result: Diff) -> None:
         if count:
             rows.append((str(first) if first == last else f"{first:,} to {last:,}", count, f"{100 * count / total:.3g} %"))
     show()
-    show(*table(rows, ("ULPs", "elements", "share")))
+    show_table(rows, ("ULPs", "elements", "share"))

@@ -13,7 +13,7 @@ from ... import options
 from ...invocation import current
 from ...json_output import show_json
 from ...progress import working
-from ...tables import nbytes_text, show, table
+from ...tables import nbytes_text, show, show_table
 
 if TYPE_CHECKING:
     from reshard.health.findings import Finding, Report
@@ -109,4 +109,4 @@ def _show_kinds(as_json: bool) -> None:
     if as_json:
         show_json({"findings": to_json(KINDS.values())})
     else:
-        show(*table([(kind.id, kind.severity, kind.text.replace("`", "")) for kind in KINDS.values()], ("id", "severity", "meaning")))
+        show_table([(kind.id, kind.severity, kind.text.replace("`", "")) for kind in KINDS.values()], ("id", "severity", "meaning"))

@@ -13,7 +13,7 @@ from reshard.verbs.look.keywords import EstimateOptions
 
 from ... import options
 from ...json_output import show_json
-from ...tables import count_text, nbytes_text, show, show_table, table
+from ...tables import count_text, nbytes_text, show, show_table
 
 if TYPE_CHECKING:
     from reshard.training.memory import Estimate, Fit, RankBytes, Strategy
@@ -178,12 +178,12 @@ def show_estimate(of: str, found: Estimate) -> None:
     show(f"{of} on {found.training.gpus} GPU{'s' if found.training.gpus > 1 else ''}: {parallel}")
     show()
     rows = [(_NAMES[each.zero], *_cells(each.fullest)) for each in found.strategies]
-    show(*table(rows, ("per rank", *_COLUMNS)))
+    show_table(rows, ("per rank", *_COLUMNS))
     if parallel.pp > 1:
         for each in found.strategies:
             show()
             stages = [(_stage(rank), count_text(rank.parameters), *_cells(rank)) for rank in each.stages]
-            show(*table(stages, (f"{_NAMES[each.zero]}, by stage", "parameters", *_COLUMNS)))
+            show_table(stages, (f"{_NAMES[each.zero]}, by stage", "parameters", *_COLUMNS))
     show()
     if found.layer_activations is not None:
         show(f"  a layer    keeps {_bytes(found.layer_activations)} for one microbatch")

@@ -10,44 +10,55 @@ import click
 from ... import options
 from ...json_output import show_json
 from ...progress import working
-from ...tables import show
+from ...tables import fingerprint_text, show
 
 if TYPE_CHECKING:
     from reshard.canonical.content import Content
 
 
-@options.command("fingerprint", "reshard fingerprint step-1000 --model llama-3-8b")
-@options.checkpoint("checkpoint")
+@options.command("fingerprint", "reshard fingerprint step-1000 --model llama-3-8b", "reshard fingerprint step-1000 served/step-1000")
+@options.checkpoint("checkpoints", nargs=-1, required=True, metavar="CHECKPOINT...")
 @options.selection("Digest")
 @options.format_name
 @options.model
 @options.effort
 @click.option("--digest-version", type=click.IntRange(1, 2), help="2: BLAKE3 (default). 1: SHA-256, as reshard 0.1 printed it.")
 @options.summary_or_full
-def command(checkpoint: str, digest_version: int | None, as_json: bool, full: bool, **given: Any) -> None:
-    """Digest the weights of CHECKPOINT. The same weights have the same digest in any format, at any parallel sizes.
+def command(checkpoints: tuple[str, ...], digest_version: int | None, as_json: bool, full: bool, **given: Any) -> None:
+    """Digest the weights of each CHECKPOINT. The same weights have the same digest in any format, at any parallel sizes.
 
     The digest covers names, shapes, element types and every bit of the model's weights, and no optimizer state. A tied head counts once;
-    to know that it is tied takes the config (--model). What engines do not keep beside packed weights is named in a note.
+    to know that it is tied takes the config (--model). What engines do not keep beside packed weights is named in a note. 12 digits are
+    shown, all of them with --verbose, --quiet or --json.
 
     If reshard wrote CHECKPOINT, its weights are compared with reshard.json. The exit code is 1 if they differ.
     """
+    found = [_digested(path, digest_version, dict(given), full=full) for path in checkpoints]
+    if as_json:
+        show_json(
+            found[0]
+            if len(found) == 1
+            else {"checkpoints": [{"path": path, **each} for path, each in zip(checkpoints, found, strict=True)]}
+        )
+        return
+    for path, each in zip(checkpoints, found, strict=True):
+        show(f"{fingerprint_text(each['fingerprint'])}  {path}")
+        for note in each["notes"]:
+            show(f"  note      {note}")
+
+
+def _digested(path: str, digest_version: int | None, given: dict[str, Any], *, full: bool) -> dict[str, Any]:
+    """The fingerprint of a checkpoint, with stable keys."""
     import reshard
     from reshard.requests.keywords import OpenOptions
     from reshard.requests.request import selection_of
 
-    opened = reshard.open(checkpoint, **options.take(given, OpenOptions))
+    opened = reshard.open(path, **options.take(given, OpenOptions))
     selection = selection_of(given)
     content = opened.content(selection)
     with working("fingerprint", sum(tensor.nbytes for tensor in content.tensors.values()), given) as effort:
         found = reshard.fingerprint(opened, selection=selection, digest_version=digest_version, **effort)
-    notes = list(_notes(content))
-    if as_json:
-        show_json({"fingerprint": found.root, "notes": notes, **({"tensors": dict(found.tensors)} if full else {})})
-        return
-    show(f"{found.root}  {checkpoint}")
-    for note in notes:
-        show(f"  note      {note}")
+    return {"fingerprint": found.root, "notes": list(_notes(content)), **({"tensors": dict(found.tensors)} if full else {})}
 
 
 def _notes(content: Content) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,10 +17,11 @@ from reshard.models.lookup import draft_class
 
 from ... import options
 from ...bare_models import show_bare_model
+from ...console import height
 from ...json_output import Streamed, show_json
 from ...plans import show_drops
-from ...runs import show_run
-from ...tables import bar_text, count_text, nbytes_text, shape_text, show, show_table, strip_text
+from ...runs import run_document, show_run
+from ...tables import Shown, bar_text, count_text, nbytes_text, shape_text, show, show_table, strip_text
 
 if TYPE_CHECKING:
     from reshard.canonical.content import Content, Drop
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _ROWS_ON_TERMINAL, _MOST_ROWS_OF_JSON = 50, 1000
 # Bytes of weights on a GPU of 80 GB, of which engines use 0.9, so that some are left for the KV cache.
 _ROOM = int(80e9 * 0.9)
+# At least so many rows are shown, however low the terminal is; and the lines around them: headings, what is left out, the next prompt.
+_FEWEST_ROWS, _LINES_AROUND = 3, 3
 # Files of a checkpoint that cannot be opened.
 _FILES_SHOWN = 20
 
@@ -48,9 +50,9 @@ _FILES_SHOWN = 20
     "reshard inspect step-1000",
     "reshard inspect step-1000 --tensor '*q_proj*'",
     "reshard inspect step-1000 --by rank --sort bytes",
-    "reshard inspect runs/7",
+    "reshard inspect runs/7 --step latest",
 )
-@options.checkpoint("checkpoint")
+@options.checkpoint("checkpoints", nargs=-1, required=True, metavar="CHECKPOINT...")
 @click.option("--tensor", "globs", multiple=True, metavar="GLOB", help="Show who holds which box of the tensors whose names match.")
 @click.option("--by", type=click.Choice(["kind", "rank", "file", "dtype", "layer"]), help="Show the bytes of each instead of the tree.")
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Show N levels of the tree (default: as many as --limit allows).")
@@ -60,22 +62,36 @@ _FILES_SHOWN = 20
 @options.model
 @options.page
 @options.summary_or_full
-def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, **given: Any) -> None:
-    """Show what CHECKPOINT is, whether it is complete, what it can become, and what it holds. No weight is read.
+def command(checkpoints: tuple[str, ...], globs: tuple[str, ...], as_json: bool, full: bool, **given: Any) -> None:
+    """Show what each CHECKPOINT is, whether it is complete, what it can become, and what it holds. No weight is read.
 
-    If CHECKPOINT is the folder of a run, list the checkpoints of its steps, at any depth, and which of them are complete.
+    If CHECKPOINT is the folder of a run or of models, list the checkpoints in it, at any depth, and which of them are complete.
     """
+    page = options.page_of(given)
+    view = TreeView(**{name: given.pop(name) for name in ("by", "depth", "sort", "limit")})
+    if len(checkpoints) > 1 and page.path is not None:
+        raise RequestError("--html draws one checkpoint", do=f"Give one of the {len(checkpoints)}, or leave --html out")
+    documents = []
+    for number, checkpoint in enumerate(checkpoints):
+        if number and not as_json:
+            show()
+        documents.append(_inspected(checkpoint, view, page, globs, as_json=as_json, full=full, given=given))
+    if as_json:
+        show_json(documents[0] if len(documents) == 1 else {"checkpoints": documents})
+
+
+def _inspected(
+    checkpoint: str, view: TreeView, page: options.PageOptions, globs: tuple[str, ...], *, as_json: bool, full: bool, given: dict[str, Any]
+) -> Mapping[str, Any]:
+    """Show one checkpoint, or the checkpoints of a folder. Returns what is known of it, if it is not shown but asked for with --json."""
     import reshard
     from reshard.canonical.globs import check_globs, matches
     from reshard.requests.run_folders import run_at
     from reshard.storage.system_calls import gc_paused
 
-    page = options.page_of(given)
-    view = TreeView(**{name: given.pop(name) for name in ("by", "depth", "sort", "limit")})
     run = run_at(checkpoint) if given["format"] is None else None
     if run is not None:
-        show_run(checkpoint, run.checkpoints(), as_json=as_json)
-        return
+        return _listed(checkpoint, run.checkpoints(), as_json=as_json)
     with gc_paused():  # a hundred thousand tensors are many objects, and none of them is garbage
         try:
             opened = Inspection(reshard.open(checkpoint, **given), view)
@@ -85,12 +101,11 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, 
             raise
         except RequestError as error:
             if (steps := _steps_of(error)) is not None:
-                show_run(checkpoint, steps, as_json=as_json)
-            elif not as_json and error.id == "not-found" and _is_model_alone(checkpoint):
-                show_bare_model(checkpoint)
-            else:
+                return _listed(checkpoint, steps, as_json=as_json)
+            if as_json or error.id != "not-found" or not _is_model_alone(checkpoint):
                 raise
-            return
+            show_bare_model(checkpoint)
+            return {}
         tensors = list(opened.tensors)
         if globs:
             check_globs("--tensor", globs, dict.fromkeys(tensor.name for tensor in tensors))
@@ -99,12 +114,20 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, 
         drawn = tensors if globs else []
         page.write(lambda pages: pages.checkpoint_page(opened.checkpoint, opened.outlook, drawn, opened.headline, following))
         if as_json:
-            show_json(opened.document(tensors if full or globs else None))
-        elif globs:
+            return opened.document(tensors if full or globs else None)
+        if globs:
             for tensor in tensors:
                 _show_tensor(tensor)
         else:
             _show_checkpoint(opened, given.get("model"))
+    return {}
+
+
+def _listed(folder: str, steps: Sequence[Step], *, as_json: bool) -> Mapping[str, Any]:
+    if as_json:
+        return run_document(folder, steps)
+    show_run(folder, steps)
+    return {}
 
 
 def _is_model_alone(path: str) -> bool:
@@ -155,10 +178,15 @@ class TreeView:
     sort: str = "model"
     limit: int | None = None
 
-    @property
-    def most(self) -> int | None:
-        """The most rows; None for all."""
-        return (_ROWS_ON_TERMINAL if sys.stdout.isatty() else None) if self.limit is None else self.limit or None
+    def most(self, below: int = 0) -> int | None:
+        """The most rows; None for all. Without --limit, the answer above them stays visible on a terminal.
+
+        below: the lines that come after these rows.
+        """
+        if self.limit is not None:
+            return self.limit or None
+        lines = height()
+        return None if lines is None else max(min(lines - Shown.lines - _LINES_AROUND - below, _ROWS_ON_TERMINAL), _FEWEST_ROWS)
 
     def rows(self, tree: Fold, most: int | None) -> tuple[list[tuple[int, Fold]], int]:
         """The rows of a tree that are shown, and how many are not. Without --depth, as many levels as fit."""
@@ -440,12 +468,14 @@ def _show_checkpoint(opened: Inspection, model: str | None) -> None:
         return
     show_table(list(_kind_rows(opened.checkpoint)), ("kind", "dtypes", "tensors", "elements", "bytes"))
     _show_quantized(opened.quantized)
-    for title, tree in _sections(opened.checkpoint):
+    sections, distributions = list(_sections(opened.checkpoint)), _distributions(opened.tensors)
+    below = sum(3 + len(distribution.mesh.names) for distribution in distributions)
+    for number, (title, tree) in enumerate(sections):
         show()
         if title:
             show(title)
-        _show_tree(tree, view)
-    _show_distributions(opened.tensors)
+        _show_tree(tree, view, below + 6 * (len(sections) - number - 1))
+    _show_distributions(distributions)
 
 
 def _show_quantized(families: tuple[QuantizedFamily, ...]) -> None:
@@ -506,10 +536,10 @@ def _sections(opened: Checkpoint) -> Iterator[tuple[str, Fold]]:
         yield "tensors of no model", opened.tree_of(others)
 
 
-def _show_tree(tree: Fold, view: TreeView) -> None:
+def _show_tree(tree: Fold, view: TreeView, below: int) -> None:
     from reshard.index.coverage import sharding_text
 
-    rows, more = view.rows(tree, view.most)
+    rows, more = view.rows(tree, view.most(below))
     cells = []
     for level, branch in rows:
         first = branch.stored[0] if branch.stored else None
@@ -529,7 +559,7 @@ def _show_shares(found: tuple[ByteShare, ...], view: TreeView) -> None:
     if not found:
         show(f"  the files do not say which {view.by} held what; --by file shows where the bytes are")
         return
-    rows = share_rows(found, len(found[: view.most]), bar_text)
+    rows = share_rows(found, len(found[: view.most()]), bar_text)
     show_table(rows, (str(view.by), "tensors", "bytes", "share", ""), optional=(4,))
     if len(found) > len(rows):
         show(f"  and {len(found) - len(rows):,} more; --limit 0 shows all")
@@ -555,13 +585,18 @@ def _show_models(opened: Inspection) -> None:
     show_drops(drop for drop in opened.withheld if drop.kind not in ("other", "adapter"))
 
 
-def _show_distributions(tensors: tuple[Tensor, ...]) -> None:
-    """Every distribution of weights over the mesh, and what it means."""
-    by_distribution: dict[Distribution, list[Tensor]] = {}
+def _distributions(tensors: tuple[Tensor, ...]) -> dict[Distribution, list[Tensor]]:
+    """The weights of each distribution over the mesh."""
+    found: dict[Distribution, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.distribution is not None and tensor.kind == "weight":
-            by_distribution.setdefault(tensor.distribution, []).append(tensor)
-    for distribution, weights in by_distribution.items():
+            found.setdefault(tensor.distribution, []).append(tensor)
+    return found
+
+
+def _show_distributions(found: dict[Distribution, list[Tensor]]) -> None:
+    """Every distribution of weights over the mesh, and what it means."""
+    for distribution, weights in found.items():
         show()
         others = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
         show(f"on the mesh {distribution.mesh}: {weights[0].name}{others}")

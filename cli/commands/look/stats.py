@@ -12,7 +12,7 @@ from reshard.geometry.quantities import plural
 from ... import options
 from ...json_output import show_json
 from ...progress import working
-from ...tables import nbytes_text, show, sparkline, table
+from ...tables import nbytes_text, show, show_table, sparkline
 
 if TYPE_CHECKING:
     from reshard.verbs.look.stats import TensorStatistics
@@ -78,7 +78,8 @@ def _show(rows: list[TensorStatistics], total: int, limit: int) -> None:
         )
         for row in shown
     ]
-    show(*table(cells, ("tensor", "dtype", "min", "max", "mean", "std", "zeros", "NaN", "inf", "constant rows", "histogram")))
+    headings = ("tensor", "dtype", "min", "max", "mean", "std", "zeros", "NaN", "inf", "constant rows", "histogram")
+    show_table(cells, headings, optional=(9, 6, 10, 1))
     if len(rows) > len(shown):
         show(f"  and {len(rows) - len(shown):,} more; --limit 0 shows all")
 

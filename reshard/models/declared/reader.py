@@ -27,7 +27,7 @@ from reshard.models.declared.node import KEY_OF_LAYER, Node, expression, parse
 from reshard.models.declared.version_1 import in_version_2
 from reshard.models.declared.weights import NUMBER, WeightReader, layer_set, overlap
 from reshard.models.quantization import SETTING, quantization_of
-from reshard.models.roles import DECLARED_ROLES
+from reshard.models.roles import ABOUT_ROLES
 
 # The version of the language that is described in docs/architectures.md and that drafts are written in.
 LANGUAGE = 2
@@ -112,7 +112,7 @@ def _refuse_unknown(root: Node) -> None:
         raise nodes[0].error(
             f'a "{UNKNOWN}" marks an open question here' + (f", and in {len(nodes) - 1} more places" if len(nodes) > 1 else ""),
             why="What a declaration leaves open is not guessed",
-            do=f"Replace it with the answer. The roles are {', '.join(DECLARED_ROLES)}; a new role needs `split:`",
+            do=f"Replace it with the answer. {ABOUT_ROLES}; a new role needs `split:`",
         )
 
 

@@ -5,10 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
+from reshard.errors import choices
 from reshard.geometry.value import value
 from reshard.models.architecture import Dimension, Weight
 from reshard.models.declared.node import Node, expression
-from reshard.models.roles import COLUMN, DECLARED_ROLES, FIRST_RANK, REPLICATE, ROLES, ROW, VOCABULARY, Split, heads
+from reshard.models.roles import (
+    ABOUT_ROLES,
+    COLUMN,
+    DECLARED_ROLES,
+    FIRST_RANK,
+    REPLICATE,
+    ROLES,
+    ROLES_IN_USE,
+    ROW,
+    VOCABULARY,
+    Split,
+    heads,
+)
 
 WEIGHT_KEYS = ("role", "shape", "split", "fuses", "interleaved_by", "transposed", "stacked", "when", "layers")
 _FUSED_ROLES = {role.fuses: role.name for role in ROLES.values() if role.fuses}
@@ -49,7 +62,7 @@ class WeightReader:
     def _rows_of_role(self, node: Node, keys: Mapping[str, Node]) -> dict[str, str]:
         """The role of a weight that is not fused, with its usual output features."""
         if "role" not in keys:
-            raise node.error("it has neither `role` nor `fuses`", do=f"Write `role:` and one of {', '.join(DECLARED_ROLES)}")
+            raise node.error("it has neither `role` nor `fuses`", do=f"Write `role:`. {ABOUT_ROLES}")
         name = keys["role"].word(_ROLE, "a role")
         role = ROLES.get(name)
         if role and role.fuses:
@@ -101,7 +114,7 @@ class WeightReader:
             if new_roles:
                 raise node.error(
                     f"there is no role {new_roles[0]!r}",
-                    do=f"The roles are {', '.join(DECLARED_ROLES)}. For a new role add `split:` with {', '.join(_SPLITS)} or "
+                    do=f"{choices(new_roles[0], DECLARED_ROLES)}; {ROLES_IN_USE}. For a new role add `split:` with {', '.join(_SPLITS)} or "
                     "{heads: DIMENSION}",
                 )
             return None

@@ -1,0 +1,193 @@
+"""What -h and --help print. -h: the options that people use, on one screen. --help: all options in sections; with --to X, those of X alone.
+
+reshard convert -h                 a dozen options
+reshard convert --help             all options
+reshard convert --to vllm --help   all options that apply to vllm
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import click
+
+from .console import BOLD, CYAN, has_colour, painted
+from .logs import LOG
+
+# The sections of --help, in order; formats' own sections come between the target and the selection.
+TARGET, COMBINING, SELECTION, SOURCE, EFFORT = "Target", "Several sources", "Selection", "Source", "Effort"
+PARTS, OUTPUT = "Many machines", "Output"
+OF_FORMATS = "Only for "
+"""The title of a section of options begins so, if they belong to formats; their names follow."""
+
+COMMON = (
+    "to", "tp", "pp", "ep", "dtype", "optimizer", "into", "push", "all", "compare", "step", "part", "model", "include", "dry_run", "resume",
+    "overwrite", "materialize", "quiet", "as_json",
+)  # fmt: skip
+"""The options of -h, by parameter, where a command has many."""
+# A command with fewer options shows all of them with -h.
+_MANY = 24
+_WIDEST = 100
+
+OTHER_NAMES = {
+    "--tensor-parallel-size": "--tp", "--tensor-parallel": "--tp", "--tensor-model-parallel-size": "--tp", "-tp": "--tp",
+    "--pipeline-parallel-size": "--pp", "--pipeline-parallel": "--pp", "--pipeline-model-parallel-size": "--pp", "-pp": "--pp",
+    "--expert-parallel-size": "--ep", "--expert-parallel": "--ep", "--expert-model-parallel-size": "--ep", "-ep": "--ep",
+    "--data-parallel-size": "--dp", "--data-parallel": "--dp", "-dp": "--dp",
+    "--expert-tensor-parallel-size": "--etp", "--num-virtual-stages-per-pipeline-rank": "--vp",
+}  # fmt: skip
+"""What vLLM, SGLang and Megatron call options of reshard. They are understood, and --help does not list them."""
+
+
+class Help(click.HelpFormatter):
+    """The text of --help: in colour on a terminal, as wide as that, up to 100 characters."""
+
+    def __init__(self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None) -> None:
+        super().__init__(indent_increment, width, max_width or _WIDEST)
+        self._in_colour = has_colour(sys.stdout)
+
+    def write_heading(self, heading: str) -> None:
+        self.write(f"{'':>{self.current_indent}}{self._painted(heading + ':', BOLD)}\n")
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        super().write_dl([(self._painted(first, CYAN), second) for first, second in rows], col_max, col_spacing)
+
+    def _painted(self, text: str, style: str) -> str:
+        return painted(text, style) if self._in_colour else text
+
+
+class Context(click.Context):
+    formatter_class = Help
+
+
+class HelpfulCommand(click.Command):
+    """A command with the options of the log, whose help is short with -h and in sections with --help, with examples at the end."""
+
+    context_class = Context
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), epilog: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "add_help_option": False, "epilog": epilog})
+        self.examples = tuple(examples)
+        self.params += [
+            click.Option(["-h"], is_flag=True, is_eager=True, expose_value=False, hidden=True, callback=_short_help),
+            click.Option(["--help"], is_flag=True, is_eager=True, expose_value=False, hidden=True, callback=_full_help),
+        ]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["reshard.to"] = _format_of(_value_of("--to", args))
+        return super().parse_args(ctx, self._with_own_names(ctx, args))
+
+    def _with_own_names(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """The words of a command line, in which options have our names."""
+        known = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
+        found, is_rest = [], False
+        for word in args:
+            name, equals, given = word.partition("=")
+            is_rest = is_rest or word == "--"
+            own = OTHER_NAMES.get(name)
+            found.append(f"{own}{equals}{given}" if own in known and name not in known and not is_rest else word)
+        return found
+
+    def sections(self, ctx: click.Context) -> dict[str, list[click.Option]]:
+        """The options that are shown, by section, in order; with --to, without those of other formats."""
+        target, sections = ctx.meta.get("reshard.to"), dict[str, list[click.Option]]()
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and not param.hidden:
+                title = vars(param).get("section", "Options")
+                if not title.startswith(OF_FORMATS) or target is None or target in title.removeprefix(OF_FORMATS).split(", "):
+                    sections.setdefault(title, []).append(param)
+        first = [title for title in ("Options", TARGET) if title in sections]
+        last = [title for title in (COMBINING, SELECTION, SOURCE, EFFORT, PARTS, OUTPUT, LOG) if title in sections]
+        return {title: sections[title] for title in (*first, *(set_apart(sections, first, last)), *last)}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, options in self.sections(ctx).items():
+            with formatter.section(title):
+                formatter.write_dl([_record(option, ctx) for option in options])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.examples:
+            with formatter.section("Examples"):
+                for example in self.examples:
+                    formatter.write(f"{'':>{formatter.current_indent}}$ {example}\n")
+        formatter.write_paragraph()
+        formatter.write_text(self.epilog or "")
+
+    def short_help_text(self, ctx: click.Context) -> str:
+        """What -h prints: for a command with many options no more than fits 24 lines of 80 characters."""
+        every = [option for options in self.sections(ctx).values() for option in options]
+        if len(every) < _MANY:
+            return ctx.get_help()
+        formatter = ctx.make_formatter()
+        self.format_usage(ctx, formatter)
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text((self.help or "").split("\n\n")[0].replace("\n", " "))
+        with formatter.section("Options"):
+            records = [_record(option, ctx) for option in every if option.name in COMMON]
+            room = formatter.width - 4 - max((len(first) for first, _ in records), default=0)
+            formatter.write_dl([(first, _first_words(second, room)) for first, second in records])
+        formatter.write_paragraph()
+        formatter.write_text(f"--help shows all {len(every)} options." + self._about_formats(ctx))
+        return formatter.getvalue().rstrip("\n")
+
+    def _about_formats(self, ctx: click.Context) -> str:
+        has_formats = any(title.startswith(OF_FORMATS) for title in self.sections(ctx))
+        return " --to FORMAT --help shows those of one format." if has_formats and not ctx.meta.get("reshard.to") else ""
+
+
+def set_apart(sections: Mapping[str, object], *others: Sequence[str]) -> list[str]:
+    """The sections that are in none of the others."""
+    return [title for title in sections if not any(title in each for each in others)]
+
+
+def _record(option: click.Option, ctx: click.Context) -> tuple[str, str]:
+    found = option.get_help_record(ctx)
+    assert found is not None
+    return found
+
+
+def _first_words(text: str, room: int) -> str:
+    """The text, or as much of it as fits a line: its first sentence or clause, or its first words and an ellipsis."""
+    for end in (". ", "; ", ": ", " ("):
+        if len(text) > room:
+            text = text.partition(end)[0]
+    return text if len(text) <= room else text[: room - 4].rsplit(" ", 1)[0] + " ..."
+
+
+def _short_help(ctx: click.Context, param: click.Parameter, given: bool) -> None:
+    if given and not ctx.resilient_parsing:
+        assert isinstance(ctx.command, HelpfulCommand)
+        click.echo(ctx.command.short_help_text(ctx))
+        ctx.exit()
+
+
+def _full_help(ctx: click.Context, param: click.Parameter, given: bool) -> None:
+    if given and not ctx.resilient_parsing:
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
+def _format_of(name: str | None) -> str | None:
+    """The format that --to names, whatever it is called; None if it is no format, which the command itself says."""
+    if name is None:
+        return None
+    from reshard.adapter import registry
+    from reshard.errors import RequestError
+
+    try:
+        return registry.named(name).name
+    except RequestError:
+        return None
+
+
+def _value_of(flag: str, args: Sequence[str]) -> str | None:
+    """The value of an option in a command line that may be wrong otherwise; None if it is not there."""
+    for word, following in zip(args, [*args[1:], None], strict=False):
+        if word == flag:
+            return following
+        if word.startswith(flag + "="):
+            return word.partition("=")[2]
+    return None
