@@ -225,6 +225,11 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "doctor": ("reshard doctor --json", Report),
     "doctor-list": ("reshard doctor --list --json", {"findings": [FindingKind]}),
     "env": ("reshard env --json", _ENV),
+    "fingerprint-several": (
+        "reshard fingerprint A B --json",
+        {"checkpoints": [{"path": str, "fingerprint": str, "notes": [str], "tensors?": {str: str}}]},
+    ),
+    "inspect-several": ("reshard inspect A B --json", {"checkpoints": [ANY_OBJECT]}),
     "errors": (
         "an error with --json",
         {"error": {"id": str, "exit_code": int, "what": str, "where": TEXT, "why": TEXT, "do": TEXT}},

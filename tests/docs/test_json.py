@@ -232,6 +232,15 @@ def test_env_and_clean(tmp_path, monkeypatch):
     check("clean", printed("clean", tmp_path), printed("clean", tmp_path, "--yes"), printed("clean", "memory://json", "--yes"))
 
 
+def test_several_checkpoints():
+    schema = json.loads((SCHEMAS / "inspect-several.json").read_text())
+    several = printed("inspect", LLAMA, QWEN3)
+    assert not list(violations(several, schema))
+    alone = printed("inspect", LLAMA)
+    assert several["checkpoints"][0] == {key: alone[key] for key in alone if key != "schema_version"}
+    check("fingerprint several", printed("fingerprint", LLAMA, QWEN3, "--full"))
+
+
 def test_errors():
     check("errors", printed("inspect", "nowhere"), printed("inspect", LLAMA, "--nonsense"))
 
