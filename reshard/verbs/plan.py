@@ -71,8 +71,8 @@ def last_steps(sources: Sequence[Source], number: int) -> list[Source]:
             where=None if len(sources) > 1 else str(sources[0]),
             do="Give the folder that holds the folders of the steps, or leave out `last=` and name the checkpoints",
         )
-    complete = [step for step in run.steps() if step.complete]
-    chosen = sorted({step.number for step in complete})[-number:]
+    complete = [step for step in run.steps() if step.complete and step.number is not None]
+    chosen = sorted({step.number for step in complete if step.number is not None})[-number:]
     found = [step for step in complete if step.number in chosen]
     if len(chosen) < number or number < 1:
         raise RequestError(
