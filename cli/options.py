@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import click
@@ -227,9 +227,16 @@ class PageOptions:
             from reshard.engine.events import event
             from reshard.pages import pages
 
-            command = shlex.join(("reshard", *current().arguments))
+            command = shlex.join(("reshard", *_without_page(current().arguments)))
             nbytes = pages.write_page(draw(pages), self.path, interactive=self.interactive, spelled=with_flags, command=command)
             event("page", f"wrote {self.path}, {nbytes:,} bytes", path=str(self.path), bytes=nbytes)
+
+
+def _without_page(arguments: Sequence[str]) -> list[str]:
+    """A command line without --html and its file: the same page has the same content wherever it is written."""
+    at = next((i for i, word in enumerate(arguments) if word == "--html"), None)
+    left = [*arguments] if at is None else [*arguments[:at], *arguments[at + 2 :]]
+    return [word for word in left if not word.startswith("--html=")]
 
 
 def page_of(given: dict[str, Any]) -> PageOptions:

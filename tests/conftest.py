@@ -21,6 +21,9 @@ MEMORY = Path("/dev/shm")
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4_000_000_000:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
+# pytest-xdist sets it, and lines would be wrapped; tests of widths set it themselves.
+os.environ.pop("COLUMNS", None)
+
 ROOT = Path(__file__).resolve().parent.parent
 WITHOUT_TORCH = find_spec("torch") is None
 # What of reshard imports torch: `.torch()` of a view.

@@ -75,7 +75,8 @@ FOREIGN = (
         "An engine is built for one type of GPU, and its weights cannot be taken out. Give the checkpoint that it was built from",
         b"ftrt",
     ),
-    ForeignKind("zip", "a zip archive", ("*.zip",), "Unpack it, and give the folder", b"PK\x03\x04", "Convert to hf, and pack the folder"),
+    # Without its first bytes: files of torch.save are zip archives, too.
+    ForeignKind("zip", "a zip archive", ("*.zip",), "Unpack it, and give the folder", write="Convert to hf, and pack the folder"),
 )  # fmt: skip
 """The first row that fits counts."""
 

@@ -46,17 +46,23 @@ def quantized_weights(content: Content, config: Mapping[str, Any] | None, files:
         try:
             for part in tensor.encoding.parts:
                 if part.component.use in ("scale", "divisor") and (part.component.exponents or not is_scale(part.tensor.name)):
-                    yield from _scales(part, worker)
+                    # Where a bias is added, the sign of a scale says on which side of it the values lie.
+                    yield from _scales(part, worker, any(other.component.use == "bias" for other in tensor.encoding.parts))
             yield from _groups_of_zeros(tensor, worker)
         except CheckpointError:
             continue  # it was found when the stored tensors were read
 
 
-def _scales(part: EncodedPart, worker: Worker) -> Iterator[Finding]:
+def _scales(part: EncodedPart, worker: Worker, is_signed: bool) -> Iterator[Finding]:
     pieces, counts = Pieces(part.tensor), dict.fromkeys(("NaN", "infinite", "zero", "negative"), 0)
     for box in blocks(part.tensor.shape):
         values = component_values(part, worker.gather(pieces, box))
-        for word, is_so in (("NaN", np.isnan(values)), ("infinite", np.isinf(values)), ("zero", values == 0), ("negative", values < 0)):
+        for word, is_so in (
+            ("NaN", np.isnan(values)),
+            ("infinite", np.isinf(values)),
+            ("zero", values == 0),
+            ("negative", (values < 0) & (not is_signed)),
+        ):
             counts[word] += int(is_so.sum())
     yield from bad_scale(part.tensor.name, part.tensor.elements, counts)
 

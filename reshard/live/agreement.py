@@ -12,7 +12,7 @@ from reshard.canonical.renaming import is_of_adapter
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.quantities import plural
-from reshard.index.index import Index, Tensor
+from reshard.index.index import Tensor
 from reshard.live.hello import Hello
 from reshard.live.memory.description import RankDescription
 from reshard.live.memory.index import checkpoint_of, memories_of
@@ -24,7 +24,7 @@ from reshard.plans.layout import Layout, TargetFile
 from reshard.plans.plan import Plan, make_plan
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.planning import plan_conversion
-from reshard.requests.request import ConversionRequest, cast_of_server
+from reshard.requests.request import OWN_ADAPTER, ConversionRequest, cast_of_server
 
 _SHOWN = 5
 """Keys of a config that a message names."""
@@ -53,11 +53,10 @@ def agreed_plan(said: Sequence[RankDescription | str], hellos: Sequence[Hello], 
             )
     config, form = _served_form(_agreed_config(descriptions, first), descriptions, first)
     source = checkpoint_of(descriptions, config=config)
-    _check_without_adapter(source.index)
     served = first.config.get("dtype") or first.config.get("torch_dtype")
     dtype = cast_of_server(source.index, str(served).removeprefix("torch.") if served else None)
     sizes = {"tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep}
-    request = ConversionRequest.of(name, {**sizes, "engine_version": version or None, "dtype": dtype, "quantize": form})
+    request = ConversionRequest.of(name, {**sizes, "engine_version": version or None, "dtype": dtype, "quantize": form, **_merging(source)})
     request = replace(request, quantization=quantization_settings(first.config) if form else None)
     ranks = parallel.tp * parallel.pp
     if len(hellos) % ranks:
@@ -84,16 +83,22 @@ def _with_whole(source: Checkpoint, request: ConversionRequest) -> tuple[Plan, S
     return plan, [tensor for tensor in plan.source.tensors if tensor.name in unknown]
 
 
-def _check_without_adapter(index: Index) -> None:
-    """Raises RequestError if the trainer's model has a LoRA adapter: the engine would answer with the base model."""
-    if adapter := [tensor.name for tensor in index.tensors if is_of_adapter(tensor)]:
+def _merging(source: Checkpoint) -> Mapping[str, Any]:
+    """The option that merges the adapter of the trainer's model, if it has one: its base weights alone are another model.
+
+    Raises: RequestError if the settings of the adapter are not known, of which the scale of the products follows.
+    """
+    adapter = [tensor.name for tensor in source.index.tensors if is_of_adapter(tensor)]
+    if not adapter:
+        return {}
+    if source.model_files.adapter_config is None:
         raise RequestError(
-            f"the trainer's model has a LoRA adapter of {plural(len(adapter), 'tensor')}",
+            f"the trainer's model has a LoRA adapter of {plural(len(adapter), 'tensor')}, and nothing tells its settings",
             where=adapter[0],
-            why="Its base weights alone are another model than the one that is trained; nothing was sent",
-            do="Give Sender the weights with the adapter merged into them, by name. Or save the step, and push it with "
-            "`--merge-adapter self`, or convert it with `--to peft` and load that folder into the engine",
+            why="The weights with the adapter depend on them; those of the base alone are another model. Nothing was sent",
+            do="Give Sender PEFT's model, whose `peft_config` has one adapter, or the merged weights by name",
         )
+    return {"merge_adapter": OWN_ADAPTER}
 
 
 def _parallel(hello: Hello) -> Parallel:

@@ -22,7 +22,7 @@ from reshard.live.hello import held_from_json
 from reshard.live.plan.beside import Beside
 from reshard.live.plan.schedule import HeldTensor, Schedule
 from reshard.live.wire.channel import Joining, channel_of, joined
-from reshard.live.wire.computing import compute
+from reshard.live.wire.computing import compute, merge
 from reshard.live.wire.exchange import Exchange, Members
 from reshard.live.wire.staging import Staged
 from reshard.live.wire.stream import receive_stream
@@ -176,6 +176,7 @@ class TargetRank:
                 if failures := self._exchange.receive({**self._staged, **self._values}).failures:
                     return failures
                 compute(self._beside.computes, self._values, self._staged)
+                merge(self._beside.merges, self._values, self._staged)
                 return []
             receive_stream(self._transport, SOURCE, self._staged.buffer, expected=self._expected, verify=self._verify)
         except Exception as error:

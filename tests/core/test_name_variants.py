@@ -167,7 +167,7 @@ def test_published_names_need_no_sizes():
     assert with_canonical_names(index, Model(MIXTRAL, {})) is index
     fused = index_of(stored(layer + "mlp.experts.down_proj", numbers((1, 2, 2)), files=files))
     with pytest.raises(RequestError, match="vocab_size"):
-        with_canonical_names(fused, Model(MIXTRAL, {}))
+        with_canonical_names(fused, Model(MIXTRAL, {"vocab_size": None}))
 
 
 def test_names_of_another_model_mean_nothing():

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays
 import reshard.engine.transfer
 from reshard.adapter.registry import entry_points
 from reshard.engine.casts import cast
-from reshard.engine.compare import _PairDigests
+from reshard.engine.compare import PairDigests
 from reshard.engine.transfer import STRIP_BYTES, Pieces, Worker, slabs, strips
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16, F32
@@ -72,7 +72,7 @@ def test_a_strip_is_read_into_the_memory_that_is_given(stored):
 def test_one_hash_serves_both_sides_until_they_differ(differing):
     left = [np.full(4, number, np.uint8) for number in range(3)]
     right = [part + (number == differing) for number, part in enumerate(left)]
-    digests = _PairDigests([True, True])
+    digests = PairDigests([True, True])
     for a, b in zip(left, right, strict=True):
         digests.add(a, b, is_equal=np.array_equal(a, b))
     assert digests.result() == tuple(CURRENT.block(memoryview(b"".join(map(bytes, side)))) for side in (left, right))

@@ -90,7 +90,7 @@ def test_an_unfinished_save_is_refused_with_the_reason(tmp_path):
 def test_of_several_steps_one_must_be_named(tmp_path):
     for step in (2, 10):
         shutil.copytree(DCP / "titan" / "checkpoint" / "step-2", tmp_path / f"step-{step}")
-    with pytest.raises(RequestError, match="step-10"):
+    with pytest.raises(RequestError, match="`step=10`"):
         reshard.open(tmp_path)
     assert reshard.open(tmp_path / "step-10").index.facts.step == 10
 

@@ -152,7 +152,7 @@ def test_the_files_of_two_models_in_one_folder(copy):
 def test_of_an_actor_and_a_critic_one_must_be_named(tmp_path):
     for name in ("actor", "critic"):
         shutil.copytree(FSDP / "verl-groups" / "checkpoint", tmp_path / "global_step_20" / name)
-    with pytest.raises(RequestError, match="actor/, critic/"):
+    with pytest.raises(RequestError, match="`part=actor` or `part=critic`"):
         reshard.open(tmp_path / "global_step_20")
     assert reshard.open(tmp_path / "global_step_20" / "actor").index.facts.step == 20
 

@@ -74,7 +74,13 @@ def _watched(arguments: list[str], target: Path, server: tuple[str, int] | None)
     if code == 0:
         return f"done {out.getvalue()[-200:]}"
     *earlier, last = message.splitlines() or [""]
-    if code in range(1, 7) and last.startswith("reshard: ") and all(line.startswith("reshard: warning: ") for line in earlier):
+    # Where several checkpoints lie, a table of them comes before the paragraph.
+    is_table = code == 2 and last.endswith("[ambiguous]") and "none is chosen" in last
+    if (
+        code in range(1, 7)
+        and last.startswith("reshard: ")
+        and (is_table or all(line.startswith("reshard: warning: ") for line in earlier))
+    ):
         return f"{'unforeseen' if _UNFORESEEN in message else 'refused'} {message}"
     if code == 1 and not message:
         return f"refused {out.getvalue()[-300:]}"

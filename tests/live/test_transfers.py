@@ -250,24 +250,13 @@ def test_wide_weights_are_cast_to_the_type_of_the_engine():
     assert {form.source.name for form in plans[1].forms} == {"F32"}
 
 
-def test_a_trainer_with_an_adapter_is_refused_and_its_merged_weights_are_not():
+def test_base_weights_under_the_names_of_peft_are_those_of_the_model():
     config, peft = json.loads((HF / "llama" / "config.json").read_text()), {}
-    for name, (dtype, words) in stored(HF / "llama").items():
+    for name, held in stored(HF / "llama").items():
         module = f"base_model.model.{name.removesuffix('.weight')}"
-        if name.endswith("q_proj.weight"):
-            peft[f"{module}.base_layer.weight"] = dtype, words
-            peft[f"{module}.lora_A.default.weight"] = dtype, np.zeros((4, words.shape[1]), words.dtype)
-            peft[f"{module}.lora_B.default.weight"] = dtype, np.zeros((words.shape[0], 4), words.dtype)
-        else:
-            peft[f"{module}.weight"] = dtype, words
-    with pytest.raises(RequestError, match=r"has a LoRA adapter of 4 tensors") as caught:
-        agreed_plan(by_rows(peft, 2)[0], hellos(config, 2))
-    assert "lora_A" in caught.value.where and "--merge-adapter self" in caught.value.do
-    merged = {name: held for name, held in peft.items() if "lora_" not in name}
-    assert (
-        agreed_plan(by_rows(merged, 2)[0], hellos(config, 2)).nbytes
-        == agreed_plan(by_rows(stored(HF / "llama"), 2)[0], hellos(config, 2)).nbytes
-    )
+        peft[f"{module}.base_layer.weight" if name.endswith("q_proj.weight") else f"{module}.weight"] = held
+    plain, named = (agreed_plan(by_rows(tensors, 2)[0], hellos(config, 2)) for tensors in (stored(HF / "llama"), peft))
+    assert plain.nbytes == named.nbytes
 
 
 def test_what_both_sides_say_must_be_one_model():

@@ -115,11 +115,11 @@ def declared(python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
 
 
 def is_refused(model_type: str) -> bool:
-    """Whether the declaration says that vLLM does not load such a model; or that it is the text part of a model that is compared."""
+    """Whether the declaration says that vLLM has no class for such a model, or does not load it from files of ranks."""
     architecture = find_architecture(model_type)
     assert architecture is not None
     quirks = architecture.engines.get("vllm")
-    return quirks is not None and quirks.not_loadable is not None
+    return quirks is not None and (quirks.not_loadable or quirks.no_class) is not None
 
 
 def write_named(folder: Path, config: dict[str, Any], zeros: str | None) -> dict[str, Any]:

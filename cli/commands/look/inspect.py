@@ -16,11 +16,10 @@ from reshard.geometry.value import value
 from reshard.models.lookup import draft_class
 
 from ... import options
-from ...bare_models import show_bare_model
 from ...console import height
 from ...json_output import Streamed, show_json
 from ...plans import show_drops
-from ...runs import run_document, show_run
+from ...runs import run_document, show_bare_model, show_run
 from ...tables import Shown, bar_text, count_text, nbytes_text, shape_text, show, show_table, strip_text
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ def describe(model: Any, *, rank: int | None = None) -> RankDescription:
 
         return describe_megatron(model, rank=_rank(rank))
     boxes = tuple(held_box(name, tensor) for name, tensor in local_tensors(model))
-    return RankDescription(_rank(rank), boxes, config=config_of(model))
+    return RankDescription(_rank(rank), boxes, config=config_of(model), adapter=adapter_of(model))
 
 
 def arrays_of(model: Any) -> dict[str, Any]:
@@ -65,8 +65,26 @@ def config_of(model: Any) -> Mapping[str, Any] | None:
     if not (hasattr(config, "to_dict") and hasattr(config, "model_type")):
         return None
     # As config.json has it: keys are texts, and torch's element types are words.
-    found: Mapping[str, Any] = json.loads(json.dumps(config.to_dict(), default=lambda value: str(value).removeprefix("torch.")))
+    return _plain(config.to_dict())
+
+
+def adapter_of(model: Any) -> Mapping[str, Any] | None:
+    """The settings of the LoRA adapter of a PEFT model; None for another model, and if several adapters could be meant."""
+    adapters: Any = getattr(model, "peft_config", None)
+    if not isinstance(adapters, Mapping) or len(adapters) != 1:
+        return None
+    (settings,) = adapters.values()
+    return _plain(settings.to_dict()) if hasattr(settings, "to_dict") else None
+
+
+def _plain(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings as JSON has them."""
+    found: Mapping[str, Any] = json.loads(json.dumps(settings, default=_word))
     return found
+
+
+def _word(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else str(getattr(value, "value", value)).removeprefix("torch.")
 
 
 def local_of(tensor: Any) -> Any:

@@ -52,6 +52,8 @@ class RankDescription:
     """The settings of the run, as a checkpoint of the framework has them; None: there are none."""
     config: Mapping[str, Any] | None = None
     """The model's Hugging Face config, if the model has one."""
+    adapter: Mapping[str, Any] | None = None
+    """The settings of its LoRA adapter, under the names of PEFT's adapter_config.json; None if PEFT has made none."""
 
     @cached_property
     def addresses(self) -> dict[str, int]:

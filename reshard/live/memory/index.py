@@ -55,7 +55,8 @@ def checkpoint_of(descriptions: Sequence[RankDescription], *, config: Mapping[st
     format = format_of_framework(ranks[0].framework)
     index = without_wrappers(format.read_memory(KeyedMemory(ranks), ranks[0].settings or {}, Hints(config)))
     check_index(index)
-    model_files = ModelFiles(files, "", config if index.facts.config is None else index.facts.config, derived=True)
+    adapter = next((each.adapter for each in ranks if each.adapter is not None), None)
+    model_files = ModelFiles(files, "", config if index.facts.config is None else index.facts.config, derived=True, adapter_config=adapter)
     return classified_checkpoint(Checkpoint(files.root, files, index, model_files, "descriptions of ranks"))
 
 

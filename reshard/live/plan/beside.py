@@ -1,6 +1,7 @@
 """Beside: what lies in a target rank's memory beside its load form during an update, because the load form follows from it.
 
 values    of blocks that several sources share: the rank computes codes and scales from them (blocks.py)
+merged    a base weight and the factors of its LoRA adapter: the rank merges them (merging.py)
 whole     tensors that no plan cuts: the engine's own loader takes them (fallback="whole")
 """
 
@@ -54,6 +55,41 @@ class Computed:
     """The codes and the scales."""
 
 
+@value
+class Factors:
+    """The factors of one update of a box."""
+
+    rows: HeldTensor
+    """[rows of the box, r]."""
+    columns: HeldTensor
+    """[r, columns of the box]."""
+    scale: float
+    """The factor of their product."""
+
+
+@value
+class Merged:
+    """A box of a weight that a target merges with updates."""
+
+    base: HeldTensor
+    """The values [rows, columns] without updates, in the element type of the source."""
+    factors: tuple[Factors, ...]
+    """The updates, in their order."""
+    tensor: str
+    """The tensor of the load form that gets the result."""
+    start: int
+    """Where the result starts in it, in elements."""
+    strides: tuple[int, ...]
+    """The distance between neighbours along each axis, in elements."""
+    target: DType
+    """The element type of the tensor."""
+
+    @property
+    def tensors(self) -> tuple[HeldTensor, ...]:
+        """All that it is merged from."""
+        return (self.base, *(held for each in self.factors for held in (each.rows, each.columns)))
+
+
 @value(eq=False)
 class Beside:
     """What a target rank receives beside its load form."""
@@ -62,20 +98,44 @@ class Beside:
     """What it computes from values."""
     whole: tuple[HeldTensor, ...] = ()
     """Whole tensors, under the names that the engine's own loader knows."""
+    merges: tuple[Merged, ...] = ()
+    """What it merges with an adapter."""
 
     @property
     def tensors(self) -> tuple[HeldTensor, ...]:
         """All tensors beside the load form."""
-        return (*(each.values for each in self.computes), *self.whole)
+        return (*(each.values for each in self.computes), *self.whole, *(held for each in self.merges for held in each.tensors))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {"computes": _computed_to_json(self.computes), "whole": [[each.name, each.dtype.name, each.shape] for each in self.whole]}
+        return {
+            "computes": _computed_to_json(self.computes),
+            "whole": [_held_to_json(each) for each in self.whole],
+            "merges": [
+                [
+                    _held_to_json(each.base),
+                    [[_held_to_json(of.rows), _held_to_json(of.columns), of.scale] for of in each.factors],
+                    [each.tensor, each.start, each.strides, each.target.name],
+                ]
+                for each in self.merges
+            ],
+        }
 
     @staticmethod
     def of(document: Mapping[str, Any]) -> Beside:
         """What `to_json` has written."""
-        return Beside(_computed_from_json(document["computes"]), tuple(_contiguous(*each) for each in document["whole"]))
+        merges = tuple(
+            Merged(
+                _contiguous(*base),
+                tuple(Factors(_contiguous(*rows), _contiguous(*columns), float(scale)) for rows, columns, scale in factors),
+                tensor,
+                start,
+                tuple(strides),
+                from_safetensors(target, where=tensor),
+            )
+            for base, factors, (tensor, start, strides, target) in document["merges"]
+        )
+        return Beside(_computed_from_json(document["computes"]), tuple(_contiguous(*each) for each in document["whole"]), merges)
 
 
 class BesideFiles:
@@ -109,11 +169,15 @@ def _contiguous(name: str, dtype: str, shape: Iterable[int]) -> HeldTensor:
     return HeldTensor(name, from_safetensors(dtype, where=name), tuple(shape), row_major(tuple(shape)))
 
 
+def _held_to_json(held: HeldTensor) -> list[Any]:
+    return [held.name, held.dtype.name, held.shape]
+
+
 def _computed_to_json(computes: Iterable[Computed]) -> list[Any]:
     """Plain values."""
     return [
         [
-            [each.values.name, each.values.dtype.name, each.values.shape],
+            _held_to_json(each.values),
             each.recipe,
             [[part.tensor, part.start, part.strides, part.is_scale, part.dtype.name, part.target.name, part.rows] for part in each.parts],
         ]

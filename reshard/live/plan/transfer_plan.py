@@ -27,9 +27,10 @@ from reshard.geometry.sections import Columns
 from reshard.geometry.value import Drawn, value
 from reshard.index.index import Index, Tensor
 from reshard.live.plan.balance import chosen_holders
-from reshard.live.plan.beside import Beside, BesideFiles, Computed
+from reshard.live.plan.beside import Beside, BesideFiles, Computed, Merged
 from reshard.live.plan.blocks import is_quantized_here, quantized_boxes
 from reshard.live.plan.joining import Forms, Meetings, joined
+from reshard.live.plan.merging import is_merged_here, merged_boxes
 from reshard.live.plan.schedule import BoxForm, HeldTensor, Schedule, Way
 from reshard.plans.layout import Layout
 from reshard.plans.plan import Plan
@@ -262,8 +263,9 @@ def transfer_plan(plan: Plan, *, sources: Sequence[RankMemory], replicas: int = 
     forms = Forms()
     beside = BesideFiles(plan.layout.files)
     quantized = quantized_boxes(plan, [route for route in plan.routes if route.source.derivation], forms, beside)
-    copied = [route for route in plan.routes if not route.source.derivation]
-    copied += [*quantized.routes, *_whole_routes(whole, plan.layout, beside)]
+    merged = merged_boxes(plan, [route for route in plan.routes if route.source.updates], beside)
+    copied = [route for route in plan.routes if not (route.source.derivation or route.source.updates)]
+    copied += [*quantized.routes, *merged.routes, *_whole_routes(whole, plan.layout, beside)]
     meetings = [_cut(each, forms) for each in (*joined(copied, forms), *quantized.meetings)]
     made = tuple(forms.numbers)
     sizes = np.array([form.nbytes for form in made], np.int64)
@@ -289,7 +291,7 @@ def transfer_plan(plan: Plan, *, sources: Sequence[RankMemory], replicas: int = 
         target_address,
         replica,
         _fills(plan, targets, rank_of, base_of),
-        _beside_ranks(quantized.computes, {each.name for each in whole}, beside, rank_of),
+        _beside_ranks(quantized.computes, merged.merges, {each.name for each in whole}, beside, rank_of),
         notes=plan.layout.notes,
     )
 
@@ -311,13 +313,15 @@ def _check_computed(routes: Iterable[Route]) -> None:
     refused = [
         route.name
         for route in routes
-        if route.source.encoding or route.source.updates or (route.source.derivation and not is_quantized_here(route))
+        if route.source.encoding
+        or (route.source.updates and not is_merged_here(route))
+        or (route.source.derivation and not is_quantized_here(route))
     ]
     if refused:
         raise UnsupportedError(
             f"{plural(len(refused), 'tensor')} of the target would be computed in a way that a live update does not know",
             where=refused[0],
-            why="It copies and casts elements, and quantizes weights [out, in] to FP8 blocks or MXFP4",
+            why="It copies and casts elements, merges LoRA adapters into matrices, and quantizes weights [out, in] to FP8 blocks or MXFP4",
             do="Serve the model in another form, or `reshard push` a checkpoint, which computes everything that `convert` does",
         )
 
@@ -332,13 +336,17 @@ def _whole_routes(whole: Iterable[Tensor], layout: Layout, beside: BesideFiles) 
 
 
 def _beside_ranks(
-    computes: Mapping[int, tuple[Computed, ...]], whole: Container[str], beside: BesideFiles, rank_of: Columns
+    computes: Mapping[int, tuple[Computed, ...]],
+    merges: Mapping[int, tuple[Merged, ...]],
+    whole: Container[str],
+    beside: BesideFiles,
+    rank_of: Columns,
 ) -> dict[int, Beside]:
     found: dict[int, Beside] = {}
     for file, places in beside.tensors.items():
         rank = int(rank_of[file])
         before, own = found.get(rank, Beside()), tuple(held for held, _ in places if held.name in whole)
-        found[rank] = Beside((*before.computes, *computes.get(file, ())), (*before.whole, *own))
+        found[rank] = Beside((*before.computes, *computes.get(file, ())), (*before.whole, *own), (*before.merges, *merges.get(file, ())))
     return found
 
 

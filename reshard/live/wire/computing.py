@@ -3,20 +3,23 @@ received. Both give the bits of `convert`.
 
     source    a narrower type, a function in it; codes and scales of blocks that it holds whole        -> on tensors of any device
     target    a wider type, a function in it; codes and scales of blocks that several sources share     -> in its staging, on the host
+              weights with a LoRA adapter, from base and factors
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from reshard.engine.casts import cast
 from reshard.engine.recipes.on_tensors import TENSOR_RECIPES, cast_tensor
 from reshard.engine.recipes.quantizer import RECIPES
-from reshard.live.plan.beside import Computed
-from reshard.live.plan.schedule import BoxForm
+from reshard.geometry.dtypes import F32
+from reshard.geometry.low_rank import add_products
+from reshard.live.plan.beside import Computed, Merged
+from reshard.live.plan.schedule import BoxForm, HeldTensor
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +39,6 @@ def on_wire(box: torch.Tensor, form: BoxForm) -> torch.Tensor:
 
 def compute(computes: Iterable[Computed], values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
     """Compute codes and scales in the staging, from the values beside it. Memory: some megabytes."""
-    import torch
-
     for each in computes:
         recipe, words = RECIPES[each.recipe], _words(values[each.values.name]).numpy()
         step = max(1, _AT_ONCE // (max(1, words.shape[1]) * recipe.block[0])) * recipe.block[0]
@@ -45,10 +46,45 @@ def compute(computes: Iterable[Computed], values: Mapping[str, torch.Tensor], ta
             made = recipe.quantize(np.ascontiguousarray(words[row : row + step]).view(each.values.dtype.word))
             for part in each.parts:
                 of_part = cast(np.ascontiguousarray(made[part.is_scale]), part.dtype, part.target)
-                target = _words(targets[part.tensor])
-                start = target.storage_offset() + part.start + row // part.rows * part.strides[0]
-                signed = of_part.view(f"<i{of_part.itemsize}") if of_part.itemsize > 1 else of_part
-                target.as_strided(of_part.shape, part.strides, start).copy_(torch.from_numpy(signed))
+                _put(of_part, targets[part.tensor], part.start + row // part.rows * part.strides[0], part.strides)
+
+
+def merge(merges: Iterable[Merged], values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+    """Merge updates into base weights, from what lies beside the staging into it. Memory: some megabytes."""
+    for each in merges:
+        base = _array(values, each.base)
+        height, width = base.shape
+        factors = [(_numbers(values, of.rows), _numbers(values, of.columns), np.float32(of.scale)) for of in each.factors]
+        step = max(1, _AT_ONCE // max(1, width))
+        for row in range(0, height, step):
+            result = cast(np.ascontiguousarray(base[row : row + step]), each.base.dtype, F32).view(np.float32).copy()
+            with np.errstate(all="ignore"):
+                for rows, columns, scale in factors:
+                    delta = np.zeros_like(result)
+                    add_products(delta, rows[row : row + step], columns)
+                    delta *= scale
+                    result += delta
+                result[np.isnan(result)] = np.nan
+            _put(cast(result.view(F32.word), F32, each.target), targets[each.tensor], each.start + row * each.strides[0], each.strides)
+
+
+def _array(values: Mapping[str, torch.Tensor], held: HeldTensor) -> Any:
+    """The words of a tensor beside the staging."""
+    return _words(values[held.name]).numpy().view(held.dtype.word)
+
+
+def _numbers(values: Mapping[str, torch.Tensor], held: HeldTensor) -> Any:
+    """The values of a tensor beside the staging, in float32."""
+    return cast(np.ascontiguousarray(_array(values, held)), held.dtype, F32).view(np.float32)
+
+
+def _put(words: Any, tensor: torch.Tensor, start: int, strides: tuple[int, ...]) -> None:
+    """Write words into a tensor, from an element on."""
+    import torch
+
+    target = _words(tensor)
+    signed = words.view(f"<i{words.itemsize}") if words.itemsize > 1 else words
+    target.as_strided(words.shape, strides, target.storage_offset() + start).copy_(torch.from_numpy(signed))
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,138 @@
+"""A trainer with a LoRA adapter: what each target rank holds after an update is the merged weights, computed here by plain numpy."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from live.memory_transport import MemoryTransport
+from live.test_quantized import by_columns, copies
+from live.test_transfers import HF, assert_equal, by_rows, hellos, of_rank, stored
+from safetensors.torch import save_file
+
+import reshard
+from reshard.engine.recipes.on_tensors import torch_type
+from reshard.errors import RequestError, UnsupportedError
+from reshard.geometry.dtypes import from_safetensors
+from reshard.live.agreement import agreed_plan
+from reshard.live.memory.describe import describe
+from reshard.live.memory.description import RankDescription
+from reshard.live.plan.beside import Beside
+from reshard.live.plan.schedule import Schedule
+from reshard.live.wire.computing import compute, merge
+from reshard.live.wire.exchange import Exchange, Members
+from reshard.live.wire.staging import Staged
+
+CONFIG = json.loads((HF / "llama" / "config.json").read_text())
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SETTINGS = {"peft_type": "LORA", "r": 4, "lora_alpha": 10, "target_modules": [*MODULES], "task_type": "CAUSAL_LM"}
+RANK = 4
+
+
+def words_of(tensor, dtype):
+    """A torch tensor as words of an element type."""
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).numpy().view(dtype.word)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(tensors of the trainer under PEFT's names, folder with the merged weights)."""
+    torch.manual_seed(1)
+    tensors, merged = {}, {}
+    bf16, f32 = (from_safetensors(name, where="") for name in ("BF16", "F32"))
+    for name, (dtype, words) in stored(HF / "llama").items():
+        base = torch.from_numpy(words.view(np.int16).copy()).view(torch.bfloat16)
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if name.split(".")[-2] not in MODULES:
+            tensors[f"{module}.weight"], merged[name] = (dtype, words), base
+            continue
+        a, b = torch.randn(RANK, words.shape[1]), torch.randn(words.shape[0], RANK).to(torch.bfloat16)
+        tensors[f"{module}.base_layer.weight"] = dtype, words
+        tensors[f"{module}.lora_A.default.weight"] = f32, words_of(a, f32)
+        tensors[f"{module}.lora_B.default.weight"] = bf16, words_of(b, bf16)
+        rows, columns, delta = b.float().numpy(), a.numpy(), np.zeros(words.shape, np.float32)
+        for k in range(RANK):
+            delta = delta + rows[:, k : k + 1] * columns[k]
+        merged[name] = torch.from_numpy(base.float().numpy() + delta * np.float32(2.5)).to(torch.bfloat16)
+    folder = tmp_path_factory.mktemp("merged")
+    save_file(merged, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return tensors, folder
+
+
+def with_settings(said, settings=SETTINGS):
+    return [RankDescription(each.rank, each.boxes, adapter=settings) for each in said]
+
+
+def updated(plan, arrays):
+    """What each rank of the target holds after an update by the product's exchange; and the bytes on the wire."""
+    sources, targets = len(arrays), len(plan.memories)
+    transports, members = MemoryTransport.joined(sources + targets), Members(sources, targets)
+    for rank, held in enumerate(arrays):
+        schedule = Schedule.from_bytes(plan.sends(rank).to_bytes())
+        types = {each.name: torch_type(each.dtype) for each in schedule.sources}
+        tensors = {name: torch.from_numpy(held[name].copy().view(np.uint8)).view(dtype) for name, dtype in types.items()}
+        assert not Exchange(transports[rank], members, schedule).send(tensors).failures
+    found = []
+    for rank in range(targets):
+        about = Beside.of(json.loads(json.dumps(plan.beside(rank).to_json())))
+        staged, beside = Staged(plan.targets(rank), plan.fills(rank)), Staged(about.tensors, {})
+        schedule = Schedule.from_bytes(plan.receives(rank).to_bytes())
+        assert not Exchange(transports[sources + rank], members, schedule).receive({**staged, **beside}).failures
+        compute(about.computes, beside, staged)
+        merge(about.merges, beside, staged)
+        found.append({each.name: words_of(staged[each.name], each.dtype).reshape(each.shape) for each in plan.targets(rank)})
+    return found, sum(transport.nbytes_sent for transport in transports)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("held", "ranks"),
+    [(by_rows, 1), (by_rows, 2), (by_rows, 3), (by_columns, 2), (copies, 2)],
+    ids=["1 rank", "rows of 2", "rows of 3", "columns of 2", "copies of 2"],
+)
+def test_ranks_hold_the_merged_weights(held, ranks, tp, trained, tmp_path):
+    tensors, folder = trained
+    said, arrays = held(tensors, ranks)
+    plan = agreed_plan(with_settings(said), hellos({**CONFIG, "dtype": "bfloat16"}, tp))
+    reshard.convert(reshard.plan(folder, to="vllm", tp=tp), tmp_path / "out")
+    staged, nbytes = updated(plan, arrays)
+    for rank in range(tp):
+        assert_equal(staged[rank], of_rank(tmp_path / "out", rank))
+    assert nbytes == plan.nbytes == sum(plan.bytes_out) == sum(plan.bytes_in)
+
+
+def test_the_base_alone_is_never_sent(trained):
+    """Without the adapter's settings nothing tells its scale; and another scale gives other weights."""
+    said, arrays = by_rows(trained[0], 2)
+    with pytest.raises(RequestError, match="has a LoRA adapter of 28 tensors, and nothing tells its settings"):
+        agreed_plan(said, hellos(CONFIG, 2))
+    plans = [agreed_plan(with_settings(said, {**SETTINGS, "lora_alpha": alpha}), hellos(CONFIG, 1)) for alpha in (10, 12)]
+    one, other = (updated(plan, arrays)[0][0] for plan in plans)
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    assert not np.array_equal(one[name], other[name])
+
+
+def test_an_adapter_that_no_live_update_merges_is_refused(trained):
+    tensors = dict(trained[0])
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    dtype = from_safetensors("F32", where="")
+    tensors[f"{module}.lora_magnitude_vector.default.weight"] = (
+        dtype,
+        np.ones(tensors[f"{module}.lora_B.default.weight"][1].shape[0], dtype.word),
+    )
+    with pytest.raises((UnsupportedError, RequestError)):
+        agreed_plan(with_settings(by_rows(tensors, 2)[0], {**SETTINGS, "use_dora": True}), hellos(CONFIG, 2))
+
+
+def test_a_peft_model_tells_its_settings():
+    class Settings:
+        def to_dict(self):
+            return {"peft_type": "LORA", "lora_alpha": 10, "target_modules": {"q_proj", "k_proj"}}
+
+    model = torch.nn.Linear(2, 2)
+    assert describe(model, rank=0).adapter is None
+    model.peft_config = {"default": Settings()}
+    assert describe(model, rank=0).adapter == {"peft_type": "LORA", "lora_alpha": 10, "target_modules": ["k_proj", "q_proj"]}
+    model.peft_config = {"default": Settings(), "other": Settings()}
+    assert describe(model, rank=0).adapter is None, "two adapters: which one is meant is not guessed"
