@@ -26,6 +26,6 @@ def command(base: str, deltas: tuple[str, ...], target: str, **given: Any) -> No
     base alone; of a delta that a trainer wrote, the checksum of every changed tensor is compared. Nothing is left in TARGET if the result
     is not what the last delta says.
 
-    It is the same as to convert BASE+DELTA+DELTA, which other commands take, too.
+    `reshard convert BASE+DELTA+DELTA TARGET` does the same, and other commands take BASE+DELTA, too.
     """
     convert("apply", ("+".join((base, *deltas)),), target, **given)

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 # Rows of the tree on a terminal, and in a document that is not --full.
 _ROWS_ON_TERMINAL, _MOST_ROWS_OF_JSON = 50, 1000
-# Bytes of weights on a GPU of 80 GB, of which engines use 0.9, so that some are left for the KV cache.
+# The bytes that an engine uses of a GPU of 80 GB. Weights that fit leave the rest for the KV cache.
 _ROOM = int(80e9 * 0.9)
-# At least so many rows are shown, however low the terminal is; and the lines around them: headings, what is left out, the next prompt.
+# The fewest rows of the tree that are shown on a low terminal; and the lines that its headings, its last line and the prompt need.
 _FEWEST_ROWS, _LINES_AROUND = 3, 3
 # Files of a checkpoint that cannot be opened.
 _FILES_SHOWN = 20

@@ -77,13 +77,14 @@ def cache(plan: Plan, *, root: PathLike | None = None, max_size: int | None = No
     """
     check_whole(plan)
     store = Cache(root)
-    asked = content_digest(f"{plan.identity()} {request_digest(plan)}".encode()).rpartition(":")[2]
+    identity, request = plan.identity(), request_digest(plan)
+    asked = content_digest(f"{identity} {request}".encode()).rpartition(":")[2]
     if found := store.linked(asked):
         return found
-    with store.locked(plan):
+    with store.locked(identity):
         if found := store.linked(asked):  # another process has converted it
             return found
-        return store.add(plan, asked, max_size, options)
+        return store.add(plan, asked, request, max_size, options)
 
 
 class Cache:
@@ -113,11 +114,11 @@ class Cache:
         )
 
     @contextmanager
-    def locked(self, plan: Plan) -> Iterator[None]:
-        """Wait for the lock of the cache, and hold it."""
+    def locked(self, identity: str) -> Iterator[None]:
+        """Wait for the lock of the cache, and hold it. identity: of the plan that is converted."""
         with system_errors("created", self.root):
             self.root.mkdir(parents=True, exist_ok=True)
-        lock, said = Lock(self.root, plan.identity(), lambda: ""), False
+        lock, said = Lock(self.root, identity, lambda: ""), False
         while True:
             try:
                 lock.acquire()
@@ -132,14 +133,14 @@ class Cache:
         finally:
             lock.release()
 
-    def add(self, plan: Plan, asked: str, max_size: int | None, options: Any) -> CacheEntry:
-        """Convert a plan into the cache. The caller holds the lock."""
+    def add(self, plan: Plan, asked: str, request: str, max_size: int | None, options: Any) -> CacheEntry:
+        """Convert a plan into the cache. The caller holds the lock. request: the digest of what was asked for."""
         nbytes = sum(file.nbytes for file in plan.layout.files)
         if max_size is not None:
             self._make_room(nbytes, max_size)
         work = self.root / "work" / asked
         result = convert(plan, work, if_changed=True, **options)
-        content = content_digest(json.dumps([result.fingerprint.root, request_digest(plan)]).encode()).rpartition(":")[2]
+        content = content_digest(json.dumps([result.fingerprint.root, request]).encode()).rpartition(":")[2]
         parallel = str(plan.layout.parallel).replace(" ", "").lower().replace("onerank", "tp1")
         entry = self.root / "entries" / f"{plan.layout.format}-{parallel}-{content[:16]}"
         with system_errors("written", entry):
