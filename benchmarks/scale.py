@@ -19,26 +19,12 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from shapes import LLAMA_405B as CONFIG
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-# Llama-3.1-405B.
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 16384,
-    "intermediate_size": 53248,
-    "num_hidden_layers": 126,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 
 LLAMA_70B = CONFIG | {
     "vocab_size": 128256,

@@ -15,24 +15,12 @@ from typing import Any
 
 import numpy as np
 from measuring import measured
+from shapes import LLAMA_405B
 from sparse import DEEPSEEK
 
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 16384,
-    "intermediate_size": 53248,
-    "num_hidden_layers": 126,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 STAGES = [8, 8, 8, 8, 8, 7, 7, 7]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "405B Llama, FSDP2 on 512 ranks -> 8 x vLLM TP 8": (LLAMA, {"of": "fsdp", "degrees": {"dp": 512}, "tp": 8, "replicas": 8}),
+    "405B Llama, FSDP2 on 512 ranks -> 8 x vLLM TP 8": (LLAMA_405B, {"of": "fsdp", "degrees": {"dp": 512}, "tp": 8, "replicas": 8}),
     "DeepSeek-V3, Megatron TP 2 x PP 8 x EP 16 -> vLLM TP 16 x EP 16": (
         DEEPSEEK,
         {"of": "megatron", "degrees": {"tp": 2, "pp": 8, "ep": 16, "stage_layers": STAGES}, "tp": 16, "ep": 16},
