@@ -26,6 +26,6 @@ def command(base: str, deltas: tuple[str, ...], target: str, **given: Any) -> No
     base alone; of a delta that a trainer wrote, the checksum of every changed tensor is compared. Nothing is left in TARGET if the result
     is not what the last delta says.
 
-    `reshard convert BASE+DELTA+DELTA TARGET` does the same, and other commands take BASE+DELTA, too.
+    Other commands, `convert` included, take BASE+DELTA or BASE+DELTA+DELTA wherever they take a checkpoint.
     """
     convert("apply", ("+".join((base, *deltas)),), target, **given)
