@@ -1,10 +1,11 @@
 """Sending an update, beside a plain exchange of as many bytes by gloo between the same ranks. Needs torch.
 
-    python benchmarks/updates.py [--sources 2] [--rounds 5] [--layers 16] [--transport gloo]
+    python benchmarks/updates.py [--sources 2] [--rounds 5] [--layers 16] [--transport gloo] [--changed 0.02]
 
 Source ranks hold rows of each weight of a llama, as FSDP2 cuts them; target ranks are vLLM's at TP 2, without vLLM: what an engine does
 after the bytes have arrived is not measured. Plain: one tensor for each pair of ranks, in the same order. The best of the rounds counts.
-Also printed: the peak memory that a source rank takes beyond its weights.
+Also printed: the peak memory that a source rank takes beyond its weights. With --changed that share of the elements, at random places, is
+another one in each round, and changes are sent; the source's memory has a copy of its weights then, and targets hold the round before.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def shapes_of(config: dict[str, int]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def rank_of(rank: int, port: int, sources: int, rounds: int, config: dict[str, int], backend: str, pipe) -> None:
+def rank_of(rank: int, port: int, sources: int, rounds: int, changed: float, config: dict[str, int], backend: str, pipe) -> None:
     import torch
     from live.hand_plan import HandPlan
     from torch import distributed
@@ -61,17 +62,26 @@ def rank_of(rank: int, port: int, sources: int, rounds: int, config: dict[str, i
     else:
         tensors = Staged(plan.targets(rank - sources), {})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    exchange = Exchange(transport, members, schedule)
+    exchange = Exchange(transport, members, schedule, changes=changed > 0)
     run = exchange.send if is_source else exchange.receive
     seconds: dict[str, list[float]] = {"update": [], "plain": []}
-    memory = 0
+    memory = nbytes = 0
+    if changed:
+        run(tensors)
+        if is_source:
+            exchange.keep(tensors)
     for _ in range(rounds):
+        for tensor in tensors.values() if changed and is_source else ():
+            tensor.view(-1)[torch.randint(tensor.numel(), (int(changed * tensor.numel()),))] += 1
         _together(transport)
         began = time.perf_counter()
         outcome = run(tensors)
         _together(transport)
         seconds["update"].append(time.perf_counter() - began)
-        assert not outcome.failures and outcome.nbytes == schedule.nbytes
+        if changed and is_source:
+            exchange.keep(tensors)
+        nbytes = outcome.nbytes
+        assert not outcome.failures and (nbytes == schedule.nbytes or changed)
         memory = memory or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     whole = {way: torch.ones(schedule.nbytes_of(way), dtype=torch.uint8) for way in sorted(schedule.ways, key=members.turn)}
     for _ in range(rounds):
@@ -84,7 +94,7 @@ def rank_of(rank: int, port: int, sources: int, rounds: int, config: dict[str, i
                 plain.receive(way.source_rank, tensor).wait()
         _together(transport)
         seconds["plain"].append(time.perf_counter() - began)
-    pipe.send({"seconds": seconds, "nbytes": schedule.nbytes, "memory": memory << 10})
+    pipe.send({"seconds": seconds, "nbytes": nbytes, "memory": memory << 10})
     pipe.recv()
 
 
@@ -104,6 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("sources", 2), ("rounds", 5), ("layers", 16)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--changed", type=float, default=0.0, help="the share of elements that change in each round")
     parser.add_argument("--transport", choices=["gloo", "shared"], default="gloo")
     options = parser.parse_args()
     sizes = {"hidden_size": 1536, "intermediate_size": 6144, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 128}
@@ -115,9 +126,8 @@ def main() -> None:
     pipes = []
     for rank in range(options.sources + TP):
         ours, theirs = context.Pipe()
-        context.Process(
-            target=rank_of, args=(rank, port, options.sources, options.rounds, config, options.transport, theirs), daemon=True
-        ).start()
+        given = options.sources, options.rounds, options.changed, config, options.transport
+        context.Process(target=rank_of, args=(rank, port, *given, theirs), daemon=True).start()
         pipes.append(ours)
     told = [pipe.recv() for pipe in pipes]
     for pipe in pipes:
@@ -125,7 +135,7 @@ def main() -> None:
     sources = told[: options.sources]
     best = {what: min(told[0]["seconds"][what]) for what in ("update", "plain")}
     print(json.dumps(told[0]["seconds"]))
-    print(f"{sum(each['nbytes'] for each in sources) / 1e9:.2f} GB from {options.sources} to {TP} ranks")
+    print(f"{sum(each['nbytes'] for each in sources) / 1e9:.3f} GB from {options.sources} to {TP} ranks")
     print(f"update {best['update']:.2f} s, plain {best['plain']:.2f} s, {best['update'] / best['plain']:.2f} times")
     print(f"a source rank takes {max(each['memory'] for each in sources) / 1e6:.0f} MB beyond its weights")
 

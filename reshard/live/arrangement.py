@@ -63,6 +63,8 @@ class RankAnswer:
     """Whether the digests of what it receives are compared."""
     beside: Beside = Beside()
     """What it receives beside its load form."""
+    changes: bool = False
+    """Whether it may receive changes to the update before."""
 
 
 @value(eq=False)
@@ -75,11 +77,11 @@ class Arrangement:
     """What a source rank sends; None: a stream, by a single source rank."""
 
     @staticmethod
-    def of(plan: Planned, *, verify: bool = False) -> Arrangement:
+    def of(plan: Planned, *, verify: bool = False, changes: bool = False) -> Arrangement:
         """The arrangement by which a plan is carried out."""
 
         def answer(rank: int) -> RankAnswer:
             receives = plan.receives(rank)
-            return RankAnswer(plan.targets(rank), plan.fills(rank), receives, receives.nbytes, verify, plan.beside(rank))
+            return RankAnswer(plan.targets(rank), plan.fills(rank), receives, receives.nbytes, verify, plan.beside(rank), changes)
 
         return Arrangement(answer, plan.sends)

@@ -16,7 +16,8 @@ from typing import Any
 from reshard.errors import SystemRefusal
 from reshard.geometry.value import value
 from reshard.live.engines.control import EngineControl
-from reshard.live.wire.exchange import Members, Outcome
+from reshard.live.wire.exchange import Members
+from reshard.live.wire.line import Outcome
 from reshard.live.wire.transport import Transport, reason
 
 INSTALLED, KEPT, IN_DOUBT = "installed", "kept", "in doubt"

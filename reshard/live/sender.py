@@ -42,6 +42,7 @@ class Sender:
         transport: str | Link = "gloo",
         verify: bool = False,
         fallback: str | None = None,
+        changes: bool = False,
     ) -> None:
         """Join the engines, plan, and check both sides; nothing is sent yet.
 
@@ -53,6 +54,7 @@ class Sender:
         transport: gloo or nccl, or a Link with more to say.
         verify: compare the digests of all bytes that arrive before they are installed.
         fallback: "whole": send tensors that cannot be planned whole to the engine's own loader; None: refuse them by name.
+        changes: send what changed since the last update, where that is less. This rank then keeps a copy of the tensors that it has sent.
 
         Raises: RequestError or SystemRefusal on every rank; trainer and engines stay as they were.
         """
@@ -72,13 +74,13 @@ class Sender:
             else:
                 made = plan(hellos) if callable(plan) else plan
             self.plan = made
-            return Arrangement.of(made, verify=verify)
+            return Arrangement.of(made, verify=verify, changes=changes)
 
         self._model = model
         self._session = opened(partial(controls, engine, link.seconds), trainers, arrange, link)
         assert self._session.sends is not None
         self._sends = self._session.sends
-        self._exchange = Exchange(self._session.transport, self._session.members, self._sends, verify=verify)
+        self._exchange = Exchange(self._session.transport, self._session.members, self._sends, verify=verify, changes=changes)
 
     @property
     def transport(self) -> Any:
@@ -98,7 +100,13 @@ class Sender:
             tensors.update(arrays_of(self._model))
             check_live(self._sends, tensors)
 
-        return self._session.update(lambda: self._exchange.send(tensors), ready, version)
+        try:
+            report = self._session.update(lambda: self._exchange.send(tensors), ready, version)
+        except BaseException:
+            self._exchange.forget()
+            raise
+        self._exchange.keep(tensors)
+        return report
 
     def close(self) -> None:
         """Leave the engines. They go on with the weights that they have."""

@@ -31,7 +31,8 @@ from reshard.live.leading import Lead, UpdateReport, Version, dropped
 from reshard.live.plan.schedule import Schedule
 from reshard.live.trainers import Trainers
 from reshard.live.wire.channel import Joining, joined, led, opened_store
-from reshard.live.wire.exchange import Members, Outcome
+from reshard.live.wire.exchange import Members
+from reshard.live.wire.line import Outcome
 from reshard.live.wire.transport import Transport, reason
 
 Arrange = Callable[[Sequence[Hello]], Arrangement]
@@ -174,7 +175,8 @@ def _arranged(transport: Transport, members: Members, arrange: Arrange) -> tuple
         about: dict[str, Any] = {"targets": held_to_json(answer.targets), "fills": dict(answer.fills)}
         about["beside"] = answer.beside.to_json()
         content = answer.receives.to_bytes() if answer.receives is not None else b""
-        transport.tell(peer, {**about, "expected": answer.expected, "verify": answer.verify}, content)
+        about |= {"expected": answer.expected, "verify": answer.verify, "changes": answer.changes}
+        transport.tell(peer, about, content)
     failures = [failure for peer in targets for failure in transport.hear(peer).document["failures"]]
     for peer in others:
         if failures:

@@ -163,7 +163,8 @@ class TargetRank:
             if self._beside.whole:
                 self._served.check_whole(self._beside.whole, self._staged)
             if answer.content:
-                self._exchange = Exchange(transport, members, Schedule.from_bytes(answer.content), verify=self._verify)
+                receives, has_changes = Schedule.from_bytes(answer.content), bool(about["changes"])
+                self._exchange = Exchange(transport, members, receives, verify=self._verify, changes=has_changes)
         except Exception as error:
             transport.tell(SOURCE, {"failures": [reason(error)]})
             raise

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from reshard.live.arrangement import Arrangement
     from reshard.live.hello import Hello
     from reshard.live.session import Session
-    from reshard.live.wire.exchange import Outcome
+    from reshard.live.wire.line import Outcome
     from reshard.models.model import Model
 
 _SECONDS = 300.0
@@ -271,7 +271,7 @@ class _Pushing:
 
     def _sent(self, session: Session) -> Outcome:
         """Send the weights. Whatever goes wrong here is kept, and the servers hear that nothing more comes: they must not wait."""
-        from reshard.live.wire.exchange import Outcome
+        from reshard.live.wire.line import Outcome
         from reshard.live.wire.stream import StreamWriter
 
         streams = RankStreams(

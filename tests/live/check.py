@@ -8,7 +8,8 @@ Makes the vLLM environment (.venv-vllm) where there is none. Then, each as a che
 2. two query heads exchanged in the plan change the tokens: the first check can fail;
 3. what is refused or fails leaves the old weights, and the next update succeeds: another vocabulary, another head size, a wrong byte, a
    rank of the trainer that is killed in the middle, rank 0 too;
-4. 20 updates do not grow memory;
+4. 20 updates do not grow memory; where one element of 50 has changed, an update of changes takes a part of the bytes, and the answers are
+   those of a server that was started from these weights;
 5. models with a tied head and with experts are updated by the stream, from the files of `convert --to vllm`;
 6. a server without development mode, or without the backend: one sentence says how to start one (--long);
 7. vLLM's LLM in the trainer's process is updated (--long).
@@ -54,6 +55,11 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[Check]:
         yield from refused(server, old, new, expected)
         yield from killed(server, old, new, expected)
         yield from repeated(server, old, new)
+    near = nudged(python, old, work / "near")
+    with served(python, near, TP, site, work / "reference.log") as server:
+        expected = server.answers()
+    with served(python, old, TP, site, work / "changed.log", *BACKEND) as server:
+        yield from changed(server, old, near, expected)
     for model in ("llama-tied", "qwen3_moe", "mixtral", "deepseek_v3") if LONG else ("llama-tied", "qwen3_moe"):
         yield from streamed(model, reshard, python, site, work)
     if LONG:
@@ -151,6 +157,24 @@ def repeated(server: Any, old: Path, new: Path) -> Iterator[Check]:
         yield f"20 updates in {seconds:.1f} s do not grow memory", growth < most and own < most, f"server {growth:,}, trainer {own:,} bytes"
 
 
+def changed(server: Any, old: Path, near: Path, expected: object) -> Iterator[Check]:
+    """Updates of which only the changes travel."""
+    before = server.answers()
+    yield "one element of 50 gives other answers", before != expected, str(before)
+    with source_ranks(2) as trainer:
+        trainer.ask("load", files=str(old))
+        planned = trainer.ask("open", engine=server.address, tp=TP, changes=True, verify=True)[0]["nbytes"]
+        trainer.ask("update")
+        yield "the first update with changes sends all, and the answers stay", *same(server, before)
+        trainer.ask("load", files=str(near))
+        sent = trainer.ask("update")[0]["nbytes"]
+        yield "an update of changes: the server answers as one that was started from the new weights", *same(server, expected)
+        yield f"an update of changes takes {sent:,} bytes instead of {planned:,}", sent < planned / 8, ""
+        trainer.ask("load", files=str(old))
+        trainer.ask("update")
+        yield "changed back, the server answers as before", *same(server, before)
+
+
 def streamed(model: str, reshard: Path, python: Path, site: Path, work: Path) -> Iterator[Check]:
     """Models that reloading treats in a special way: a tied head; experts, which a CPU repacks; a gate of two names (qwen3_moe); a bias
     that is written live (deepseek_v3)."""
@@ -216,6 +240,12 @@ def alone(command: list[str], environment: dict[str, str], folder: Path) -> tupl
 def made(python: Path, source: Path, target: Path, turns: int) -> Path:
     """A folder that vLLM serves (tiny_models.py)."""
     subprocess.run([python, HERE / "tiny_models.py", source, target, str(turns)], check=True)
+    return target
+
+
+def nudged(python: Path, source: Path, target: Path) -> Path:
+    """A folder that vLLM serves, of which every 50th element of each weight is another one."""
+    subprocess.run([python, HERE / "tiny_models.py", source, target, "0", "50"], check=True)
     return target
 
 

@@ -7,7 +7,8 @@ A request has `do` and its arguments; the answer is a document, with `error` whe
     stand_in_held, stand_in_asked, stand_in_fails
     open     engine (an address, or "stand-in"), tp, options: make a Sender with a plan made by hand
     join     engine (an address; the stand-ins by default), fallback: make a Sender that plans itself
-    update   version, spoil, who: a report. spoil: what goes wrong on rank `who`: it sends a wrong byte, or it dies
+    update   version, spoil, who: a report. spoil: what goes wrong on rank `who`: it sends a wrong byte, a wrong last one (heads are
+             left alone), or it dies
     reshape  name, who: give a weight of rank `who`, or of each rank, another shape
     close    leave the engine
     memory   bytes of this process in memory
@@ -79,10 +80,11 @@ class SourceRank:
         exchange: bool = False,
         transport: str = "gloo",
         replicas: int = 1,
+        changes: bool = False,
     ) -> Any:
         engines: Any = self.stand_ins if engine == "stand-in" else engine
         plan = self.plan(tp, config, exchange, replicas)
-        self.sender = Sender(self.weights, engines, plan=plan, transport=Link(transport, seconds=60.0), verify=verify)
+        self.sender = Sender(self.weights, engines, plan=plan, transport=Link(transport, seconds=60.0), verify=verify, changes=changes)
         return {"nbytes": plan.nbytes}
 
     def plan(self, tp: int, config: dict[str, Any] | None = None, exchange: bool = False, replicas: int = 1) -> HandPlan:
@@ -146,7 +148,10 @@ class SourceRank:
         if spoil == "dies":
             os._exit(1)
         wrong = tensor.clone()
-        wrong[0] += 1
+        if spoil != "last":
+            wrong[0] += 1
+        elif wrong.nbytes > 8:
+            wrong[-1] += 1
         return send(peer, wrong)
 
     def reshape(self, name: str, who: int | None = None) -> None:

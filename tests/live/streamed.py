@@ -15,7 +15,7 @@ from reshard.live.leading import UpdateReport
 from reshard.live.plan.schedule import HeldTensor
 from reshard.live.session import opened
 from reshard.live.trainers import Trainers
-from reshard.live.wire.exchange import Outcome
+from reshard.live.wire.line import Outcome
 from reshard.live.wire.staging import places
 from reshard.live.wire.stream import StreamWriter
 

@@ -15,7 +15,8 @@ from reshard.errors import RequestError
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import BF16, F32
 from reshard.live.plan.schedule import BoxForm, HeldTensor, Schedule, Way
-from reshard.live.wire.exchange import Exchange, Members, parcels
+from reshard.live.wire.exchange import Exchange, Members
+from reshard.live.wire.parcels import parcels
 from reshard.live.wire.staging import Staged, places
 from reshard.live.wire.stream import StreamWriter, receive_stream
 from reshard.live.wire.transport import TorchDistributed
@@ -43,9 +44,9 @@ TYPES = [(BF16, BF16), (F32, F32), (F32, BF16), (BF16, F32), (BF16, F32.of("-exp
 TYPES += [(F32.of("x-1"), BF16), (BF16.of("x-1"), BF16), (BF16.of("x-1"), F32), (F32, BF16.of("x-1")), (BF16.of("x-1"), BF16.of("x-1"))]
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(boxes(), min_size=1, max_size=6), st.integers(1, 200), st.sampled_from(TYPES))
-def test_boxes_arrive_where_numpy_puts_them(found, most, types):
+@settings(max_examples=300, deadline=None)
+@given(st.lists(boxes(), min_size=1, max_size=6), st.integers(1, 200), st.sampled_from(TYPES), st.booleans())
+def test_boxes_arrive_where_numpy_puts_them(found, most, types, changes):
     source_type, target_type = types
     shape = (8, 8, 8)
     strides, forms, rows = row_major(shape), [], []
@@ -64,10 +65,16 @@ def test_boxes_arrive_where_numpy_puts_them(found, most, types):
     schedule = Schedule.from_bytes(schedule.to_bytes())
     source, target = pair()
     staged = Staged(targets, {})
-    sent = Exchange(source, Members(1, 1), schedule, verify=True, most=most).send(tensors)
-    received = Exchange(target, Members(1, 1), schedule, verify=True, most=most).receive(staged)
+    sender, receiver = (Exchange(each, Members(1, 1), schedule, verify=True, changes=changes, most=most) for each in (source, target))
+    if changes:
+        before = {name: torch.where(torch.rand(shape) < 0.1, torch.ones_like(tensor), tensor) for name, tensor in tensors.items()}
+        assert not sender.send(before).failures and not receiver.receive(staged).failures
+        sender.keep(before)
+        source.nbytes_sent = target.nbytes_received = 0
+    sent, received = sender.send(tensors), receiver.receive(staged)
     assert not sent.failures and not received.failures
-    assert source.nbytes_sent == target.nbytes_received == sent.nbytes == received.nbytes == schedule.nbytes
+    assert source.nbytes_sent == target.nbytes_received == sent.nbytes == received.nbytes
+    assert changes or sent.nbytes == schedule.nbytes
     assert all(torch.equal(staged[name], tensor) for name, tensor in expected.items())
 
 

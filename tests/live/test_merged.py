@@ -5,23 +5,17 @@ import json
 import numpy as np
 import pytest
 import torch
-from live.memory_transport import MemoryTransport
+from live.in_memory import updated
 from live.test_quantized import by_columns, copies
 from live.test_transfers import HF, assert_equal, by_rows, hellos, of_rank, stored
 from safetensors.torch import save_file
 
 import reshard
-from reshard.engine.recipes.on_tensors import torch_type
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import from_safetensors
 from reshard.live.agreement import agreed_plan
 from reshard.live.memory.describe import describe
 from reshard.live.memory.description import RankDescription
-from reshard.live.plan.beside import Beside
-from reshard.live.plan.schedule import Schedule
-from reshard.live.wire.computing import compute, merge
-from reshard.live.wire.exchange import Exchange, Members
-from reshard.live.wire.staging import Staged
 
 CONFIG = json.loads((HF / "llama" / "config.json").read_text())
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -64,27 +58,6 @@ def with_settings(said, settings=SETTINGS):
     return [RankDescription(each.rank, each.boxes, adapter=settings) for each in said]
 
 
-def updated(plan, arrays):
-    """What each rank of the target holds after an update by the product's exchange; and the bytes on the wire."""
-    sources, targets = len(arrays), len(plan.memories)
-    transports, members = MemoryTransport.joined(sources + targets), Members(sources, targets)
-    for rank, held in enumerate(arrays):
-        schedule = Schedule.from_bytes(plan.sends(rank).to_bytes())
-        types = {each.name: torch_type(each.dtype) for each in schedule.sources}
-        tensors = {name: torch.from_numpy(held[name].copy().view(np.uint8)).view(dtype) for name, dtype in types.items()}
-        assert not Exchange(transports[rank], members, schedule).send(tensors).failures
-    found = []
-    for rank in range(targets):
-        about = Beside.of(json.loads(json.dumps(plan.beside(rank).to_json())))
-        staged, beside = Staged(plan.targets(rank), plan.fills(rank)), Staged(about.tensors, {})
-        schedule = Schedule.from_bytes(plan.receives(rank).to_bytes())
-        assert not Exchange(transports[sources + rank], members, schedule).receive({**staged, **beside}).failures
-        compute(about.computes, beside, staged)
-        merge(about.merges, beside, staged)
-        found.append({each.name: words_of(staged[each.name], each.dtype).reshape(each.shape) for each in plan.targets(rank)})
-    return found, sum(transport.nbytes_sent for transport in transports)
-
-
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize(
     ("held", "ranks"),
@@ -100,6 +73,18 @@ def test_ranks_hold_the_merged_weights(held, ranks, tp, trained, tmp_path):
     for rank in range(tp):
         assert_equal(staged[rank], of_rank(tmp_path / "out", rank))
     assert nbytes == plan.nbytes == sum(plan.bytes_out) == sum(plan.bytes_in)
+
+
+def test_only_changed_values_of_an_adapter_travel(trained, tmp_path):
+    tensors, folder = trained
+    said, arrays = by_rows(tensors, 2)
+    plan = agreed_plan(with_settings(said), hellos({**CONFIG, "dtype": "bfloat16"}, 2))
+    reshard.convert(reshard.plan(folder, to="vllm", tp=2), tmp_path / "out")
+    before = [{name: words ^ (".lora_B." in name) for name, words in held.items()} for held in arrays]
+    staged, nbytes = updated(plan, before, arrays)
+    for rank in range(2):
+        assert_equal(staged[rank], of_rank(tmp_path / "out", rank))
+    assert nbytes < plan.nbytes / 4
 
 
 def test_the_base_alone_is_never_sent(trained):

@@ -9,22 +9,18 @@ import json
 import numpy as np
 import pytest
 import torch
-from live.memory_transport import MemoryTransport
+from live.in_memory import earlier, updated
 from live.source_rank import free_port, source_ranks
 from live.test_transfers import assert_equal, by_rows, hellos, of_rank, stored
 from safetensors.torch import save_file
 
 import reshard
-from reshard.engine.recipes.on_tensors import torch_type
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import from_safetensors
 from reshard.live.agreement import agreed_plan
 from reshard.live.memory.description import MemoryBox, RankDescription
-from reshard.live.plan.schedule import HeldTensor, Schedule
-from reshard.live.wire.computing import compute
-from reshard.live.wire.exchange import Exchange, Members
-from reshard.live.wire.staging import Staged
+from reshard.live.plan.schedule import HeldTensor
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 1,
@@ -77,31 +73,6 @@ def wide(tensors):
     return {name: (from_safetensors("F32", where=name), words.astype(np.uint32) << 16) for name, (_, words) in tensors.items()}
 
 
-def updated(plan, arrays):
-    """What each rank of the target holds after an update by the product's exchange; and the bytes on the wire."""
-    sources, targets = len(arrays), len(plan.memories)
-    transports = MemoryTransport.joined(sources + targets)
-    members = Members(sources, targets)
-    for rank, held in enumerate(arrays):
-        schedule = Schedule.from_bytes(plan.sends(rank).to_bytes())
-        types = {each.name: torch_type(each.dtype) for each in schedule.sources}
-        tensors = {name: torch.from_numpy(held[name].copy().view(np.uint8)).view(dtype) for name, dtype in types.items()}
-        outcome = Exchange(transports[rank], members, schedule).send(tensors)
-        assert not outcome.failures
-    found = []
-    for rank in range(targets):
-        staged = Staged(plan.targets(rank), plan.fills(rank))
-        beside = Staged(plan.beside(rank).tensors, {})
-        schedule = Schedule.from_bytes(plan.receives(rank).to_bytes())
-        assert not Exchange(transports[sources + rank], members, schedule).receive({**staged, **beside}).failures
-        compute(plan.beside(rank).computes, beside, staged)
-        both = {**staged, **beside}
-        held = (*plan.targets(rank), *plan.beside(rank).whole)
-        words = {each.name: both[each.name].reshape(-1).view(torch.uint8).numpy().view(each.dtype.word) for each in held}
-        found.append({name: each.reshape(both[name].shape) for name, each in words.items()})
-    return found, sum(transport.nbytes_sent for transport in transports)
-
-
 # How a run holds the model, and whether its ranks hold all blocks whole.
 HELD = {
     "rows of 2": (by_rows, 2, wide, True),
@@ -122,8 +93,11 @@ def test_ranks_of_a_quantized_engine_hold_what_convert_writes(form, held, tp, fo
     plan = reshard.transfers(said, config=CONFIG, to="vllm", tp=tp, quantize=form, dtype="bfloat16")
     reshard.convert(reshard.plan(folder, to="vllm", tp=tp, quantize=form), tmp_path / "out")
     staged, nbytes = updated(plan, arrays)
+    changed, _ = updated(plan, earlier(arrays), arrays)
     for rank in range(tp):
-        assert_equal(staged[rank], of_rank(tmp_path / "out", rank))
+        expected = of_rank(tmp_path / "out", rank)
+        assert_equal(staged[rank], expected)
+        assert_equal(changed[rank], expected)
     assert nbytes == plan.nbytes == sum(plan.bytes_out) == sum(plan.bytes_in)
     assert bool(plan.beside_ranks) != (is_whole and form == "fp8-block")
 

@@ -34,6 +34,17 @@ def rolled(target, turns):
     return target
 
 
+def nudged(target, of, step):
+    """The llama with every `step`-th element of each weight made another one."""
+    target.mkdir()
+    weights = load_file(of / "model.safetensors")
+    for weight in weights.values():
+        weight.view(-1)[::step] += 1
+    save_file(weights, target / "model.safetensors")
+    (target / "config.json").write_bytes((LLAMA / "config.json").read_bytes())
+    return target
+
+
 @pytest.fixture
 def trainer(request):
     """Source ranks; rank 0 also has a stand-in engine."""
@@ -65,6 +76,40 @@ def test_target_ranks_hold_what_the_sources_held_when_they_sent(trainer, wide, t
     assert sum(report["sent"] for report in reports) == 2 * planned and reports[0]["version"] == "2"
     asked = trainer.ask("stand_in_asked")[0]
     assert asked == ["join", *["pause wait", "start", "receive", "finish", "clear cache", "resume"] * 2]
+
+
+@pytest.mark.parametrize("trainer, wide, transport", CASES, indirect=["trainer"])
+def test_only_what_changed_travels(trainer, wide, transport, tmp_path):
+    trainer.ask("load", files=str(LLAMA), wide=wide)
+    planned = trainer.ask("open", engine="stand-in", tp=TP, transport=transport, changes=True)[0]["nbytes"]
+    few, all_of_it = nudged(tmp_path / "few", LLAMA, 50), rolled(tmp_path / "all", 1)
+    sent, before = [], 0
+    for folder in (LLAMA, few, few, all_of_it):
+        trainer.ask("load", files=str(folder), wide=wide)
+        reports = trainer.ask("update")
+        assert held(trainer) == digests(folder)
+        sent.append(reports[0]["nbytes"])
+        now = sum(report["sent"] for report in reports)
+        assert now - before == sent[-1]
+        before = now
+    whole, fiftieth, nothing, again = sent
+    heads = whole - planned
+    assert 0 < heads == nothing < planned / 100 and fiftieth < planned / 8
+    assert planned / 4 < again <= whole
+
+
+def test_after_an_update_that_failed_everything_travels(trainer, tmp_path):
+    planned = trainer.ask("open", engine="stand-in", tp=TP, verify=True, changes=True)[0]["nbytes"]
+    assert trainer.ask("update")[0]["nbytes"] > planned
+    few = nudged(tmp_path / "few", LLAMA, 50)
+    trainer.ask("load", files=str(few))
+    answers = trainer.ask("update", spoil="last")
+    assert all("the digest of the bytes from rank 1" in answer["error"] for answer in answers) and held(trainer) == digests(LLAMA)
+    assert trainer.ask("update")[0]["nbytes"] > planned and held(trainer) == digests(few)
+    trainer.ask("stand_in_fails", what="install")
+    assert "stays paused" in trainer.ask("update")[0]["error"]
+    assert trainer.ask("update")[0]["nbytes"] > planned and held(trainer) == digests(few)
+    assert trainer.ask("update")[0]["nbytes"] < planned / 100
 
 
 def test_an_update_with_a_wrong_byte_is_dropped_and_the_next_one_succeeds(trainer):

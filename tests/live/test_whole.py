@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 import torch
+from live.in_memory import updated
 from live.source_rank import free_port, source_ranks
-from live.test_quantized import copies, updated
+from live.test_quantized import copies
 from live.test_transfers import HF, assert_equal, by_rows, hellos, of_rank, stored
 from live.test_update import digests, held
 from safetensors.torch import load_file, save_file

@@ -2,10 +2,11 @@
 
     tensors of a source -> pack -> parcel -> wire -> parcel -> unpack -> staging of a target
 
-A parcel is at most PARCEL bytes: boxes of one way, in their order, without gaps. A longer box is cut along its first axes. Both ends find
-the parcels from the schedule alone. A rank has two parcels in memory: while one is under way, the next one is packed, or the last one
-unpacked. A parcel of a single box that lies contiguous is sent from where it lies, and received to where it belongs; so a box of ALONE
-bytes or more shares no parcel.
+Both ends find the parcels from the schedule alone (parcels.py). A rank has two parcels in memory: while one is under way, the next one is
+packed, or the last one unpacked. A parcel of one box that lies contiguous is sent from where it lies, and received to where it belongs.
+
+With `changes`, what a target holds already does not travel again (changes.py): the source keeps a copy of the tensors that it has sent, and
+the target's staging keeps what has arrived.
 
 Who talks to whom in which order? Way (source s, target t) of n sources and m targets has the turn (t - s) mod max(n, m): in a turn each
 rank has one partner. Every rank goes through its ways by turn, so the ways that are waited for never form a circle:
@@ -18,27 +19,21 @@ tells the failures.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reshard.engine.recipes.on_tensors import cast_tensor, torch_type
-from reshard.geometry.value import mutable, value
-from reshard.live.plan.schedule import BoxForm, Schedule, Way
+from reshard.geometry.value import value
+from reshard.live.plan.schedule import Schedule, Way
+from reshard.live.wire.changes import WHOLE, apply, body_bytes, encode
 from reshard.live.wire.computing import on_wire
-from reshard.live.wire.transport import Pending, Transport, reason
+from reshard.live.wire.line import Line, Outcome
+from reshard.live.wire.parcels import PARCEL, PARCEL_OF_CHANGES, PackedBox, Parcel, parcels
+from reshard.live.wire.transport import Transport, reason
 
 if TYPE_CHECKING:
     import torch
-
-PARCEL = 32 << 20
-"""Bytes of a parcel at most."""
-ALONE = 1 << 20
-"""A box of so many bytes has parcels of its own, since it may lie contiguous."""
-_BUFFERS = 2
-_UNDER_WAY = 8
 
 
 @value
@@ -57,102 +52,32 @@ class Members:
         return self.sources + target_rank
 
 
-@mutable
-class Outcome:
-    """What became of a rank's part of an update."""
-
-    nbytes: int = 0
-    """Bytes of weights that were sent or received."""
-    failures: list[str] = field(default_factory=list)
-    """What went wrong, in the order of time; empty: nothing."""
-    lost: set[int] = field(default_factory=set)
-    """Ranks of the channel whose connections ended."""
-
-    def attempt(self, peer: int, action: Callable[[], object]) -> None:
-        """Do something with another rank, unless its connection has ended. What goes wrong is noted."""
-        if peer not in self.lost:
-            try:
-                action()
-            except Exception as error:
-                self.lost.add(peer)
-                self.failures.append(reason(error))
-
-
-@value
-class PackedBox:
-    """A box, or a part of one, in a parcel."""
-
-    form: BoxForm
-    """The form of the whole box."""
-    sizes: tuple[int, ...]
-    """Elements along each axis of this part."""
-    source: int
-    """The source's tensor, as an index into the schedule's sources."""
-    source_start: int
-    """Where the part starts in it, in elements."""
-    target: int
-    """The target's tensor, as an index into the schedule's targets."""
-    target_start: int
-    """Where the part starts in it, in elements."""
-    start: int
-    """Where its bytes start in the parcel."""
-    nbytes: int
-    """Its bytes in the parcel."""
-
-
-@value
-class Parcel:
-    """What is sent at once."""
-
-    boxes: tuple[PackedBox, ...]
-    nbytes: int
-
-
-def parcels(schedule: Schedule, way: Way, most: int = PARCEL) -> Iterator[Parcel]:
-    """The parcels of a way, in their order."""
-    boxes: list[PackedBox] = []
-    filled = 0
-    columns = (way.forms, way.source_tensors, way.source_starts, way.target_tensors, way.target_starts)
-    for form_index, source, source_start, target, target_start in zip(*(column.tolist() for column in columns), strict=True):
-        form = schedule.forms[form_index]
-        for sizes, nbytes, from_start, to_start in _parts(form, form.sizes, form.nbytes, most):
-            if boxes and (filled + nbytes > most or nbytes >= ALONE or boxes[-1].nbytes >= ALONE):
-                yield Parcel(tuple(boxes), filled)
-                boxes, filled = [], 0
-            boxes.append(PackedBox(form, sizes, source, source_start + from_start, target, target_start + to_start, filled, nbytes))
-            filled += nbytes
-    if boxes:
-        yield Parcel(tuple(boxes), filled)
-
-
-def _parts(form: BoxForm, sizes: tuple[int, ...], nbytes: int, most: int, axis: int = 0) -> Iterator[tuple[tuple[int, ...], int, int, int]]:
-    """Parts of a box of at most `most` bytes: sizes, bytes, and where each starts in the box in the source and in the target. The plan has
-    cut boxes that a recipe computes already, where blocks end."""
-    if nbytes <= most or axis == len(sizes) or form.derived:
-        yield sizes, nbytes, 0, 0
-        return
-    row = nbytes // sizes[axis]
-    step = max(1, most // row)
-    for start in range(0, sizes[axis], step):
-        count = min(step, sizes[axis] - start)
-        part = (*sizes[:axis], count, *sizes[axis + 1 :])
-        for inner, inner_nbytes, from_start, to_start in _parts(form, part, count * row, most, axis + 1):
-            yield inner, inner_nbytes, from_start + start * form.source_strides[axis], to_start + start * form.target_strides[axis]
-
-
 class Exchange:
     """A rank's schedule, carried out as often as wanted."""
 
-    def __init__(self, transport: Transport, members: Members, schedule: Schedule, *, verify: bool = False, most: int = PARCEL) -> None:
-        """verify: whether targets compare the BLAKE3 digest of each way's bytes with that of the source. most: bytes of a parcel."""
-        self._transport, self._members, self._schedule, self._verify, self._most = transport, members, schedule, verify, most
+    def __init__(
+        self,
+        transport: Transport,
+        members: Members,
+        schedule: Schedule,
+        *,
+        verify: bool = False,
+        changes: bool = False,
+        most: int | None = None,
+    ) -> None:
+        """verify: whether targets compare the BLAKE3 digest of each way's bytes with that of the source. changes: whether parcels of which
+        little has changed travel as changes; both ends must have the same. most: bytes of a parcel."""
+        self._transport, self._members, self._schedule, self._verify, self._changes = transport, members, schedule, verify, changes
+        self._most = most or (PARCEL_OF_CHANGES if changes else PARCEL)
         self._ways = sorted(schedule.ways, key=members.turn)
         self._buffers: list[torch.Tensor] = []
+        self._kept: dict[str, torch.Tensor] | None = None
+        self._base: torch.Tensor | None = None
 
     def send(self, tensors: Mapping[str, torch.Tensor]) -> Outcome:
         """Send what the schedule takes from these tensors, by name."""
         outcome, digests = Outcome(), []
-        line = _Line(self._transport, self._buffers, outcome)
+        line = Line(self._transport, self._buffers, outcome)
         for way in self._ways:
             peer, digest = self._members.target(way.target_rank), _digest() if self._verify else None
             for parcel in parcels(self._schedule, way, self._most):
@@ -167,8 +92,9 @@ class Exchange:
                     outcome.failures.append(reason(error))
                     packed = buffer = line.buffer(parcel.nbytes) if packed is None else packed
                 _add(digest, packed)
-                line.begin(self._transport.send, peer, packed, is_buffer=buffer is not None)
-                outcome.nbytes += parcel.nbytes
+                for part in self._as_sent(parcel, packed):
+                    line.begin(self._transport.send, peer, part, is_buffer=part is buffer)
+                    outcome.nbytes += part.nbytes
             digests.append((peer, digest))
         line.end()
         for peer, digest in digests:
@@ -176,13 +102,36 @@ class Exchange:
                 outcome.attempt(peer, partial(self._transport.tell, peer, {"digest": digest.hexdigest()}))
         return outcome
 
+    def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """With `changes`: the targets hold what was sent of these tensors. Memory: a copy of them, where the transport needs them."""
+        import torch
+
+        if not self._changes:
+            return
+        kept = self._kept or {}
+        for name in dict.fromkeys(held.name for held in self._schedule.sources):
+            tensor = tensors[name].detach()
+            if name not in kept:
+                kept[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+            kept[name].copy_(tensor)
+        self._kept = kept
+
+    def forget(self) -> None:
+        """It is not known what the targets hold: the next update sends all of it."""
+        self._kept = None
+
     def receive(self, tensors: Mapping[str, torch.Tensor]) -> Outcome:
-        """Receive what the schedule brings, into contiguous tensors by name."""
+        """Receive what the schedule brings, into contiguous tensors by name. With `changes` they hold the update before."""
         outcome, digests = Outcome(), []
-        line = _Line(self._transport, self._buffers, outcome)
+        line = Line(self._transport, self._buffers, outcome)
         for way in self._ways:
             digest = _digest() if self._verify else None
             for parcel in parcels(self._schedule, way, self._most):
+                if self._changes:
+                    outcome.attempt(
+                        way.source_rank, partial(self._receive_changes, parcel, tensors, way.source_rank, line, outcome, digest)
+                    )
+                    continue
                 direct = self._direct(parcel, tensors)
                 is_packed, buffer = direct is None, line.buffer(parcel.nbytes) if direct is None else direct
                 then = partial(self._arrived, parcel, tensors, buffer, digest, is_packed=is_packed)
@@ -194,6 +143,55 @@ class Exchange:
             if digest is not None:
                 outcome.attempt(way.source_rank, partial(self._compare, way, digest, outcome))
         return outcome
+
+    def _as_sent(self, parcel: Parcel, packed: torch.Tensor) -> Iterator[torch.Tensor]:
+        """What is sent for a parcel."""
+        import torch
+
+        if not self._changes:
+            yield packed
+            return
+        base = None
+        # What the target casts it does not hold as it was sent.
+        if self._kept is not None and all(box.form.wire == box.form.target for box in parcel.boxes):
+            base = self._lying(parcel, self._kept)
+            if base is None:
+                if self._base is None or len(self._base) < parcel.nbytes:
+                    self._base = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._device)
+                base = self._base[: parcel.nbytes]
+                self._pack(parcel, self._kept, base)
+        head, body = encode(packed, base)
+        yield head
+        if body is not None:
+            yield body
+
+    def _receive_changes(
+        self, parcel: Parcel, tensors: Mapping[str, torch.Tensor], peer: int, line: Line, outcome: Outcome, digest: Any
+    ) -> None:
+        """Receive a parcel of an update with changes."""
+        import torch
+
+        def received(into: torch.Tensor) -> torch.Tensor:
+            self._transport.receive(peer, into).wait()
+            outcome.nbytes += into.nbytes
+            return into
+
+        number = int(received(torch.empty(1, dtype=torch.int64, device=self._device)))
+        if not number and digest is None:
+            return
+        direct = self._direct(parcel, tensors)
+        if direct is not None and direct.storage_offset() % 2:
+            direct = None
+        packed = line.buffer(parcel.nbytes) if direct is None else direct
+        if number == WHOLE:
+            received(packed)
+        else:
+            if direct is None:
+                for box in parcel.boxes:
+                    _put(packed, box, self._target(box, tensors))
+            if nbytes := body_bytes(parcel.nbytes, number):
+                apply(received(torch.empty(nbytes, dtype=torch.uint8, device=self._device)), number, packed)
+        self._arrived(parcel, tensors, packed, digest, is_packed=direct is None)
 
     def _lying(self, parcel: Parcel, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The bytes of a parcel, if they lie in a source as they are sent."""
@@ -207,12 +205,7 @@ class Exchange:
 
     def _pack(self, parcel: Parcel, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
         for packed in parcel.boxes:
-            box, wire = self._source(packed, tensors), torch_type(packed.form.wire)
-            out = buffer[packed.start : packed.start + packed.nbytes]
-            if packed.start % packed.form.wire.itemsize:
-                out.copy_(on_wire(box, packed.form).reshape(-1).view(buffer.dtype))
-            else:
-                out.view(wire).view(packed.sizes).copy_(on_wire(box, packed.form))
+            _put(buffer, packed, on_wire(self._source(packed, tensors), packed.form))
 
     def _direct(self, parcel: Parcel, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Where the bytes of a parcel belong, if they lie there as they come."""
@@ -255,55 +248,13 @@ class Exchange:
             outcome.failures.append(f"the digest of the bytes from rank {way.source_rank} of the trainer is not the one of what it sent")
 
 
-class _Line:
-    """Parcels under way, in their order: at most two in buffers, and some more that lie where they belong."""
-
-    def __init__(self, transport: Transport, buffers: list[torch.Tensor], outcome: Outcome) -> None:
-        self._transport, self._buffers, self._outcome = transport, buffers, outcome
-        self._under_way: deque[tuple[int, Pending, Callable[[], None] | None, int]] = deque()
-        self._turn = 0
-
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        """A buffer that nothing uses: the other one's parcel may still be under way."""
-        import torch
-
-        self._turn = (self._turn + 1) % _BUFFERS
-        while any(buffer == self._turn for *_, buffer in self._under_way):
-            self._settle()
-        while len(self._buffers) < _BUFFERS:
-            self._buffers.append(torch.empty(0, dtype=torch.uint8, device=self._transport.device))
-        if len(self._buffers[self._turn]) < nbytes:
-            self._buffers[self._turn] = torch.empty(nbytes, dtype=torch.uint8, device=self._transport.device)
-        return self._buffers[self._turn][:nbytes]
-
-    def begin(
-        self,
-        operation: Callable[[int, torch.Tensor], Pending],
-        peer: int,
-        tensor: torch.Tensor,
-        then: Callable[[], None] | None = None,
-        *,
-        is_buffer: bool,
-    ) -> None:
-        """Begin to send or receive a parcel. then: what is done once it has arrived. is_buffer: whether it lies in the latest buffer."""
-        if len(self._under_way) == _UNDER_WAY:
-            self._settle()
-        buffer = self._turn if is_buffer else -1
-        self._outcome.attempt(peer, lambda: self._under_way.append((peer, operation(peer, tensor), then, buffer)))
-
-    def end(self) -> None:
-        """Wait for all parcels."""
-        while self._under_way:
-            self._settle()
-
-    def _settle(self) -> None:
-        peer, pending, then, _ = self._under_way.popleft()
-        self._outcome.attempt(peer, pending.wait)
-        if then is not None and peer not in self._outcome.lost:
-            try:
-                then()
-            except Exception as error:
-                self._outcome.failures.append(reason(error))
+def _put(buffer: torch.Tensor, packed: PackedBox, box: torch.Tensor) -> None:
+    """Put a box, as it travels, into a parcel."""
+    out = buffer[packed.start : packed.start + packed.nbytes]
+    if packed.start % packed.form.wire.itemsize:
+        out.copy_(box.reshape(-1).view(buffer.dtype))
+    else:
+        out.view(torch_type(packed.form.wire)).view(packed.sizes).copy_(box)
 
 
 def _digest() -> Any:
