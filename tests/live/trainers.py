@@ -9,9 +9,9 @@ a check:
 2. `reshard verify STEP URL` finds no parameter that differs, and the server's version is the one that the trainer was told;
 3. a trainer with another model is refused, and the server goes on (llama alone);
 4. two ranks of Megatron-Core train a llama; a run that starts again and learns nothing brings the first answers back.
-With --long also: FSDP2 with tensor parallelism; servers at TP 1 and TP 4; deepseek_v3; Megatron-Core at
-TP 2 x PP 2, and with experts over two ranks: the server answers as one that was started from the weights that the fixtures' own mapping
-gathered from the live model, and the bytes that the transport counts are those of the plan.
+With --long also: a LoRA adapter of PEFT, of which the factors alone travel after the first update; FSDP2 with tensor parallelism; servers
+at TP 1 and TP 4; deepseek_v3; Megatron-Core at TP 2 x PP 2, and with experts over two ranks: the server answers as one that was started from
+the weights that the fixtures' own mapping gathered from the live model, and the bytes that the transport counts are those of the plan.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from live.served import served  # noqa: E402
 EXAMPLES = ROOT / "examples" / "live"
 # As in tests/megatron/check.py.
 MEGATRON = Environment("Megatron", ROOT / "tests" / "megatron" / "requirements.txt", options=("--no-deps",))
+# As in tests/peft/check.py.
+PEFT = Environment("peft", ROOT / "tests" / "peft" / "requirements.txt")
 RANKS = 4
 Check = tuple[str, bool, str]
 
@@ -55,6 +57,8 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[Check]:
     yield from trained_by_megatron(reshard, python, site, work)
     for case in [*FSDP2, *FSDP2_LONG] if LONG else FSDP2:
         yield from trained(*case, reshard, python, site, work)
+    if LONG:
+        yield from trained_adapter(reshard, python, site, work)
     for model, sizes in MEGATRON_LONG if LONG else []:
         yield from trained_in_parts(model, sizes, reshard, python, site, work / f"megatron-{model}")
 
@@ -113,9 +117,7 @@ def refused(python: Path, site: Path, work: Path, start: Path, server: Any, answ
 def trained_by_megatron(reshard: Path, python: Path, site: Path, work: Path) -> Iterator[Check]:
     """What a server answers after updates from Megatron-Core at TP 2."""
     megatron = MEGATRON.python()
-    # What plans and digests need, beside what Megatron's environment has.
-    pip = [megatron, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", work / "beside"]
-    subprocess.run([*pip, "-c", ROOT / "constraints.txt", "ml_dtypes", "blake3"], check=True)
+    install_beside(megatron, work)
     start, saved = made(python, ROOT / "fixtures" / "hf" / "llama", work / "megatron-start", 0), work / "megatron-saved"
     subprocess.run([reshard, "convert", start, saved, "--to", "megatron-dist", "--tp", "2"], check=True, stdout=subprocess.DEVNULL)
     script = [HERE / "pretended_cuda.py", EXAMPLES / "megatron.py", start, saved]
@@ -126,6 +128,36 @@ def trained_by_megatron(reshard: Path, python: Path, site: Path, work: Path) -> 
         yield "training with Megatron-Core changes the answers", server.answers() != before, str(before)
         said, code = train(megatron, 2, site, work, *script, server.address, "--steps", "1", "--lr", "0")
         yield "Megatron-Core's first weights bring the first answers back", *same(server, before, said[-2000:])
+
+
+def install_beside(python: Path, work: Path) -> None:
+    """What plans and digests need, beside what a trainer's environment has."""
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", work / "beside", "--upgrade"]
+    subprocess.run([*pip, "-c", ROOT / "constraints.txt", "ml_dtypes", "blake3"], check=True)
+
+
+def trained_adapter(reshard: Path, python: Path, site: Path, work: Path) -> Iterator[Check]:
+    """What a server answers after updates from FSDP2 with a LoRA adapter of PEFT."""
+    peft = PEFT.python()
+    install_beside(peft, work)
+    start, adapter, merged = made(python, ROOT / "fixtures" / "hf" / "llama", work / "adapted-start", 0), work / "adapter", work / "merged"
+    with served(python, start, TP, site, work / "adapted.log", *BACKEND) as server:
+        before = server.answers()
+        said, code = train(peft, RANKS, site, work, HERE / "adapted_ranks.py", start, server.address, adapter)
+        counted = [[*map(int, each)] for each in re.findall(r"(\d+) bytes sent, (\d+) planned", said)]
+        yield "a LoRA adapter of PEFT on FSDP2 trains, and updates the server three times", code == 0 and len(counted) == 3, said[-2000:]
+        if code:
+            return
+        (first, planned), *others = counted
+        only = planned <= first and all(sent < planned / 2 for sent, _ in others)
+        yield "of the adapter's updates the first one sends the base, the others do not", only, said
+        found = server.answers()
+    command = [reshard, "convert", start, merged, "--to", "hf", "--merge-adapter", adapter]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    with served(python, merged, TP, site, work / "reference.log") as server:
+        expected = server.answers()
+    yield "training an adapter changes the answers", before != expected, str(before)
+    yield "the server answered as one that is started from `convert --merge-adapter`", found == expected, f"{found} against {expected}"
 
 
 def trained_in_parts(model: str, sizes: str, reshard: Path, python: Path, site: Path, work: Path) -> Iterator[Check]:
