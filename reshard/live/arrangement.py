@@ -34,8 +34,8 @@ class Planned(Protocol):
     def sends(self, rank: int) -> Schedule:
         """What a source rank sends."""
 
-    def receives(self, rank: int) -> Schedule:
-        """What a target rank receives."""
+    def receives(self, rank: int, *, named: bool = True) -> Schedule:
+        """What a target rank receives. named: whether the tensors of the sources are named, too."""
 
     def targets(self, rank: int) -> tuple[HeldTensor, ...]:
         """All tensors of the load form of a target rank, contiguous, also those that nothing is sent for."""
@@ -81,7 +81,7 @@ class Arrangement:
         """The arrangement by which a plan is carried out."""
 
         def answer(rank: int) -> RankAnswer:
-            receives = plan.receives(rank)
+            receives = plan.receives(rank, named=False)
             return RankAnswer(plan.targets(rank), plan.fills(rank), receives, receives.nbytes, verify, plan.beside(rank), changes)
 
         return Arrangement(answer, plan.sends)

@@ -97,7 +97,7 @@ class HandPlan:
     def sends(self, rank: int) -> Schedule:
         return self._schedule(rank, [(rank, target) for target in range(self.tp * self.replicas)], rank)
 
-    def receives(self, rank: int) -> Schedule:
+    def receives(self, rank: int, *, named: bool = True) -> Schedule:
         return self._schedule(rank, [(source, rank) for source in range(self.sources)], 0)
 
     @property

@@ -27,7 +27,7 @@ def updated(plan, *steps):
         return Exchange(transports[rank], members, Schedule.from_bytes(schedule.to_bytes()), changes=len(steps) > 1)
 
     senders = [exchange(rank, plan.sends(rank)) for rank in range(sources)]
-    receivers = [exchange(sources + rank, plan.receives(rank)) for rank in range(targets)]
+    receivers = [exchange(sources + rank, plan.receives(rank, named=False)) for rank in range(targets)]
     besides = [Beside.of(json.loads(json.dumps(plan.beside(rank).to_json()))) for rank in range(targets)]
     stagings = [(Staged(plan.targets(rank), plan.fills(rank)), Staged(besides[rank].tensors, {})) for rank in range(targets)]
     sent = 0

@@ -145,12 +145,16 @@ class TransferPlan(Drawn):
         _check_rank(rank, len(self.sources), "source")
         return self._schedule(rank, self.source_rank == rank, range(self.replicas))
 
-    def receives(self, rank: int) -> Schedule:
-        """What a target rank receives. Raises RequestError if there is no such rank."""
+    def receives(self, rank: int, *, named: bool = True) -> Schedule:
+        """What a target rank receives. Raises RequestError if there is no such rank.
+
+        named: whether the tensors of the sources are named, too. A rank that receives needs them not, and of hundreds of source ranks
+        they are more than all the rest.
+        """
         _check_rank(rank, len(self.memories) * self.replicas, "target")
         replica, of_replica = divmod(rank, len(self.memories))
         rows = (self.target_rank == of_replica) & ((self.replica < 0) | (self.replica == replica))
-        return self._schedule(rank, rows, [replica])
+        return self._schedule(rank, rows, [replica], named=named)
 
     def targets(self, rank: int) -> tuple[HeldTensor, ...]:
         """All tensors of a target rank, also those that nothing is sent for."""
@@ -180,10 +184,14 @@ class TransferPlan(Drawn):
                 found[fill.tensor] = held[fill.tensor].dtype.decoded(fill.expected)
         return found
 
-    def _schedule(self, rank: int, chosen: Any, replicas: Iterable[int]) -> Schedule:
+    def _schedule(self, rank: int, chosen: Any, replicas: Iterable[int], *, named: bool = True) -> Schedule:
         rows = np.flatnonzero(chosen)
         used, form = np.unique(self.form[rows], return_inverse=True)
-        sources, of_source, source_start = _located(self.sources, self.source_rank[rows], self.source_address[rows])
+        sources, of_source, source_start = (
+            _located(self.sources, self.source_rank[rows], self.source_address[rows])
+            if named
+            else ((), *np.zeros((2, len(rows)), np.int64))
+        )
         targets, of_target, target_start = _located(self.memories, self.target_rank[rows], self.target_address[rows])
         columns = [form.reshape(-1), of_source, source_start, of_target, target_start]
         ways = []
