@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument(
         "--ranks",
         action="store_true",
-        help="with --case: make the plans of all ranks, and print the bytes of the largest one and the seconds of all",
+        help="with --case: also the plans of all ranks",
     )
     given = parser.parse_args()
     if given.case:
