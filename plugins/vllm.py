@@ -2,6 +2,7 @@
 
     vllm serve CKPT --load-format reshard                                               CKPT also holds config.json
     vllm serve DIR --load-format reshard --model-loader-extra-config '{"checkpoint": "CKPT"}'
+    vllm serve run/global_step_300/actor/huggingface --load-format reshard              verl's: the checkpoint lies around this folder
 
 vLLM finds `register` through the entry-point group vllm.general_plugins and calls it in each of its processes. Weights are loaded in one of
 these ways, and the log says in which:
@@ -18,6 +19,7 @@ Run with vLLM 0.32.0; for older versions the source was read. The decorator that
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +31,7 @@ from typing import Any
 
 LOAD_FORMAT = "reshard"
 _OPTION = "--model-loader-extra-config"
+_VERL_FOLDER = "huggingface"
 
 
 @cache
@@ -108,13 +111,12 @@ class Options:
     whole_tensors: bool = False
     """Whether vLLM splits whole tensors, even where its layout is known."""
 
-    @property
-    def reason_for_whole_tensors(self) -> str | None:
-        """Why these options need whole tensors; None if they do not."""
+    def reason_for_whole_tensors(self, checkpoint: Any) -> str | None:
+        """Why whole tensors of a checkpoint are needed; None if they are not."""
         if self.whole_tensors:
             return f"{_OPTION} asks for it"
         # vLLM's class of it was not compared with the declaration. It could join weights in another order, which no shape would show.
-        return "the architecture is declared by the user" if self.architecture else None
+        return "the architecture is declared by the user" if checkpoint.architecture else None
 
     @property
     def selection(self) -> dict[str, Any]:
@@ -122,9 +124,13 @@ class Options:
         return {"weights": self.weights or None, "strip_prefix": self.strip_prefix, "drop_unknown": self.drop_unknown}
 
     def opened(self, path: str, model: str) -> Any:
-        """The opened checkpoint at a path. model: the directory of the model's config."""
+        """The opened checkpoint at a path, or around it: verl puts the model's files into a folder in the checkpoint. model: the
+        directory of the model's config."""
         import reshard
+        from reshard.requests.opening import is_bare
 
+        if os.path.basename(os.path.abspath(path)) == _VERL_FOLDER and is_bare(path):
+            path = os.path.dirname(os.path.abspath(path))
         about: dict[str, Any] = {"format": self.format or None, "vocab_size": self.vocab_size or None}
         return reshard.open(path, model=model, architecture=self.architecture or None, **about)
 
@@ -219,7 +225,7 @@ def load(model: Any, model_config: Any, options: Options) -> None:
     files = _CountingFiles(opened.files)
     checkpoint = replace(opened, files=files)
     selection = options.selection
-    reason = options.reason_for_whole_tensors or worker.unusual_experts
+    reason = options.reason_for_whole_tensors(checkpoint) or worker.unusual_experts
     layout = options.layout or _layout_beside(path, _config_folder(model_config))
     # The shapes of the parameters are compared with it, so a platform that allocates other ones is noticed.
     by_layout: dict[str, Any] = {"layout": layout, "accept_platform": True} if layout else {}
@@ -251,7 +257,7 @@ def load(model: Any, model_config: Any, options: Options) -> None:
         )
     seconds = time.monotonic() - began
     nbytes = f"{files.nbytes:,}"
-    _log().info("reshard: %s: %s from %s (%s), %s bytes in %.1f s", worker, way, path, checkpoint.format, nbytes, seconds)
+    _log().info("reshard: %s: %s from %s (%s), %s bytes in %.1f s", worker, way, checkpoint.path, checkpoint.format, nbytes, seconds)
 
 
 def _layout_beside(*folders: str | Path | None) -> str:

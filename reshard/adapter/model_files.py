@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+DECLARATION = "reshard.architecture.yaml"
+"""Declares the architecture of a model that is not built in. reshard writes it beside config.json, and reads it there."""
 TOKENIZERS = (
     ("tokenizer.json",),  # Hugging Face tokenizers
     ("*.model",),  # SentencePiece: tokenizer.model, spiece.model, sentencepiece.bpe.model; Kimi's tiktoken.model
@@ -45,6 +47,7 @@ CARRIED = (
     "added_tokens.json", "chat_template*", "preprocessor_config.json", "processor_config.json", "configuration_*.py", "modeling_*.py",
 )  # fmt: skip
 _MOST_CARRIED = 1 << 28
+_MOST_DECLARED = 1 << 20
 # Where trainers put the Hugging Face files of a run: in the checkpoint's folder, or in this folder below it (verl).
 _FOLDERS = ("", "huggingface/")
 # Where trainers put the settings of a LoRA adapter (verl: lora_adapter/).
@@ -79,6 +82,8 @@ class ModelFiles:
     """The settings of the checkpoint's LoRA adapter: the content of its adapter_config.json; None if there is none."""
     carries_adapter: bool = False
     """Whether the target holds the adapter beside the weights, so that its settings are written too."""
+    declaration: bytes | None = None
+    """The user's declaration of the architecture, which goes along with config.json; None: the model's architecture is not declared so."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -123,13 +128,19 @@ class ModelFiles:
         return replace(self, config=config, settings_from=settings_from, derived=True), (note,)
 
     @property
+    def declared_in(self) -> str:
+        """The path of the declaration beside config.json, for messages."""
+        return f"{self.files.root.rstrip('/')}/{self.folder}{DECLARATION}"
+
+    @property
     def path(self) -> str | None:
         """The directory that `--model` would name for this config; None without a config file."""
         return f"{self.files.root}/{self.folder}" if self.config is not None and not self.derived else None
 
     def contents(self) -> dict[str, bytes]:
         """The content of the files, by name: with them another machine does without this folder."""
-        places = _carried(self.files, self.folder) | {name: (self.files, self.folder + name) for name in (CONFIG, *self.settings_files)}
+        own = (CONFIG, *self.settings_files, *([DECLARATION] if self.declaration is not None else []))
+        places = _carried(self.files, self.folder) | {name: (self.files, self.folder + name) for name in own}
         return {name: read_whole(*place, limit=_MOST_CARRIED) for name, place in places.items()}
 
     @property
@@ -153,6 +164,8 @@ class ModelFiles:
         sidecars = [Sidecar(name, content=read_whole(*place, limit=_MOST_CARRIED)) for name, place in sorted(self.carried.items())]
         if self.carries_adapter and self.adapter_config is not None:
             sidecars.append(Sidecar(ADAPTER_CONFIG, (json.dumps(self.adapter_config, indent=2) + "\n").encode()))
+        if self.declaration is not None:
+            sidecars.append(Sidecar(DECLARATION, self.declaration))
         if self.config is not None:
             sidecars.append(Sidecar(CONFIG, self._config_for(dtypes, main)))
         return tuple(sidecars)
@@ -192,12 +205,14 @@ def find_model_files(files: Files) -> ModelFiles:
     if folder is None:
         return ModelFiles(files, "", None)
     config = read_json(files, folder + CONFIG)
+    declared = files.size(folder + DECLARATION) is not None
+    declaration = read_whole(files, folder + DECLARATION, limit=_MOST_DECLARED) if declared else None
     names = tuple(name for name in SETTINGS_FILES if files.size(folder + name) is not None)
     if not names or quantization_settings(config):
-        return ModelFiles(files, folder, config, names)
+        return ModelFiles(files, folder, config, names, declaration=declaration)
     # The settings of a quantization stand beside config.json.
     settings = settings_of_file(names[0], read_json(files, folder + names[0]))
-    return ModelFiles(files, folder, {**config, SETTING: settings}, names, settings_from=names[0])
+    return ModelFiles(files, folder, {**config, SETTING: settings}, names, settings_from=names[0], declaration=declaration)
 
 
 def find_adapter_config(files: Files) -> dict[str, Any] | None:

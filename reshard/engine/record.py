@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,7 +126,7 @@ _FixedBytes = dict[str, tuple[Ranges, str]]
 
 def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
     document, model, target = plan.to_json(tensors=False), plan.content.model, plan.target
-    declared_in, combined = model.architecture.declared_in if model else None, plan.content.combined
+    combined = plan.content.combined
     request = {
         "target": document["target"],
         "totals": document["totals"],
@@ -136,7 +135,7 @@ def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
         "keep_dtype": [*target.keep_dtype, *sorted(target.dtype_kept_for)],
         "selection": asdict(plan.content.selection),
         "config": dict(model.config) if model else None,
-        "architecture": Path(declared_in).read_text() if declared_in else model.architecture.model_type if model else None,
+        "architecture": model and (model.architecture.declaration or model.architecture.model_type),
         "files": fixed,
         "small_files": {sidecar.path: content_digest(sidecar.content) for sidecar in plan.layout.sidecars},
     }

@@ -257,6 +257,8 @@ class Architecture:
     """The model's class in transformers, by which engines choose their own class; None if the declaration does not say it."""
     declared_in: str | None = None
     """The file that declares it; None for a built-in model."""
+    declaration: str | None = None
+    """The text of that file; None for a built-in model."""
 
     def by_expert(self) -> Architecture:
         """The architecture of the same model with the weights of each expert under names of their own, where such names are known."""
@@ -299,7 +301,7 @@ class Architecture:
                 declared.insert(1 + _predecessor(weight.name, names, present, kept), weight)
                 replaced.add(weight.name)
         declared = [weight for weight in declared if id(weight) not in removed]
-        fields = {"like": None, "engines": {}, "frameworks": {}, "class_name": None, "declared_in": None, **fields}
+        fields = {"like": None, "engines": {}, "frameworks": {}, "class_name": None, "declared_in": None, "declaration": None, **fields}
         return replace(self, model_type=model_type, weights=tuple(declared), dimensions={**self.dimensions, **(dimensions or {})}, **fields)
 
 

@@ -153,20 +153,29 @@ def read_architecture(path: str | os.PathLike[str]) -> Architecture:
         raise RequestError(
             f"`architecture=` {os.fspath(path)}: this is a directory; a declared model or a file with a declaration is expected"
         )
-    declared = replace(_read(Path(path), os.fspath(path), find_architecture), declared_in=os.fspath(path))
+    declared = declared_by(_content(Path(path)), os.fspath(path))
+    assert declared is not None, "the file has a content"
+    return declared
+
+
+def declared_by(content: bytes | None, where: str) -> Architecture | None:
+    """The architecture that the content of a user's file declares; None without a content. Raises: as `read_architecture` does."""
+    if content is None:
+        return None
+    declared = replace(parse_declaration(content, where, find_architecture), declared_in=where, declaration=content.decode())
     built_in = None if declared.engines or declared.like else find_architecture(declared.model_type)
     return replace(declared, engines=built_in.engines, frameworks=built_in.frameworks) if built_in else declared
 
 
 def declared_at(architecture: Architecture, weight: Weight) -> str | None:
     """The file of the user that declares an architecture, with the line of a weight if the file names it; None for a built-in one."""
-    if architecture.declared_in is None:
+    if architecture.declared_in is None or architecture.declaration is None:
         return None
     # Files write `*` where a name has the number of a layer or of an expert.
     name = r"(?:\*|\{\w+\})".join(map(re.escape, re.split(r"\{\w+\}", weight.name)))
     key = re.compile(rf"""['"]?{name}['"]?\s*:""")
-    lines = Path(architecture.declared_in).read_text(encoding="utf-8").splitlines()
-    found = next((number for number, line in enumerate(lines, 1) if key.match(line.strip())), None)
+    lines = enumerate(architecture.declaration.splitlines(), 1)
+    found = next((number for number, line in lines if key.match(line.strip())), None)
     return architecture.declared_in if found is None else f"{architecture.declared_in}, line {found},"
 
 
@@ -175,7 +184,9 @@ def declaration_text(model_type: str) -> str:
     architecture = find_architecture(model_type)
     if architecture is None:
         raise RequestError(f"no model is declared as {model_type!r}", do=f"{choices(model_type, known_model_types())}; {LISTED_BY}")
-    path = Path(architecture.declared_in or _built_in_file(_file_name(architecture.model_type)))
+    if architecture.declaration is not None:
+        return architecture.declaration
+    path = _built_in_file(_file_name(architecture.model_type))
     if not path.is_file():
         raise RequestError(f"{model_type} is declared by a package as a Python object, and not in a file")
     return _content(path).decode()
@@ -205,7 +216,7 @@ def _find(model_type: str, extending: tuple[str, ...], language_model: str | Non
     find = partial(_find, extending=(*extending, name))
     path = _built_in_file(name)
     if path.is_file():
-        return _read(path, f"reshard/architectures/{path.name}", find, language_model)
+        return parse_declaration(_content(path), f"reshard/architectures/{path.name}", find, language_model)
     point = _entry_points().get(name)
     return _loaded(point, find) if point else None
 
@@ -225,16 +236,13 @@ def _loaded(point: EntryPoint, find: Find) -> Architecture:
     if isinstance(declared, Architecture):
         return declared
     if isinstance(declared, str | os.PathLike):
-        return replace(_read(Path(declared), os.fspath(declared), find), declared_in=os.fspath(declared))
+        content, where = _content(Path(declared)), os.fspath(declared)
+        return replace(parse_declaration(content, where, find), declared_in=where, declaration=content.decode())
     raise RequestError(
         f"the entry point {point.name} of the group {GROUP} is a {type(declared).__name__}; an Architecture or a path is expected",
         where=point.value,
         do="Update or remove the package that brings it",
     )
-
-
-def _read(path: Path, where: str, find: Find, language_model: str | None = None) -> Architecture:
-    return parse_declaration(_content(path), where, find, language_model)
 
 
 def _content(path: Path) -> bytes:

@@ -33,7 +33,15 @@ from reshard.index.coverage import check_index
 from reshard.index.index import Index
 from reshard.models.architecture import Architecture
 from reshard.models.known_models import known_config, with_known_name
-from reshard.models.lookup import changed_keys, find_model, model_type_of, named_architecture, unknown_architecture
+from reshard.models.lookup import (
+    changed_keys,
+    declared_by,
+    find_architecture,
+    find_model,
+    model_type_of,
+    named_architecture,
+    unknown_architecture,
+)
 from reshard.models.model import Model
 from reshard.models.quantization import unknown_quantization
 from reshard.plans.manifest import check_listed_files, usable_manifest
@@ -187,7 +195,6 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
 def _unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Checkpoint]:
     """The checkpoint that lies at a path itself, and its format."""
     name, model, architecture = options.get("format"), options.get("model"), options.get("architecture")
-    declared = named_architecture(architecture) if architecture is not None else None
     files = open_tree(path)
     unfinished = None if is_url(path) else _unfinished(Path(path))
     if unfinished and (unfinished.committing or files.list() == (f"{WORK_FOLDER}/",)):
@@ -207,8 +214,12 @@ def _unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Chec
             raise unfinished.refusal() from None
         raise
     model_files = find_model_files_near(files)
+    named = None if architecture is None else named_architecture(architecture)
+    declared = named or declared_by(model_files.declaration, model_files.declared_in)
     if model is not None:
         model_files = _model_files_at(model, model_files, declared, wins=options.get("model_wins", False))
+        declared = declared or declared_by(model_files.declaration, model_files.declared_in)
+    model_files = replace(model_files, declaration=_declaration(declared, model_files.config or {}))
     if (adapter_config := find_adapter_config(files)) is not None:
         model_files = replace(model_files, adapter_config=adapter_config)
     with _read_as_claims(os.fspath(path)), gc_paused(), blaming_the_parent(model_files):
@@ -241,6 +252,14 @@ def _with_agreed_config(index: Index, model_files: ModelFiles, declared: Archite
     inner = model.architecture.text_config
     change = f"the config ties a head that is not stored ({KEY}: true), and {inner} does not; {inner} is changed, as vLLM 0.32 reads it"
     return replace(model_files, config=agreed, derived=True, changes=(change,))
+
+
+def _declaration(declared: Architecture | None, config: Mapping[str, Any]) -> bytes | None:
+    """The declaration that an output needs beside its config, to be read without `architecture`; None if the config is enough."""
+    if declared is None or (declared.declaration is None and declared.model_type == model_type_of(config)):
+        return None
+    text = declared.declaration or f"language: 2\nmodel_type: {declared.model_type}\nextends: {declared.model_type}\n"
+    return text.encode() if declared.declaration or find_architecture(declared.model_type) else None
 
 
 def _hints(model_files: ModelFiles, options: Mapping[str, Any], declared: Architecture | None) -> Hints:
@@ -331,7 +350,8 @@ def model_at(path: PathLike, architecture: Architecture | PathLike | None = None
         files = open_tree(path)
     except RequestError as error:
         raise with_known_name(error, path) from None
-    return model_of(find_model_files(files).config or open(path).model_files.config, architecture)
+    found = find_model_files(files)
+    return model_of(found.config or open(path).model_files.config, architecture or declared_by(found.declaration, found.declared_in))
 
 
 def model_of(config: Mapping[str, Any] | None, architecture: Architecture | PathLike | None = None) -> Model:

@@ -200,7 +200,7 @@ class PlanFile:
 def _order_of(sources: Sequence[Checkpoint], asked: Mapping[str, Any]) -> Order:
     # Of several sources, some were opened without an option that they do not need.
     opened_with = {key: value for source in sources for key, value in source.options.items() if value is not None}
-    if declared := next((source.architecture for source in sources if source.architecture), None):
+    if "architecture" in opened_with and (declared := next((source.architecture for source in sources if source.architecture), None)):
         opened_with["architecture"] = declared.declared_in or declared.model_type
     with_model = next((source for source in sources if source.options.get("model") is not None), sources[0])
     given = {key: value for key, value in asked.items() if value is not None}

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, Unpack
 
 from reshard.adapter import registry
-from reshard.adapter.model_files import CARRIED, CONFIG
+from reshard.adapter.model_files import CARRIED, CONFIG, DECLARATION
 from reshard.engine.conversion import Conversion, check_nothing_is_missing, destination_at
 from reshard.engine.destinations.destination import Destination
 from reshard.engine.events import event
@@ -371,8 +371,11 @@ def may_replace(destination: Destination, plan: Plan, existing: Existing) -> tup
             why="Only checkpoints are replaced",
             do=f"Choose another {kind}, or remove its content yourself",
         )
-    carried = _matching(entries, *CARRIED, CONFIG, *RECORDS)
-    return destination.existing(dict.fromkeys((*carried, *records, *weights)))
+    carried = _matching(entries, *CARRIED, CONFIG, DECLARATION, *RECORDS)
+    # An old declaration beside the new config.json would say how the new weights are split.
+    beside = (sidecar.path.rpartition("/") for sidecar in plan.layout.sidecars)
+    declarations = [f"{folder}{slash}{DECLARATION}" for folder, slash, name in beside if name == CONFIG]
+    return destination.existing(dict.fromkeys((*carried, *declarations, *records, *weights)))
 
 
 def _matching(entries: Sequence[str], *globs: str) -> list[str]:

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.fixture_places import DCP, FIXTURES, HF, open_case
+from helpers.fixture_places import DCP, FIXTURES, FSDP, HF, open_case
 
+import reshard as library
 from reshard.errors import CheckpointError, RequestError
 
 (POINT,) = (point for point in entry_points(group="vllm.general_plugins") if point.name == "reshard")
@@ -141,9 +142,16 @@ def test_an_option_that_is_none_is_refused_with_those_there_are(given, told):
 
 
 def test_whole_tensors_are_read_where_the_user_says_so_or_declares_the_architecture():
-    assert plugin.Options().reason_for_whole_tensors is None
-    assert "asks for it" in plugin.Options(whole_tensors=True).reason_for_whole_tensors
-    assert "declared by the user" in plugin.Options(architecture="mine.yaml").reason_for_whole_tensors
+    plain, declared = (library.open(HF / "llama", architecture=architecture) for architecture in (None, "qwen2"))
+    assert plugin.Options().reason_for_whole_tensors(plain) is None
+    assert "asks for it" in plugin.Options(whole_tensors=True).reason_for_whole_tensors(plain)
+    assert "declared by the user" in plugin.Options().reason_for_whole_tensors(declared)
+
+
+def test_verls_folder_of_the_model_leads_to_the_checkpoint_around_it():
+    actor = FSDP / "verl" / "checkpoint"
+    opened = plugin.Options().opened(str(actor / "huggingface"), str(actor / "huggingface"))
+    assert (opened.format, opened.path) == ("fsdp", str(actor))
 
 
 def test_options_that_are_not_given_have_their_defaults():
