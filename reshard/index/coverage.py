@@ -199,7 +199,7 @@ def _some(names: list[str], most: int = 4) -> str:
 def sharding_text(tensor: Tensor) -> str:
     """How a tensor is cut, for messages: "whole", "4 along axis 0", "2 x 4 along axes 0, 1" or "7 boxes, cut between elements".
 
-    The number of replicas follows, if there are any: "whole, 7 replicas". A tensor without elements is "empty".
+    The number of copies follows, if there are several: "whole, 8 copies". A tensor without elements is "empty".
     """
     shards = tensor.shards
     rows = np.flatnonzero(primary_rows(shards) & (shards.sizes > 0).all(axis=1))
@@ -213,4 +213,7 @@ def sharding_text(tensor: Tensor) -> str:
         if math.prod(parts) != len(rows):  # a flat buffer is cut between any two elements: a part of a row, rows, a part of a row
             text = f"{len(rows)} boxes, cut between elements"
     stored = int((shards.sizes > 0).all(axis=1).sum())
-    return text if stored == len(rows) else f"{text}, {plural(stored - len(rows), 'replica')}"
+    copies, rest = divmod(stored, len(rows))
+    if rest:
+        return f"{text}, and {plural(stored - copies * len(rows), 'part')} once more"
+    return text if copies == 1 else f"{text}, {copies} copies"

@@ -60,8 +60,10 @@ class Fold:
     """The part of the name, such as "layers.{0..31}" or "up_proj.weight"; empty for the whole tree."""
     numbers: tuple[int, ...]
     """The numbers that the branch stands for, such as those of layers; empty for a branch without a number."""
+    names: int
+    """How many names it stands for: those of weights, where it has weights."""
     tensors: int
-    """How many tensors it stands for, optimizer state included."""
+    """How many tensors have these names, optimizer state included."""
     elements: int
     """The number of their elements."""
     nbytes: int
@@ -70,6 +72,14 @@ class Fold:
     """For a leaf: the tensors of the first name that it stands for, the weight first; empty for a branch."""
     children: tuple[Fold, ...] = ()
     """The branches below, in the model's order; empty for a leaf."""
+
+    @property
+    def count(self) -> int | str:
+        """How many names it stands for, and how many tensors each has if not one, such as "32 x4" with two moments and a step count."""
+        if self.names == self.tensors:
+            return self.names
+        each, rest = divmod(self.tensors, self.names)
+        return f"{self.names:,} ({self.tensors:,} tensors)" if rest else f"{self.names:,} x{each}"
 
     @property
     def state(self) -> str:
@@ -154,6 +164,7 @@ def _branch(name: str, numbers: tuple[int, ...], children: tuple[Fold, ...]) -> 
     return Fold(
         name,
         numbers,
+        sum(child.names for child in children),
         sum(child.tensors for child in children),
         sum(child.elements for child in children),
         sum(child.nbytes for child in children),
@@ -210,4 +221,4 @@ def _frozen(value: Any, known: dict[object, int]) -> int:
 def _leaf(name: str, numbers: tuple[int, ...], number: int, times: int, classes: _Classes) -> Fold:
     stored = classes.stored[number]
     elements, nbytes = sum(tensor.elements for tensor in stored), sum(tensor.nbytes for tensor in stored)
-    return Fold(name, numbers, times * len(stored), times * elements, times * nbytes, stored)
+    return Fold(name, numbers, times, times * len(stored), times * elements, times * nbytes, stored)

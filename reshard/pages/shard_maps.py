@@ -45,7 +45,7 @@ def shard_map(tree: Fold) -> Html:
     names = table(
         ("", "tensors, from left to right", "count", "shape", "sharding"),
         [
-            (number + 1, family_name(tree, leaf), leaf.tensors, str(list(leaf.stored[0].shape)), sharding_text(leaf.stored[0]))
+            (number + 1, family_name(tree, leaf), leaf.count, str(list(leaf.stored[0].shape)), sharding_text(leaf.stored[0]))
             for number, leaf in enumerate(in_order)
         ],
     )

@@ -28,7 +28,7 @@ def test_the_table_says_what_each_gpu_holds_and_why_not(folder):
 
 def test_what_does_not_fit_is_said(folder):
     shown = reshard("degrees", folder, "--to", "vllm", "--tp", "1", "--gpu-memory", "80GiB")
-    assert "63.8 GB too much" in shown.out
+    assert "lacks 63.8 GB" in shown.out
 
 
 def test_the_document_has_stable_keys():

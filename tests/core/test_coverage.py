@@ -74,7 +74,7 @@ def test_the_text_says_how_a_tensor_is_cut():
     assert sharding_text(tensor((8, 6), whole.split(0, 4))) == "4 along axis 0"
     grid = [box for row in whole.split(0, 2) for box in row.split(1, 3)]
     assert sharding_text(tensor((8, 6), grid)) == "2 x 3 along axes 0, 1"
-    assert sharding_text(tensor((8, 6), [*whole.split(0, 2)] * 2)) == "2 along axis 0, 2 replicas"
+    assert sharding_text(tensor((8, 6), [*whole.split(0, 2)] * 2)) == "2 along axis 0, 2 copies"
 
 
 @given(st.data(), shapes(min_dims=1, max_dims=2))

@@ -80,7 +80,7 @@ def _cells(row: DegreeRow, has_experts: bool) -> tuple[object, ...]:
     cells: list[object] = [sizes.tp, sizes.pp, *([sizes.ep] if has_experts else []), sizes.tp * sizes.pp]
     cells += [_bytes(fullest.weights), _bytes(fullest.replicated), _bytes(row.cache_per_token)]
     if capacity:
-        cells += [_bytes(capacity.nbytes) if capacity.nbytes > 0 else f"{_bytes(-capacity.nbytes)} too much", capacity.tokens]
+        cells += [_bytes(capacity.nbytes) if capacity.nbytes > 0 else f"lacks {_bytes(-capacity.nbytes)}", capacity.tokens]
         cells += [] if capacity.sequences is None else [capacity.sequences]
     return tuple(cells)
 

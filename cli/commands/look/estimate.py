@@ -78,7 +78,8 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
     if as_json:
         show_json({**estimate_document(found[-1]), **_list_document(found, fitting)})
         return
-    of = f"{found[0].parameters:,} parameters ({count_text(found[0].parameters)})"
+    exact, short = f"{found[0].parameters:,}", count_text(found[0].parameters)
+    of = f"{exact} parameters" + (f" ({short})" if short != exact else "")
     if len(found) == 1:
         show_estimate(of, found[0])
     else:

@@ -333,7 +333,18 @@ class Inspection:
             engine = "vllm" if "vllm" in engines else min(engines)
             tp = self._smallest_tp(engines[engine])
             return f"reshard convert {path} out --to {engine} --tp {tp}{about_model}" if tp else None
+        if self.index.format == "hf" and self.has_undeclared_model:
+            return f"reshard architectures --start {path} > my.yaml"
         return f"reshard convert {path} out --to hf{about_model}"
+
+    @property
+    def has_undeclared_model(self) -> bool:
+        """Whether the config names a model that nobody has declared, and that a declaration would make known."""
+        from reshard.models.lookup import draft_class
+        from reshard.models.quantization import unknown_quantization
+
+        config = self.config
+        return config is not None and self.checkpoint.model is None and not (draft_class(config) or unknown_quantization(config))
 
     def _smallest_tp(self, sizes: tuple[int, ...]) -> int | None:
         """The smallest of these tensor-parallel sizes at which a GPU of 80 GB has room for its part of the weights; None if none has."""
@@ -545,7 +556,7 @@ def _show_tree(tree: Fold, view: TreeView, below: int) -> None:
         kind = f" ({first.kind})" if first and first.kind != "weight" else ""
         about = (first.dtype.name, shape_text(first.shape), sharding_text(first)) if first else ("", "", "")
         share = bar_text(branch.nbytes / tree.nbytes if tree.nbytes else 0)
-        cells.append(("  " * level + branch.name + kind, branch.tensors, *about, branch.state, nbytes_text(branch.nbytes), share))
+        cells.append(("  " * level + branch.name + kind, branch.count, *about, branch.state, nbytes_text(branch.nbytes), share))
     has_state = any(branch.state for _, branch in rows)
     show_table(cells, ("tensor", "count", "dtype", "shape", "sharding", "with" if has_state else "", "bytes", ""), optional=(7, 5, 4))
     if more:
