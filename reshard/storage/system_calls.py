@@ -55,6 +55,9 @@ def system_errors(action: str, where: str | os.PathLike[str]) -> Iterator[None]:
 def system_refusal(error: OSError, action: str, where: str | os.PathLike[str]) -> SystemRefusal:
     """The error for the user when the system refuses a call. action: what cannot be done, as a participle."""
     path = os.fspath(error.filename if isinstance(error.filename, str | os.PathLike) else where)
+    if action == "created" and error.errno == errno.ENOENT and os.path.isdir(parent := os.path.dirname(os.path.abspath(path))):
+        # What the system says of a virtual file system, such as that of /proc.
+        return SystemRefusal(f"cannot be created: {parent} takes no new files", where=str(path), do="Choose a directory on a disk")
     return SystemRefusal(
         f"cannot be {action}: {error.strerror or error}",
         where=str(path),

@@ -36,12 +36,9 @@ class FsspecStore:
             known = scheme in fsspec.available_protocols()
             found: tuple[Any, str] = fsspec.core.url_to_fs(url, **options) if known else (None, "")
         except ImportError:
-            needed = f"fsspec {package}" if package else "fsspec"
-            raise UnsupportedError(
-                f"{scheme}:// paths need {needed.replace(' ', ' and ')}, which is not installed",
-                where=url,
-                do=f"Install it: pip install {needed}",
-            ) from None
+            needed = f"fsspec and {package}, which are not both installed" if package else "fsspec, which is not installed"
+            packages = "'reshard[hub]'" if package == "huggingface_hub" else f"fsspec {package or ''}".rstrip()
+            raise UnsupportedError(f"{scheme}:// paths need {needed}", where=url, do=f"Install: pip install {packages}") from None
         except (TypeError, ValueError) as error:
             raise RequestError(f"this URL or a `storage_option=` is not understood: {error}", where=url) from None
         self._files, self._root = found

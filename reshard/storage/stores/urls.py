@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 from reshard.storage.stores.store import Store, StoreTraffic
 
+# The page of a model, or of a file or folder of it, on the Hugging Face Hub; the addresses of its files contain /resolve/.
+_HUB_PAGE = re.compile(
+    r"https?://(?:www\.)?(?:huggingface|hf)\.co/(?!api/|datasets/|spaces/)([\w.-]+/[\w.-]+)(?:/(?:tree|blob)/([\w.-]+)(?:/.*)?)?/?"
+)
 OBJECT_STORES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 """The schemes that obstore serves."""
 opened: deque[tuple[str, StoreTraffic]] = deque(maxlen=1000)
@@ -51,6 +56,13 @@ def open_store(url: str) -> Store:
     Raises: UnsupportedError with the command that installs what is missing; RequestError for an option that the store does not know.
     """
     scheme = url.partition("://")[0].lower()
+    if page := _HUB_PAGE.fullmatch(url):
+        revision = f"@{page[2]}" if page[2] not in (None, "main") else ""
+        raise UnsupportedError(
+            "this is a page of the Hugging Face Hub, and not the files of the model",
+            where=url,
+            do=f"Give hf://{page[1]}{revision}, or the folder that `hf download {page[1]} --local-dir {page[1].partition('/')[2]}` makes",
+        )
     if scheme in ("http", "https"):
         from reshard.storage.stores.web_backend import WebStore
 
