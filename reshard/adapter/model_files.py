@@ -54,6 +54,15 @@ _FOLDERS = ("", "huggingface/")
 _ADAPTER_FOLDERS = ("", "lora_adapter/", "huggingface/")
 # verl saves r, lora_alpha and task_type here, and trains with alpha / r (utils/checkpoint/fsdp_checkpoint_manager.py since 0.5).
 _VERL_ADAPTER = "lora_train_meta.json"
+# ms-swift saves the arguments of each run here; its names of an adapter's settings -> PEFT's (MegatronTunerMixin of ms-swift 4).
+_SWIFT_ARGUMENTS = "args.json"
+_OF_SWIFT = {
+    "lora_rank": "r",
+    "lora_alpha": "lora_alpha",
+    "use_rslora": "use_rslora",
+    "lora_bias": "bias",
+    "model": "base_model_name_or_path",
+}
 
 
 @value
@@ -220,9 +229,20 @@ def find_adapter_config(files: Files) -> dict[str, Any] | None:
     paths = [*(folder + ADAPTER_CONFIG for folder in _ADAPTER_FOLDERS), _VERL_ADAPTER]
     found = next((path for path in paths if files.size(path) is not None), None)
     if found is None:
-        return None
+        return _settings_of_swift(files)
     settings = _checked_settings(read_json(files, found), found)
     return {**settings, "use_rslora": False} if found == _VERL_ADAPTER else settings
+
+
+def _settings_of_swift(files: Files) -> dict[str, Any] | None:
+    """The settings of an adapter that ms-swift trained with Megatron, from the arguments of its run; None if there are none."""
+    if files.size(_SWIFT_ARGUMENTS) is None:
+        return None
+    arguments = read_json(files, _SWIFT_ARGUMENTS)
+    if str(arguments.get("tuner_type", arguments.get("train_type"))) != "lora" or "lora_alpha" not in arguments:
+        return None
+    settings = {name: arguments[key] for key, name in _OF_SWIFT.items() if arguments.get(key) is not None}
+    return _checked_settings({**settings, "use_rslora": bool(arguments.get("use_rslora"))}, _SWIFT_ARGUMENTS)
 
 
 # The settings of an adapter that are read, and the types that they have in PEFT.

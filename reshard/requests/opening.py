@@ -84,6 +84,15 @@ def opened(source: Checkpoint | PathLike, *, is_alone: bool = True, **options: U
         return _open(source, own)
 
 
+def adapter_of(base: Checkpoint, path: PathLike) -> Checkpoint:
+    """The LoRA adapter at a path, which is to be merged into a base. The config of the base tells how Megatron lays one out, if the adapter
+    has none of its own."""
+    found = open(path)
+    if found.model_files.config is not None or registry.named(found.format).holds_adapters or base.model_files.path is None:
+        return found
+    return open(path, model=base.model_files.path, architecture=base.architecture)
+
+
 def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) -> tuple[Checkpoint, Checkpoint]:
     """Open two checkpoints that are to be compared.
 

@@ -41,7 +41,7 @@ from reshard.plans.plan import Order, Plan
 from reshard.plans.summary import drops
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import OpenOptions
-from reshard.requests.opening import opened
+from reshard.requests.opening import adapter_of, opened
 from reshard.requests.planning import plan_conversion
 from reshard.requests.request import ConversionRequest
 from reshard.storage.files import Files, VirtualFiles, inside, read_range
@@ -69,7 +69,8 @@ def planned(source: Checkpoint, request: ConversionRequest, asked: Mapping[str, 
             why="A conversion writes one checkpoint",
             do="Add `average=`, or convert each by itself",
         )
-    found = replace(plan_conversion(source, request, request.opened_adapter(opened), others), order=_order_of((source, *others), asked))
+    adapter = request.opened_adapter(partial(adapter_of, source))
+    found = replace(plan_conversion(source, request, adapter, others), order=_order_of((source, *others), asked))
     _log_planned(found, time.monotonic() - began)
     return found
 

@@ -480,11 +480,11 @@ def _with_adapter(draft: Draft, adapter: Checkpoint) -> Draft:
     from reshard.canonical.lora import LoraSettings
 
     config = adapter.model_files.adapter_config
-    if config is None or not all(tensor.kind == "adapter" for tensor in adapter.index.tensors):
+    if config is None or not all(map(is_of_adapter, adapter.index.tensors)):
         raise RequestError(
             f"`merge_adapter=`: there is no adapter in PEFT's form: {ADAPTER_CONFIG} and adapter_model.safetensors",
             where=adapter.path,
-            why="The scale of an adapter is in that file",
+            why="The scale of an adapter is in that file, or in the args.json of ms-swift",
             do="Write the adapter of a training checkpoint with `to=peft` first, and name its directory",
         )
     relocation = Relocation(partial(JoinedFiles.path_in, adapter.files))

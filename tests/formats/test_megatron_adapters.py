@@ -5,13 +5,18 @@ import shutil
 from importlib import import_module
 
 import pytest
+import torch
 from helpers.fixture_places import FIXTURES, described, open_case, truth
+from helpers.reshard_command import reshard as reshard_command
+from safetensors.torch import load_file
 
 import reshard
+from reshard.adapter.model_files import find_adapter_config
 from reshard.canonical.renaming import PREFIX
 from reshard.errors import IncompleteError, UnsupportedError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined, stacked
+from reshard.storage.files import LocalFiles
 
 layout = import_module("reshard.formats.megatron.layout.adapters")
 by_halves, with_factors = layout.by_halves, layout.with_factors
@@ -40,7 +45,7 @@ def test_an_adapter_is_written_as_megatron_bridge_exports_it(case, tmp_path):
     assert config["target_modules"] == sorted({name.split(".")[-3] for name in adapter_of(case)})
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "llama-alone"])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("llama-alone", "llama-swift")])
 def test_base_and_adapter_are_separated(case, tmp_path):
     folder = FIXTURES / "megatron_lora" / case
     plan = reshard.plan(open_case(folder), to="hf", drop_adapter=True)
@@ -60,6 +65,66 @@ def test_the_adapter_of_a_checkpoint_is_merged_into_its_base_cut_for_any_ranks(t
     assert reshard.verify(tmp_path / "merged", tmp_path / "hf").equal
     assert reshard.verify(tmp_path / "hf", tmp_path / "vllm").equal
     assert not reshard.verify(tmp_path / "base", tmp_path / "hf").equal
+
+
+SWIFT = FIXTURES / "megatron_lora" / "llama-swift"
+
+
+def test_ms_swifts_adapter_needs_no_option_but_the_model(tmp_path):
+    """args.json beside the save tells the scale and the base; its args hold no size of the model."""
+    result = reshard_command("convert", SWIFT / "checkpoint", tmp_path / "adapter", "--to", "peft", "--model", SWIFT / "model")
+    assert result.code == 0 and "use_rslora: nothing says" not in result.out
+    assert tensors_of(reshard.open(tmp_path / "adapter")) == adapter_of("llama-swift")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert {key: config[key] for key in ("r", "lora_alpha", "use_rslora", "base_model_name_or_path")} == {
+        "r": 4, "lora_alpha": 6, "use_rslora": False, "base_model_name_or_path": "the base",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("to", "sizes"), [("hf", ()), ("vllm", ("--tp", 2))])
+def test_ms_swifts_adapter_is_merged_into_a_base_by_its_folder(tmp_path, to, sizes):
+    """The base's config lays it out. The values are those of numpy on whole matrices: base + 6 / 4 * (B x A), rounded once."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    reshard.convert(reshard.plan(open_case(FIXTURES / "megatron_lora" / "llama-canonical"), to="hf", drop_adapter=True), base)
+    stored = load_file(base / "model.safetensors")
+    reshard.convert(reshard.plan(reshard.open(SWIFT / "checkpoint", model=SWIFT / "model"), to="peft"), adapter)
+    merged = reshard_command("convert", base, tmp_path / "merged", "--to", to, *sizes, "--merge-adapter", SWIFT / "checkpoint")
+    assert merged.code == 0, merged.err
+    factors, found = load_file(adapter / "adapter_model.safetensors"), reshard.open(tmp_path / "merged").tensors()
+    found = {name: tensor.torch() for name, tensor in found.items()}
+    adapted = {name for name in stored if f"{PREFIX}{name.removesuffix('.weight')}.lora_B.weight" in factors}
+    assert len(adapted) == 7
+    for name, value in stored.items():
+        module = f"{PREFIX}{name.removesuffix('.weight')}"
+        update = factors[f"{module}.lora_B.weight"].float() @ factors[f"{module}.lora_A.weight"].float() * 1.5 if name in adapted else 0
+        assert torch.equal(found[name], (value.float() + update).bfloat16()), name
+
+
+def test_without_the_model_ms_swifts_adapter_is_not_written_with_fused_layers(tmp_path):
+    shown = reshard_command("convert", SWIFT / "checkpoint", tmp_path / "out", "--to", "peft")
+    assert shown.code == 2 and "`model=DIR`" not in shown.err and "--model DIR" in shown.err and not (tmp_path / "out").exists()
+    looked = reshard_command("inspect", SWIFT / "checkpoint")
+    assert f"next      reshard convert BASE merged --to hf --merge-adapter {SWIFT / 'checkpoint'}" in looked.out
+
+
+def test_args_of_a_run_that_trained_no_adapter_say_nothing_of_one(tmp_path):
+    arguments = json.loads((SWIFT / "checkpoint" / "args.json").read_text())
+    for given, found in (({}, 6), ({"tuner_type": "full"}, None)):
+        (tmp_path / "args.json").write_text(json.dumps({**arguments, **given}))
+        settings = find_adapter_config(LocalFiles(tmp_path))
+        assert (settings and settings["lora_alpha"]) == found
+
+
+def test_rows_of_ms_swifts_ranks_are_joined_rank_by_rank():
+    """Gate has rows 0..3 and up rows 0..3; of two ranks each has two of both."""
+    both = MegatronTensor(tuple(Mosaic.of(name, Box.whole((4, 1))) for name in ("gate", "up")), 0)
+    tiles = sorted(layout.by_ranks(both, 2).tiles, key=lambda tile: tile.at[0])
+    assert [(tile.name, tile.box.offsets[0], tile.box.sizes[0]) for tile in tiles] == [
+        ("gate", 0, 2),
+        ("up", 0, 2),
+        ("gate", 2, 2),
+        ("up", 2, 2),
+    ]
 
 
 def test_an_adapter_alone_is_no_model():
@@ -87,7 +152,9 @@ def linear(*blocks):
 
 def test_a_transposed_weight_has_factors_that_are_not():
     """Conv1D's [in, out]: PEFT's lora_A is [r, in] and lora_B [out, r] all the same."""
-    found = with_factors(linear(Mosaic.of("h.c_fc.weight", Box.whole((8, 20))).transposed()), {"mlp.linear_fc1.adapter": 4})
+    found = with_factors(
+        linear(Mosaic.of("h.c_fc.weight", Box.whole((8, 20))).transposed()), {"mlp.linear_fc1.adapter.linear_out.weight": 4}
+    )
     (a,), (b,) = (found[f"mlp.linear_fc1.adapter.linear_{side}.weight"].whole.tiles for side in ("in", "out"))
     assert (a.name, a.box.sizes) == (f"{PREFIX}h.c_fc.lora_A.weight", (4, 8))
     assert (b.name, b.box.sizes) == (f"{PREFIX}h.c_fc.lora_B.weight", (20, 4))
@@ -96,10 +163,10 @@ def test_a_transposed_weight_has_factors_that_are_not():
 def test_what_peft_has_no_module_for_is_refused():
     experts = stacked([Mosaic.of("experts.gate_up_proj", Box((0, 0, 0), (1, 8, 4))).item(0)]).item(0)
     with pytest.raises(UnsupportedError, match=r"experts\.gate_up_proj.*in one tensor"):
-        with_factors(linear(experts), {"mlp.linear_fc1.adapter": 2})
+        with_factors(linear(experts), {"mlp.linear_fc1.adapter.linear_out.weight": 2})
     fused = Mosaic.of("mlp.gate_up_proj.weight", Box.whole((8, 4)))
     with pytest.raises(UnsupportedError, match=r"one projection.*mlp\.gate_up_proj\.weight in its place"):
-        with_factors(linear(joined([fused])), {"mlp.linear_fc1.adapter.adapter_up": 2})
+        with_factors(linear(joined([fused])), {"mlp.linear_fc1.adapter.adapter_up.linear_out.weight": 2})
 
 
 def test_an_adapter_that_experts_share_is_refused():

@@ -317,7 +317,9 @@ class Inspection:
         if self.is_adapter:
             of_peft = f"reshard convert BASE merged --to hf --merge-adapter {path}"
             is_peft = registry.named(self.index.format).holds_adapters
-            return of_peft if is_peft else f"reshard convert {path} adapter --to peft{about_model}"
+            if is_peft or LoraSettings(self.adapter_config).alpha is not None:
+                return of_peft
+            return f"reshard convert {path} adapter --to peft{about_model or (' --model DIR' if self.config is None else '')}"
         if len(models) > 1 and not any(each.is_main for each in models):
             return f"reshard convert {path} out --to hf --root {shlex.quote(models[0].root)}"
         if not {tensor.kind for tensor in self.tensors} & {"weight", "master"}:
@@ -590,7 +592,7 @@ def _show_models(opened: Inspection) -> None:
         kinds = "".join(f", {word}" for word, key in (("rsLoRA", "use_rslora"), ("DoRA", "use_dora")) if settings.get(key))
         base = f" for {settings['base_model_name_or_path']}" if settings.get("base_model_name_or_path") else ""
         show(f"  adapter   LoRA{ranks}{alpha}{kinds}, on {', '.join(adapter.modules)}{base}: {size}")
-        merged = "--merge-adapter merges it, in PEFT's form, into its base" if opened.is_adapter else "--merge-adapter self merges it"
+        merged = "--merge-adapter merges it into its base" if opened.is_adapter else "--merge-adapter self merges it"
         show(f"            --to peft writes it alone; {merged}")
     show_drops(drop for drop in opened.withheld if drop.kind not in ("other", "adapter"))
 

@@ -1,14 +1,19 @@
-"""LoRA adapters as Megatron Bridge stores them (and NeMo, which was not run), beside the linear layers that they adapt.
+"""LoRA adapters as Megatron Bridge (and NeMo, which was not run) and ms-swift store them, beside the linear layers that they adapt.
 
     <linear>.adapter.linear_in.weight             [r, in]   A, cut as <linear>.weight in row-parallel layers, along axis 0 in others
     <linear>.adapter.linear_out.weight            [out, r]  B, cut along axis 0, its rows in the order of those of <linear>.weight
     <linear>.adapter.adapter_q.linear_in.weight   A of one projection (CanonicalLoRA); so are adapter_k, adapter_v, adapter_gate, adapter_up
 
+    <linear>.lora_A.default.weight, <linear>.lora_B.default.weight      of ms-swift: A is replicated where the weight is not row-parallel
+
 One A serves all projections of a fused layer. PEFT has an A for each of them, with the same values. A factor is described as the tensor
 that it adapts, so that its canonical tensors and its shards follow from those of the weight.
 
-Source: megatron/bridge/peft (utils.py, ParallelLinearAdapter; canonical_lora.py) of Megatron Bridge 0.3.1 and of main in Aug 2026; measured
-on fixtures/megatron_lora.
+A distributed save of ms-swift joins the rows of B as the ranks have them: gate and up of rank 0, gate and up of rank 1, ...
+
+Source: megatron/bridge/peft (utils.py, ParallelLinearAdapter; canonical_lora.py) of Megatron Bridge 0.3.1 and of main in Aug 2026;
+mcore_bridge/tuners/lora.py (LoraParallelLinear) of mcore-bridge 1.6.5 and swift/megatron/utils/megatron_lm_utils.py of ms-swift 4 in
+Aug 2026; measured on fixtures/megatron_lora.
 """
 
 from __future__ import annotations
@@ -26,7 +31,9 @@ from reshard.geometry.value import value
 from .tensors import MegatronModel, MegatronTensor, Tensors
 
 # Of the layers that were compared.
-_NAME = re.compile(r"(((?:.+\.)?linear_(?:qkv|proj|fc1|fc2))\.adapter(?:\.adapter_(q|k|v|gate|up))?)\.linear_(in|out)\.weight")
+_LINEAR = r"((?:.+\.)?linear_(?:qkv|proj|fc1|fc2))"
+_NAME = re.compile(_LINEAR + r"\.adapter(?:\.adapter_(q|k|v|gate|up))?\.linear_(in|out)\.weight")
+_NAME_OF_SWIFT = re.compile(_LINEAR + r"\.lora_(A|B)\.default\.weight")
 # The projections that the adapters of CanonicalLoRA belong to, in the order of the fused weight.
 _PROJECTIONS = (("q", "k", "v"), ("gate", "up"))
 
@@ -35,33 +42,43 @@ _PROJECTIONS = (("q", "k", "v"), ("gate", "up"))
 class Factor:
     """One of the two matrices of an adapter, by its name in Megatron."""
 
-    adapter: str
-    """The name of the adapter, such as "self_attention.linear_qkv.adapter.adapter_q"."""
+    name: str
+    """Its name, such as "self_attention.linear_qkv.adapter.adapter_q.linear_in.weight"."""
     weight: str
     """The name of the weight that it adapts."""
     projection: str
     """The projection that it adapts, such as "q"; empty: all that the weight holds."""
     is_output: bool
     """Whether it is B."""
+    is_of_swift: bool = False
+    """Whether ms-swift saved it."""
+
+    @property
+    def input(self) -> str:
+        """The name of A, for B."""
+        return self.name.replace(".linear_out.", ".linear_in.").replace(".lora_B.", ".lora_A.")
 
 
 def factor_of(name: str) -> Factor | None:
     """What the name of a tensor says if it is a factor of an adapter; None for others. The name is relative to its layer or expert."""
+    if match := _NAME_OF_SWIFT.fullmatch(name):
+        return Factor(name, f"{match[1]}.weight", "", match[2] == "B", is_of_swift=True)
     match = _NAME.fullmatch(name)
-    return Factor(match[1], f"{match[2]}.weight", match[3] or "", match[4] == "out") if match else None
+    return Factor(name, f"{match[1]}.weight", match[2] or "", match[3] == "out") if match else None
 
 
 def with_factors(tensors: Tensors, ranks: Mapping[str, int]) -> Tensors:
-    """The tensors of a layer or expert, and the factors of the adapters beside them. ranks: r by the name of the adapter.
+    """The tensors of a layer or expert, and the factors of the adapters beside them. ranks: r by the name of B.
 
     Raises: UnsupportedError for an adapter of a weight that PEFT cannot adapt by the module's name.
     """
     found = dict(tensors)
-    for adapter, rank in ranks.items():
-        for side in ("in", "out"):
-            factor = factor_of(name := f"{adapter}.linear_{side}.weight")
-            if factor is not None and factor.weight in tensors:
-                found[name] = _factor_tensor(factor, tensors[factor.weight], rank)
+    for output, rank in ranks.items():
+        pair = factor_of(output)
+        for name in (pair.input, output) if pair is not None and pair.weight in tensors else ():
+            factor = factor_of(name)
+            assert factor is not None, "A is named as B is"
+            found[name] = _factor_tensor(factor, tensors[factor.weight], rank)
     return found
 
 
@@ -71,7 +88,7 @@ class AdaptedModel(MegatronModel):
     def __init__(self, base: MegatronModel, ranks: Mapping[str, int]) -> None:
         super().__init__(base.model, base.padded_vocab, base.qkv_order)
         self.ranks = ranks
-        """r of each adapter by its name, relative to the layer or expert."""
+        """r of each adapter by the name of its B, relative to the layer or expert."""
 
     def layer(self, layer: int) -> Tensors:
         """The tensors of a layer without its routed experts, and the factors of its adapters."""
@@ -106,14 +123,14 @@ def _factor_tensor(factor: Factor, weight: MegatronTensor, rank: int) -> Megatro
     names = _names(factor, weight)
     if any(len(tile.box.sizes) != 2 or tile.span(1) != (0, weight.shape[1]) for tile in weight.whole.tiles):
         raise UnsupportedError(
-            f"the adapter {factor.adapter} changes a part of {weight.names[0]}",
+            f"the adapter {factor.name} changes a part of {weight.names[0]}",
             why="The published model keeps the weights of all experts in one tensor, and PEFT's names of modules do not reach a part of it",
             do="Merge the adapter with the program that trained it, then convert the result",
         )
     if not factor.is_output:
         whole = Box.whole((rank, weight.shape[1]))
         tiles = tuple(tile for name in names for tile in Mosaic.of(_canonical(name, "lora_A"), whole).tiles)
-        return MegatronTensor((Mosaic(whole.sizes, tiles),), 1 if weight.axis == 1 else 0)
+        return MegatronTensor((Mosaic(whole.sizes, tiles),), 1 if weight.axis == 1 else None if factor.is_of_swift else 0)
     if factor.projection:
         rows = sum(stop - start for start, stop in (tile.span(0) for tile in weight.whole.tiles if tile.name == names[0]))
         return MegatronTensor((Mosaic.of(_canonical(names[0], "lora_B"), Box.whole((rows, rank))),), 0)
@@ -128,7 +145,7 @@ def _names(factor: Factor, weight: MegatronTensor) -> tuple[str, ...]:
         if factor.projection in projections and len(projections) == len(weight.names):
             return (weight.names[projections.index(factor.projection)],)
     raise UnsupportedError(
-        f"the adapter {factor.adapter} changes one projection, and the model has {', '.join(weight.names)} in its place",
+        f"the adapter {factor.name} changes one projection, and the model has {', '.join(weight.names)} in its place",
         why="In the published model the projections are not weights of their own, so PEFT has no adapter for one of them",
         do="Merge the adapter with the program that trained it, then convert the result",
     )
@@ -154,6 +171,11 @@ def is_saved_by_halves(factor: Factor, tensor: MegatronTensor) -> bool:
     It does so with B of every linear_fc1: of one projection, and of an MLP without a gate (ParallelLinearAdapter.sharded_state_dict).
     """
     return factor.is_output and factor.weight.endswith("linear_fc1.weight") and len(tensor.blocks) == 1
+
+
+def by_ranks(tensor: MegatronTensor, tp: int) -> Mosaic:
+    """The rows as ms-swift's distributed save joins them: those of each tensor-parallel rank in turn."""
+    return joined([tensor.shard(tp, tp_rank) for tp_rank in range(tp)])
 
 
 def by_halves(array: Mosaic, parts: int) -> Mosaic:

@@ -181,7 +181,9 @@ _NUMBERED = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
 _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.*)")
 _MTP_TRANSFORMER = re.compile(r"(?:transformer_layer|mtp_model_layer)\.(.*)")
 # local_experts.0.linear_fc1.weight, 0.linear_fc1.weight or linear_fc1.weight0; with an axis of experts, experts.linear_fc1.weight.
-_EXPERT = re.compile(r"mlp\.experts\.(?:(?:local_)?experts\.)?(?:(\d+)\.)?(linear_fc[12]\.(?:adapter\..*)?(?:weight|bias))(?(1)|(\d+)?)")
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:(?:local_)?experts\.)?(?:(\d+)\.)?(linear_fc[12]\.(?:adapter\..*|lora_[AB]\..*)?(?:weight|bias))(?(1)|(\d+)?)"
+)
 _SEGMENT = re.compile(r"(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.([A-Za-z]+)")
 _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_(w|v)")
 

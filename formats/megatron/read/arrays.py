@@ -40,7 +40,7 @@ def named_tensor(tensors: Tensors, name: str, where: str) -> MegatronTensor:
 
 def no_such_tensor(tensors: Tensors, name: str, where: str) -> ReshardError:
     """The error for a stored tensor that is not among those of the model."""
-    if ".adapter." in name:
+    if ".adapter." in name or ".lora_" in name:
         return UnsupportedError(
             "it is a part of an adapter that reshard does not read",
             where=where,

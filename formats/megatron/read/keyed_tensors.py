@@ -28,7 +28,7 @@ from reshard.index.index import Tensor
 from reshard.index.shards import concatenated
 from reshard.index.subviews import SubviewsBuilder, SubviewsByTensor
 
-from ..layout.adapters import Factor, by_halves, factor_of, is_saved_by_halves
+from ..layout.adapters import Factor, by_halves, by_ranks, factor_of, is_saved_by_halves
 from ..layout.chunks import ChunkTensor
 from ..layout.flat_buckets import BUFFER_KINDS
 from ..layout.names import ParsedName, is_weight_name, parse_key
@@ -217,13 +217,15 @@ def _block_shape(item: TensorItem, weight: TensorItem, lead: int, where: str) ->
 
 
 def _as_saved(factor: Factor, tensor: MegatronTensor, parsed: ParsedName, item: TensorItem, where: str) -> Mosaic:
-    """The array of a factor of an adapter, in the order of rows that Megatron Bridge gives it.
+    """The array of a factor of an adapter, in the order of rows that Megatron Bridge or ms-swift gives it.
 
     Raises: UnsupportedError if the shapes do not tell the order, or if ranks shared the adapter of an expert.
     """
     parts = len(set(item.chunks.offsets[:, parsed.stacked_axes].tolist()))
     if parsed.is_expert and parts > (2 if factor.is_output else 1):
         raise shared_expert(where)
+    if factor.is_of_swift:
+        return by_ranks(tensor, parts) if factor.is_output and len(tensor.blocks) > 1 else tensor.whole
     if not is_saved_by_halves(factor, tensor) or parts <= 2:
         return tensor.whole
     if not factor.projection or parts % 2:

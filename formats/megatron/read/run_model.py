@@ -46,7 +46,7 @@ class RunModel:
 
     @property
     def adapters(self) -> Mapping[str, int]:
-        """The LoRA adapters beside the weights: r by name, relative to the layer or expert. Empty without any."""
+        """The LoRA adapters beside the weights: r by the name of B, relative to the layer or expert. Empty without any."""
         return self.megatron.ranks if isinstance(self.megatron, AdaptedModel) else {}
 
     def with_adapters(self, factors: Iterable[tuple[str, Shape]]) -> RunModel:
@@ -62,7 +62,7 @@ class RunModel:
                 why="Its factors have no axis of experts, and which experts share them follows from the run's expert-parallel size",
                 do="Train with an adapter for each expert (share_expert_adapters=False), or leave the experts out",
             )
-        ranks = {factor.adapter: shape[-1] for factor, shape in found if factor is not None and factor.is_output and shape}
+        ranks = {factor.name: shape[-1] for factor, shape in found if factor is not None and factor.is_output and shape}
         return replace(self, megatron=AdaptedModel(self.megatron, ranks)) if ranks else self
 
     def as_stored(self, tensor: Tensor) -> Tensor:
