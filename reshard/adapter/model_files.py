@@ -148,9 +148,9 @@ class ModelFiles:
 
     def contents(self) -> dict[str, bytes]:
         """The content of the files, by name: with them another machine does without this folder."""
-        own = (CONFIG, *self.settings_files, *([DECLARATION] if self.declaration is not None else []))
-        places = _carried(self.files, self.folder) | {name: (self.files, self.folder + name) for name in own}
-        return {name: read_whole(*place, limit=_MOST_CARRIED) for name, place in places.items()}
+        places = _carried(self.files, self.folder) | {name: (self.files, self.folder + name) for name in (CONFIG, *self.settings_files)}
+        declared = {} if self.declaration is None else {DECLARATION: self.declaration}
+        return {name: read_whole(*place, limit=_MOST_CARRIED) for name, place in places.items()} | declared
 
     @property
     def carried(self) -> Mapping[str, tuple[Files, str]]:
