@@ -17,12 +17,13 @@ import re
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format, Hints
+from reshard.index.patches import INDEX
 
 if TYPE_CHECKING:
     from reshard.index.index import Index
     from reshard.storage.files import Files
 
-INDEX = "model.safetensors.index.json"
+_FILE = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 # Both programs write the metadata first. Ours has the encoding before anything that is long.
 _HEAD = 1 << 16
 
@@ -31,6 +32,7 @@ class Delta(Format):
     name = "delta"
     summary = "What changed between two checkpoints: a chain of `BASE+DELTA` is a checkpoint"
     refines = ("hf",)
+    changes_base = True
 
     def detect(self, files: Files) -> str | None:
         from reshard.storage.files import read_range
@@ -39,6 +41,12 @@ class Delta(Format):
             return None
         head = read_range(files, INDEX, 0, min(files.size(INDEX) or 0, _HEAD))
         return f"delta_encoding in {INDEX}" if re.search(rb'"delta_encoding"\s*:', head) else None
+
+    def complete(self, files: Files) -> str | None:
+        """Of its files, each one's name tells how many there are."""
+        numbered = [match for path in files.list() if (match := _FILE.fullmatch(path))]
+        is_whole = INDEX in files.list() and all(len(numbered) == int(match[1]) for match in numbered)
+        return f"all files of {INDEX} are there" if is_whole else None
 
     def read(self, files: Files, hints: Hints) -> Index:
         from .read import read

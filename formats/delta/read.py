@@ -15,11 +15,9 @@ from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, RunFacts, Tensor
 from reshard.index.name_parts import layer_of
-from reshard.index.patches import DeltaFacts
+from reshard.index.patches import INDEX, DeltaFacts
 from reshard.index.shards import Shards
 from reshard.storage.files import Files, inside
-
-from . import INDEX
 
 _LIMIT = 1 << 28
 _CHECKSUMS = ("blake3", "xxh3-128", "adler32")

@@ -78,6 +78,9 @@ class Format(ABC):
     options: ClassVar[tuple[Option, ...]] = ()
     """The options that it understands as a target."""
 
+    changes_base: ClassVar[bool] = False
+    """Whether its checkpoints hold what changed in another checkpoint, and are read on top of that one."""
+
     keeps_names: ClassVar[bool] = False
     """Whether a conversion to it keeps the source's tensor names, so that the run can resume, even if canonical names are asked for."""
 
@@ -112,6 +115,10 @@ class Format(ABC):
 
         Raises: CheckpointError if something is missing, truncated or contradicts itself.
         """
+
+    def complete(self, files: Files) -> str | None:
+        """What tells that all files are there, in a few words, from a listing; None if nothing does but that they do not change."""
+        return None
 
     def read_memory(self, memory: KeyedFolder, settings: Mapping[str, Any], hints: Hints) -> Index:
         """The index of what ranks of the framework hold in memory, under its keys. settings: those of the run.

@@ -16,6 +16,8 @@ from typing import Literal
 
 from reshard.geometry.value import mutable, value
 
+INDEX = "model.safetensors.index.json"
+"""The file of a delta that says which frame lies in which file, and what the delta changes."""
 DeltaEncoding = Literal["xor", "overwrite"]
 """How a frame says what changed."""
 

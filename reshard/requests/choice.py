@@ -2,6 +2,7 @@
 
 RUN, step="latest"               RUN/global_step_300, if it holds one checkpoint
 RUN, step=300, part="actor"      RUN/global_step_300/actor
+KEPT, step=300                   KEPT/step-100+KEPT/step-200+KEPT/step-300, if step 300 is a delta (requests/chains.py)
 MODELS, part="llama"             MODELS/llama
 RUN                              RUN itself if a format claims it, such as Megatron with its tracker; else its only checkpoint
 """
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from reshard.errors import RequestError, SystemRefusal, choices, some
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
+from reshard.requests.chains import source_of
 from reshard.requests.run_folders import LATEST, RunFolder, Step
 from reshard.storage.system_calls import is_url
 
@@ -58,12 +60,12 @@ class Choice:
         return self.step is not None or self.part is not None
 
     def path(self, root: str) -> str:
-        """The path of the chosen checkpoint of a folder.
+        """The path of the chosen checkpoint of a folder; of a step that is a delta, BASE+DELTA.
 
         Raises: NothingToChoose if the folder holds no steps and no models; RequestError if there is no such step or part;
-        SeveralCheckpoints if several fit.
+        SeveralCheckpoints if several fit; what `source_of` raises.
         """
-        found = RunFolder(root).checkpoints()
+        found = every = RunFolder(root).checkpoints()
         if not found:
             verb = "choose" if len(self._words()) > 1 else "chooses"
             raise NothingToChoose(
@@ -75,7 +77,7 @@ class Choice:
             found = chosen(root, found)
         if len(found) > 1:
             raise SeveralCheckpoints(root, found)
-        return found[0].path
+        return source_of(found[0], every)
 
     def _words(self) -> list[str]:
         return [f"`{name}={given}`" for name, given in (("step", self.step), ("part", self.part)) if given is not None]

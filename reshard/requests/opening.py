@@ -78,7 +78,7 @@ def opened(source: Checkpoint | PathLike, *, is_alone: bool = True, **options: U
     if is_alone:
         return open(source, **options)
     own: dict[str, Any] = dict(options)
-    if not own.get("model_wins") and find_model_files_near(open_tree(source)).config is not None:
+    if not own.get("model_wins") and find_model_files_near(open_tree(chain_of(source)[0])).config is not None:
         own["model"] = None
     with blaming(os.fspath(source)):
         return _open(source, own)
@@ -112,6 +112,7 @@ def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) 
 
 @gc_paused()
 def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
+    path, options = _chosen(path, options)
     base, *deltas = chain_of(path, options.get("deltas") or ())
     if deltas:
         from reshard.requests.deltas import patched
@@ -183,11 +184,7 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
 
     Raises: as `open` does, except for incomplete tensors and different steps.
     """
-    given = dict(options)
-    if given.get("step") is not None or given.get("part") is not None:
-        from reshard.requests.choice import Choice
-
-        path = Choice(given.pop("step", None), given.pop("part", None)).path(os.fspath(path))
+    path, given = _chosen(path, options)
     try:
         return _unchecked(path, given)
     except RequestError as error:
@@ -199,6 +196,17 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
         if only is None or error.id == "ambiguous":
             raise
     return _unchecked(only, given)
+
+
+def _chosen(path: PathLike, options: Mapping[str, Any]) -> tuple[PathLike, dict[str, Any]]:
+    """The path of the checkpoint that the options choose in a folder, and the other options."""
+    given = dict(options)
+    step, part = given.pop("step", None), given.pop("part", None)
+    if step is None and part is None:
+        return path, given
+    from reshard.requests.choice import Choice
+
+    return Choice(step, part).path(os.fspath(path)), given
 
 
 def _unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Checkpoint]:

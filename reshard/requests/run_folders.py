@@ -20,6 +20,7 @@ Frameworks write a file last, once all ranks have written theirs:
     latest.txt                           beside the step's folder; holds the newest step (nanotron)
     .metadata                            in the checkpoint (torch.distributed.checkpoint)
     reshard.json                         in the checkpoint (reshard)
+    model.safetensors.index.json         in a delta, if all files that their names count are there
 
 Without such a file, a checkpoint counts as complete when nothing has changed in it for a while.
 """
@@ -225,8 +226,9 @@ class RunFolder:
             since = seen.unchanged_since(files.root, [(*each, files.stamp(each[0])) for each in sizes.items()], now)
         age = None if since is None else max(0.0, now - since)
         number = self._step_of(place) if place else None
-        complete = completeness(files, self._tree(above), name, number, age, quiet)
-        return Step(files.root, name, number, part, format_of(files), sum(sizes.values()), written, complete)
+        format = format_of(files)
+        complete = completeness(files, self._tree(above), name, number, format, age=age, quiet=quiet)
+        return Step(files.root, name, number, part, format, sum(sizes.values()), written, complete)
 
     def _tree(self, place: str) -> Files:
         if place and not place.endswith("/") and self._files.size(place) is not None:
@@ -275,11 +277,13 @@ def run_at(path: str | os.PathLike[str]) -> RunFolder | None:
         return None
 
 
-def completeness(files: Files, parent: Files, name: str, number: int | None, age: float | None, quiet: float) -> Completeness:
+def completeness(
+    files: Files, parent: Files, name: str, number: int | None, format: str | None, *, age: float | None, quiet: float
+) -> Completeness:
     """Whether the checkpoint of a step is complete.
 
-    files: those of the checkpoint. parent: those beside the step's folder. name, number: the step's folder and number. age: seconds since
-    the last change. quiet: after how many of them a checkpoint without a marker counts as complete.
+    files: those of the checkpoint. parent: those beside the step's folder. name, number: the step's folder and number. format: the one that
+    claims it. age: seconds since the last change. quiet: after how many of them a checkpoint without a marker counts as complete.
     """
     if f"{WORK_FOLDER}/" in files.list():
         return Completeness(False, "reshard is writing it, or was interrupted")
@@ -293,6 +297,8 @@ def completeness(files: Files, parent: Files, name: str, number: int | None, age
     for marker in _MARKERS:
         if files.size(marker):
             return Completeness(True, f"{marker} is there")
+    if format is not None and (reason := registry.named(format).complete(files)):
+        return Completeness(True, reason)
     if age is None:
         return Completeness(False, "nothing tells whether it is complete")
     return Completeness(age >= quiet, f"unchanged for {age:.0f} s")

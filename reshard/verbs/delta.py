@@ -25,7 +25,7 @@ from reshard.geometry.dtypes import from_torch
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.index import Tensor, element_count
-from reshard.index.patches import DeltaEncoding
+from reshard.index.patches import INDEX, DeltaEncoding
 from reshard.plans.digests import Fingerprint, content_digest
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import EffortOptions, ModelOptions, PathLike, PlanOptions, checked_keywords, take
@@ -37,7 +37,6 @@ from reshard.storage.trees import chain_of
 from reshard.verbs.convert import Result, convert
 from reshard.verbs.plan import plan
 
-INDEX = "model.safetensors.index.json"
 # A file of frames is at most this long, unless one frame is longer.
 _LARGEST_FILE = 5_000_000_000
 _IS_OF_DELTA = re.compile(rf"{re.escape(INDEX)}|model-\d{{5}}-of-\d{{5}}\.safetensors")

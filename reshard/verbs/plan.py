@@ -9,6 +9,7 @@ from typing import Any, Unpack
 from reshard.errors import RequestError
 from reshard.geometry.quantities import plural
 from reshard.plans.plan import Plan
+from reshard.requests.chains import source_of
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import ManyPlanOptions, OpenOptions, PathLike, checked_keywords, take
 from reshard.requests.opening import check_used, opened
@@ -71,7 +72,8 @@ def last_steps(sources: Sequence[Source], number: int) -> list[Source]:
             where=None if len(sources) > 1 else str(sources[0]),
             do="Give the folder that holds the folders of the steps, or leave out `last=` and name the checkpoints",
         )
-    complete = [step for step in run.steps() if step.complete and step.number is not None]
+    steps = run.steps()
+    complete = [step for step in steps if step.complete and step.number is not None]
     chosen = sorted({step.number for step in complete if step.number is not None})[-number:]
     found = [step for step in complete if step.number in chosen]
     if len(chosen) < number or number < 1:
@@ -88,7 +90,7 @@ def last_steps(sources: Sequence[Source], number: int) -> list[Source]:
             do="Name the checkpoints of one model in place of the run",
             id="ambiguous",
         )
-    return [step.path for step in found]
+    return [source_of(step, steps) for step in found]
 
 
 def check_whole(plan: Plan) -> None:

@@ -1,0 +1,86 @@
+"""Chains: the step of a run that is a delta becomes BASE+DELTA+DELTA, the path of the checkpoint that it makes.
+
+    KEPT/step-100/   a full checkpoint                    KEPT/step-100
+    KEPT/step-200/   the version 000200 of 000100         KEPT/step-100+KEPT/step-200
+    KEPT/step-300/   the version 000300 of 000200         KEPT/step-100+KEPT/step-200+KEPT/step-300
+
+In a run, the version of a delta is the number of its step, and its base is the step of the run that it names. Where the run lies does not
+matter. Whether the weights of the base are those that the delta was made of is compared when the path is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from reshard.adapter import registry
+from reshard.adapter.format import Hints
+from reshard.errors import CheckpointError, IncompleteError, RequestError
+from reshard.index.patches import DeltaFacts
+from reshard.requests.run_folders import Step
+from reshard.storage.tar import open_tree
+
+
+def source_of(step: Step, steps: Sequence[Step]) -> str:
+    """The path of the checkpoint of a step: its folder, or those of its base and its deltas. steps: all of the run.
+
+    Raises: as `chain_to` does.
+    """
+    if step.number is None or step.format is None:
+        return step.path
+    return "+".join(chain_to(step.path, step.number, lambda number: [each.path for each in steps if _is_base(each, number, step.part)]))
+
+
+def _is_base(step: Step, number: int, part: str) -> bool:
+    return step.number == number and step.part == part and step.format is not None
+
+
+def chain_to(path: str, number: int, places: Callable[[int], Sequence[str]]) -> tuple[str, ...]:
+    """The folders that make the checkpoint of a step: a full checkpoint, then deltas; the last is `path`.
+
+    number: the step. places: the folders of the step of this number.
+
+    Raises: IncompleteError if a step of the chain is not there; RequestError if a step lies there twice; CheckpointError if a delta makes
+    another step than its folder is called after.
+    """
+    found = [path]
+    while (facts := delta_at(found[0])) is not None:
+        if int(facts.version) != number:
+            raise CheckpointError(
+                f"the folder is that of step {number}, and the delta in it makes the version {facts.version}",
+                where=found[0],
+                why="It belongs to another step or to another run",
+                do="Put the delta of this step there, or take this one away",
+            )
+        base = int(facts.base_version)
+        bases = places(base) if base < number else ()
+        if not bases:
+            raise IncompleteError(
+                f"step {number} is a delta of step {base}, and no step {base} lies in the run",
+                where=found[0],
+                why=f"Its weights are those of step {base} and what changed since",
+                do=f"Copy the folder of step {base} back to where it was, beside this one",
+            )
+        if len(bases) > 1:
+            raise RequestError(
+                f"step {number} is a delta of step {base}, and step {base} lies in the run twice: {bases[0]} and {bases[1]}",
+                where=found[0],
+                why="Only one of them can be its base",
+                do="Take one of them away",
+                id="ambiguous",
+            )
+        found.insert(0, bases[0])
+        number = base
+    return tuple(found)
+
+
+def delta_at(path: str) -> DeltaFacts | None:
+    """What the delta in a folder says about itself; None if a full checkpoint lies there, or nothing that a format claims.
+
+    Raises: CheckpointError if the delta is not whole.
+    """
+    files = open_tree(path)
+    try:
+        format, _ = registry.detect(files)
+    except RequestError:
+        return None
+    return format.read(files, Hints()).facts.delta if format.changes_base else None
