@@ -384,6 +384,12 @@ def target(*, required: bool = True, of_engines: bool = False) -> Decorator[Any]
     )
 
 
+full_every = click.option(
+    "--full-every",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Of a run that is kept, every N-th step is a full checkpoint, and the others are deltas (default: 20).",
+)
 combining = keywords(CombiningOptions, section=help.COMBINING)
 
 

@@ -1,18 +1,25 @@
-"""What is shown of a place that is no single checkpoint: the checkpoints of a run, as a table and as JSON; a model without weights."""
+"""What is shown of a place that is no single checkpoint: the checkpoints of a run, as a table and as JSON; what a watch does with
+them; a model without weights."""
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
 
-from .tables import count_text, nbytes_text, show, show_table
+from .spelling import with_flags
+from .tables import count_text, nbytes_text, show, show_table, standard_output
 
 if TYPE_CHECKING:
     from reshard.requests.run_folders import Step
+    from reshard.verbs.steps.happened import WatchEvent
 
 
 def run_document(run: str, steps: Sequence[Step]) -> dict[str, Any]:
@@ -100,3 +107,17 @@ def show_bare_model(path: str) -> None:
     if sizes := engine_sizes(model):
         show("  serves    " + "; ".join(f"{name} at TP {', '.join(map(str, legal))}" for name, legal in sizes.items()))
         show(f"  next      reshard degrees {shlex.quote(path)} --to {'vllm' if 'vllm' in sizes else min(sizes)}")
+
+
+def show_events(events: Iterable[WatchEvent], *, as_json: bool) -> None:
+    """Show the events until there are no more; then end the command, with the exit code 1 if one of them is a failure."""
+    failed = False
+    for each in events:
+        failed = failed or each.event == "failed"
+        if as_json:
+            with standard_output():
+                sys.stdout.write(with_flags(json.dumps(each.to_json())) + "\n")
+        else:
+            show(f"step {each.step}: {each.event}: {each.detail}")
+        sys.stdout.flush()
+    click.get_current_context().exit(1 if failed else 0)

@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from reshard.storage.trees import chain_of
+
 from .. import options
 from .convert import convert, options_of_convert
 
@@ -14,9 +16,10 @@ from .convert import convert, options_of_convert
     "apply",
     "reshard apply step-1000 delta-1100 out --to hf",
     "reshard apply step-1000 delta-1100 delta-1200 out --to vllm --tp 8",
+    "reshard apply kept --step 4200 out --to hf",
 )
 @options.checkpoint("base")
-@click.argument("deltas", nargs=-1, required=True, metavar="DELTA...")
+@click.argument("deltas", nargs=-1, metavar="[DELTA...]")
 @click.argument("target")
 @options_of_convert
 def command(base: str, deltas: tuple[str, ...], target: str, **given: Any) -> None:
@@ -26,6 +29,11 @@ def command(base: str, deltas: tuple[str, ...], target: str, **given: Any) -> No
     base alone; of a delta that a trainer wrote, the checksum of every changed tensor is compared. Nothing is left in TARGET if the result
     is not what the last delta says.
 
+    Of a run that is kept as full checkpoints and deltas, --step chooses a step and its deltas.
+
     Other commands, `convert` included, take BASE+DELTA or BASE+DELTA+DELTA wherever they take a checkpoint.
     """
-    convert("apply", ("+".join((base, *deltas)),), target, **given)
+    chain = "+".join((base, *deltas))
+    if not deltas and len(chain_of(chain)) == 1:
+        raise click.UsageError("Missing argument 'DELTA...'.", click.get_current_context())
+    convert("apply", (chain,), target, **given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,6 +10,7 @@ import click
 from .. import options
 from ..json_output import show_json
 from ..progress import weight_bytes, working
+from ..runs import show_events
 from ..tables import nbytes_text, show
 
 if TYPE_CHECKING:
@@ -20,10 +22,14 @@ if TYPE_CHECKING:
     "reshard delta step-1000 step-1100 delta-1100",
     "reshard delta step-1000+delta-1100 step-1200 delta-1200",
     "reshard delta hf-model trainer/global_step_100 delta --encoding overwrite --cast",
+    "reshard delta --of runs/7 kept --dtype bf16 --full-every 20",
 )
-@click.argument("base")
-@click.argument("new")
-@click.argument("target")
+@click.argument("places", nargs=-1, required=True, metavar="[BASE NEW] TARGET")
+@click.option("--of", "run", metavar="RUN", help="Keep every step of this run in TARGET: full checkpoints, and deltas between them.")
+@options.full_every
+@click.option("--to", metavar="FORMAT", help="With --of: the format of the full checkpoints (default: hf).")
+@click.option("--dtype", metavar="DTYPE", help="With --of: cast floating-point weights: bf16, fp16 ...")
+@click.option("--part", "--component", "part", metavar="NAME", help="With --of: which checkpoint of each step, such as actor.")
 @click.option(
     "--encoding",
     type=click.Choice(["xor", "overwrite"]),
@@ -35,15 +41,34 @@ if TYPE_CHECKING:
 @options.model
 @options.effort
 @options.as_json
-def command(base: str, new: str, target: str, encoding: Any, cast: bool, as_json: bool, **given: Any) -> None:
+def command(places: tuple[str, ...], run: str | None, encoding: Any, cast: bool, as_json: bool, **given: Any) -> None:
     """Write what changed from the checkpoint BASE to NEW into the directory TARGET. They may have any formats and parallel sizes.
+
+    --of RUN keeps a whole run in TARGET: the first step and every N-th one as a full checkpoint, the others as deltas to the step before.
+    It does what `reshard watch RUN --delta --all` does, and prints its events. TARGET is a run folder: `--step 4200` chooses any of its
+    steps in every command. Run again, it goes on with the steps that are new.
 
     The weights are compared under their canonical names. TARGET has the form that slime, miles and ModelExpress read: one zstd frame of
     each changed tensor in safetensors files, with an index. The index holds the fingerprints of both checkpoints, so that `reshard apply`
     refuses another base.
     """
     import reshard
-    from reshard.requests.keywords import ModelOptions
+    from reshard.requests.keywords import EffortOptions, ModelOptions
+
+    of_run = {name: given.pop(name) for name in ("full_every", "to", "dtype", "part")}
+    wrong = {name: given[name] for name in EffortOptions.__annotations__ if name in given} if run is not None else of_run
+    if found := next((name for name, each in wrong.items() if each is not None), None):
+        when = "has no meaning with" if run is not None else "has a meaning only with"
+        raise click.UsageError(f"--{found.replace('_', '-')} {when} --of", click.get_current_context())
+    if len(places) != (3 if run is None else 1):
+        expected = "BASE NEW TARGET" if run is None else "TARGET alone"
+        raise click.UsageError(f"{len(places)} paths are given, {expected} are expected", click.get_current_context())
+    if run is not None:
+        into = os.path.join(places[0], "step-{step}")
+        of_run |= {"to": of_run["to"] or "hf", **options.take(given, ModelOptions)}
+        show_events(reshard.watch(run, into=into, delta=True, once=True, encoding=encoding, **of_run), as_json=as_json)
+        return
+    base, new, target = places
     from reshard.requests.opening import open_both
 
     about_model = options.take(given, ModelOptions)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import click
 
 from .. import options
-from ..spelling import with_flags
-from ..tables import show, standard_output
+from ..runs import show_events
 
 
 @options.command(
@@ -18,12 +15,16 @@ from ..tables import show, standard_output
     "reshard watch runs/7 --to vllm --tp 8 --into served/{step} --keep 3",
     "reshard watch runs/7 --to hf --into hf/{step} --all",
     "reshard watch runs/7 --push http://localhost:8000",
+    "reshard watch runs/7 --delta --to hf --dtype bf16 --into kept/step-{step}",
 )
 @click.argument("run")
 @click.option("--into", metavar="OUT/{step}", help="The folder of each output; {step} is the step's number.")
 @click.option(
     "--push", multiple=True, metavar="SERVER", help="Send the newest step's weights to this running server, such as http://localhost:8000."
 )
+@click.option("--delta", is_flag=True, help="Keep the run: full checkpoints now and then, and deltas between them.")
+@options.full_every
+@click.option("--encoding", type=click.Choice(["xor", "overwrite"]), help="With --delta: how deltas say what changed (default: xor).")
 @click.option("--all", "once", is_flag=True, help="Convert what is complete now, and end.")
 @click.option("--keep", type=click.IntRange(1), metavar="N", help="Keep the outputs of the newest N steps.")
 @click.option("--then", metavar="COMMAND", help="Run a shell command after each step; RESHARD_TARGET and RESHARD_STEP are set.")
@@ -43,10 +44,11 @@ from ..tables import show, standard_output
 @options.model
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document per line for every event.")
 def command(run: str, to: str | None, as_json: bool, **given: Any) -> None:
-    """Convert every step of RUN once, as soon as it is complete, and verify it; or push it to running servers.
+    """Convert every step of RUN once, as soon as it is complete, and verify it; keep it as a delta; or push it to running servers.
 
     --to and --into convert each step to a format, into a folder of its own. --push sends the weights of the newest step to a server, as
-    `reshard push` does, after that or instead of it.
+    `reshard push` does, after that or instead of it. --delta keeps the run in the folder of --into, which is a run itself: --step
+    chooses any of its steps, also one that is a delta.
 
     A step is complete when its marker is there: a tracker that names it or a later step (latest, latest_checkpointed_iteration.txt), or
     .metadata; without one, when nothing has changed in it for a while. The link `latest` beside the outputs points at the newest; in a
@@ -55,14 +57,4 @@ def command(run: str, to: str | None, as_json: bool, **given: Any) -> None:
     """
     from reshard.verbs.watch import watch
 
-    failed = False
-    for each in watch(run, to=to, **given):
-        failed = failed or each.event == "failed"
-        if as_json:
-            with standard_output():
-                sys.stdout.write(with_flags(json.dumps(each.to_json())) + "\n")
-                sys.stdout.flush()
-        else:
-            show(f"step {each.step}: {each.event}: {each.detail}")
-            sys.stdout.flush()
-    click.get_current_context().exit(1 if failed else 0)
+    show_events(watch(run, to=to, **given), as_json=as_json)

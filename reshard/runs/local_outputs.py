@@ -1,4 +1,7 @@
-"""LocalOutputs: the outputs of a watch on the disk. Equal files are hard links, the newest is named by a symbolic link."""
+"""LocalOutputs: the outputs of a watch on the disk. Equal files are hard links, the newest is named by a symbolic link.
+
+An output is a checkpoint that reshard wrote, which its manifest tells, or a delta, which its index tells.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from reshard.errors import TargetError
+from reshard.index.patches import INDEX
 from reshard.plans.manifest import MANIFEST, RECORDS, usable_manifest
 from reshard.runs.outputs import LATEST, MOST_OF_RECORD, RECORD
 from reshard.storage.files import LocalFiles
-from reshard.storage.own_files import open_own, read_own
-from reshard.storage.system_calls import system_errors
+from reshard.storage.own_files import ForeignFile, open_own, read_own
+from reshard.storage.system_calls import sync_folder, system_errors
 
 _PART = 1 << 20
 _REMOVING = ".removing-"
+_REPLACING = ".replacing-"
+# Keys of ours stand at the start of a delta's index.
+_OF_OUR_DELTA, _HEAD = b'"reshard_result_fingerprint"', 1 << 16
 _LINKING = ".linking"
 
 
@@ -34,7 +41,7 @@ class LocalOutputs:
             self._folder.mkdir(parents=True, exist_ok=True)
         for name in finished:
             with suppress(OSError, ValueError):  # A name in a record that was edited may be no name.
-                self._discard(name)
+                _discard(self._folder / (_REMOVING + name))
 
     def names(self) -> set[str]:
         with system_errors("listed", self._folder):
@@ -71,20 +78,38 @@ class LocalOutputs:
             return False
         # It disappears at once: nobody sees a half of it.
         with system_errors("removed", target):
-            self._discard(name)
-            target.rename(self._folder / (_REMOVING + name))
-            self._discard(name)
+            hidden = self._folder / (_REMOVING + name)
+            _discard(hidden)
+            target.rename(hidden)
+            _discard(hidden)
         return True
 
-    def _discard(self, name: str) -> None:
-        """Remove what is left of an output that is being removed. Its manifest, which tells that it is one, goes last."""
-        hidden = self._folder / (_REMOVING + name)
-        if _is_output(hidden):
-            for path in [path for path in hidden.iterdir() if path.name != MANIFEST]:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-            (hidden / MANIFEST).unlink()
-        with suppress(OSError):  # It holds something else, or there is none.
-            hidden.rmdir()
+    def put(self, new: Path, name: str) -> None:
+        """Give the folder `new` the name of an output. An output that had it is set aside, and removed afterwards.
+
+        Raises: TargetError if something that reshard did not write has the name.
+        """
+        target, aside = self._folder / name, self._folder / (_REPLACING + name)
+        if os.path.lexists(target) and not _is_output(target):
+            raise TargetError(
+                "something that reshard did not write lies there", where=str(target), do="Move it away, or choose another folder"
+            )
+        with system_errors("replaced", target):
+            if target.exists():
+                target.rename(aside)
+            new.rename(target)
+            sync_folder(self._folder)
+            _discard(aside)
+
+    def put_back(self) -> None:
+        """End what a kill has left of `put`: an output that was set aside gets its name again, unless the new one has it already."""
+        with system_errors("put back", self._folder):
+            for aside in [path for path in self._folder.glob(f"{_REPLACING}*") if _is_output(path)]:
+                target = self._folder / aside.name.removeprefix(_REPLACING)
+                if os.path.lexists(target):
+                    _discard(aside)
+                else:
+                    aside.rename(target)
 
     def read_record(self) -> bytes:
         with system_errors("read", self._folder / RECORD):
@@ -103,7 +128,30 @@ class LocalOutputs:
 
 def _is_output(folder: Path) -> bool:
     """Whether a folder, which is no link, holds what reshard wrote."""
-    return folder.is_dir() and not folder.is_symlink() and usable_manifest(LocalFiles(folder)) is not None
+    return _record_of(folder) is not None
+
+
+def _record_of(folder: Path) -> str | None:
+    """The file that tells that reshard wrote what a folder holds; None if it is a link, or none does."""
+    if not folder.is_dir() or folder.is_symlink():
+        return None
+    if usable_manifest(LocalFiles(folder)) is not None:
+        return MANIFEST
+    with suppress(OSError, ForeignFile), open(open_own(folder, INDEX, os.O_RDONLY), "rb") as file:
+        if _OF_OUR_DELTA in file.read(_HEAD):
+            return INDEX
+    return None
+
+
+def _discard(hidden: Path) -> None:
+    """Remove what is left of an output that is being removed. The file that tells that it is one goes last."""
+    record = _record_of(hidden)
+    if record is not None:
+        for path in [path for path in hidden.iterdir() if path.name != record]:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        (hidden / record).unlink()
+    with suppress(OSError):  # It holds something else, or there is none.
+        hidden.rmdir()
 
 
 def _equal_files(target: Path, earlier: Path) -> Iterator[str]:

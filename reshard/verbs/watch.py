@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
-from reshard.engine.events import event
 from reshard.engine.pool import Effort
 from reshard.errors import DifferenceFound, RequestError, ReshardError, UnsupportedError
-from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
+from reshard.index.patches import DeltaEncoding
+from reshard.requests.chains import source_of
 from reshard.requests.keywords import PathLike, PlanOptions, checked_keywords
 from reshard.requests.run_folders import QUIET_SECONDS, Seen, Step, find_steps
 from reshard.runs.local_outputs import LocalOutputs
@@ -21,6 +19,8 @@ from reshard.runs.outputs import LATEST, Outputs, WatchRecord
 from reshard.storage.system_calls import is_url, local_path
 from reshard.verbs.convert import convert, target_place
 from reshard.verbs.plan import plan
+from reshard.verbs.steps.happened import WatchEvent, happened, run_command
+from reshard.verbs.steps.kept import Kept, kept
 from reshard.verbs.verify import verify_written
 
 _POLL_SECONDS = 30.0
@@ -39,6 +39,12 @@ class WatchOptions(PlanOptions, total=False):
     """A shell command to run after each step, with RESHARD_STEP, RESHARD_SOURCE and RESHARD_TARGET in its environment."""
     part: str | None
     """Which checkpoint of each step, such as "actor", if a step has several."""
+    delta: bool
+    """Keep the run in the folder of `into`: as a full checkpoint now and then, and deltas between them."""
+    full_every: int
+    """With `delta`: how many steps a full checkpoint begins, itself and the deltas after it."""
+    encoding: DeltaEncoding
+    """With `delta`: how deltas say what changed, "xor" or "overwrite"."""
     link_unchanged: bool
     """Hard-link files that are equal to those of the output before."""
     poll: float
@@ -49,32 +55,13 @@ class WatchOptions(PlanOptions, total=False):
     """The address of a running server, or several, which get the weights of the newest step."""
 
 
-@value
-class WatchEvent:
-    """Something that a watch has done."""
-
-    event: str
-    """"waiting", "converted", "linked", "latest", "pushed", "ran", "removed", "finished" or "failed"."""
-    step: int
-    """The step."""
-    source: str
-    """Its checkpoint."""
-    target: str
-    """The folder that it is converted to, or the servers that it is pushed to."""
-    detail: str
-    """What happened, in words."""
-    time: float
-    """When, in seconds since 1970."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The event as plain values with stable keys."""
-        return document(self)
-
-
 @checked_keywords
 def watch(run: PathLike, *, to: str | None = None, into: str | None = None, **options: Unpack[WatchOptions]) -> Iterator[WatchEvent]:
     """Convert every complete step of a run to the format `to`, verify it, and go on until interrupted. Each step is converted once, also
     across restarts. Yields what was done.
+
+    With `delta`, keep the run in the folder of `into`: every `full_every`-th step as a full checkpoint in the format `to`, the others as
+    deltas, each to the step before it. The folder is a run: `open(folder, step=4200)` opens any step.
 
     into: the folder of one output, with {step} for the step's number, such as OUT/{step}; and {part} for the part. Both it and the run
     may be URLs. push: servers that get the newest step, after it was converted, or without that if `into` is left out.
@@ -82,13 +69,17 @@ def watch(run: PathLike, *, to: str | None = None, into: str | None = None, **op
     Takes the keywords of `plan`. A step that cannot be converted is an event, and is tried again later.
 
     Raises: RequestError if the run does not exist, or each step has several checkpoints and none is chosen; UnsupportedError for
-    `link_unchanged` in a store.
+    `link_unchanged` or `delta` in a store.
     """
     given: dict[str, Any] = dict(options)
     once, poll, quiet = given.pop("once", False), given.pop("poll", _POLL_SECONDS), given.pop("quiet", QUIET_SECONDS)
+    is_kept = given.pop("delta", False)
+    for name in () if is_kept else ("full_every", "encoding"):
+        if given.pop(name, None) is not None:
+            raise RequestError(f"`{name}=` is only for `delta=True`", do="Add `delta=True`, or leave it out")
     part, servers = given.pop("part", None), given.pop("push", None) or ()
     servers = (servers,) if isinstance(servers, str) else tuple(servers)
-    work = _work(to, into, servers, given)
+    work = _kept(run, to, into, {**given, "push": servers}) if is_kept else _work(to, into, servers, given)
     seen = Seen()
     pauses: dict[str, tuple[float, float]] = {}
     waiting: dict[str, str] = {}
@@ -104,13 +95,25 @@ def watch(run: PathLike, *, to: str | None = None, into: str | None = None, **op
             if time.monotonic() < until:
                 continue
             try:
-                yield from work.do(step)
+                yield from work.do(step, source_of(step, steps))
             except ReshardError as error:
                 pauses[step.path] = min(2 * pause, _LONGEST_PAUSE), time.monotonic() + pause
                 yield work.event("failed", step, str(error))
         if once:
             return
         time.sleep(poll)
+
+
+def _kept(run: PathLike, to: str | None, into: str | None, given: dict[str, Any]) -> Kept:
+    """Keeping the run. Raises: as `watch` does."""
+    if into is None or to is None:
+        name, example = ("into", "into=KEPT/step-{step}") if into is None else ("to", "to=hf")
+        why = "The run is kept in a folder, with full checkpoints in a format"
+        raise RequestError(f"`{name}=` is missing", why=why, do=f"Give for example `{example}`")
+    if is_url(into):
+        raise UnsupportedError("a run is kept in a local directory", where=into, do="Keep it on this machine, then copy the folder")
+    folder, name = _pattern(into)
+    return kept(run, to, local_path(folder), name, given)
 
 
 def _work(to: str | None, into: str | None, servers: tuple[str, ...], given: dict[str, Any]) -> _Work | _Pushes:
@@ -205,7 +208,7 @@ class _Work:
         return self.pattern.replace("{step}", str(step.order)).replace("{part}", step.part.replace("/", "-") or "model")
 
     def event(self, name: str, step: Step, detail: str) -> WatchEvent:
-        return _happened(name, step, self.outputs.place(self.name(step)), detail)
+        return happened(name, step, self.outputs.place(self.name(step)), detail)
 
     def pending(self, steps: list[Step]) -> list[Step]:
         """The steps that are to be done, in order: where only the newest are kept, no older ones."""
@@ -213,13 +216,13 @@ class _Work:
         newest = sorted({step.order for step in steps if step.complete})[-self.keep :] if self.keep else []
         return [step for step in steps if not record.is_finished(step) and (not newest or step.order >= newest[0])]
 
-    def do(self, step: Step) -> Iterator[WatchEvent]:
+    def do(self, step: Step, source: str) -> Iterator[WatchEvent]:
         """Convert and verify a step; then everything that depends on it. A kill at any moment leaves it to be done again."""
         name = self.name(step)
         target = self.outputs.place(name)
         record = WatchRecord(self.outputs)
         self.outputs.prepare([each.name for each in record.finished()])
-        planned = plan(step.path, to=self.to, **self.options)
+        planned = plan(source, to=self.to, **self.options)
         is_new = not convert(planned, target, if_changed=True).unchanged
         files = planned.layout.files
         yield self.event("converted", step, plural(len(files), "file") if is_new else "it was there already")
@@ -235,9 +238,9 @@ class _Work:
         if not newer and self.outputs.move_latest(name):
             yield self.event("latest", step, f"{self.outputs.place(LATEST)} points at it")
         if self.pushes and not newer:
-            yield from self.pushes.push(step)
+            yield from self.pushes.push(step, source)
         if self.then:
-            yield self.event("ran", step, _run(self.then, step, target))
+            yield self.event("ran", step, run_command(self.then, step, source, target))
         record.add(step, name)
         yield self.event("finished", step, f"{sum(file.nbytes for file in files):,} bytes verified")
         for old in record.finished()[: -self.keep] if self.keep else ():
@@ -259,7 +262,7 @@ class _Pushes:
     """The newest step that was pushed."""
 
     def event(self, name: str, step: Step, detail: str) -> WatchEvent:
-        return _happened(name, step, ", ".join(self.servers), detail)
+        return happened(name, step, ", ".join(self.servers), detail)
 
     def pending(self, steps: list[Step]) -> list[Step]:
         """The newest complete step, unless it was pushed, and the unfinished ones after it."""
@@ -267,31 +270,15 @@ class _Pushes:
         later = (step for step in steps if self.newest is None or step.order > self.newest)
         return [step for step in later if newest is None or step.order >= newest]
 
-    def do(self, step: Step) -> Iterator[WatchEvent]:
-        yield from self.push(step)
+    def do(self, step: Step, source: str) -> Iterator[WatchEvent]:
+        yield from self.push(step, source)
         if self.then:
-            yield self.event("ran", step, _run(self.then, step, ", ".join(self.servers)))
+            yield self.event("ran", step, run_command(self.then, step, source, ", ".join(self.servers)))
         self.newest = step.order
         yield self.event("finished", step, "the servers answer with it")
 
-    def push(self, step: Step) -> Iterator[WatchEvent]:
+    def push(self, step: Step, source: str) -> Iterator[WatchEvent]:
         from reshard.verbs.push import push
 
-        result = push(step.path, self.servers, **self.options)
+        result = push(source, self.servers, **self.options)
         yield self.event("pushed", step, f"{result.nbytes:,} bytes in {result.seconds:.1f} s, version {result.version}")
-
-
-def _happened(name: str, step: Step, target: str, detail: str) -> WatchEvent:
-    found = WatchEvent(name, step.order, step.path, target, detail, round(time.time(), 3))
-    event(f"watch-{name}", f"step {step.order}: {name}: {detail}", step=step.order, source=step.path, target=found.target)
-    return found
-
-
-def _run(command: str, step: Step, target: str) -> str:
-    """Run a command. Raises RequestError if it fails."""
-    about = {"RESHARD_STEP": str(step.order), "RESHARD_SOURCE": step.path, "RESHARD_TARGET": target}
-    # What it prints goes to stderr: stdout is the watch's own.
-    code = subprocess.run(command, shell=True, env={**os.environ, **about}, stdout=2, stdin=subprocess.DEVNULL).returncode
-    if code:
-        raise RequestError(f"the command of `then=` ended with exit code {code}", where=target, do="It is run again later")
-    return f"{command!r} ended with exit code 0"

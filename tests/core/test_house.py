@@ -273,6 +273,8 @@ def test_the_core_names_no_format():
     allowed = {
         "__init__": "delta",
         "verbs.delta": "delta",
+        "verbs.steps.kept": "delta",
+        "verbs.watch": "delta",
         "verbs.roundtrip": "hf",
         "plans.layout": "pt",
         "canonical.trainer_names": "nanotron",

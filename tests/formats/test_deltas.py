@@ -12,7 +12,7 @@ import pytest
 import zstandard
 from helpers.fixture_places import FIXTURES, HF
 from helpers.reshard_command import reshard as command
-from helpers.slime_deltas import applied, load_folder, save, write_delta, write_index
+from helpers.slime_deltas import applied, changed, folder_of, load_folder, save, write_delta, write_index
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
@@ -22,31 +22,11 @@ LLAMA = HF / "llama"
 INDEX = "model.safetensors.index.json"
 
 
-def changed(stored, share, seed):
-    """The tensors with other bits in a share of their elements; 0 changes nothing, 1 everything."""
-    random = np.random.default_rng(seed)
-    result = {}
-    for name, (dtype, shape, data) in stored.items():
-        values = np.frombuffer(data, np.uint8).copy()
-        chosen = random.random(len(values)) < share
-        values[chosen] ^= random.integers(1, 256, int(chosen.sum()), dtype=np.uint8)
-        result[name] = dtype, shape, values.tobytes()
-    return result
-
-
 def changed_codes(stored):
     """The tensors with another lowest bit in every seventh byte: numbers stay finite."""
     return {
         name: (dtype, shape, bytes(byte ^ (i % 7 == 0) for i, byte in enumerate(data))) for name, (dtype, shape, data) in stored.items()
     }
-
-
-def folder_of(path, stored, config=None):
-    path.mkdir(parents=True)
-    save(path / "model.safetensors", stored)
-    if config is not None:
-        shutil.copy(config / "config.json", path)
-    return path
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ that uses nothing of reshard."""
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -47,6 +48,27 @@ def encoded(old: bytes, new: bytes, encoding: str) -> bytes:
         return (a ^ b).tobytes()
     positions = np.flatnonzero(a != b).astype("<u4")
     return struct.pack("<I", len(positions)) + positions.tobytes() + b[positions].tobytes()
+
+
+def folder_of(path: Path, stored: Stored, config: Path | None = None) -> Path:
+    """Write a checkpoint of one file, with the config.json of another folder; returns its path."""
+    path.mkdir(parents=True)
+    save(path / "model.safetensors", stored)
+    if config is not None:
+        shutil.copy(config / "config.json", path)
+    return path
+
+
+def changed(stored: Stored, share: float, seed: int) -> Stored:
+    """The tensors with other bits in a share of their elements; 0 changes nothing, 1 everything."""
+    random = np.random.default_rng(seed)
+    result: Stored = {}
+    for name, (dtype, shape, data) in stored.items():
+        values = np.frombuffer(data, np.uint8).copy()
+        chosen = random.random(len(values)) < share
+        values[chosen] ^= random.integers(1, 256, int(chosen.sum()), dtype=np.uint8)
+        result[name] = dtype, shape, values.tobytes()
+    return result
 
 
 def write_delta(folder: Path, old: Stored, new: Stored, encoding: str, checksum: str, version: int, base_version: int) -> None:

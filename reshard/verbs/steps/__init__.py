@@ -1,0 +1,1 @@
+"""What a watch does with the steps of a run."""
