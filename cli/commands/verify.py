@@ -58,11 +58,12 @@ def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool
     from reshard.engine.pool import Effort
     from reshard.errors import RequestError
     from reshard.plans.manifest import usable_manifest
+    from reshard.requests.deltas import tree_of
     from reshard.requests.keywords import ModelOptions, SelectionOptions
     from reshard.requests.opening import open_both
     from reshard.requests.request import selection_of
     from reshard.storage.server import is_server
-    from reshard.storage.tar import open_tree
+    from reshard.storage.trees import chain_of
     from reshard.verbs.verify import verify_written
 
     metrics, page = current().metrics, options.page_of(given)
@@ -78,7 +79,7 @@ def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool
     elif right is None:
         if cast or any(selected.values()):
             raise RequestError("a cast or a selection needs a second checkpoint", do="Give RIGHT, or leave these options out")
-        manifest = usable_manifest(open_tree(left))
+        manifest = usable_manifest(tree_of(left))
         metrics.label(format=manifest.format if manifest else None)
         total = sum(manifest.files.values()) if manifest and manifest.files else 0
     else:
@@ -98,19 +99,20 @@ def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool
     elif has_server:
         show_server(result, str(right).rstrip("/"))
     else:
-        _show(result, with_manifest=right is None)
+        _show(result, record="" if right is not None else "the last delta" if len(chain_of(left)) > 1 else "reshard.json")
     click.get_current_context().exit(exit_code(result, allowed=allow_not_comparable))
 
 
-def _show(result: Comparison, *, with_manifest: bool) -> None:
-    """The result, the differences, and what was not compared."""
+def _show(result: Comparison, *, record: str) -> None:
+    """The result, the differences, and what was not compared. record: what one checkpoint was compared with; empty for two."""
     compared = f"{plural(result.tensors, 'tensor')}, {nbytes_text(result.nbytes)}, every bit"
     if result.equal:
-        show(f"as written: {compared}, and the other files" if with_manifest else f"equal: {compared}")
+        others = ", and the other files" if record == "reshard.json" else ""
+        show(f"as written: {compared}{others}" if record else f"equal: {compared}")
     else:
-        of_what = "from reshard.json" if with_manifest else f"in {plural(result.tensors, 'common tensor')}"
+        of_what = f"from {record}" if record else f"in {plural(result.tensors, 'common tensor')}"
         show(f"different: {plural(len(result.differences), 'difference')} {of_what}")
-        first = "tensor or file" if with_manifest else "tensor"
+        first = "tensor or file" if record else "tensor"
         if not current().log.quiet:
             show_table([(d.name, d.kind, d.detail) for d in result.differences], (first, "what", "how"))
     for note in result.notes if not current().log.quiet else ():

@@ -18,6 +18,7 @@ from reshard.geometry.value import value
 from reshard.requests.chains import source_of
 from reshard.requests.run_folders import LATEST, RunFolder, Step
 from reshard.storage.system_calls import is_url
+from reshard.storage.trees import chain_of
 
 
 class SeveralCheckpoints(RequestError):
@@ -65,7 +66,7 @@ class Choice:
         Raises: NothingToChoose if the folder holds no steps and no models; RequestError if there is no such step or part;
         SeveralCheckpoints if several fit; what `source_of` raises.
         """
-        found = every = RunFolder(root).checkpoints()
+        found = every = RunFolder(root).checkpoints() if len(chain_of(root)) == 1 else []
         if not found:
             verb = "choose" if len(self._words()) > 1 else "chooses"
             raise NothingToChoose(

@@ -352,7 +352,7 @@ def is_bare(path: PathLike) -> bool:
     if known_config(path) is not None:
         return True
     try:
-        files = open_tree(path)
+        files = open_tree(chain_of(path)[0])
     except RequestError as error:
         raise with_known_name(error, path) from None
     return find_model_files(files).config is not None and not registry.is_claimed(files)
@@ -364,7 +364,7 @@ def model_at(path: PathLike, architecture: Architecture | PathLike | None = None
     if (known := known_config(path)) is not None:
         return model_of(known, architecture)
     try:
-        files = open_tree(path)
+        files = open_tree(chain_of(path)[0])
     except RequestError as error:
         raise with_known_name(error, path) from None
     found = find_model_files(files)

@@ -19,11 +19,12 @@ from reshard.engine.checks.written_files import (
     check_tensors,
     hash_blocks,
 )
-from reshard.engine.compare import Comparison, Difference, Side, compare
+from reshard.engine.compare import Comparison, Difference, Side, check_recorded, compare
 from reshard.engine.events import details, event
 from reshard.engine.pool import Effort
 from reshard.engine.recorded import fingerprint_of
-from reshard.errors import CheckpointError, RequestError, ReshardError
+from reshard.engine.walk import block_digests
+from reshard.errors import CheckpointError, DifferenceFound, RequestError, ReshardError
 from reshard.geometry.quantities import plural
 from reshard.index.coverage import check_index
 from reshard.index.index import Index, Tensor
@@ -35,6 +36,7 @@ from reshard.requests.opening import classified_checkpoint, open_both, opened, u
 from reshard.storage.files import Files
 from reshard.storage.server import is_server
 from reshard.storage.tar import open_tree
+from reshard.storage.trees import chain_of
 from reshard.verbs.resumed import compare_counts, compared_once, notes_on_masters
 
 
@@ -133,10 +135,14 @@ def verify_written(
     """Whether a folder holds what reshard wrote: every bit of weights, optimizer state, replicas, padding, headers and small files; and no
     file is missing or was added.
 
+    Of a base with deltas: whether every tensor is what the last delta says.
+
     known: the digests of the blocks of a tensor that was read already; None if it was not.
 
-    Raises: RequestError if there is no reshard.json.
+    Raises: RequestError if there is no reshard.json, or another program wrote the last delta.
     """
+    if source.deltas if isinstance(source, Checkpoint) else len(chain_of(source)) > 1:
+        return _verify_chain(opened(source, **options), effort)
     result = Comparison()
     files = source.files if isinstance(source, Checkpoint) else open_tree(source)
     try:
@@ -172,6 +178,20 @@ def verify_written(
         if result.equal:
             result.differences.append(_as_difference(error, files))
         result.notes.append(f"the tensors were not compared: {error}")
+    log_compared(result)
+    return result
+
+
+def _verify_chain(checkpoint: Checkpoint, effort: Effort) -> Comparison:
+    content, result = checkpoint.content(), Comparison()
+    if not content.recorded():
+        what = f"another program wrote {content.recorded_in}, so nothing tells what the checkpoint should hold"
+        raise RequestError(what, where=checkpoint.path, do="Give a second checkpoint to compare with: reshard verify A B")
+    result.tensors, result.nbytes = len(content.tensors), sum(tensor.nbytes for tensor in content.tensors.values())
+    try:
+        check_recorded(Side(checkpoint.files, checkpoint.index, content), block_digests(checkpoint.files, content.tensors, effort))
+    except (CheckpointError, DifferenceFound) as error:
+        result.differences.append(_as_difference(error, checkpoint.files))
     log_compared(result)
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from reshard.engine.checks.one_save import check_copied_files, check_steps
 from reshard.engine.compare import wrong_constants
 from reshard.engine.events import details, event
 from reshard.engine.pool import Effort
-from reshard.errors import CheckpointError, RequestError, ReshardError
+from reshard.errors import CheckpointError, RequestError, ReshardError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.health import distributions, elements, files, movement, quantized, structure, values
@@ -30,6 +31,7 @@ from reshard.requests.keywords import EffortOptions, OpenOptions, PathLike, chec
 from reshard.requests.opening import classified_checkpoint, open, unchecked
 from reshard.storage.files import Files
 from reshard.storage.tar import open_tree
+from reshard.storage.trees import chain_of
 from reshard.verbs.verify import verify_written
 
 
@@ -240,6 +242,12 @@ def _log_checked(report: Report) -> None:
 
 def _opened(path: PathLike, options: Mapping[str, Any]) -> tuple[Checkpoint, Index, tuple[Finding, ...]]:
     """The checkpoint, as far as it can be opened, its index under canonical names, and what keeps it from being opened."""
+    if len(chain_of(path)) > 1:
+        raise UnsupportedError(
+            "a base with deltas is no checkpoint of its own whose files could be checked",
+            where=os.fspath(path),
+            do="Check its base; `reshard verify` compares every tensor with what the last delta says, and `reshard stats` finds NaN",
+        )
     try:
         format, checkpoint = unchecked(path, options)
     except CheckpointError as error:
