@@ -388,7 +388,7 @@ full_every = click.option(
     "--full-every",
     type=click.IntRange(1),
     metavar="N",
-    help="Of a run that is kept, every N-th step is a full checkpoint, and the others are deltas (default: 20).",
+    help="Of a run that is kept, every N-th step is a full checkpoint, and the others are deltas (default: 10).",
 )
 combining = keywords(CombiningOptions, section=help.COMBINING)
 

@@ -45,7 +45,7 @@ def command(places: tuple[str, ...], run: str | None, encoding: Any, cast: bool,
     """Write what changed from the checkpoint BASE to NEW into the directory TARGET. They may have any formats and parallel sizes.
 
     --of RUN keeps a whole run in TARGET: the first step and every N-th one as a full checkpoint, the others as deltas to the step before.
-    It does what `reshard watch RUN --delta --all` does, and prints its events. TARGET is a run folder: `--step 4200` chooses any of its
+    It does what --delta of `reshard watch` does with --all, and prints its events. TARGET is a run folder: `--step 4200` chooses any of its
     steps in every command. Run again, it goes on with the steps that are new.
 
     The weights are compared under their canonical names. TARGET has the form that slime, miles and ModelExpress read: one zstd frame of
@@ -57,9 +57,9 @@ def command(places: tuple[str, ...], run: str | None, encoding: Any, cast: bool,
 
     of_run = {name: given.pop(name) for name in ("full_every", "to", "dtype", "part")}
     wrong = {name: given[name] for name in EffortOptions.__annotations__ if name in given} if run is not None else of_run
-    if found := next((name for name, each in wrong.items() if each is not None), None):
+    if unfit := next((name for name, each in wrong.items() if each is not None), None):
         when = "has no meaning with" if run is not None else "has a meaning only with"
-        raise click.UsageError(f"--{found.replace('_', '-')} {when} --of", click.get_current_context())
+        raise click.UsageError(f"--{unfit.replace('_', '-')} {when} --of", click.get_current_context())
     if len(places) != (3 if run is None else 1):
         expected = "BASE NEW TARGET" if run is None else "TARGET alone"
         raise click.UsageError(f"{len(places)} paths are given, {expected} are expected", click.get_current_context())

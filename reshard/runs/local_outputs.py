@@ -23,7 +23,7 @@ _PART = 1 << 20
 _REMOVING = ".removing-"
 _REPLACING = ".replacing-"
 # Keys of ours stand at the start of a delta's index.
-_OF_OUR_DELTA, _HEAD = b'"reshard_result_fingerprint"', 1 << 16
+_OF_OUR_DELTA, _HEAD = b'"reshard_base"', 1 << 16
 _LINKING = ".linking"
 
 

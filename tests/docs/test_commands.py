@@ -85,8 +85,8 @@ def _parse(command: str, where: str) -> None:
         return
     except click.ClickException as error:
         raise AssertionError(f"{where}: {command}: {error.format_message()}") from error
-    if parsed.get("to", "") is None and name == "cache":
-        return  # list and clean take no target
+    if parsed.get("to", "") is None and name in ("cache", "delta"):
+        return  # list and clean take no target, and a kept run is hf without one
     if "to" in parsed and name != "degrees" and not parsed.get("plan_path") and (parsed["to"] or not parsed.get("push")):
         known = {option.name for option in registry.target(parsed["to"]).options}
         for option in registry.options():

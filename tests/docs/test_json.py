@@ -174,7 +174,8 @@ def test_a_run_and_its_watch(tmp_path):
         shutil.copytree(FSDP2 / "checkpoint", tmp_path / "run" / f"step-{step}")
     check("inspect RUN", printed("inspect", tmp_path / "run"))
     lines = reshard("watch", tmp_path / "run", "--to", "hf", "--into", tmp_path / "out/{step}", *MODEL, "--all", "--json").out
-    check("watch", *map(json.loads, lines.splitlines()))
+    kept = reshard("delta", "--of", tmp_path / "run", tmp_path / "kept", *MODEL, "--json").out
+    check("watch", *map(json.loads, (lines + kept).splitlines()))
 
 
 def test_doctor():

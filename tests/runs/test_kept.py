@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import time
 
@@ -16,6 +17,7 @@ import pytest
 from helpers.fixture_places import FIXTURES, HF
 from helpers.reshard_command import command, reshard, tree
 from helpers.slime_deltas import applied, changed, folder_of, load_folder
+from hostile.interruptions import CHANGES, child, ended, faulty
 
 import reshard as library
 from reshard.errors import RequestError, UnsupportedError
@@ -127,6 +129,37 @@ def test_a_kept_run_is_watched_like_any_other(run, tmp_path):
     assert reshard("watch", kept, "--to", "vllm", "--tp", 2, "--into", served / "{step}", "--all").code == 0
     for step in range(100, 600, 100):
         assert reshard("verify", served / str(step), run / f"step-{step}").code == 0
+
+
+# What every command says of a step that is a delta, beside those above.
+LOOKS = [
+    ("verify", "KEPT"), ("verify", "BASE", "KEPT"), ("explain", "KEPT", "BASE"), ("stats", "KEPT"), ("cat", "KEPT", "model.norm.weight"),
+    ("digests", "KEPT", "--to", "vllm"), ("roundtrip", "KEPT", "--to", "hf"), ("plan", "KEPT", "--to", "hf"),
+    ("degrees", "KEPT", "--tp", "1"), ("estimate", "KEPT"), ("architectures", "--start", "KEPT"), ("inspect", "KEPT"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", LOOKS, ids=" ".join)
+def test_a_step_that_is_a_delta_is_looked_at(run, tmp_path, words):
+    keep(run, tmp_path / "kept")
+    places = {"KEPT": tmp_path / "kept", "BASE": run / "step-200"}
+    result = reshard(*(places.get(word, word) for word in words), "--step", 200)
+    assert result.code == 0, result.err
+
+
+def test_a_step_that_is_a_delta_is_verified_alone(run, tmp_path):
+    kept = tmp_path / "kept"
+    keep(run, kept)
+    assert reshard("verify", kept, "--step", 300).out == "as written: 21 tensors, 148 kB, every bit\n"
+    path = kept / "step-100" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    damaged = reshard("verify", kept, "--step", 300)
+    assert damaged.code == 1 and "1 difference from the last delta" in damaged.out
+    assert not library.verify(library.open(kept, step=300)).equal
+    refused_by_doctor = reshard("doctor", kept, "--step", 300)
+    assert refused_by_doctor.code == 6 and "reshard verify" in refused_by_doctor.err
 
 
 TRAINERS = {
@@ -430,6 +463,47 @@ def test_an_output_that_was_set_aside_comes_back(run, tmp_path):
     LocalOutputs(kept).put_back()
     assert not list(kept.glob(".*"))
     check_kept(kept, run, range(100, 600, 100))
+
+
+def test_what_does_not_read_back_as_the_step_is_not_kept(run, tmp_path, monkeypatch):
+    from reshard.verbs.steps import kept as module
+
+    other = library.fingerprint(run / "step-500")
+    monkeypatch.setattr(module, "fingerprint", lambda source: other)
+    result = keep(run, tmp_path / "kept")
+    assert result.code == 1 and events(result)[2:4] == [(200, "failed"), (300, "failed")]
+    assert forms(tmp_path / "kept") == {100: "full", 500: "delta"}, "what is said of step 500 is true"
+
+
+@pytest.mark.parametrize(("calls", "every"), [(["rename", "replace"], 1), (CHANGES, 23)], ids=["renames", "all"])
+def test_killed_at_any_operation_a_step_that_is_replaced_is_the_old_or_the_new_one(tmp_path, calls, every):
+    """The run went back: step 200 is replaced, and step 300, the delta of the old one, becomes a full checkpoint before."""
+    run, before = tmp_path / "run", tmp_path / "before"
+    versions = {step: [save(run, step)] for step in (100, 200, 300)}
+    keep(run, before)
+    versions[200].append(save(run, 200, seed=5))
+
+    def work(kept, at):
+        count = faulty(calls, at, "kill")
+        keep(run, kept)
+        (tmp_path / "count").write_text(str(count[0]))
+
+    shutil.copytree(before, tmp_path / "counted")
+    assert ended(child(lambda: work(tmp_path / "counted", -1))) == 0
+    number = int((tmp_path / "count").read_text())
+    assert number > 4
+    for at in range(1, number + 1, every):
+        kept = tmp_path / f"kept-{at}"
+        shutil.copytree(before, kept)
+        assert ended(child(lambda kept=kept, at=at: work(kept, at))) == -signal.SIGKILL
+        if (kept / "reshard.watch.jsonl").exists():
+            LocalOutputs(kept).put_back()  # what the next run does first
+        assert forms(kept).keys() == {100, 200, 300}, at
+        for step in forms(kept):
+            assert restored(kept, step) in versions[step], f"step {step} after a kill at operation {at}"
+        assert keep(run, kept).code == 0
+        check_kept(kept, run, (100, 200, 300))
+        shutil.rmtree(kept)
 
 
 # Each of these takes about a second; a campaign sets more.

@@ -40,7 +40,7 @@ from reshard.verbs.plan import plan
 from reshard.verbs.steps.happened import WatchEvent, happened, run_command
 from reshard.verbs.verify import verify_written
 
-FULL_EVERY = 20
+FULL_EVERY = 10
 """How many steps a full checkpoint begins. More make the run little smaller and its steps slower to read (docs/recipes/deltas.md)."""
 # They make other values than the run has.
 _CHANGES = ("dequantize", "quantize", "requantize", "merge_adapter", "drop_adapter")
