@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
+import click
 import pytest
 from helpers.doc_pages import PAGES, README, ROOT
 
+import reshard
 from reshard.adapter import registry
 
 DOCS = ROOT / "docs"
@@ -118,6 +122,37 @@ def test_generated_pages_are_current():
         # The texts are long, and their difference helps nobody.
         is_current = (DOCS / path).read_text() == page()
         assert is_current, f"docs/{path} is not current: run python docs/generate.py"
+
+
+def test_the_page_of_the_command_line_says_each_option_once():
+    text = (DOCS / "reference" / "cli.md").read_text()
+    rows = re.findall(r"^\| (`-.*) \|$", text, re.MULTILINE)
+    assert len(rows) > 100 and not [row for row, count in Counter(rows).items() if count > 1]
+    main = importlib.import_module("reshard.cli.main")
+    context = click.Context(main.cli, info_name="reshard")
+    for name in main.COMMANDS:
+        section = re.search(rf"^## {name}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
+        for option in main.cli.get_command(context, name).params:
+            title = getattr(option, "section", "")
+            if isinstance(option, click.Option) and not option.hidden and title != "Log":
+                named = title.removeprefix("Only for ").split(", ")[0] if title.startswith("Only for ") else f"`{option.opts[0]}"
+                assert named in section, f"{name} has {option.opts[0]}, and its section does not say so"
+
+
+def test_the_page_of_python_says_each_keyword_once():
+    text = (DOCS / "reference" / "python.md").read_text().partition("## Values")[0]
+    rows = re.findall(r"^- (`.*)$", text, re.MULTILINE)
+    assert len(rows) > 50 and not [row for row, count in Counter(rows).items() if count > 1]
+    for name in [name for name in reshard.__all__ if inspect.isfunction(getattr(reshard, name))]:
+        section = re.search(rf"^### reshard\.{name}$(.*?)^##", text, re.MULTILINE | re.DOTALL)[1]
+        groups = "".join(
+            re.search(rf"^### {group}$(.*?)^##", f"{text}##", re.MULTILINE | re.DOTALL)[1]
+            for group in set(re.findall(r"\[(\w+)\]\(#", section))
+        )
+        for keyword in inspect.signature(getattr(reshard, name)).parameters:
+            assert keyword in ("options", "fields") or re.search(rf"\b{keyword}\b", section + groups), (
+                f"{name} has {keyword}, which the page does not name"
+            )
 
 
 def test_the_counts_of_formats_and_models_are_current():
