@@ -28,6 +28,7 @@ from reshard.canonical.renaming import is_of_adapter, is_wrapper
 from reshard.canonical.tensor_classes import is_of_optimizer, root_of
 from reshard.canonical.tied_head import tie
 from reshard.errors import CheckpointError, IncompleteError, RequestError
+from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
@@ -260,6 +261,11 @@ class Content:
     def implied(self) -> tuple[str, ...]:
         """The names of the missing weights whose bytes follow from the shapes of others."""
         return tuple(name for name in self.missing if self._model_weights[name].implied is not None)
+
+    @property
+    def implied_dtypes(self) -> dict[str, DType]:
+        """The element types of these weights."""
+        return {name: dtype for name in self.implied if (dtype := self._model_weights[name].component_dtype)}
 
     @property
     def _model_weights(self) -> Mapping[str, ModelWeight]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
+from reshard.geometry.dtypes import DType, from_safetensors
 from reshard.geometry.mosaics import Mosaic, joined
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
@@ -68,6 +69,14 @@ class ModelWeight:
     def is_cache_scale(self) -> bool:
         """Whether it is a scale of cached keys or values."""
         return self.component is not None and self.form is None
+
+    @property
+    def component_dtype(self) -> DType | None:
+        """The element type in which a component of a quantized weight is stored; None: as other weights."""
+        if self.component is None:
+            return None
+        named = self.form.code_types[0] if self.form and not self.component.is_scale else self.component.element_type
+        return from_safetensors(named, where=self.name) if named else None
 
     @property
     def elements(self) -> int:

@@ -299,6 +299,10 @@ def test_what_engines_do_not_keep_comes_back(case, tmp_path):
     assert found.equal and any("follow from the shapes" in note for note in found.notes)
     assert {finding.id for finding in reshard.doctor(tmp_path / "ranks").findings} == {"missing-tokenizer"}
     assert reshard.degrees(tmp_path / "ranks", to="vllm", tp=(1, 2)).rows == reshard.degrees(folder, to="vllm", tp=(1, 2)).rows
+    assert {finding.id for finding in reshard.serve_check(tmp_path / "ranks").findings} == {"missing-tokenizer"}
+    for source, out in ((folder, "whole"), (tmp_path / "ranks", "joined")):
+        reshard.convert(reshard.plan(source, to="vllm", tp=1), tmp_path / out)
+    assert described(stored(tmp_path / "joined")) == described(stored(tmp_path / "whole"))
     reshard.convert(reshard.plan(tmp_path / "ranks", to="hf"), tmp_path / "back")
     assert described(stored(tmp_path / "back")) == described(stored(folder))
     for source, out in ((folder, "expected"), (tmp_path / "ranks", "decoded")):

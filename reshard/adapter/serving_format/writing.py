@@ -41,7 +41,7 @@ def lay_out(serving_format: ServingEngine, content: Content, target: Target, com
     _check_content(content, model, rules)
     check_degrees(model, rules, target.parallel)
     check_stages(model, target.parallel.pp)
-    dtypes = {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
+    dtypes = content.implied_dtypes | {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
     stored = stored_dtypes(model, rules, dtypes)
     engine_config = serving_format.engine_config(model, target.parallel, dtypes)
     companions, class_notes = companions.completed(model.architecture)

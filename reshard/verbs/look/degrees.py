@@ -15,9 +15,9 @@ from reshard.canonical.content import Selection, check_against_model
 from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs, matches
 from reshard.errors import RequestError
-from reshard.geometry.dtypes import BF16, DType, from_safetensors, from_user
+from reshard.geometry.dtypes import BF16, DType, from_user
 from reshard.geometry.meshes import Parallel
-from reshard.models.model import Model, ModelWeight
+from reshard.models.model import Model
 from reshard.models.quantization import check_has_settings, without_quantization
 from reshard.plans.layout import Target
 from reshard.requests.checkpoint import Checkpoint
@@ -139,8 +139,7 @@ def _stored_model(source: Checkpoint, target: Target, weights: Weights | None, d
         content, kept_for = with_values(content, config), frozenset()
     assert content.model is not None
     target = replace(target, dtype_kept_for=kept_for)
-    implied = {name: dtype for name in content.implied if (dtype := _component_dtype(content.model.weights[name]))}
-    return content.model, implied | {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
+    return content.model, content.implied_dtypes | {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
 
 
 def _declared_model(model: Model, target: Target, dequantize: bool) -> tuple[Model, dict[str, DType]]:
@@ -152,7 +151,7 @@ def _declared_model(model: Model, target: Target, dequantize: bool) -> tuple[Mod
     check_globs("`keep_dtype=`", target.keep_dtype, model.weights)
     uncast = from_user(str(named)) or dtype
     stored = {
-        w.name: _component_dtype(w) or (uncast if w.form or matches(w.name, target.keep_dtype) else dtype) for w in model.weights.values()
+        w.name: w.component_dtype or (uncast if w.form or matches(w.name, target.keep_dtype) else dtype) for w in model.weights.values()
     }
     if not dequantize:
         return model, stored
@@ -166,12 +165,3 @@ def _cache_dtype(model: Model, dtypes: Mapping[str, DType]) -> DType:
     auto) and SGLang take the type of the config then."""
     dtype = model_dtype(model, dtypes)
     return dtype if dtype.itemsize > 1 else from_user(str(model.config.get("dtype") or model.config.get("torch_dtype"))) or BF16
-
-
-def _component_dtype(weight: ModelWeight) -> DType | None:
-    """The element type in which a component of a quantized weight is stored; None: as other weights."""
-    component, form = weight.component, weight.form
-    if component is None:
-        return None
-    named = form.code_types[0] if form and not component.is_scale else component.element_type
-    return from_safetensors(named, where=weight.name) if named else None
