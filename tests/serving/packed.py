@@ -111,8 +111,17 @@ def one_at_a_time(ask: Ask) -> Ask:
 
 
 def decoded_otherwise(case: str, work: Path, ask: Ask) -> Iterator[str]:
-    """What vLLM answers otherwise from the files of two ranks than from the Hugging Face folder. The model is in the form of a fixture, and
-    has heads that vLLM's attention on a CPU takes."""
+    """What vLLM answers otherwise from the files of two ranks than from the Hugging Face folder."""
+    write_decodable(case, work / "source")
+    reshard.convert(reshard.plan(work / "source", to="vllm", tp=2), work / "ranks")
+    found, expected = decode(ask, work / "ranks", 2, "sharded_state"), decode(ask, work / "source", 2, "auto")
+    _, is_same, detail = compared(case, found, expected)
+    if not is_same:
+        yield detail
+
+
+def write_decodable(case: str, folder: Path) -> None:
+    """A model in the form of a fixture, with heads that vLLM's attention on a CPU takes."""
     config = json.loads((FIXTURES / case / "config.json").read_text())
     settings = config["quantization_config"]
     settings |= {"gptq": {"sym": True}, "awq": {"modules_to_not_convert": None}}.get(settings["quant_method"], {})
@@ -125,13 +134,8 @@ def decoded_otherwise(case: str, work: Path, ask: Ask) -> Iterator[str]:
         "num_hidden_layers": 2,
     }
     model = seeded_models.CONFIGS["llama"] | sizes | {"model_type": "llama", "intermediate_size": 256, "quantization_config": settings}
-    seeded_models.write_random(model | {"torch_dtype": config.get("dtype") or config["torch_dtype"]}, work / "source")
-    _make_telling(work / "source" / "model.safetensors")
-    reshard.convert(reshard.plan(work / "source", to="vllm", tp=2), work / "ranks")
-    found, expected = decode(ask, work / "ranks", 2, "sharded_state"), decode(ask, work / "source", 2, "auto")
-    _, is_same, detail = compared(case, found, expected)
-    if not is_same:
-        yield detail
+    seeded_models.write_random(model | {"torch_dtype": config.get("dtype") or config["torch_dtype"]}, folder)
+    _make_telling(folder / "model.safetensors")
 
 
 def _make_telling(path: Path) -> None:
