@@ -28,7 +28,7 @@ _INLINE = re.compile(r"`(reshard [a-z]+(?: [^`]+)?)`")
     ids=lambda page: page.name,
 )
 def test_commands_print_what_the_page_shows(page: Page, tmp_path):
-    if any(needs in page.path.read_text() for needs in (".torch()", "--to fsdp")):
+    if any(needs in page.path.read_text() for needs in (".torch()", "--to fsdp", "= made verl-lora")):
         pytest.importorskip("torch", reason="the page reads a view as a torch tensor, or writes the files of FSDP ranks")
     commands = list(run_page(page, tmp_path))
     for i, (command, code, lines) in enumerate(commands):

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from helpers.fixture_places import FIXTURES
 from helpers.reshard_command import reshard as run
+from helpers.verl_lora import write_verl_lora
 
 import reshard
 from reshard.canonical.name_variants import Names
@@ -230,10 +231,7 @@ def test_an_adapter_of_zero3_is_taken_out_of_the_masters(files, tmp_path):
 
 @pytest.fixture
 def verl(tmp_path):
-    """The FSDP2 checkpoint as verl saves it: a file of each rank, and the settings of the adapter in a file of its own."""
-    plan = reshard.plan(PEFT / "fsdp2" / "checkpoint", to="fsdp", dp=2, model=HF / "qwen3_moe-sparse")
-    reshard.convert(plan, tmp_path / "actor")
-    (tmp_path / "actor" / "lora_train_meta.json").write_text('{"r": 2, "lora_alpha": 6, "task_type": "CAUSAL_LM"}')
+    write_verl_lora(tmp_path / "actor")
     return tmp_path / "actor"
 
 

@@ -4,7 +4,8 @@ A page is Markdown. Its commands stand in fenced blocks of the language `console
 the command prints. Two comments, which readers do not see, steer the tests:
 
     <!-- files: step-1000 = dcp/fsdp2/checkpoint, big = config llama-3-70b -->   what lies in the folder where the page's commands run:
-                                                                              copies of fixtures, or a published model's config
+                                                                              copies of fixtures, a published model's config,
+                                                                              or what a function of MADE writes: `= made verl-lora`
     <!-- not run: needs vLLM -->                                              the next block is checked, but not run, for this reason
 """
 
@@ -26,6 +27,7 @@ from importlib import import_module
 from pathlib import Path
 
 from helpers import published_configs as published
+from helpers.verl_lora import write_verl_lora
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "fixtures"
@@ -46,6 +48,8 @@ _CONFIGS = {
         "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     },
 }
+# What a fixture would repeat, by the word after `made`.
+MADE = {"verl-lora": write_verl_lora}
 # What differs from run to run and from machine to machine.
 _MASKS = ((re.compile(r"\bin [\d.]+ s\b"), "in # s"), (re.compile(r"\([\d.]+ [kMGT]?B/s\)"), "(# B/s)"))
 # A command line with one of these, outside quotes, needs a shell.
@@ -187,6 +191,8 @@ class Session:
         if what.startswith("config "):
             target.mkdir()
             (target / "config.json").write_text(json.dumps(_CONFIGS[what.removeprefix("config ")]))
+        elif what.startswith("made "):
+            MADE[what.removeprefix("made ")](target)
         elif (FIXTURES / what).is_dir():
             shutil.copytree(FIXTURES / what, target)
         else:
