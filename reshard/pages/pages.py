@@ -12,7 +12,7 @@ from reshard import __version__
 from reshard.geometry.quantities import nbytes_text, plural
 from reshard.health.model_files import missing_in_target
 from reshard.measures.changes import columns_of
-from reshard.pages.pictures import bubble_picture, picture_of, plan_maps, plan_transfers
+from reshard.pages.pictures import bubble_picture, memory_bars, picture_of, plan_maps, plan_transfers
 from reshard.pages.shard_maps import layer_map, name_of_lane, share_table, tensor_map, tree_list
 from reshard.picture.drawing import heat_map, shortened
 from reshard.picture.page import Headline, Html, Page, element, facts, folded, joined, meter, sentence, table
@@ -237,13 +237,19 @@ def degrees_page(report: DegreeReport) -> Page:
     return page
 
 
-def estimate_page(estimates: Sequence[Estimate]) -> Page:
-    """What the fullest rank holds in each strategy, for each number of GPUs, and the bubble of the pipeline."""
+def estimate_page(estimates: Sequence[Estimate], gpu_memory: int | None = None) -> Page:
+    """What the fullest rank holds in each strategy, for each number of GPUs, and the bubble of the pipeline. gpu_memory: of one GPU, in
+    bytes; None: not said."""
     found = estimates[-1]
     headline: list[tuple[str, object]] = [("parameters", found.parameters), ("GPUs", " or ".join(dict.fromkeys(map(_gpus, estimates))))]
-    page = Page(f"{found.parameters:,} parameters: training memory", Headline("estimate", facts=headline))
+    verdict, tone = "", "good"
+    if gpu_memory is not None:
+        fits = any(strategy.fullest.total <= gpu_memory for each in estimates for strategy in each.strategies)
+        verdict, tone = ("fits", "good") if fits else ("does not fit", "bad")
+        headline.append(("memory of a GPU", nbytes_text(gpu_memory)))
+    page = Page(f"{found.parameters:,} parameters: training memory", Headline("estimate", verdict, tone, headline))
     for each in estimates:
-        page.add(f"The fullest rank on {each.training.parallel}", picture_of(each), _memory_table(each))
+        page.add(f"The fullest rank on {each.training.parallel}", memory_bars(each, gpu_memory), _memory_table(each))
     if pipelines := schedules_of(estimates):
         page.add("Pipeline bubble", bubble_picture(pipelines))
     page.add("Assumptions", facts(("assumed", text) for text in found.assumptions))

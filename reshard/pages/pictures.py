@@ -129,14 +129,21 @@ def _(report: DegreeReport) -> Html:
 
 @picture_of.register
 def _(estimate: Estimate) -> Html:
-    """Stacked bars for each strategy: weights, gradients, optimizer state, activations and what is needed for a moment."""
+    return memory_bars(estimate, None)
+
+
+def memory_bars(estimate: Estimate, gpu_memory: int | None) -> Html:
+    """Stacked bars for each strategy: weights, gradients, optimizer state, activations and what is needed for a moment; with a line at
+    the memory of a GPU."""
     names = ("weights", "gradients", "optimizer", "activations", "transient")
     rows = []
     for strategy in estimate.strategies:
         rank = strategy.fullest
         label = f"ZeRO-{strategy.zero}" if strategy.zero else "DDP"
-        rows.append((label, tuple(float(getattr(rank, name) or 0) for name in names), nbytes_text(rank.total)))
-    return stacked(rows, names, title="Bytes on the fullest rank")
+        after = ", does not fit" if gpu_memory is not None and rank.total > gpu_memory else ""
+        rows.append((label, tuple(float(getattr(rank, name) or 0) for name in names), nbytes_text(rank.total) + after))
+    note = element("p", f"The line is the memory of one GPU: {nbytes_text(gpu_memory)}.", class_="dim") if gpu_memory else ""
+    return joined((stacked(rows, names, title="Bytes on the fullest rank", limit=gpu_memory), note))
 
 
 @picture_of.register

@@ -1,6 +1,7 @@
 """`reshard estimate`: the published numbers as a table and as a document, everything assumed said beside them."""
 
 import json
+import re
 
 import pytest
 from helpers.fixture_places import FIXTURES, HF
@@ -109,3 +110,18 @@ def test_python_takes_words_and_a_bubble():
     for wrong in ({}, {"source": 7, "parameters": "7B"}):
         with pytest.raises(library.RequestError, match="either a model or a number"):
             library.estimate(**wrong)
+
+
+@pytest.mark.parametrize(("memory", "gigabytes", "verdict"), [("80GB", 80, "fits"), ("30GB", 30, "does not fit")])
+def test_the_page_has_a_line_at_the_memory_of_the_gpu(memory, gigabytes, verdict, tmp_path):
+    """DDP takes 16 bytes of each of 7 billion parameters: the longest bar is 112 GB long."""
+    page = tmp_path / "page.html"
+    assert reshard("estimate", "--parameters", "7B", "--gpus", 2, "--gpu-memory", memory, "--html", page).code == 0
+    text = page.read_text()
+    line = float(re.search(r'class="limit" d="M([\d.]+) 0v', text)[1])
+    spans = [tuple(map(float, found)) for found in re.findall(r'class="[a-e]" d="M([\d.]+) [\d.]+h([\d.]+)v', text)]
+    start, end = min(x for x, _ in spans), max(x + width for x, width in spans)
+    assert abs((line - start) / (end - start) - gigabytes / 112) < 1e-4
+    assert text.count(", does not fit</text>") == sum(each > gigabytes for each in (112, 70, 63, 56)) and f">{verdict}<" in text
+    reshard("estimate", "--parameters", "7B", "--gpus", 2, "--html", page)
+    assert 'class="limit"' not in page.read_text()

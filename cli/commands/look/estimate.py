@@ -74,7 +74,7 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
         return reshard.estimate(count, **{**about, "zero": zero, "gpus": last.gpus, "pp": last.parallel.pp, "max_bubble": None})
 
     fitting = fits(found, nbytes, of_parameters if parameters is not None else None) if nbytes is not None else ()
-    page.write(lambda pages: pages.estimate_page(found))
+    page.write(lambda pages: pages.estimate_page(found, nbytes))
     if as_json:
         show_json({**estimate_document(found[-1]), **_list_document(found, fitting)})
         return
