@@ -111,6 +111,20 @@ def test_every_page_is_in_the_contents_of_the_site():
     assert named == pages, "CONTENTS in docs/conf.py names every page, and no other"
 
 
+def test_the_site_wraps_what_commands_print():
+    """Copying a wrapped command, and joining the lines of a sentence, gives what was printed."""
+    conf = imported(DOCS / "conf.py")
+    words = " ".join(f"word{i}" for i in range(40))
+    command = conf.wrapped(f"$ reshard convert step-1000 out {' '.join(f'--include {i}' for i in range(20))}")
+    assert len(command) > 1 and all(line.endswith(" \\") and len(line) <= conf.COLUMNS for line in command[:-1])
+    assert " ".join(line.removesuffix("\\").strip() for line in command).split()[-1] == "19"
+    note = conf.wrapped(f"  note      {words}")
+    assert len(note) > 1 and all(line.startswith(" " * 12) for line in note[1:]) and "".join(note).split() == ["note", *words.split()]
+    assert all(len(line) <= conf.COLUMNS for line in (*note, *conf.wrapped(f"reshard: {words}")))
+    row = f"  {'name':120}  BF16  12 kB"
+    assert conf.wrapped(row) == [row]
+
+
 def test_options_of_the_readme_are_in_a_recipe():
     recipes = "".join(path.read_text() for path in (DOCS / "recipes").glob("*.md"))
     for flag in set(re.findall(r"--[a-z][\w-]+", README.read_text())):
