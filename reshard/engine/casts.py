@@ -25,7 +25,6 @@ _NUMPY = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16"
           "U8": "u1", "BOOL": "?", "C64": "c8", "C128": "c16"}  # fmt: skip
 # The number of elements whose intermediate results stay in a processor's cache.
 _STRIP = 1 << 16
-_ROUNDED_AT_ONCE = 1 << 14
 # The largest values of types to which torch 2.13 casts with saturation.
 _SATURATING = {"F8_E4M3": 448.0}
 _QUIET_BF16, _INFINITY_F32 = 0x7FC0, 0x7F800000
@@ -72,40 +71,35 @@ def cast_once(values: npt.NDArray[np.float64], target: DType) -> Block:
         return cast(cast(words, F64, F32), F32, target)
     if target.itemsize >= 4:
         return cast(words, F64, target)
-    result, flat = np.empty(values.shape, target.word), words.reshape(-1)
+    result, flat = np.empty(values.shape, target.word), values.reshape(-1)
+    narrow = result.reshape(-1)
     with np.errstate(all="ignore"):
-        for start in range(0, flat.size, _ROUNDED_AT_ONCE):
-            rounded = _rounded(flat[start : start + _ROUNDED_AT_ONCE], target)
-            result.reshape(-1)[start : start + len(rounded)] = cast(rounded.astype("<f4").view(F32.word), F32, target)
+        convert = _CASTS.get((F32.name, target.name)) or _other_cast(F32, target)
+        for start in range(0, flat.size, _STRIP):
+            convert(_float32_for_cast(flat[start : start + _STRIP], target), narrow[start : start + _STRIP])
     return result
 
 
-def _rounded(words: Block, target: DType) -> npt.NDArray[np.float64]:
-    """Float64 values, rounded to the precision of a narrower type, which then holds them exactly unless they are too large.
+def _float32_for_cast(values: npt.NDArray[np.float64], target: DType) -> Block:
+    """The words of float32 values whose cast to a type of at most 16 bits is that of the float64 values. The next call overwrites them.
 
-    Each value gets 1.5 * 2^52 times the distance of the type's numbers around it added: the sum has no room for a smaller part, so that the
-    processor rounds it, ties to even. An example with bfloat16, whose numbers from 1 to 2 are 2^-7 apart: 1 + 2^-8 + 2^-60, just above a
-    tie, plus 1.5 * 2^45 is rounded to a multiple of 2^-7; less 1.5 * 2^45 it is 1 + 2^-7. By way of float32 it would become the tie, and 1.
+    Rounding to nearest keeps the order of values: a float32 on one side of a tie of the narrow type comes from a value on that side. Only
+    a float32 that is a tie can come from a value beside the tie; then the next float32 on the side of the value is taken. An example with
+    bfloat16, whose numbers from 1 to 2 are 2^-7 apart: 1 + 2^-8 + 2^-60 becomes the tie 1 + 2^-8 in float32, which would be rounded to 1.
+    From 1 + 2^-8 + 2^-23 instead, it becomes 1 + 2^-7.
     """
-    bits, smallest = _precision(target)
-    exponents = np.bitwise_and(words, np.uint64(0x7FF << 52))
-    np.maximum(exponents, np.uint64(1023 + smallest << 52), out=exponents)
-    np.minimum(exponents, np.uint64(1023 + 200 << 52), out=exponents)  # larger ones are too large for every such type
-    np.add(exponents, np.uint64((53 - bits << 52) + (1 << 51)), out=exponents)
-    values, large = words.view("<f8"), exponents.view("<f8")
-    rounded: npt.NDArray[np.float64] = values + large
-    np.subtract(rounded, large, out=rounded)
-    np.copysign(rounded, values, out=rounded)
-    return rounded
-
-
-@cache
-def _precision(dtype: DType) -> tuple[int, int]:
-    """(bits of the mantissa with the implicit one, exponent of the smallest normal number) of a floating-point type."""
-    import ml_dtypes
-
-    limits: Any = ml_dtypes.finfo(numpy_type(dtype))  # type: ignore[no-untyped-call]
-    return int(limits.nmant) + 1, int(limits.minexp)
+    words, found = _TEMPORARY.rounded[: len(values)], _TEMPORARY.words[: len(values)]
+    narrowed = words.view("<f4")
+    np.copyto(narrowed, values, casting="unsafe")
+    # The last bits of every tie of bfloat16; and of ties of float16, which have at most 11 bits after the first one, and of 8-bit types.
+    mask, tie = (0xFFFF, 0x8000) if target == BF16 else (0xFFF, 0)
+    is_tie = np.equal(np.bitwise_and(words, np.uint32(mask), out=found), np.uint32(tie))
+    if is_tie.any():
+        at = np.flatnonzero(np.logical_and(is_tie, np.not_equal(values, narrowed)))
+        if len(at):
+            is_larger = np.abs(values[at]) > np.abs(narrowed[at])
+            words[at] += np.where(is_larger, np.uint32(1), np.uint32(0xFFFFFFFF))
+    return words
 
 
 def _integers(block: Block, source: DType, target: DType, out: Block | None) -> Block:
@@ -167,7 +161,7 @@ class _Temporary(threading.local):
     """Intermediate results of one thread, which stay in its processor's cache."""
 
     def __init__(self) -> None:
-        self.words, self.exponents = np.empty(_STRIP, np.uint32), np.empty(_STRIP, np.uint32)
+        self.words, self.exponents, self.rounded = (np.empty(_STRIP, np.uint32) for _ in range(3))
 
 
 _TEMPORARY = _Temporary()

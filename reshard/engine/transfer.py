@@ -52,6 +52,9 @@ FileRange = tuple[str, int, int]
 # The most bytes of a strip. With 1 MiB of second-level cache, 1 MiB took the least time: a smaller strip takes more calls, and a column cut
 # writes less with each.
 STRIP_BYTES = 1 << 20
+# Strips of transposed pieces have so many times as many lines: all of a block, unless its elements have more than eight bytes, as those of
+# many checkpoints together have.
+_TRANSPOSED = 16
 # glibc gives the memory of a freed array back to the system, and the next array costs a page fault for each 4 KiB: a fifth of the time of a
 # conversion that computes values. Once an array of this size was freed, it keeps the memory of smaller ones (mallopt(3), dynamic mmap
 # threshold: at most 32 MiB).
@@ -167,7 +170,8 @@ def strips(box: Box, *sides: HasPieces) -> Iterator[tuple[Strip, list[SlabPieces
     for slab, axis in slabs(box, elements):
         slab_pieces = [side.within(slab, axis) for side in sides]
         lines = slab.sizes[axis] if slab.sizes else 1
-        step = lines if any(each.is_transposed for each in slab_pieces) else max(1, elements // math.prod(slab.sizes[axis + 1 :]))
+        together = elements * (_TRANSPOSED if any(each.is_transposed for each in slab_pieces) else 1)
+        step = max(1, together // math.prod(slab.sizes[axis + 1 :]))
         for start in range(0, lines, step):
             yield Strip(slab, axis, start, min(start + step, lines)), slab_pieces
 

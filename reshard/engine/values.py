@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from reshard.engine.casts import cast, cast_once, numpy_type
-from reshard.engine.recipes.combiner import Accumulator, Turn, check_equal, check_finite
+from reshard.engine.casts import cast, numpy_type
+from reshard.engine.recipes.combiner import Turn, check_equal, check_finite, combine
 from reshard.engine.recipes.dequantizer import Dequantizer, StoredWords
 from reshard.engine.recipes.quantizer import RECIPES, Quantizer, Tiles
 from reshard.engine.transfer import Block, FileRange, Pieces, SlabPieces, Strip, Worker, bytes_of, strips
@@ -42,7 +42,11 @@ class Values:
             weight = derivation.weight
             values = Values(weight, RECIPES[derivation.recipe].dtype or weight.values_dtype)
             self._quantizer = Quantizer(derivation, values.whole, tiles or Tiles())
-        self.itemsize = max(dtype.itemsize, *(stored.itemsize for stored in tensor.dtypes))
+        widest = max(dtype.itemsize, *(stored.itemsize for stored in tensor.dtypes))
+        inputs = len(self._combined.inputs) if self._combined else 1
+        # A strip of each input is in memory at once. Together they have the bytes of one strip, as they stay in the processor's cache; with
+        # more than eight inputs those of up to four, as short strips take many calls.
+        self.itemsize = widest * max(min(inputs, 8), inputs // 4)
 
     def within(self, slab: Box, axis: int) -> SlabPieces:
         """What the pieces of the tensor hold of a slab. Raises CheckpointError as `Pieces.within` does."""
@@ -220,29 +224,26 @@ class _Combined:
             values, end = self.inputs, int(self._combination.weights[1])
             return cast(values[end].read(worker, pieces.of_inputs[end], strip), self._combination.inputs[end].tensor.values_dtype, dtype)
         coefficients = self._turn.coefficients(lambda box: self._flat(worker, box)) if self._turn else self._combination.weights
-        total = Accumulator(self._combination, coefficients)
-        for number, words in self._words(worker, pieces, strip, hashes):
-            total.add(number, words)
-        if not total.is_finite:
-            for number, words in self._words(worker, pieces, strip):
-                check_finite(words, self._combination.inputs[number], strip.box)
-        return cast_once(total.values, dtype).reshape(strip.sizes)
+        inputs = self._words(worker, pieces, strip, hashes)
+        result, is_finite = combine(self._combination, coefficients, inputs, dtype)
+        if not is_finite:  # an input has such an element, or the sum is too large
+            for each, words in zip(self._combination.inputs, inputs, strict=True):
+                check_finite(words, each, strip.box)
+        return result.reshape(strip.sizes)
 
-    def _words(self, worker: Worker, pieces: SlabPieces, strip: Strip, hashes: Sequence[Hash] = ()) -> Iterator[tuple[int, Block]]:
-        """The elements of a strip of each input, in words that the next read overwrites."""
-        for number, (values, of_input) in enumerate(zip(self.inputs, pieces.of_inputs, strict=True)):
-            words = values.read(worker, of_input, strip)
-            if hashes:
-                hashes[number].update(bytes_of(words))
-            yield number, words
+    def _words(self, worker: Worker, pieces: SlabPieces, strip: Strip, hashes: Sequence[Hash]) -> list[Block]:
+        """The elements of a strip of each input, as words."""
+        found = []
+        for values, each, of_input in zip(self.inputs, self._combination.inputs, pieces.of_inputs, strict=True):
+            found.append(values.read(worker, of_input, strip, np.empty(strip.sizes, each.tensor.values_dtype.word)))
+        for running, words in zip(hashes, found, strict=False):
+            running.update(bytes_of(words))
+        return found
 
     def _equal(self, worker: Worker, pieces: SlabPieces, strip: Strip, dtype: DType, hashes: Sequence[Hash]) -> Block:
-        first = np.empty(0)
-        for number, words in self._words(worker, pieces, strip, hashes):
-            if number == 0:
-                first = words.copy()
-            else:
-                check_equal(first, words, self._combination, number, strip.box)
+        first, *others = self._words(worker, pieces, strip, hashes)
+        for number, words in enumerate(others, 1):
+            check_equal(first, words, self._combination, number, strip.box)
         return cast(first, self._combination.inputs[0].tensor.dtype, dtype)
 
     def _flat(self, worker: Worker, box: Box) -> tuple[Block, Block]:

@@ -9,7 +9,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import BF16, F32, F64, DType
+from reshard.geometry.dtypes import BF16, F32, DType
 from reshard.geometry.extents import Piece
 from reshard.geometry.meshes import Distribution, Mesh
 from reshard.geometry.quantities import plural
@@ -260,8 +260,8 @@ class Combination:
 
     @property
     def dtypes(self) -> tuple[DType, ...]:
-        """The element types that are read for it, and the one in which it is computed."""
-        return (*(dtype for each in self.inputs for dtype in each.tensor.dtypes), *(() if self.rule == "equal" else (F64,)))
+        """The element types that are read for it. (It is computed in few float64 at a time.)"""
+        return tuple(dtype for each in self.inputs for dtype in each.tensor.dtypes)
 
     @property
     def names(self) -> tuple[str, ...]:

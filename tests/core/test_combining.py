@@ -144,6 +144,47 @@ def test_the_average_of_three_formats_is_that_of_whole_arrays(weights, dtype, tm
         assert (bits(array) == bits(expected)).all(), name
 
 
+def long_tensors(tmp_path, count):
+    """Checkpoints of one tensor that is longer than what is combined at once, and ends in the middle of it."""
+    paths, arrays = [], []
+    for i in range(count):
+        folder, random = tmp_path / f"long-{i}", np.random.default_rng(i)
+        folder.mkdir()
+        arrays.append({"w": (random.integers(0, 5, (301, 1000)) * 2.0**-7 + 1).astype(ml_dtypes.bfloat16)})
+        safetensors.numpy.save_file(arrays[-1], folder / "model.safetensors", {"format": "pt"})
+        paths.append(folder)
+    return paths, arrays
+
+
+@pytest.mark.parametrize("count", [2, 3, 9, 40])
+def test_long_tensors_are_combined_part_by_part(count, tmp_path):
+    paths, inputs = long_tensors(tmp_path, count)
+    assert inputs[0]["w"].size > 4 * combiner._STRIP
+    reshard.convert(reshard.plan(paths, to="hf", average=True), tmp_path / "mean")
+    total = averaged(inputs, (1 / count,) * count, "w")
+    assert (bits(written(tmp_path / "mean")["w"]) == bits(nearest(total, "BF16"))).all()
+    scales = [0.3] * (count - 1)
+    reshard.convert(reshard.plan(paths[1:], to="hf", task_arithmetic=paths[0], average=scales), tmp_path / "task")
+    start = inputs[0]["w"].astype(np.float64)
+    total = start
+    for scale, tensors in zip(scales, inputs[1:], strict=True):
+        difference = tensors["w"].astype(np.float64) - start
+        total = total + np.float64(scale) * difference
+    assert (bits(written(tmp_path / "task")["w"]) == bits(nearest(total, "BF16"))).all()
+
+
+def test_a_tie_that_float64_misses_by_little_is_rounded_to_its_side(tmp_path):
+    """Six inputs, half of them the next number: the mean is a tie or beside it, as 1/6 is rounded. In float32 all of them are ties."""
+    paths, inputs = long_tensors(tmp_path, 6)
+    middle = (inputs[0]["w"].astype(np.float64) + 2.0**-8).astype(np.float32)
+    total = averaged([inputs[i // 3] for i in range(6)], (1 / 6,) * 6, "w")
+    exact, near = total == middle.astype(np.float64), total.astype(np.float32) == middle
+    assert (near & ~exact).sum() > 1000
+    paths = [paths[0]] * 3 + [paths[1]] * 3
+    reshard.convert(reshard.plan(paths, to="hf", average=True), tmp_path / "mean")
+    assert (bits(written(tmp_path / "mean")["w"]) == bits(nearest(total, "BF16"))).all()
+
+
 def test_one_rounding_differs_from_two(tmp_path):
     """Else the test above would pass with a rounding to float32 in between."""
     inputs = [whole(path) for path in THREE]
