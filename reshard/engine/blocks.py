@@ -9,6 +9,7 @@ from heapq import merge
 from itertools import groupby
 from operator import itemgetter
 
+from reshard.engine.deltas.patches import OpenPatches
 from reshard.engine.events import event
 from reshard.engine.pool import NO_LIMITS, Effort, run_jobs
 from reshard.engine.read_ahead import run_reading
@@ -108,9 +109,10 @@ def copied_blocks(
 
     itemsize: the bytes of the widest element of the plan. ahead: the most bytes that are read ahead from a store.
     """
+    shared = OpenPatches(plan.source_files, workers)
 
     def make_worker() -> Callable[[Job], tuple[Job, bytes]]:
-        worker = Worker(plan.source_files, itemsize, sink)
+        worker = Worker(plan.source_files, itemsize, sink, shared)
 
         def perform(job: Job) -> tuple[Job, bytes]:
             digest, hashes = CURRENT.new(), job.source.new_hashes()

@@ -41,7 +41,7 @@ from reshard.index.shards import primary_rows, rows_meeting
 from reshard.storage.files import Files
 
 if TYPE_CHECKING:
-    from reshard.engine.deltas.patches import PatchReaders
+    from reshard.engine.deltas.patches import OpenPatches, PatchReaders
     from reshard.index.patches import Patches
     from reshard.plans.digests import Hash
 
@@ -254,11 +254,13 @@ class Worker:
     """The buffers of one thread. Reads from `files`; writes into `sink`.
 
     Each buffer has room for a block of `itemsize` bytes per element. The system provides memory only for what strips use of it.
+
+    shared: the frames of deltas on these files, which it decodes together with other workers.
     """
 
-    def __init__(self, files: Files, itemsize: int, sink: Sink | None = None) -> None:
+    def __init__(self, files: Files, itemsize: int, sink: Sink | None = None, shared: OpenPatches | None = None) -> None:
         np.empty(_KEPT_BY_GLIBC, np.uint8)
-        self._files, self._sink = files, sink
+        self._files, self._sink, self._shared = files, sink, shared
         self._patches: PatchReaders | None = None
         self._block, self._scratch, self._converted = (np.empty(BLOCK_ELEMENTS * itemsize, np.uint8) for _ in range(3))
 
@@ -296,7 +298,7 @@ class Worker:
             if not patches.checked.done:
                 _check_patched(self._files, tensor, patches)
                 patches.checked.done = True
-        self._patches = self._patches or PatchReaders(self._files)
+        self._patches = self._patches or PatchReaders(self._files, self._shared)
         self._patches.apply(tensor, box, block)
 
     def gather(self, pieces: Pieces, box: Box) -> Block:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from reshard.engine.deltas.patches import OpenPatches
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.read_ahead import BoxOfTensor, run_reading
 from reshard.engine.recorded import BlockDigests
@@ -49,7 +50,8 @@ def walk(
             yield from (((i, j, box), pieces) for j, box in enumerate(blocks(group[0].shape)) if is_wanted(i))
 
     def make_worker() -> Callable[[tuple[BlockPlace, tuple[Pieces, ...]]], tuple[BlockPlace, Result]]:
-        readers, measure = tuple(Worker(each, itemsize) for each in files), make_measure()
+        readers = tuple(Worker(each, itemsize, shared=opened) for each, opened in zip(files, shared, strict=True))
+        measure = make_measure()
 
         def read(box: Box, pieces: tuple[Pieces, ...]) -> Read:
             for strip, sides in strips(box, *pieces):
@@ -66,6 +68,7 @@ def walk(
         return files[side], lambda job: (job[1][side], job[0][2])
 
     threads = effort.threads(itemsize, buffers=2 * len(files))
+    shared = [OpenPatches(each, threads) for each in files]
     for place, result in run_reading(jobs(), make_worker, threads, *map(reads, range(len(files)))):
         effort.report(place[2].volume * groups[place[0]][-1].dtype.itemsize)
         yield place, result

@@ -17,6 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 import reshard
+from reshard.engine.deltas import patches
+from reshard.engine.transfer import Pieces, Worker
+from reshard.geometry.boxes import Box
 
 LLAMA = HF / "llama"
 INDEX = "model.safetensors.index.json"
@@ -212,6 +215,53 @@ def test_parts_and_plan_files_convert_a_base_with_deltas(steps):
     (steps / "d1" / "model-00000-of-00001.safetensors").touch()
     with pytest.raises(reshard.CheckpointError, match="was written since"):
         reshard.load_plan(steps / "plan", chain)
+
+
+@pytest.fixture
+def long_chain(tmp_path):
+    """A base and two deltas, xor and overwrite, of tensors with 5 and 3 blocks; and what they make."""
+    random = np.random.default_rng(1)
+    forms = {"a.weight": ("BF16", (4100, 2050), 2), "b.weight": ("F32", (1500, 3000), 4)}
+    stored = {name: (dtype, shape, random.bytes(int(np.prod(shape)) * size)) for name, (dtype, shape, size) in forms.items()}
+    paths = [folder_of(tmp_path / "base", stored)]
+    for version, (encoding, share) in enumerate([("xor", 0.01), ("overwrite", 0.2)]):
+        old, stored = stored, changed(stored, share, version)
+        write_delta(tmp_path / f"d{version}", old, stored, encoding, "adler32", version + 1, version)
+        paths.append(tmp_path / f"d{version}")
+    return paths, stored
+
+
+def test_workers_decode_each_frame_once_together(long_chain, tmp_path, monkeypatch):
+    (base, *deltas), stored = long_chain
+    opened = []
+    monkeypatch.setattr(patches, "_frame_of", lambda patch, *rest, of=patches._frame_of: opened.append(patch.path) or of(patch, *rest))
+    plan = reshard.plan("+".join(map(str, [base, *deltas])), to="hf")
+    reshard.convert(plan, tmp_path / "out", workers=4)
+    assert load_folder(tmp_path / "out") == stored
+    # The checksums of another program's delta are compared by a pass of their own before.
+    assert len(opened) == 2 * 2 * len(stored)
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 20, 1 << 26])
+def test_workers_may_read_in_any_order(long_chain, kept, monkeypatch):
+    """As for files that are written from front to back. kept: bytes for other workers; with few, frames are decoded again."""
+    paths, stored = long_chain
+    monkeypatch.setattr(patches, "_MOST_KEPT", kept)
+    checkpoint = reshard.open(paths[0], deltas=paths[1:])
+    random = np.random.default_rng(2)
+    for tensor in checkpoint.index.tensors:
+        shared, whole = (
+            patches.OpenPatches(checkpoint.files, 3),
+            np.frombuffer(stored[tensor.name][2], tensor.dtype.word).reshape(tensor.shape),
+        )
+        workers = [Worker(checkpoint.files, tensor.dtype.itemsize, shared=shared) for _ in range(3)]
+        rows = list(range(0, tensor.shape[0], 50))
+        for turn, start in enumerate([*rows, *random.permutation(rows).tolist()]):
+            rows_left = min(50, tensor.shape[0] - start)
+            for first, width in ((0, tensor.shape[1]), (100, 300)) if turn % 7 == 0 else ((0, tensor.shape[1]),):
+                box = Box((start, first), (rows_left, width))
+                found = workers[turn % 3].gather(Pieces(tensor), box)
+                assert (found == whole[box.index]).all(), (tensor.name, start)
 
 
 def test_a_plus_in_a_name_stays(tmp_path):

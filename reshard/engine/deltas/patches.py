@@ -1,25 +1,27 @@
 """Applying patches: what deltas change is put on the elements of each strip that is read (index/patches.py says what a frame holds).
 
-A frame can only be decoded from its start. Blocks are handed out in their order, so every worker decodes each frame for itself and goes
-forward; a worker that goes back begins again. So memory is constant, and workers do not wait for each other.
+A frame can only be decoded from its start. All workers of a run share one decoder of each frame: who needs bytes behind those that are
+decoded goes on decoding, and keeps for the others what lies between, of as many blocks as there are workers. A worker that needs bytes
+which are gone decodes the frame once more for itself. So memory is constant, and workers do not wait until others are done.
 
 An example: rows 2..3 of a tensor [4, 8] of bfloat16 are contiguous, bytes 32..63 of the tensor. The first 32 bytes of an xor frame are
-decoded and forgotten, and the next 32 bytes are combined with those of the strip. Columns 0..3 of these rows are bytes 32..39 and 48..55:
+decoded and kept, and the next 32 bytes are combined with those of the strip. Columns 0..3 of these rows are bytes 32..39 and 48..55:
 the frame is decoded up to byte 55, and the changed bytes are put where their elements lie in the strip.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import CheckpointError, UnsupportedError
-from reshard.geometry.boxes import Box
+from reshard.geometry.boxes import BLOCK_ELEMENTS, Box
+from reshard.geometry.value import value
 from reshard.index.index import Tensor
 from reshard.index.patches import Patch
 from reshard.storage.files import Files
@@ -31,8 +33,10 @@ if TYPE_CHECKING:
 _PART, _READ = 1 << 18, 1 << 17
 # Level 1 has windows of 512 KiB. A frame that needs more memory than this is refused.
 _LARGEST_WINDOW = 1 << 23
-# The tensors whose frames a worker keeps open: codes and scales of a quantized tensor are read by turns.
+# The tensors whose frames stay open, for each worker: codes and scales of a quantized tensor are read by turns.
 _MOST_OPEN = 4
+# The most decoded bytes of a tensor that are kept for other workers.
+_MOST_KEPT = 1 << 26
 _POSITION = np.dtype("<u4")
 
 
@@ -77,12 +81,39 @@ def new_checksum(algorithm: str) -> Checksum:
     return found
 
 
-class PatchReaders:
-    """Applies the patches of tensors for one worker, and keeps a few frames open."""
+class OpenPatches:
+    """The frames of tensors, with their decoders. workers: how many share them; 1: what a worker has passed is not kept."""
 
-    def __init__(self, files: Files) -> None:
-        self._files = files
-        self._open: OrderedDict[int, tuple[Tensor, list[_Xor | _Overwrite]]] = OrderedDict()
+    def __init__(self, files: Files, workers: int = 1) -> None:
+        self._files, self._workers, self._lock = files, workers, threading.Lock()
+        self._open: OrderedDict[int, tuple[Tensor, list[_Step]]] = OrderedDict()
+
+    def steps(self, tensor: Tensor) -> list[_Step]:
+        """What each delta changes in a tensor, the oldest first. Raises CheckpointError if a frame is damaged."""
+        assert tensor.patches is not None
+        patches = tensor.patches.steps
+        with self._lock:
+            if id(tensor) not in self._open:
+                window = min(self._workers * BLOCK_ELEMENTS * tensor.dtype.itemsize, _MOST_KEPT // len(patches)) if self._workers > 1 else 0
+                # The tensor is kept, so that no other one gets its identity.
+                self._open[id(tensor)] = tensor, [_Step(_frame_of(patch, tensor, self._files), window) for patch in patches]
+            self._open.move_to_end(id(tensor))
+            _, steps = self._open[id(tensor)]
+            if len(self._open) > _MOST_OPEN * self._workers:
+                self._open.popitem(last=False)
+            return steps
+
+    def close(self, tensor: Tensor) -> None:
+        """Forget the frames of a tensor: they are decoded from their starts again."""
+        with self._lock:
+            self._open.pop(id(tensor), None)
+
+
+class PatchReaders:
+    """Applies the patches of tensors for one worker. shared: the frames that it decodes together with others."""
+
+    def __init__(self, files: Files, shared: OpenPatches | None) -> None:
+        self._shared, self._own = shared, OpenPatches(files)
 
     def apply(self, tensor: Tensor, box: Box, block: npt.NDArray[Any]) -> None:
         """Change the elements of a box as the patches of its tensor say.
@@ -92,23 +123,29 @@ class PatchReaders:
         Raises: CheckpointError if a frame is damaged.
         """
         assert tensor.patches is not None
-        if id(tensor) not in self._open:
-            # The tensor is kept, so that no other one gets its identity.
-            self._open[id(tensor)] = tensor, [_opened(patch, tensor, self._files) for patch in tensor.patches.steps]
-        self._open.move_to_end(id(tensor))
-        _, steps = self._open[id(tensor)]
-        if len(self._open) > _MOST_OPEN:
-            self._open.popitem(last=False)
         if not block.size:
             return
         itemsize, first, last = tensor.dtype.itemsize, *_span(box, tensor.shape)
         start, stop = first * itemsize, (last + 1) * itemsize
-        for step in steps:
-            if last - first + 1 == box.volume and block.flags.c_contiguous:
-                step.apply(start, block.reshape(-1).view(np.uint8))
-            else:
-                for positions, values in step.changes(start, stop):
-                    _scatter(positions, values, tensor, box, block, replaces=isinstance(step, _Overwrite))
+        flat = block.reshape(-1).view(np.uint8) if last - first + 1 == box.volume and block.flags.c_contiguous else None
+        for number in range(len(tensor.patches.steps)):
+            at = start
+            while at < stop:
+                part = self._part(tensor, number, at, stop)
+                if flat is not None:
+                    part.put(flat, start)
+                else:
+                    _scatter(*part.changes(), tensor, box, block, replaces=part.positions is not None)
+                at = part.stop
+
+    def _part(self, tensor: Tensor, number: int, start: int, stop: int) -> _Part:
+        """What the step of that number changes from byte `start` of a tensor on, before byte `stop`."""
+        found = self._shared.steps(tensor)[number].take(start, stop) if self._shared else None
+        if found is None and (found := self._own.steps(tensor)[number].take(start, stop)) is None:
+            self._own.close(tensor)
+            found = self._own.steps(tensor)[number].take(start, stop)
+            assert found is not None
+        return found
 
 
 def _span(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -129,7 +166,77 @@ def _scatter(positions: npt.NDArray[np.int64], values: Bytes, tensor: Tensor, bo
     by_byte[index] = values[inside] if replaces else by_byte[index] ^ values[inside]
 
 
-def _opened(patch: Patch, tensor: Tensor, files: Files) -> _Xor | _Overwrite:
+@value(eq=False)
+class _Part:
+    """What a delta says of consecutive bytes of a tensor."""
+
+    start: int
+    """The first byte."""
+    stop: int
+    """The byte after the last."""
+    values: Bytes
+    """Without positions, the differences of all bytes; else the new bytes at these."""
+    positions: npt.NDArray[np.int64] | None = None
+    """The positions of changed bytes in the tensor, ascending."""
+
+    def cut(self, at: int) -> tuple[_Part, _Part]:
+        """The part before a byte, and the part from it on."""
+        at = min(max(at, self.start), self.stop)
+        count = at - self.start if self.positions is None else int(np.searchsorted(self.positions, at))
+        left, right = (None, None) if self.positions is None else (self.positions[:count], self.positions[count:])
+        return _Part(self.start, at, self.values[:count], left), _Part(at, self.stop, self.values[count:], right)
+
+    def put(self, flat: Bytes, start: int) -> None:
+        """Change consecutive bytes of the tensor, of which the first is byte `start`."""
+        if self.positions is None:
+            flat[self.start - start : self.stop - start] ^= self.values
+        else:
+            flat[self.positions - start] = self.values
+
+    def changes(self) -> tuple[npt.NDArray[np.int64], Bytes]:
+        """The positions of changed bytes, and their differences or new values."""
+        if self.positions is not None:
+            return self.positions, self.values
+        at = np.flatnonzero(self.values)
+        return at + self.start, self.values[at]
+
+
+class _Step:
+    """What one delta changes in a tensor. Several workers may take parts. window: how many bytes behind the decoded ones are kept."""
+
+    def __init__(self, frame: _Xor | _Overwrite, window: int) -> None:
+        self._frame, self._window, self._lock = frame, window, threading.Lock()
+        self._decoded, self._kept = 0, list[_Part]()
+
+    def take(self, start: int, stop: int) -> _Part | None:
+        """What changes from byte `start` on, up to byte `stop` or a byte before it; None if that was passed. Each byte is taken once.
+
+        Raises: CheckpointError if the frame is damaged.
+        """
+        with self._lock:
+            found = next((part for part in self._kept if part.start <= start < part.stop), None)
+            if found is not None:
+                self._kept.remove(found)
+            elif start < self._decoded:
+                return None
+            while found is None or found.stop <= start:
+                found = self._frame.next()
+                self._decoded = found.stop
+                if found.stop <= start:
+                    self._keep(found)
+            before, found = found.cut(start)
+            found, after = found.cut(stop)
+            self._keep(before)
+            self._keep(after)
+            return found
+
+    def _keep(self, part: _Part) -> None:
+        """Keep a part, and forget those that lie too far behind."""
+        if part.start < part.stop:
+            self._kept = [each for each in (*self._kept, part) if each.stop > self._decoded - max(self._window, 1)]
+
+
+def _frame_of(patch: Patch, tensor: Tensor, files: Files) -> _Xor | _Overwrite:
     where, nbytes = f"{tensor.name} in {patch.path}", math.prod(tensor.shape) * tensor.dtype.itemsize
     return (_Xor if patch.encoding == "xor" else _Overwrite)(patch, nbytes, files, where)
 
@@ -142,22 +249,11 @@ class _Xor:
         if self._frame.size != nbytes:
             raise self._frame.refusal(f"its frame holds {self._frame.size:,} bytes, the tensor has {nbytes:,}")
 
-    def apply(self, start: int, flat: Bytes) -> None:
-        """Change consecutive bytes of the tensor, from `start` on."""
-        for part in self._parts(start, start + len(flat)):
-            flat[: len(part)] ^= part
-            flat = flat[len(part) :]
-
-    def changes(self, start: int, stop: int) -> Iterator[tuple[npt.NDArray[np.int64], Bytes]]:
-        """The positions of changed bytes, and their differences."""
-        for part in self._parts(start, stop):
-            at = np.flatnonzero(part)
-            yield at + start, part[at]
-            start += len(part)
-
-    def _parts(self, start: int, stop: int) -> Iterator[Bytes]:
-        for at in range(start, stop, _PART):
-            yield self._frame.read(at, min(_PART, stop - at))
+    def next(self) -> _Part:
+        """What the frame says of the next bytes of the tensor."""
+        start = self._frame.at
+        values = self._frame.read(min(_PART, self._frame.size - start))
+        return _Part(start, self._frame.at, values)
 
 
 class _Overwrite:
@@ -166,53 +262,33 @@ class _Overwrite:
     def __init__(self, patch: Patch, nbytes: int, files: Files, where: str) -> None:
         self._positions, self._values = _Frame(patch, files, where), _Frame(patch, files, where)
         size = self._positions.size
-        self._count = int(self._positions.read(0, 4).view(_POSITION)[0]) if size >= 4 else -1
-        if size != 4 + 5 * self._count or self._count > nbytes:
-            raise self._positions.refusal(f"its frame has {size:,} bytes and the count {self._count:,}; the tensor has {nbytes:,} bytes")
-        self._nbytes = nbytes
-        self._restart()
+        count = int(self._positions.read(4).view(_POSITION)[0]) if size >= 4 else -1
+        if size != 4 + 5 * count or count > nbytes:
+            raise self._positions.refusal(f"its frame has {size:,} bytes and the count {count:,}; the tensor has {nbytes:,} bytes")
+        self._nbytes, self._left, self._stop, self._skip = nbytes, count, 0, 4 + 4 * count
 
-    def _restart(self) -> None:
-        self._next, self._before, self._held = 0, -1, np.empty(0, np.int64)
-
-    def apply(self, start: int, flat: Bytes) -> None:
-        """Change consecutive bytes of the tensor, from `start` on."""
-        for positions, values in self.changes(start, start + len(flat)):
-            flat[positions - start] = values
-
-    def changes(self, start: int, stop: int) -> Iterator[tuple[npt.NDArray[np.int64], Bytes]]:
-        """The positions of changed bytes, and their new values."""
-        if start <= self._before:
-            self._restart()
-        while True:
-            taken = self._held[: np.searchsorted(self._held, stop)]
-            first = self._next - len(self._held)
-            wanted = int(np.searchsorted(taken, start))
-            if wanted < len(taken):
-                yield taken[wanted:], self._values.read(4 + 4 * self._count + first + wanted, len(taken) - wanted)
-            if len(taken):
-                self._before, self._held = int(taken[-1]), self._held[len(taken) :]
-            if len(self._held) or self._next == self._count:
-                return
-            self._held = self._read()
-
-    def _read(self) -> npt.NDArray[np.int64]:
-        """The next positions. Raises CheckpointError if they do not ascend, or lie beyond the end of the tensor."""
-        count = min(_PART // 4, self._count - self._next)
-        found = self._positions.read(4 + 4 * self._next, 4 * count).view(_POSITION).astype(np.int64)
-        if (np.diff(found, prepend=self._before) <= 0).any() or found[-1] >= self._nbytes:
+    def next(self) -> _Part:
+        """What the frame says of the next bytes of the tensor. Raises CheckpointError if its positions do not ascend, or lie beyond the
+        end of the tensor."""
+        start, count = self._stop, min(_PART // 16, self._left)
+        found = self._positions.read(4 * count).view(_POSITION).astype(np.int64)
+        ascends = not count or (found[0] >= start and found[-1] < self._nbytes and bool((found[1:] > found[:-1]).all()))
+        if not ascends:
             raise self._positions.refusal(f"its positions do not ascend, or lie beyond the {self._nbytes:,} bytes of the tensor")
-        self._next += count
-        return found
+        self._left -= count
+        self._stop = int(found[-1]) + 1 if self._left else self._nbytes
+        while self._values.at < self._skip:
+            self._values.read(min(_PART, self._skip - self._values.at))
+        return _Part(start, self._stop, self._values.read(count), found)
 
 
 class _Frame:
-    """The decoded bytes of a zstd frame. Bytes that were passed are decoded again from the start."""
+    """The decoded bytes of a zstd frame, from its start to its end."""
 
     def __init__(self, patch: Patch, files: Files, where: str) -> None:
         import zstandard
 
-        self._patch, self._files, self._where, self._error = patch, files, where, zstandard.ZstdError
+        self._where, self._error = where, zstandard.ZstdError
         # No frame header is longer.
         head = bytearray(min(18, patch.nbytes))
         files.read_into(patch.path, patch.byte_offset, memoryview(head))
@@ -224,35 +300,26 @@ class _Frame:
             raise self.refusal(f"its zstd frame does not tell its size, or has a window of {found.window_size:,} bytes")
         self.size = int(found.content_size)
         """The number of decoded bytes."""
-        self._open: Callable[[Any], Any] = lambda source: zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).stream_reader(
-            source, read_size=_READ
-        )
-        self._stream: Any = None
-        self._at = 0
-        self._buffer = np.empty(_PART, np.uint8)
+        self.at = 0
+        """How many of them were read."""
+        decompressor: Any = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)
+        self._stream = decompressor.stream_reader(_Stored(patch, files), read_size=_READ)
 
-    def read(self, start: int, nbytes: int) -> Bytes:
-        """Decoded bytes, at most 256 KiB. The next read overwrites them. Raises CheckpointError if the frame is damaged."""
+    def read(self, nbytes: int) -> Bytes:
+        """The next decoded bytes. Raises CheckpointError if the frame is damaged."""
+        buffer, done = np.empty(nbytes, np.uint8), 0
         try:
-            if self._stream is None or start < self._at:
-                self._stream, self._at = self._open(_Stored(self._patch, self._files)), 0
-            while self._at < start:
-                self._fill(min(_PART, start - self._at))
-            self._fill(nbytes)
-            if self._at == self.size and self._stream.read(1):  # It also compares the checksum at the end of the frame.
+            while done < nbytes:
+                count = self._stream.readinto(buffer[done:].data)
+                if not count:
+                    raise self.refusal(f"its zstd frame ends after {self.at + done:,} of {self.size:,} bytes")
+                done += count
+            self.at += nbytes
+            if self.at == self.size and self._stream.read(1):  # It also compares the checksum at the end of the frame.
                 raise self.refusal(f"its zstd frame is longer than the {self.size:,} bytes that it tells")
         except self._error as error:
             raise self.refusal(f"its zstd frame cannot be decoded: {error}") from None
-        return self._buffer[:nbytes]
-
-    def _fill(self, nbytes: int) -> None:
-        done = 0
-        while done < nbytes:
-            count = self._stream.readinto(self._buffer[done:nbytes].data)
-            if not count:
-                raise self.refusal(f"its zstd frame ends after {self._at + done:,} of {self.size:,} bytes")
-            done += count
-        self._at += nbytes
+        return buffer
 
     def refusal(self, what: str) -> CheckpointError:
         """The error for this frame."""
