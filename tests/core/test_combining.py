@@ -223,6 +223,22 @@ def test_tensor_parallel_ranks_of_an_average_are_slices_of_it(tmp_path):
     assert result_tree(tmp_path / "mixed")["model.safetensors"] == result_tree(tmp_path / "hf")["model.safetensors"]
 
 
+@pytest.mark.parametrize("parts", [0, 3])
+def test_bases_with_deltas_are_combined(parts, tmp_path):
+    paths = steps(tmp_path)
+    for i, encoding in ((1, "xor"), (2, "overwrite")):
+        reshard.delta(paths[i - 1], paths[i], tmp_path / f"d{i}", encoding=encoding)
+    chains = [str(paths[0]), f"{paths[0]}+{tmp_path}/d1", f"{paths[0]}+{tmp_path}/d1+{tmp_path}/d2"]
+    plan = reshard.plan(chains, to="hf", average=[0.2, 0.3, 0.5])
+    for part in range(parts):
+        reshard.convert_part(plan, tmp_path / "out", f"{part}/{parts}")
+    if not parts:
+        reshard.convert(plan, tmp_path / "out")
+    inputs = [written(path) for path in paths]
+    for name, array in written(tmp_path / "out").items():
+        assert (bits(array) == bits(nearest(averaged(inputs, (0.2, 0.3, 0.5), name), "BF16"))).all(), name
+
+
 def test_types_that_differ_need_a_type_for_the_result(tmp_path):
     first, second = sources(MEGATRON)
     with pytest.raises(RequestError, match=r"embed_tokens.*is BF16 in .*llama-tp2.*, and F32 in .*llama-fp32.*dtype="):
