@@ -113,6 +113,7 @@ _INSPECT = {
     "model_type": TEXT,
     "architecture_known": bool,
     "parameters": int,
+    "parameters_as_stored": bool,
     "experts": (Extended(ExpertSummary, {"active_parameters": NUMBER}), None),
     "bytes": int,
     "files": [StoredFile],

@@ -275,9 +275,9 @@ def _bytes_or_none(nbytes: float | None) -> str:
 
 
 def _model(checkpoint: Checkpoint) -> str:
-    model = checkpoint.model
+    model = checkpoint.sized_model
     if model is None:
-        return "not known"
+        return checkpoint.config_problem or "not known"
     return f"{model.architecture.model_type}: {', '.join(f'{name} {size:,}' for name, size in list(model.dimensions.items())[:8])}"
 
 

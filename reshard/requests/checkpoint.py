@@ -69,6 +69,20 @@ class Checkpoint(Drawn):
         return find_model(self.model_files.config, self.architecture)
 
     @cached_property
+    def config_problem(self) -> str | None:
+        """Why the sizes of a declared model do not follow from its config, such as a key that is missing; None if they do."""
+        try:
+            _ = self.model and self.model.weights
+        except RequestError as error:
+            return error.what
+        return None
+
+    @property
+    def sized_model(self) -> Model | None:
+        """The model, if its sizes follow from the config."""
+        return None if self.config_problem else self.model
+
+    @cached_property
     def models(self) -> tuple[StoredModel, ...]:
         """The models that it holds, the main one first; `root` of a selection chooses one."""
         return stored_models(self.index)
@@ -139,7 +153,7 @@ class Checkpoint(Drawn):
 
     def tree_of(self, tensors: Iterable[Tensor]) -> Fold:
         """The tree of these tensors alone."""
-        return fold(tensors, self.model.weights if self.model else ())
+        return fold(tensors, self.sized_model.weights if self.sized_model else ())
 
     @cached_property
     def _everything(self) -> View:

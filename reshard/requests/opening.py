@@ -176,7 +176,10 @@ def _about_model(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]
 
 def classified_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with every tensor's class (canonical/tensor_classes.py)."""
-    return replace(checkpoint, index=classified(checkpoint.index, checkpoint.model))
+    try:
+        return replace(checkpoint, index=classified(checkpoint.index, checkpoint.model))
+    except RequestError:  # the config does not give the model's sizes, and names alone tell the classes; what needs the sizes says so
+        return replace(checkpoint, index=classified(checkpoint.index, None))
 
 
 def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Checkpoint]:

@@ -44,7 +44,7 @@ def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
     """
     if content is not None and content.is_adapter:
         return Outlook({}, (), None)
-    needed, model = list(checkpoint.index.facts.unanswered), checkpoint.model
+    needed, model = list(checkpoint.index.facts.unanswered), checkpoint.sized_model
     kinds = {tensor.kind for tensor in checkpoint.index.tensors}
     if checkpoint.index.facts.delta is not None:
         return Outlook({}, tuple(needed), None)
@@ -52,6 +52,8 @@ def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
         return Outlook({}, (), "it holds no weights of a whole model")
     if checkpoint.model_files.config is None:
         needed.append("the model's config: `model=DIR`")
+    elif checkpoint.config_problem:
+        needed.append(f"a config with the sizes of the model: `model=DIR` ({checkpoint.config_problem})")
     elif not has_tokenizer(checkpoint.model_files.carried) and not draft_class(checkpoint.model_files.config):
         needed.append("a tokenizer (tokenizer.json, tokenizer.model, ...) to serve it: `model=DIR`")
     problem = _problem(content) if content else None

@@ -69,8 +69,8 @@ def test_inspects_document_has_stable_keys():
     summary, document = reshard("inspect", *FSDP2, "--json").document, reshard("inspect", *FSDP2, "--json", "--full").document
     assert list(summary) == [
         "schema_version", "path", "format", "detected_by", "producer", "version", "step", "parallel", "model_type", "architecture_known",
-        "parameters", "experts", "bytes", "files", "kinds", "models", "quantized", "adapter", "tensor_count", "withheld_count",
-        "object_count", "notes", "mesh", "outlook", "tree", "shares",
+        "parameters", "parameters_as_stored", "experts", "bytes", "files", "kinds", "models", "quantized", "adapter", "tensor_count",
+        "withheld_count", "object_count", "notes", "mesh", "outlook", "tree", "shares",
     ]  # fmt: skip
     assert list(document) == [*summary, "tensors", "withheld", "objects"] and {name: document[name] for name in summary} == summary
     chosen = reshard("inspect", *FSDP2, "--json", "--tensor", "*norm*").document["tensors"]

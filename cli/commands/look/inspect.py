@@ -206,8 +206,9 @@ class Inspection:
 
     JSON = (
         "path=checkpoint.path format=index.format detected_by=checkpoint.detected producer=facts.producer version=facts.version "
-        "step=facts.step parallel=facts.parallel model_type architecture_known parameters experts bytes=nbytes files=index.files kinds "
-        "models=checkpoint.models quantized adapter tensor_count withheld_count object_count notes=facts.notes mesh outlook tree shares"
+        "step=facts.step parallel=facts.parallel model_type architecture_known parameters parameters_as_stored "
+        "experts bytes=nbytes files=index.files kinds models=checkpoint.models quantized adapter tensor_count withheld_count object_count "
+        "notes=facts.notes mesh outlook tree shares"
     )
 
     def __init__(self, checkpoint: Checkpoint, view: TreeView) -> None:
@@ -243,10 +244,23 @@ class Inspection:
 
     @cached_property
     def parameters(self) -> int:
-        """The number of elements of the model."""
+        """The number of elements of the model, or of all models if none is the main one; of an adapter without its base model."""
         from reshard.plans import summary
 
-        return summary.parameter_count(self.content, self.config) if self.content else 0
+        if self.content is not None and (count := summary.parameter_count(self.content, self.config)):
+            return count
+        adapter = summary.adapter(self.index)
+        return sum(found.parameters for found in self.checkpoint.models) or (adapter.parameters if adapter else 0)
+
+    @property
+    def parameters_as_stored(self) -> bool:
+        """Whether the parameters are counted without a model: a copy of the embedding as the head counts, and so does a word of codes."""
+        return self.parameters > 0 and (self.content is None or self.checkpoint.sized_model is None)
+
+    @property
+    def parameters_text(self) -> str:
+        """The number of parameters, and whether they are counted as stored."""
+        return count_text(self.parameters) + (" parameters as stored" if self.parameters_as_stored else " parameters")
 
     @cached_property
     def quantized(self) -> tuple[QuantizedFamily, ...]:
@@ -261,7 +275,7 @@ class Inspection:
         from reshard.plans import summary
 
         try:
-            return summary.experts(self.checkpoint.model) if self.checkpoint.model is not None and self.parameters else None
+            return summary.experts(self.checkpoint.sized_model) if self.checkpoint.sized_model and self.parameters else None
         except RequestError:  # a config that says nonsense about them; what needs it refuses it
             return None
 
@@ -285,7 +299,7 @@ class Inspection:
         active, step, mesh = self.active_parameters, self.facts.step, self.facts.mesh
         return [
             ("model", _name_of_model(self.config or {}) or "unknown model"),
-            *([("parameters", count_text(self.parameters))] if self.parameters else []),
+            *([("parameters" + " as stored" * self.parameters_as_stored, count_text(self.parameters))] if self.parameters else []),
             *([] if active is None else [("active for a token", count_text(active))]),
             ("stored as", self.stored_as),
             ("size", nbytes_text(self.nbytes)),
@@ -326,7 +340,7 @@ class Inspection:
             return None
         if self.index.format in engines:
             return f"reshard verify {path}"
-        about_model = about_model or (" --model DIR" if self.config is None else "")
+        about_model = about_model or (" --model DIR" if self.config is None or self.checkpoint.config_problem else "")
         if self.content is not None and self.content.adapter:
             about_model += " --merge-adapter self" + ("" if LoraSettings(self.adapter_config).alpha is not None else " --lora-alpha ALPHA")
         stored = self.checkpoint.model and self.checkpoint.model.quantization
@@ -616,11 +630,11 @@ def _show_distributions(found: dict[Distribution, list[Tensor]]) -> None:
 
 
 def _model_text(opened: Inspection) -> str:
-    text, model, config = _size_text(opened), opened.checkpoint.model, opened.config
+    text, model, config = _size_text(opened), opened.checkpoint.sized_model, opened.config
     if config is None:
         return text + "; no config.json here or in the parent directory (--model DIR gives one)"
     if model is None:
-        unsupported = "unsupported architecture: only hf and other whole-tensor formats"
+        unsupported = opened.checkpoint.config_problem or "unsupported architecture: only hf and other whole-tensor formats"
         reason = "engines read it from its hf folder" if draft_class(config) else unsupported
         return f"{_name_of_model(config)} ({reason}), {text}"
     d, architecture = model.dimensions, model.architecture
@@ -642,8 +656,8 @@ def _name_of_model(config: Mapping[str, Any]) -> str | None:
 def _size_text(opened: Inspection) -> str:
     kinds = {tensor.kind for tensor in opened.tensors}
     if "weight" in kinds or "master" in kinds:
-        return f"{count_text(opened.parameters)} parameters"
-    return "several models" if "other" in kinds else "LoRA adapter without its base model" if "adapter" in kinds else "0 parameters"
+        return opened.parameters_text
+    return "several models" if "other" in kinds else "LoRA adapter without its base model" if "adapter" in kinds else "no weights"
 
 
 def _experts_text(opened: Inspection) -> str:
