@@ -24,7 +24,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from reshard.adapter.format import ACCEPT_PLATFORM, ENGINE_VERSION, LAYOUT, MAX_SHARD_SIZE
+from reshard.adapter.format import ENGINE_VERSION, LEARNED_LAYOUTS, MAX_SHARD_SIZE
 from reshard.adapter.serving_format import ServingFormat
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Sglang(ServingFormat):
     owns = ("model-rank-*-part-*.safetensors", "reshard.layout.json")
     # The file names are the same: only the manifest tells the formats apart.
     refines = ("vllm",)
-    options = (ENGINE_VERSION, MAX_SHARD_SIZE, LAYOUT, ACCEPT_PLATFORM)
+    options = (ENGINE_VERSION, MAX_SHARD_SIZE, *LEARNED_LAYOUTS)
     engine = "SGLang"
     producer = "SGLang sharded_state"
     tracer = "reshard.plugins.loader_tracer"

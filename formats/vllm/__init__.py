@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from reshard.adapter.format import ACCEPT_PLATFORM, ENGINE_VERSION, LAYOUT, MAX_SHARD_SIZE
+from reshard.adapter.format import ENGINE_VERSION, LEARNED_LAYOUTS, MAX_SHARD_SIZE
 from reshard.adapter.serving_format import ServingFormat
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Vllm(ServingFormat):
     name = "vllm"
     summary = "vLLM sharded_state: pre-sharded for tensor, pipeline and expert parallel ranks"
     owns = ("model-rank-*-part-*.safetensors", "model-pp-*-tp-*-part-*.safetensors", "reshard.layout.json")
-    options = (ENGINE_VERSION, MAX_SHARD_SIZE, LAYOUT, ACCEPT_PLATFORM)
+    options = (ENGINE_VERSION, MAX_SHARD_SIZE, *LEARNED_LAYOUTS)
     engine = "vLLM"
     producer = "vLLM sharded_state"
     tracer = "reshard.plugins.loader_tracer"

@@ -134,6 +134,10 @@ class Format(ABC):
         """
         return index
 
+    def settled(self, content: Content, target: Target, companions: ModelFiles) -> Target:
+        """The target with options that name what was found, in place of those that say where to look. Called once, before `lay_out`."""
+        return target
+
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         """The files that hold `content` for `target`: names, fusions and framing, everything except the weights' bytes.
 
@@ -229,8 +233,15 @@ class Option:
 # Options that several formats understand, with one meaning everywhere.
 MAX_SHARD_SIZE = Option("max_shard_size", "size", "Start a new file when one would grow beyond SIZE.")
 ENGINE_VERSION = Option("engine_version", "text", "Write for this version of the serving engine (default: the newest known).")
-LAYOUT = Option("layout", "path", "Follow a layout file that `reshard learn` has written.")
-ACCEPT_PLATFORM = Option("accept_platform", "switch", "Also write tensors whose shape depends on the platform that was traced.")
+# Layouts that were learned from an engine's own loader (adapter/serving_format/learned.py).
+LEARNED_LAYOUTS = (
+    Option("layout", "path", "Follow a layout file that `reshard learn` has written."),
+    Option("learn", "switch", "Follow the layout that the engine's own loader makes: traced now, unless one fits that was learned before."),
+    Option("layout_dir", "path", "Take learned layouts from this folder (default: RESHARD_LAYOUT_DIR, else the cache)."),
+    Option("engine_python", "path", "With `learn=`: the Python that has the engine, if it is not this one."),
+    Option("trust_remote_code", "switch", "With `learn=`: let the engine run Python code that lies beside the model."),
+    Option("accept_platform", "switch", "Also write tensors whose shape depends on the platform that was traced."),
+)
 # Which LoRA adapter of a checkpoint is written or merged, and with which settings.
 ADAPTER = (
     Option("adapter", "text", "Take this adapter, if the checkpoint holds several."),

@@ -70,7 +70,11 @@ def planned(source: Checkpoint, request: ConversionRequest, asked: Mapping[str, 
             do="Add `average=`, or convert each by itself",
         )
     adapter = request.opened_adapter(partial(adapter_of, source))
-    found = replace(plan_conversion(source, request, adapter, others), order=_order_of((source, *others), asked))
+    found = plan_conversion(source, request, adapter, others)
+    # Whoever plans again takes what was found, such as a learned layout, and does not look for it.
+    if found.target.options != request.target.options:
+        asked = {**{name: value for name, value in asked.items() if name not in request.target.options}, **found.target.options}
+    found = replace(found, order=_order_of((source, *others), asked))
     _log_planned(found, time.monotonic() - began)
     return found
 

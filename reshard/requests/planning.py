@@ -261,7 +261,9 @@ def quantize(draft: Draft) -> Draft:
 
 def lay_out(draft: Draft) -> Draft:
     """Ask the target's format for its files."""
-    layout = draft.request.to.lay_out(draft.content, draft.target, draft.companions)
+    target = draft.request.to.settled(draft.content, draft.target, draft.companions)
+    draft = replace(draft, request=replace(draft.request, target=target))
+    layout = draft.request.to.lay_out(draft.content, target, draft.companions)
     _check_paths(layout)
     notes = (*draft.notes, *layout.notes, *_notes_on_copies(draft, layout))
     return replace(draft, layout=replace(layout, notes=notes), notes=notes)

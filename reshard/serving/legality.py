@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.meshes import Parallel, stage_layers
@@ -19,7 +20,7 @@ from reshard.serving.weights import distinct_parts, split_rules, with_split
 def require_model(model: Model | None, config: Mapping[str, object] | None, engine: str, *, can_learn: bool = False) -> Model:
     """The model, which must not be None. Raises RequestError if it is, with the reason, which follows from the config.
 
-    can_learn: whether `reshard learn` can trace the engine's loader.
+    can_learn: whether the engine's loader can be traced.
     """
     if model is not None:
         return model
@@ -37,7 +38,11 @@ def require_model(model: Model | None, config: Mapping[str, object] | None, engi
         )
     error = unknown_architecture(config)
     if can_learn and not draft_class(config):
-        error.do = f"{error.do}. Or learn the layout from {engine}'s own loader with `reshard learn`, and add `layout=FILE`"
+        where = "" if find_spec(engine.lower()) else " and `engine_python=PATH`, the Python that has it"
+        error.do = (
+            f"Add `learn=True`{where}: {engine}'s own loader then says where each weight goes. If it is a declared model under another "
+            "name, add `architecture=NAME`. A conversion to hf needs no declaration"
+        )
     raise error
 
 

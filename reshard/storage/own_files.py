@@ -26,6 +26,14 @@ WORK_FOLDER = ".reshard"
 JOURNAL = "journal.jsonl"
 LOCK = "lock"
 
+
+def cache_root() -> str:
+    """The folder of the cache that the environment names: $RESHARD_CACHE, else $XDG_CACHE_HOME/reshard, else ~/.cache/reshard."""
+    if root := os.environ.get("RESHARD_CACHE"):
+        return root
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "reshard")
+
+
 _OWNER_KEYS = frozenset({"pid", "host", "started"})
 """What the lock file of every version says of the run that holds the lock."""
 

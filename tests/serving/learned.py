@@ -6,7 +6,7 @@
    elements as the declaration, on all ranks; with --long at all degrees at which real ranks were compared. Where a version of vLLM has
    other names, the row to add is printed.
 2. Tiny models of many kinds of loaders, saved by transformers (tiny_models.py): files converted by a learned layout hold what real ranks
-   hold, at TP 1 and 2, bit for bit.
+   hold, at TP 1 and 2, bit for bit. So do those of `convert --learn`, for a type without a declaration.
 3. A layout of TP 1, 2 and 4 covers TP 8, and equals the layout that is traced there.
 4. With --long: every type that tiny_models.py makes is traced at TP 1 and 2. At least 70 types are, and the rows of
    docs/reference/traced-models.md are printed.
@@ -38,7 +38,7 @@ from reshard.geometry.meshes import Parallel  # noqa: E402
 from reshard.models.lookup import built_in_model_types, find_architecture, find_model  # noqa: E402
 from reshard.models.model import Model  # noqa: E402
 from reshard.serving.learned.learn import LearnedLayout, learned_layout, traced_rank  # noqa: E402
-from reshard.verbs.look.learn import answered, config_of, write_layout  # noqa: E402
+from reshard.verbs.look.learn import config_of, tracer_of, write_layout  # noqa: E402
 
 DECLARED = (
     *("llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2", "gpt_neox", "gemma2", "phi3"),
@@ -52,6 +52,7 @@ if LONG:
         *UNDECLARED,
         *("phi", "cohere2", "exaone4", "stablelm", "starcoder2", "seed_oss", "llama4_text", "minimax_m2", "granitemoe", "bloom"),
     )
+WITHOUT_DECLARATION = "ministral"
 # vLLM's own class fails where ranks share two KV heads.
 TWO_SIZES = ("gpt_oss",)
 Sizes = dict[str, int]
@@ -176,8 +177,23 @@ def undeclared(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, b
                     yield what, False, f"{found if isinstance(found, str) else messages[-1500:]}"
                 else:
                     yield what, found == real, "\n".join(differences(real, found, layout))
+        yield from in_one_command(reshard, python, work, ask)
         yield from read_by_the_plugin(reshard, python, work, ask)
     yield from closed(python, {folder: layout for folder, layout in layouts.items() if isinstance(layout, LearnedLayout)})
+
+
+def in_one_command(reshard: Path, python: Path, work: Path, ask: Ask) -> Iterator[tuple[str, bool, str]]:
+    """`convert --learn` of a type without a declaration holds what real ranks hold; the second time the layout is there."""
+    make_tiny(python, work / "tiny", (WITHOUT_DECLARATION,))
+    folder, library = work / "tiny" / WITHOUT_DECLARATION, work / "library"
+    yield f"{WITHOUT_DECLARATION} is not declared", find_architecture(WITHOUT_DECLARATION) is None, ""
+    real, messages = asked(ask, "ranks", {"model": str(folder), "tensor_parallel_size": 2}, None)
+    for times in ("once", "again"):
+        options = ("--tp", "2", "--learn", "--engine-python", str(python), "--layout-dir", str(library))
+        found = convert(reshard, folder, work / "learned-at-once", "vllm", *options)
+        kept = [path.name for path in library.glob("*")]
+        what = f"{WITHOUT_DECLARATION} with --learn, {times}: files hold what real ranks hold, and one layout is kept"
+        yield what, found == real is not None and len(kept) == 1, f"{kept} {found if isinstance(found, str) else messages[-1500:]}"
 
 
 def read_by_the_plugin(reshard: Path, python: Path, work: Path, ask: Ask) -> Iterator[tuple[str, bool, str]]:
@@ -217,7 +233,7 @@ def learned(python: Path, cases: dict[Path, list[Sizes]], engine: str = "vllm") 
     """The layout of each model at these sizes, traced in one process; or why there is none."""
     requests = [{"model": str(folder), "cases": sizes, "ranks": None, "trust_remote_code": False} for folder, sizes in cases.items()]
     answers: list[list[dict[str, Any]]] = []
-    for line in answered(engine, python, requests):
+    for line in tracer_of(engine, python).answers(requests):
         if "engine" in line:
             answers.append([])
         answers[-1].append(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +15,7 @@ from reshard.geometry.documents import document, to_json
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.models.lookup import draft_class
+from reshard.models.quantization import unknown_quantization
 
 from ... import options
 from ...console import height
@@ -321,6 +323,7 @@ class Inspection:
         """A command that goes on from here; None if nothing can be proposed. model: what --model was."""
         from reshard.adapter import registry
         from reshard.canonical.lora import LoraSettings
+        from reshard.requests.outlook import SIZES
 
         path, about_model = shlex.quote(self.checkpoint.path), f" --model {shlex.quote(model)}" if model else ""
         models, engines = self.checkpoint.models, self.outlook.engines
@@ -349,18 +352,27 @@ class Inspection:
             engine = "vllm" if "vllm" in engines else min(engines)
             tp = self._smallest_tp(engines[engine])
             return f"reshard convert {path} out --to {engine} --tp {tp}{about_model}" if tp else None
-        if self.index.format == "hf" and self.has_undeclared_model:
-            return f"reshard architectures --start {path} > my.yaml"
+        if self.has_undeclared_model:
+            if (engine := self._engine_to_learn_from()) and (tp := self._smallest_tp(SIZES)):
+                return f"reshard convert {path} out --to {engine} --tp {tp} --learn{about_model}"
+            if self.index.format == "hf":
+                return f"reshard architectures --start {path} > my.yaml"
         return f"reshard convert {path} out --to hf{about_model}"
 
     @property
     def has_undeclared_model(self) -> bool:
         """Whether the config names a model that nobody has declared, and that a declaration would make known."""
-        from reshard.models.lookup import draft_class
-        from reshard.models.quantization import unknown_quantization
-
         config = self.config
         return config is not None and self.checkpoint.model is None and not (draft_class(config) or unknown_quantization(config))
+
+    def _engine_to_learn_from(self) -> str | None:
+        """An engine in this Python whose loader can tell the layout, if the config names a model."""
+        from reshard.adapter import registry
+
+        if not (self.config or {}).get("model_type"):
+            return None
+        traceable = [name for name, found in registry.serving_formats().items() if found.tracer and find_spec(name)]
+        return max(traceable, default=None)  # vllm before sglang
 
     def _smallest_tp(self, sizes: tuple[int, ...]) -> int | None:
         """The smallest of these tensor-parallel sizes at which a GPU of 80 GB has room for its part of the weights; None if none has."""
@@ -634,8 +646,9 @@ def _model_text(opened: Inspection) -> str:
     if config is None:
         return text + "; no config.json here or in the parent directory (--model DIR gives one)"
     if model is None:
-        unsupported = opened.checkpoint.config_problem or "unsupported architecture: only hf and other whole-tensor formats"
-        reason = "engines read it from its hf folder" if draft_class(config) else unsupported
+        method = unknown_quantization(config)
+        unknown = f"quantized ({method}) with a method that is not known" if method else "not declared: serving engines need --learn"
+        reason = "engines read it from its hf folder" if draft_class(config) else opened.checkpoint.config_problem or unknown
         return f"{_name_of_model(config)} ({reason}), {text}"
     d, architecture = model.dimensions, model.architecture
     heads = f"{plural(d['heads'], 'head')} ({d['kv_heads']} KV)"

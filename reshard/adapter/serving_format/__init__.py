@@ -32,6 +32,13 @@ class ServingFormat(ServingEngine):
 
         return reading.read(self, files, hints)
 
+    def settled(self, content: Content, target: Target, companions: ModelFiles) -> Target:
+        if self.tracer is None:
+            return target
+        from reshard.adapter.serving_format import learned
+
+        return learned.settled(self, content, target, companions)
+
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         if path := target.options.get("layout"):
             from reshard.adapter.serving_format import learned

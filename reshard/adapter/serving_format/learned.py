@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content
-from reshard.errors import CheckpointError, RequestError, UnsupportedError
+from reshard.containers import safetensors
+from reshard.errors import CheckpointError, RequestError, UnsupportedError, some
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel
+from reshard.models.lookup import draft_class
 from reshard.plans.layout import Layout, Sidecar, Target
 from reshard.serving.learned.document import LAYOUT_FILE, layout_of, text_of
 from reshard.serving.learned.fit import (
@@ -24,22 +30,19 @@ from reshard.serving.learned.fit import (
     size_problem,
 )
 from reshard.serving.learned.layout import LearnedLayout, TensorTemplate
+from reshard.serving.learned.library import MOST_BYTES, Library, Wanted, read_layout
 from reshard.serving.learned.numbers import values
-from reshard.storage.files import Files, LocalFiles, read_whole
+from reshard.serving.learned.tracer import Tracer
+from reshard.serving.legality import require_model
+from reshard.storage.files import Files, read_whole
 
 if TYPE_CHECKING:
     from reshard.adapter.format import Hints
     from reshard.adapter.serving_format.engine import ServingEngine
 
-# Layout files have a few kB, of models with many towers some hundred.
-_MOST_BYTES = 1 << 26
-
-
-def read_layout(path: str) -> LearnedLayout:
-    """The layout in a file. Raises RequestError if there is none, or it is no layout file."""
-    if not os.path.isfile(path):
-        raise RequestError(f"`layout={path}`: there is no such file", do="Write it with `reshard learn`", id="not-found")
-    return layout_of(read_whole(LocalFiles(Path(path)), os.path.basename(path), limit=_MOST_BYTES).decode("utf-8", "replace"), path)
+LOGGER = logging.getLogger("reshard")
+LIBRARY = "RESHARD_LAYOUT_DIR"
+"""The environment variable that names a library of learned layouts for models that are not declared."""
 
 
 def stored_layout(files: Files, hints: Hints) -> LearnedLayout | None:
@@ -48,7 +51,71 @@ def stored_layout(files: Files, hints: Hints) -> LearnedLayout | None:
         return read_layout(hints.layout)
     if files.size(LAYOUT_FILE) is None:
         return None
-    return layout_of(read_whole(files, LAYOUT_FILE, limit=_MOST_BYTES).decode("utf-8", "replace"), LAYOUT_FILE)
+    return layout_of(read_whole(files, LAYOUT_FILE, limit=MOST_BYTES).decode("utf-8", "replace"), LAYOUT_FILE)
+
+
+def settled(serving_format: ServingEngine, content: Content, target: Target, companions: ModelFiles) -> Target:
+    """The target with the layout that `learn=` or `layout_dir=` choose, or the environment for a model that is not declared. In place of
+    these options it names the layout file, so that whoever plans again takes the same one.
+
+    Raises: RequestError if no layout fits and none is to be learned; UnsupportedError if the engine does not load the model.
+    """
+    options = {
+        name: value for name, value in target.options.items() if name not in ("learn", "layout_dir", "engine_python", "trust_remote_code")
+    }
+    learns, folder = bool(target.options.get("learn")), target.options.get("layout_dir")
+    _check_consistent(target.options)
+    if folder is None and "layout" not in options and (learns or content.model is None):
+        folder = os.environ.get(LIBRARY) or None
+    if not learns and folder is None:
+        return replace(target, options=options)
+    if companions.config is None or draft_class(companions.config):
+        require_model(None, companions.config, serving_format.engine)
+    assert serving_format.tracer is not None, "formats without a tracer have none of these options"
+    tracer = Tracer(serving_format.tracer, serving_format.name, target.options.get("engine_python") or sys.executable)
+    version = tracer.version() if learns else target.engine_version
+    shapes = {name: tensor.shape for name, tensor in content.weights.items()}
+    wanted = Wanted(serving_format.name, version, target.parallel, companions.config, shapes)
+    library = Library(Path(folder).expanduser()) if folder else Library.cached()
+    path = library.find(wanted)
+    if path is None and not learns:
+        raise RequestError(
+            "no learned layout fits this checkpoint at these sizes",
+            where=str(library.folder),
+            why=some(library.reasons(wanted)) or f"There is no layout of {serving_format.engine} in this folder",
+            do="Add `learn=True` `engine_python=PATH` to let the engine's own loader tell the layout",
+        )
+    path = path or library.add(_traced(tracer, content, target, companions), wanted)
+    return replace(target, options={**options, "layout": str(path)})
+
+
+def _check_consistent(options: Mapping[str, Any]) -> None:
+    """Raises RequestError for options that contradict each other, or mean nothing alone."""
+    for name in ("learn", "layout_dir"):
+        if options.get(name) and options.get("layout"):
+            raise RequestError(f"`layout=` and `{name}=` contradict each other", why="The file is the layout", do="Leave out one of them")
+    for name in ("engine_python", "trust_remote_code"):
+        if options.get(name) and not options.get("learn"):
+            raise RequestError(f"`{name}=` has a meaning only with `learn=True`", do="Add `learn=True`, or leave it out")
+
+
+def _traced(tracer: Tracer, content: Content, target: Target, companions: ModelFiles) -> LearnedLayout:
+    """The layout that the engine's loader makes of the content at the target's sizes. Its files are written without their elements."""
+    if content.selection.is_partial or content.states:
+        raise RequestError("`learn=True` needs the whole model, and weights alone", do="Leave out `include=`, `exclude=` and `optimizer=`")
+    sizes = {"tp": target.parallel.tp, "pp": target.parallel.pp, "ep": target.parallel.ep}
+    version = target.engine_version
+    if version not in (None, found := tracer.version()):
+        raise RequestError(f"`engine_version={version}`: {found} is installed", where=tracer.python, do="Leave out `engine_version=`")
+    text = f"traces the loader of {tracer.engine} {found} on {target.parallel.tp * target.parallel.pp} ranks: some seconds for each"
+    LOGGER.info(text, extra={"event": "learn", "fields": {"engine": tracer.engine, "engine_version": found, **sizes}})
+    entries = [(name, target.dtype_of(tensor), tensor.shape) for name, tensor in content.weights.items()]
+    with TemporaryDirectory(prefix="reshard-learn-") as work:
+        Path(work, "model.safetensors").write_bytes(safetensors.frame(entries, {}).header)
+        for sidecar in companions.sidecars({dtype: None for _, dtype, _ in entries}):
+            Path(work, sidecar.path).write_bytes(sidecar.content)
+        trusts = bool(target.options.get("trust_remote_code"))
+        return tracer.layout(work, [sizes], companions.config or {}, trust_remote_code=trusts)
 
 
 def stored_sizes(layout: LearnedLayout, parallel: Parallel, shapes: Mapping[str, tuple[int, ...]]) -> Parallel:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import CONFIG, find_model_files
 from reshard.adapter.serving_format import ServingFormat
-from reshard.errors import RequestError, UnsupportedError
+from reshard.errors import RequestError
 from reshard.geometry.meshes import Parallel
 from reshard.requests.keywords import PathLike
 from reshard.serving.learned.document import text_of
 from reshard.serving.learned.layout import LearnedLayout
-from reshard.serving.learned.learn import learned_layout, traced_rank
+from reshard.serving.learned.tracer import Tracer
 from reshard.storage.output_file import OutputFile
 from reshard.storage.tar import open_tree
 
@@ -51,10 +47,7 @@ def learn(
         raise RequestError(
             f"`ep=` {','.join(map(str, ep))}: experts are distributed over the tensor-parallel ranks", do="Give it sizes of `tp=`"
         )
-    request = {"model": str(folder), "cases": cases, "ranks": None, "trust_remote_code": trust_remote_code}
-    lines = answered(engine, engine_python or sys.executable, [request])
-    about = next(lines)
-    return learned_layout(about, map(traced_rank, lines), config)
+    return tracer_of(engine, engine_python).layout(str(folder), cases, config, trust_remote_code=trust_remote_code)
 
 
 def write_layout(layout: LearnedLayout, path: PathLike) -> None:
@@ -77,43 +70,16 @@ def config_of(folder: Path) -> dict[str, Any]:
     return dict(config)
 
 
+def tracer_of(engine: str, engine_python: PathLike | None = None) -> Tracer:
+    """The tracer of an engine's loader, in the Python that has the engine. Raises RequestError, listing the engines that can be traced."""
+    package = _traceable(engine).tracer
+    assert package is not None, "only engines with a tracer are traceable"
+    return Tracer(package, engine, os.fspath(engine_python or sys.executable))
+
+
 def _traceable(engine: str) -> ServingFormat:
     """The format of an engine whose loader can be traced. Raises RequestError, listing the engines that can, if it is none of them."""
     traceable = {name: found for name, found in registry.serving_formats().items() if found.tracer}
     if engine not in traceable:
         raise RequestError(f"`engine={engine}`: reshard cannot trace its loader", do=f"Engines that can be traced: {', '.join(traceable)}")
     return traceable[engine]
-
-
-def _tracer(engine: str) -> Path:
-    """The program that traces an engine's loader."""
-    package = _traceable(engine).tracer
-    assert package is not None, "only engines with a tracer are traceable"
-    spec = find_spec(package)
-    assert spec is not None and spec.origin is not None, f"{package} is a package of reshard"
-    return Path(spec.origin).parent
-
-
-def answered(engine: str, engine_python: PathLike, requests: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The lines of a tracer's answer to several requests (plugins/loader_tracer/__main__.py)."""
-    tracer, python = _tracer(engine), os.fspath(engine_python)
-    with tempfile.TemporaryDirectory() as work:
-        asked, answer = Path(work, "requests.json"), Path(work, "answer.jsonl")
-        asked.write_text(json.dumps(requests))
-        try:
-            done = subprocess.run([python, tracer, engine, asked, answer], capture_output=True, text=True)
-        except OSError as error:
-            raise RequestError(f"`engine_python={python}`: {error.strerror}", do="Give the path of a Python interpreter") from error
-        if done.returncode or not answer.exists():
-            raise UnsupportedError(
-                f"the tracer did not finish (exit code {done.returncode}): {_last_line(done.stderr)}",
-                where=python,
-                why="It runs inside the engine's Python, which must have the engine and torch",
-                do="Name that Python with `engine_python=PATH`",
-            )
-        with answer.open() as lines:
-            yield from map(json.loads, lines)
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "no message")

@@ -2,6 +2,7 @@
 
     $RESHARD_CACHE, else $XDG_CACHE_HOME/reshard, else ~/.cache/reshard
         entries/NAME/          what `convert` writes; NAME has the digest of the fingerprint of the weights and of what was asked for
+        layouts/NAME.json      a learned layout (serving/learned/library.py); its time is when it was learned
         links/DIGEST           JSON: the entry for one plan of one source as it is now; its time is when the entry was used last
         work/DIGEST/           a conversion that has not ended; the next call continues it
         .reshard/              the lock: one process converts, others wait for it
@@ -32,9 +33,12 @@ from reshard.plans.manifest import Manifest, usable_manifest
 from reshard.plans.plan import Plan
 from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
 from reshard.requests.unchanged import damage_of
+from reshard.serving.learned.fit import coverage
+from reshard.serving.learned.library import Library
 from reshard.storage.files import LocalFiles
 from reshard.storage.lock import Lock
 from reshard.storage.output_file import OutputFile
+from reshard.storage.own_files import cache_root
 from reshard.storage.system_calls import is_url, system_errors
 from reshard.verbs.convert import convert
 from reshard.verbs.plan import check_whole
@@ -46,20 +50,20 @@ SECONDS_KEPT = 600.0
 
 @value
 class CacheEntry:
-    """A converted model in the cache."""
+    """A converted model in the cache, or a learned layout."""
 
     JSON = "path fingerprint format bytes=nbytes source age used"
 
     path: str
-    """Its folder, which an engine loads."""
+    """Its folder, which an engine loads; the file of a layout."""
     fingerprint: str
-    """The fingerprint of its weights."""
+    """The fingerprint of its weights; empty for a layout."""
     format: str
     """Its format, and the parallel sizes."""
     nbytes: int
     """The bytes of its files."""
     source: str
-    """The checkpoint that it was converted from."""
+    """The checkpoint that it was converted from; of a layout, the engine's class of the model."""
     age: float
     """The seconds since it was asked for last."""
     used: bool = False
@@ -92,7 +96,7 @@ class Cache:
 
     def __init__(self, root: PathLike | None = None) -> None:
         """root: None: that of the environment. Raises RequestError for a URL, which an engine could not open as a folder."""
-        place = os.fspath(root) if root is not None else default_root()
+        place = os.fspath(root) if root is not None else cache_root()
         if is_url(place):
             raise RequestError("the cache is a local folder, which engines open", where=place)
         self.root = Path(place).expanduser()
@@ -177,11 +181,18 @@ class Cache:
             what = f"{manifest.format} {manifest.summary}" if manifest else "damaged"
             fingerprint = manifest.fingerprint if manifest else ""
             found.append(CacheEntry(str(folder), fingerprint, what, _nbytes(folder), source, max(time.time() - when, 0.0), True))
+        for path, layout in Library(self.root / "layouts").layouts():
+            what = f"{layout.engine} {layout.engine_version} layout, {coverage(layout)}"
+            looks = path.stat()
+            found.append(CacheEntry(str(path), "", what, looks.st_size, layout.model_class, max(time.time() - looks.st_mtime, 0.0), True))
         return sorted(found, key=lambda entry: entry.age)
 
     def remove(self, entry: CacheEntry) -> None:
         """Remove an entry and its links."""
         name = Path(entry.path).name
+        if Path(entry.path).parent == self.root / "layouts":
+            Path(entry.path).unlink(missing_ok=True)
+            return
         for link in _listed(self.root / "links"):
             if _json_of(link).get("entry") == name:
                 link.unlink(missing_ok=True)
@@ -192,7 +203,7 @@ class Cache:
     def _make_room(self, nbytes: int, max_size: int) -> None:
         """Remove the entries that were used longest ago until so many bytes fit."""
         entries = self.entries()
-        removable = [entry for entry in entries if entry.age > SECONDS_KEPT]
+        removable = [entry for entry in entries if entry.age > SECONDS_KEPT and entry.fingerprint]
         total = sum(entry.nbytes for entry in entries)
         if nbytes + total - sum(entry.nbytes for entry in removable) > max_size:
             raise RequestError(
@@ -204,13 +215,6 @@ class Cache:
         while removable and nbytes + total > max_size:
             total -= removable[-1].nbytes
             self.remove(removable.pop())
-
-
-def default_root() -> str:
-    """The folder of the cache that the environment names."""
-    if root := os.environ.get("RESHARD_CACHE"):
-        return root
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "reshard")
 
 
 def _whole(folder: Path) -> Manifest | None:
