@@ -22,6 +22,8 @@ ENVIRONMENT = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# The rows of a table of rotary positions. Those of towers have fewer: they count the patches of an image.
+MOST_POSITIONS = 8192
 # Of image processing, and of the languages in which kernels for GPUs are written.
 STAND_INS = ("torchvision", "cutlass", "cuda")
 
@@ -47,8 +49,22 @@ def prepare() -> None:
         return new_model_group(group_ranks, local_rank, backend, **names)
 
     state.init_model_parallel_group = lonely_group
+    _shorten_rotary_tables()
     state._node_count = lambda group: 1
     state.in_the_same_node_as = lambda group, source_rank=0: [True] * dist.get_world_size(group)
+
+
+def _shorten_rotary_tables() -> None:
+    """Let tables of rotary positions have few rows: models ask for all positions of their config, which takes a gigabyte for a million of
+    them. No position is computed, and the tables are in no state dict."""
+    with contextlib.suppress(ImportError, AttributeError):
+        base: Any = importlib.import_module("vllm.model_executor.layers.rotary_embedding.base").RotaryEmbeddingBase
+        made = base.__init__
+
+        def made_short(self: Any, head_size: int, rotary_dim: int, max_position_embeddings: int, *rest: Any, **names: Any) -> None:
+            made(self, head_size, rotary_dim, min(max_position_embeddings, MOST_POSITIONS), *rest, **names)
+
+        base.__init__ = made_short
 
 
 def about() -> dict[str, str]:
