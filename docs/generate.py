@@ -258,7 +258,7 @@ def megatron_models() -> str:
         if lacking := lacking_for(architecture):
             rows.append((f"`{model_type}`", "no", f"it needs {lacking}"))
         elif "megatron" not in architecture.frameworks:
-            rows.append((f"`{model_type}`", "no", "not compared: the transformers release that was used has no class of it"))
+            rows.append((f"`{model_type}`", "no", "not compared: transformers has no class that computes the same"))
         else:
             compared = _compared_with_megatron(model_type) or f"as {architecture.family}"
             rows.append((f"`{model_type}`", "yes", compared))
@@ -275,7 +275,9 @@ def megatron_models() -> str:
             "transformers and converted. Megatron's model is built from nothing but the settings that reshard wrote, loads the weights, "
             "strictly, and "
             "has transformers' logits in fp32; Megatron's own writer saves it in the other format, and reshard reads the same bits; one "
-            "training step changes every parameter. The sizes are those of the legacy and of the distributed save; *mtp* is a layer for "
+            "training step changes every parameter. transformers has no class for exaone, internlm2, internlm3, mimo and qwen: their "
+            "logits are those of a llama or qwen2 with the same weights under other names (`tests/megatron/tiny_models.py`). The sizes "
+            "are those of the legacy and of the distributed save; *mtp* is a layer for "
             "multi-token prediction. *GPU layers replaced*: plain torch stood for Transformer Engine's layers and the kernels of Mamba and "
             "of gated delta nets ([details](../formats/megatron.md#mamba-gated-delta-nets-and-norms-minus-one)). *Runs*: the "
             "number of checkpoints of training runs in fixtures/.",

@@ -10,7 +10,8 @@ Makes the Megatron environment (.venv-megatron) where there is none. On CPU rank
    never stopped, bit by bit at the same sizes. With one parameter's moment for another's the check fails;
 3. tiny models of declared model types, converted to one of the formats, with --long to both: a model is built from nothing but the
    settings that reshard wrote, loads its weights, and has transformers' logits; what Megatron's own writer then saves has the folder's bits
-   again, and one step trains all parameters. With another window in the folder's config the logits differ;
+   again, and one step trains all parameters. With another window in the folder's config the logits differ. Of a type that transformers has
+   no class for, the logits are those of one that computes the same (tiny_models.py, TWINS);
 4. FSDP2's bundled checkpoint: Megatron's distributed optimizer has the state that the FSDP2 run told.
 """
 
@@ -110,12 +111,17 @@ DECLARED = {
             "arcee",
             "cwm",
             "ernie4_5",
+            "exaone",
             "gemma",
             "gemma2",
             "glm",
+            "internlm2",
+            "internlm3",
             "jais2",
+            "mimo",
             "mistral",
             "phi3",
+            "qwen",
             "qwen3",
             "qwen3_5_text",
             "seed_oss",
@@ -218,6 +224,12 @@ def weights_checks(reshard: Path, ask: Ask, work: Path) -> Iterator[tuple[str, b
     yield "with two query heads exchanged the logits differ", "logits 0 differ" in found.get("failed", ""), str(found)
 
 
+def twin_of(folder: Path) -> Path:
+    """The model with the same logits that transformers has: the folder's own, or that beside it (tiny_models.py, TWINS)."""
+    twin = folder.parent / f"{folder.name}-twin"
+    return twin if twin.exists() else folder
+
+
 def declared_checks(reshard: Path, ask: Ask, work: Path) -> Iterator[tuple[str, bool, str]]:
     for number, (model, layouts) in enumerate(DECLARED.items()):
         hub = work / f"tiny-{model}"
@@ -226,7 +238,7 @@ def declared_checks(reshard: Path, ask: Ask, work: Path) -> Iterator[tuple[str, 
         for to, layout, saved_as in cases if LONG else [cases[number % 2]]:
             run, made, again = Run("", layout), work / f"{model}-{to}", work / f"{model}-{to}-again"
             options = options_for(model)
-            asked = {"settled": str(made), "weights": str(hub), "layout": layout, "to": str(again)}
+            asked = {"settled": str(made), "weights": str(twin_of(hub)), "layout": layout, "to": str(again)}
             found = converted(reshard, hub, made, to, run, *options) or ask(asked)
             if "failed" not in found:
                 found |= of(reshard, "verify", hub, again / saved_as, "--model", hub)

@@ -7,6 +7,7 @@ model has one, more query heads than groups, a vocabulary that needs padding.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -91,10 +92,87 @@ SIZES: dict[str, dict[str, object]] = {
     "starcoder2": NO_HEAD_DIM | {"sliding_window": 5},
 }
 
+# Types that transformers has no class for, as their code comes with the checkpoint -> the type that computes the same, and further keys of
+# their configs. Sources: modeling_{internlm2,exaone,qwen}.py of the published models; Megatron Bridge has MiMo as a Qwen2, and
+# transformers 5 InternLM3 as a Llama.
+OF_CONFIG = {key: size for key, size in NO_HEAD_DIM.items() if not key.endswith("_token_id")} | {
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+TWINS: dict[str, tuple[str, dict[str, object]]] = {
+    "exaone": (
+        "llama",
+        {"architectures": ["ExaoneForCausalLM"], "num_layers": 2, "activation_function": "silu", "layer_norm_epsilon": 1e-6},
+    ),
+    "internlm2": ("llama", {"architectures": ["InternLM2ForCausalLM"], "bias": False, "rms_norm_eps": 1e-6}),
+    "internlm3": ("llama", {"architectures": ["InternLM3ForCausalLM"], "bias": False, "qkv_bias": False, "rms_norm_eps": 1e-6}),
+    "mimo": ("qwen2", {"architectures": ["MiMoForCausalLM"], "rms_norm_eps": 1e-6}),
+    "qwen": (
+        "qwen2",
+        {"architectures": ["QWenLMHeadModel"], "intermediate_size": 40, "kv_channels": 4, "rotary_emb_base": 10000, "no_bias": True}
+        | {"layer_norm_epsilon": 1e-6, "num_key_value_heads": 4},
+    ),
+}
+# What parts of the names of a Llama are called, in this order.
+_EXAONE = {
+    r"model\.embed_tokens": "transformer.wte", r"model\.layers": "transformer.h", r"model\.norm": "transformer.ln_f",
+    r"input_layernorm": "ln_1", r"post_attention_layernorm": "ln_2", r"self_attn": "attn.attention", r"o_proj": "out_proj",
+    r"gate_proj": "c_fc_0", r"up_proj": "c_fc_1", r"down_proj": "c_proj",
+}  # fmt: skip
+_INTERNLM2 = {
+    r"embed_tokens": "tok_embeddings", r"lm_head": "output", r"self_attn\.o_proj": "attention.wo", r"mlp\.gate_proj": "feed_forward.w1",
+    r"mlp\.up_proj": "feed_forward.w3", r"mlp\.down_proj": "feed_forward.w2", r"input_layernorm": "attention_norm",
+    r"post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+_QWEN = {
+    r"model\.embed_tokens": "transformer.wte", r"model\.layers": "transformer.h", r"model\.norm": "transformer.ln_f",
+    r"input_layernorm": "ln_1", r"post_attention_layernorm": "ln_2", r"self_attn\.o_proj": "attn.c_proj", r"gate_proj": "w2",
+    r"up_proj": "w1", r"down_proj": "c_proj",
+}  # fmt: skip
+
+
+def write_twins(model_type: str, folder: Path) -> None:
+    """A model of TWINS under its published names, and beside it the model that computes the same."""
+    same, further = TWINS[model_type]
+    sizes = {"rms_norm_eps": 1e-6, "num_key_value_heads": further.get("num_key_value_heads", 2)}
+    model = _built(same, **NO_HEAD_DIM | sizes)
+    model.save_pretrained(folder.parent / f"{folder.name}-twin")
+    stored = {name: value.contiguous() for name, value in model.state_dict().items()}
+    folder.mkdir()
+    config = OF_CONFIG | {"model_type": model_type} | further
+    if model_type == "qwen":
+        del config["num_key_value_heads"], config["hidden_act"]
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    safetensors.torch.save_file(_published(model_type, stored), folder / "model.safetensors", {"format": "pt"})
+
+
+def _published(model_type: str, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a Llama or Qwen2 under the names and in the fusions of a type of TWINS."""
+    stored = dict(stored)
+    fused = {}
+    for name in [each for each in stored if ".q_proj." in each and model_type in ("internlm2", "qwen")]:
+        q, k, v = (stored.pop(name.replace("q_proj", f"{word}_proj")) for word in "qkv")
+        if model_type == "qwen":
+            fused[name.replace("self_attn.q_proj", "attn.c_attn")] = torch.cat([q, k, v])
+        else:  # heads of 4 rows, two query heads for each KV head
+            groups = [part for group in range(2) for part in (q[8 * group : 8 * group + 8], k[4 * group :][:4], v[4 * group :][:4])]
+            fused[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(groups)
+    names = {"exaone": _EXAONE, "internlm2": _INTERNLM2, "qwen": _QWEN}.get(model_type, {})
+    found = {}
+    for name, value in (stored | fused).items():
+        for pattern, word in names.items():
+            name = re.sub(pattern, word, name)
+        found[name] = value.clone()
+    return found
+
 
 def write(name: str, folder: Path) -> None:
-    """A model of SIZES, as save_pretrained writes it; "-mtp" adds a layer for multi-token prediction, which transformers leaves out."""
+    """A model of SIZES, as save_pretrained writes it; "-mtp" adds a layer for multi-token prediction, which transformers leaves out. Or a
+    model of TWINS."""
     model_type, _, predicting = name.partition("-")
+    if model_type in TWINS:
+        write_twins(model_type, folder)
+        return
     model = _built(model_type)
     model.save_pretrained(folder)
     if not predicting:
@@ -114,7 +192,7 @@ def write(name: str, folder: Path) -> None:
 
 def _built(model_type: str, **sizes: object) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES[model_type] | sizes), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES.get(model_type, {}) | sizes), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_filling(name, parameter.shape))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.canonical.content import Content
+from reshard.canonical.globs import any_layer
 from reshard.errors import RequestError, UnsupportedError
 from reshard.models.architecture import Architecture
 from reshard.models.lookup import known_model_types
@@ -59,6 +60,14 @@ def megatron_compatible_model(content: Content) -> Model:
         )
     if refusal := next(_refusals(model), None):
         raise refusal
+    if carried := [name for name in content.besides_model if model.reason_not_served(name)]:
+        raise UnsupportedError(
+            "it belongs to no layer that was compared with Megatron-Core"
+            + (f", nor do {len(carried) - 1} more" if len(carried) > 1 else ""),
+            where=carried[0],
+            why=f"It {model.reason_not_served(carried[0])}. How Megatron would keep it is not known, and is not guessed",
+            do=f"Leave them out with `exclude='{any_layer(carried[0]).partition('*')[0]}*'`",
+        )
     if model.quantization:
         raise UnsupportedError(
             f"the weights are quantized ({model.quantization.method}), Megatron's are not",
