@@ -133,6 +133,7 @@ DECLARED = {
     ),
     **dict.fromkeys(
         (
+            "bailing_moe",
             "deepseek_v2",
             "dots1",
             "exaone_moe",

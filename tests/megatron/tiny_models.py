@@ -93,13 +93,20 @@ SIZES: dict[str, dict[str, object]] = {
 }
 
 # Types that transformers has no class for, as their code comes with the checkpoint -> the type that computes the same, and further keys of
-# their configs. Sources: modeling_{internlm2,exaone,qwen}.py of the published models; Megatron Bridge has MiMo as a Qwen2, and
-# transformers 5 InternLM3 as a Llama.
+# their configs. Sources: modeling_{internlm2,exaone,qwen}.py of the published models; Megatron Bridge has MiMo as a Qwen2 and
+# Ling 2.0 with GLM-4.5's layers, and transformers 5 InternLM3 as a Llama.
 OF_CONFIG = {key: size for key, size in NO_HEAD_DIM.items() if not key.endswith("_token_id")} | {
     "rope_theta": 10000.0,
     "hidden_act": "silu",
 }
 TWINS: dict[str, tuple[str, dict[str, object]]] = {
+    "bailing_moe": (
+        "glm4_moe",
+        {"architectures": ["BailingMoeV2ForCausalLM"], "head_dim": 8, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "use_qk_norm": True}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_shared_experts": 1, "n_group": 1, "topk_group": 1}
+        | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True, "score_function": "sigmoid"}
+        | {"moe_router_enable_expert_bias": True, "partial_rotary_factor": 0.5, "use_qkv_bias": False},
+    ),
     "exaone": (
         "llama",
         {"architectures": ["ExaoneForCausalLM"], "num_layers": 2, "activation_function": "silu", "layer_norm_epsilon": 1e-6},
@@ -127,7 +134,13 @@ _INTERNLM2 = {
 _QWEN = {
     r"model\.embed_tokens": "transformer.wte", r"model\.layers": "transformer.h", r"model\.norm": "transformer.ln_f",
     r"input_layernorm": "ln_1", r"post_attention_layernorm": "ln_2", r"self_attn\.o_proj": "attn.c_proj", r"gate_proj": "w2",
-    r"up_proj": "w1", r"down_proj": "c_proj",
+    r"up_proj": "w1", r"down_proj": "c_proj", r"attention\.query_key_value": "attn.c_attn",
+}  # fmt: skip
+
+
+_BAILING_MOE = {
+    r"embed_tokens": "word_embeddings", r"self_attn\.o_proj": "attention.dense", r"self_attn\.q_norm": "attention.query_layernorm",
+    r"self_attn\.k_norm": "attention.key_layernorm", r"e_score_correction_bias": "expert_bias",
 }  # fmt: skip
 
 
@@ -136,8 +149,9 @@ def write_twins(model_type: str, folder: Path) -> None:
     same, further = TWINS[model_type]
     sizes = {"rms_norm_eps": 1e-6, "num_key_value_heads": further.get("num_key_value_heads", 2)}
     model = _built(same, **NO_HEAD_DIM | sizes)
-    model.save_pretrained(folder.parent / f"{folder.name}-twin")
-    stored = {name: value.contiguous() for name, value in model.state_dict().items()}
+    twin = folder.parent / f"{folder.name}-twin"
+    model.save_pretrained(twin)
+    stored = safetensors.torch.load_file(twin / "model.safetensors")
     folder.mkdir()
     config = OF_CONFIG | {"model_type": model_type} | further
     if model_type == "qwen":
@@ -147,17 +161,17 @@ def write_twins(model_type: str, folder: Path) -> None:
 
 
 def _published(model_type: str, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of a Llama or Qwen2 under the names and in the fusions of a type of TWINS."""
+    """The weights of the twin under the names and in the fusions of a type of TWINS."""
     stored = dict(stored)
     fused = {}
-    for name in [each for each in stored if ".q_proj." in each and model_type in ("internlm2", "qwen")]:
+    for name in [each for each in stored if ".q_proj." in each and model_type in ("bailing_moe", "internlm2", "qwen")]:
         q, k, v = (stored.pop(name.replace("q_proj", f"{word}_proj")) for word in "qkv")
-        if model_type == "qwen":
-            fused[name.replace("self_attn.q_proj", "attn.c_attn")] = torch.cat([q, k, v])
+        if model_type != "internlm2":
+            fused[name.replace("self_attn.q_proj", "attention.query_key_value")] = torch.cat([q, k, v])
         else:  # heads of 4 rows, two query heads for each KV head
             groups = [part for group in range(2) for part in (q[8 * group : 8 * group + 8], k[4 * group :][:4], v[4 * group :][:4])]
             fused[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(groups)
-    names = {"exaone": _EXAONE, "internlm2": _INTERNLM2, "qwen": _QWEN}.get(model_type, {})
+    names = {"bailing_moe": _BAILING_MOE, "exaone": _EXAONE, "internlm2": _INTERNLM2, "qwen": _QWEN}.get(model_type, {})
     found = {}
     for name, value in (stored | fused).items():
         for pattern, word in names.items():
