@@ -70,7 +70,12 @@ def written(folder: Path, name: str, published: Path | None) -> dict[str, Any]:
 
 def traced(folder: Path, config: dict[str, Any], python: str, tp: int) -> tuple[float, float, str]:
     """Processor seconds of a rank, MB of all processes at the most, and what the layout holds."""
-    request: dict[str, Any] = {"model": str(folder), "cases": [{"tp": tp, "pp": 1, "ep": 1}], "ranks": sorted({0, tp - 1}), "trust_remote_code": False}
+    request: dict[str, Any] = {
+        "model": str(folder),
+        "cases": [{"tp": tp, "pp": 1, "ep": 1}],
+        "ranks": sorted({0, tp - 1}),
+        "trust_remote_code": False,
+    }
     before, memory = _processor_seconds(), _Watched()
     lines = list(tracer_of("vllm", python).answers([request]))
     seconds = (_processor_seconds() - before) / len(request["ranks"])

@@ -38,12 +38,18 @@ def require_model(model: Model | None, config: Mapping[str, object] | None, engi
         )
     error = unknown_architecture(config)
     if can_learn and not draft_class(config):
-        where = "" if find_spec(engine.lower()) else " and `engine_python=PATH`, the Python that has it"
+        where = "" if has_engine(engine.lower()) else " and `engine_python=PATH`, the Python that has it"
         error.do = (
             f"Add `learn=True`{where}: {engine}'s own loader then says where each weight goes. If it is a declared model under another "
             "name, add `architecture=NAME`. A conversion to hf needs no declaration"
         )
     raise error
+
+
+def has_engine(module: str) -> bool:
+    """Whether this Python has the engine whose module has that name; a folder of that name that is no package does not count."""
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def check_served(model: Model, rules: EngineRules) -> None:

@@ -3,6 +3,7 @@
 tests/serving/learned.py does the same with real vLLM, against real ranks.
 """
 
+import importlib
 import json
 import shutil
 import sys
@@ -221,8 +222,10 @@ def test_a_checkpoint_without_a_config_or_of_a_draft_is_not_traced(engine, model
 def test_inspect_proposes_it_where_an_engine_is_found(model, tmp_path, monkeypatch):
     assert f"next      reshard convert {model} out --to hf" in command("inspect", model).out
     (tmp_path / "packages" / "vllm").mkdir(parents=True)
-    (tmp_path / "packages" / "vllm" / "__init__.py").write_text("raise ImportError('inspect imports no engine')")
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    assert "--learn" not in command("inspect", model).out.split("next  ")[1].split("\n")[0], "a folder of that name is no engine"
+    (tmp_path / "packages" / "vllm" / "__init__.py").write_text("raise ImportError('inspect imports no engine')")
+    importlib.invalidate_caches()
     assert f"next      reshard convert {model} out --to vllm --tp 1 --learn" in command("inspect", model).out
     assert "--learn" not in command("inspect", HF / "llama").out
     with pytest.raises(UnsupportedError, match="Add `learn=True`: vLLM"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -353,8 +352,8 @@ class Inspection:
             tp = self._smallest_tp(engines[engine])
             return f"reshard convert {path} out --to {engine} --tp {tp}{about_model}" if tp else None
         if self.has_undeclared_model:
-            if (engine := self._engine_to_learn_from()) and (tp := self._smallest_tp(SIZES)):
-                return f"reshard convert {path} out --to {engine} --tp {tp} --learn{about_model}"
+            if (teacher := self._engine_to_learn_from()) and (tp := self._smallest_tp(SIZES)):
+                return f"reshard convert {path} out --to {teacher} --tp {tp} --learn{about_model}"
             if self.index.format == "hf":
                 return f"reshard architectures --start {path} > my.yaml"
         return f"reshard convert {path} out --to hf{about_model}"
@@ -368,10 +367,11 @@ class Inspection:
     def _engine_to_learn_from(self) -> str | None:
         """An engine in this Python whose loader can tell the layout, if the config names a model."""
         from reshard.adapter import registry
+        from reshard.serving.legality import has_engine
 
         if not (self.config or {}).get("model_type"):
             return None
-        traceable = [name for name, found in registry.serving_formats().items() if found.tracer and find_spec(name)]
+        traceable = [name for name, found in registry.serving_formats().items() if found.tracer and has_engine(name)]
         return max(traceable, default=None)  # vllm before sglang
 
     def _smallest_tp(self, sizes: tuple[int, ...]) -> int | None:

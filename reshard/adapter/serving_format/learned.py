@@ -30,7 +30,8 @@ from reshard.serving.learned.fit import (
     size_problem,
 )
 from reshard.serving.learned.layout import LearnedLayout, TensorTemplate
-from reshard.serving.learned.library import MOST_BYTES, Library, Wanted, read_layout
+from reshard.serving.learned.library import MOST_BYTES, Library, Wanted
+from reshard.serving.learned.library import read_layout as read_layout
 from reshard.serving.learned.numbers import values
 from reshard.serving.learned.tracer import Tracer
 from reshard.serving.legality import require_model
