@@ -12,6 +12,7 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
+from reshard.geometry.meshes import Parallel
 from reshard.models.engine_rules import EngineRules, ExtraTensor, Fusion, Rename, Version, version_numbers
 from reshard.models.model import Model, ModelWeight
 from reshard.models.quantization import quantization_settings, settings_key
@@ -73,7 +74,7 @@ _PLACEHOLDERS = {
 def rules_for_target(model: Model, target: Target) -> EngineRules:
     """The rules of the target's version of vLLM. Raises RequestError if that version cannot load the files at the target's sizes."""
     version = target.engine_version or NEWEST
-    _check_packed(model, version)
+    _check_packed(model, version, target.parallel)
     numbers, known = version_numbers(version, NEWEST), all_rules(model)
     if numbers < min(known):
         oldest = as_text(min(known))
@@ -95,7 +96,7 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
     return known[max(since for since in known if since <= numbers)]
 
 
-def _check_packed(model: Model, version: str) -> None:
+def _check_packed(model: Model, version: str, parallel: Parallel) -> None:
     """Raises UnsupportedError for packed weights that vLLM does not load, or whose shape was not compared or depends on its kernel.
 
     Source: vLLM 0.32, layers/quantization: auto_gptq.py, auto_awq.py, modelopt.py, mxfp4.py (GptOssMxfp4MoEMethod), compressed_tensors_moe.
@@ -124,6 +125,8 @@ def _check_packed(model: Model, version: str) -> None:
         why = f"Older versions than {as_text(_PACKED_EXPERTS_SINCE)} hold such experts in shapes that depend on the kernel"
     elif form.unit.endswith("group or word") and not _fits_marlin(model, form):
         why = "vLLM holds them in other shapes unless the hidden size is a multiple of 128, and groups are of 32, 64 or 128"
+    elif quantization.method == "fp8" and not _fills_tiles(model, parallel):
+        why = "vLLM rounds them up for its kernel unless the hidden size is a multiple of 256, and a rank's part of an expert of 128"
     elif (form.unit == "NVFP4 group" or (quantization.method, form.unit) == ("modelopt", "FP8 block")) and not _has_input_scales(form):
         why = "They have no input scales, such as input_global_scale, which vLLM expects in its files of ranks"
     else:
@@ -133,6 +136,12 @@ def _check_packed(model: Model, version: str) -> None:
 
 def _has_input_scales(form: StoredForm) -> bool:
     return any(each.use == "input scale" for each in form.components)
+
+
+def _fills_tiles(model: Model, parallel: Parallel) -> bool:
+    """Whether no kernel of vLLM rounds up experts in MXFP4 (oracle/mxfp4.py, mxfp4_round_up_hidden_size_and_intermediate_size)."""
+    width, ranks = model.dimensions["expert_intermediate"], 1 if parallel.ep > 1 else parallel.tp
+    return model.dimensions["hidden"] % 256 == 0 and width % (128 * ranks) == 0
 
 
 def _fits_marlin(model: Model, form: StoredForm) -> bool:
@@ -147,6 +156,7 @@ def _fits_marlin(model: Model, form: StoredForm) -> bool:
 _PACKED_EXPERTS = {
     "compressed-tensors": ("MXFP4 group", "MXFP8 group", "NVFP4 group", "INT4 group", "INT8 group"),
     "mxfp4": ("MXFP4 group",),
+    "fp8": ("MXFP4 group",),  # of DeepSeek-V4
     "awq": ("INT4 group or word",),
     "gptq": ("INT4 group or word",),
     "modelopt": ("FP8 block", "NVFP4 group", "MXFP8 group"),

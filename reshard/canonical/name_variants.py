@@ -64,6 +64,7 @@ NAME_VARIANTS: Mapping[str, str] = {
     "self_attn.conv1d.{kind}": "delta.conv_q delta.conv_k delta.conv_v",
     "self_attn.forget_gate.A_log": "delta.a_log",
     "self_attn.forget_gate.dt_bias": "delta.dt_bias",
+    "self_attn.forget_gate.f_proj.{kind}": "delta.a",
     "self_attn.forget_gate.f_a_proj.{kind}": "kda.forget_in",
     "self_attn.forget_gate.f_b_proj.{kind}": "kda.forget_out",
     "self_attn.indexer.q_proj.{kind}": "minimax.index_q",
@@ -71,14 +72,49 @@ NAME_VARIANTS: Mapping[str, str] = {
     "self_attn.indexer.q_norm.{kind}": "minimax.index_q_norm",
     "self_attn.indexer.k_norm.{kind}": "minimax.index_k_norm",
     "mlp.shared_experts.gate_up_proj.{kind}": "shared_expert.gate shared_expert.up",
+    "mlp.gate.tid2eid": "router.table",
+    "input_layernorm.{kind}": "attention.norm",
+    "post_attention_layernorm.{kind}": "mlp.norm",
+    "self_attn.q_a_proj.{kind}": "mla.q_a",
+    "self_attn.q_a_norm.{kind}": "mla.q_a_norm",
+    "self_attn.q_b_proj.{kind}": "mla.q_b",
+    "self_attn.kv_proj.{kind}": "mla.kv_a",
+    "self_attn.kv_norm.{kind}": "mla.kv_a_norm",
+    "attn.norm.{kind}": "mla.kv_a_norm",
+    "self_attn.o_proj.{kind}": "attention.o",
+    "attention.dense.{kind}": "delta.out",
+    "self_attn.o_a_proj.{kind}": "mla.o_a",
+    "self_attn.o_b_proj.{kind}": "mla.o_b",
+    "self_attn.compressor.position_bias": "compressor.positions",
+    "self_attn.compressor.kv_proj.{kind}": "compressor.kv",
+    "self_attn.compressor.gate_proj.{kind}": "compressor.gate",
+    "self_attn.compressor.kv_norm.{kind}": "compressor.norm",
+    "self_attn.compressor.indexer.q_b_proj.{kind}": "indexer.q",
+    "self_attn.compressor.indexer.scorer.weights_proj.{kind}": "indexer.weights",
+    "self_attn.compressor.indexer.position_bias": "index_compressor.positions",
+    "self_attn.compressor.indexer.kv_proj.{kind}": "index_compressor.kv",
+    "self_attn.compressor.indexer.gate_proj.{kind}": "index_compressor.gate",
+    "self_attn.compressor.indexer.kv_norm.{kind}": "index_compressor.norm",
+    "attn_hc.fn": "hyper.attention_mix",
+    "attn_hc.base": "hyper.attention_base",
+    "attn_hc.scale": "hyper.attention_scale",
+    "ffn_hc.fn": "hyper.mlp_mix",
+    "ffn_hc.base": "hyper.mlp_base",
+    "ffn_hc.scale": "hyper.mlp_scale",
     "mlp.gate_up_proj.{kind}": "mlp.gate mlp.up",
     "mlp.gate_proj.{kind}": "mlp.gate",
     "mlp.up_proj.{kind}": "mlp.up",
 }
 # (prefix of the stored name, prefix of the canonical name). {base} is the first part of the model's names: "model.", "transformer.", ...
 PREFIXES = (("", "{base}"), ("language_model.", ""), ("model.language_model.", "{base}"), ("model.", ""), ("model.", "{base}"))
-# The head of gpt_neox, as transformers 5 holds it in memory.
-HEADS = (("lm_head.", "embed_out."),)
+# Weights outside of the layers of gpt_neox and deepseek_v4, as transformers 5 holds them in memory.
+OUTSIDE = (
+    ("lm_head.", "embed_out."),
+    ("lm_head.", "head."),
+    ("model.embed_tokens.", "embed."),
+    ("model.hc_head.hc_", "hc_head_"),
+    ("model.embed_tokens.", "model.word_embeddings."),
+)
 # The same for models with towers, which transformers 5 holds in memory, and saves some of, under other names than they are published with.
 PREFIXES_WITH_TOWERS = (
     ("model.language_model.", "language_model.model."),
@@ -86,6 +122,8 @@ PREFIXES_WITH_TOWERS = (
     ("vision_tower.", "vision_tower.vision_model."),
     ("model.vision_tower.", "vision_tower.vision_model."),
 )
+# (first word inside the layer of a stored name, that of the canonical name).
+MODULES = (("self_attn.", "attention."),)
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
@@ -138,7 +176,7 @@ class Names:
         """The name, and the names with the canonical prefix in place of a stored one; each with both prefixes."""
         name = base_name(name)
         yield ("", ""), name
-        for stored, canonical in PREFIXES + PREFIXES_WITH_TOWERS + HEADS:
+        for stored, canonical in PREFIXES + PREFIXES_WITH_TOWERS + OUTSIDE:
             if name.startswith(stored):
                 canonical = canonical.format(base=self._base)
                 yield (stored, canonical), canonical + name.removeprefix(stored)
@@ -154,6 +192,10 @@ class Names:
         if match is None:
             return None
         layer, inner = int(match[1]), match[2]
+        for stored, canonical in MODULES:
+            other = f"{name.removesuffix(inner)}{canonical}{inner.removeprefix(stored)}"
+            if inner.startswith(stored) and other in self._shapes:
+                return Mosaic.of(other, Box.whole(self._shapes[other]))
         number = _EXPERT.search(inner)
         expert = int(number[0]) if number else None
         module, _, kind = _EXPERT.sub("{expert}", inner).rpartition(".")

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import CheckpointError, UnsupportedError
-from reshard.geometry.dtypes import BF16, F32, F64, DType
+from reshard.geometry.dtypes import BF16, F32, F64, DType, are_same_bytes
 from reshard.geometry.functions import values_of, weights_of
 
 Block = npt.NDArray[Any]
@@ -31,7 +31,8 @@ _QUIET_BF16, _INFINITY_F32 = 0x7FC0, 0x7F800000
 
 
 def cast(block: Block, source: DType, target: DType, out: Block | None = None) -> Block:
-    """The values of a block in another element type, rounded to nearest, ties to even. Returns `block` itself if the types are equal.
+    """The values of a block in another element type, rounded to nearest, ties to even. Returns `block` itself if the types are equal,
+    or name the same bytes (dtypes.are_same_bytes).
 
     block: words of `source`. out: a row-major array of words of `target` for the result, which is a new array without it. Values that are
     too large become 448 in F8_E4M3, infinite in a type that has infinity, and otherwise NaN. If the target's elements are the values of a
@@ -39,7 +40,7 @@ def cast(block: Block, source: DType, target: DType, out: Block | None = None) -
 
     Raises: CheckpointError for an integer that the target cannot hold, UnsupportedError for a cast between integers and floating point.
     """
-    if source == target:
+    if are_same_bytes(source, target):
         return block
     if not (source.floating and target.floating):
         return _integers(block, source, target, out)

@@ -17,7 +17,7 @@ from reshard.engine.transfer import Block, bytes_of
 from reshard.engine.walk import BlockPlace, Read, walk
 from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import DType
+from reshard.geometry.dtypes import DType, are_same_bytes
 from reshard.geometry.functions import INVERTIBLE
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import Tabular, mutable, value
@@ -211,7 +211,9 @@ def comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool) 
             result.differences.append(Difference(name, "shape", f"its shape is {list(x.shape)} on the left, {list(y.shape)} on the right"))
         elif {x.dtype.function, y.dtype.function} - {"", *INVERTIBLE} and x.dtype.function != y.dtype.function and _both_floating(x, y):
             yield x, y  # the function's type follows from the function, not from the weight
-        elif x.dtype.of(y.dtype.function) != y.dtype and not ((with_cast or is_master_key(name)) and _both_floating(x, y)):
+        elif not are_same_bytes(x.dtype.of(y.dtype.function), y.dtype) and not (
+            (with_cast or is_master_key(name)) and _both_floating(x, y)
+        ):
             hint = " (`cast=True` compares the values after a cast)" if _both_floating(x, y) else ""
             result.differences.append(Difference(name, "dtype", f"it is {x.dtype} on the left, {y.dtype} on the right{hint}"))
         else:

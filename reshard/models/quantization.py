@@ -216,7 +216,8 @@ def _deepseek_v4(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tupl
     experts = str(config.get("expert_dtype") or settings.get("expert_dtype") or "fp4")
     if experts == "fp8":
         return (block,)
-    return (_microscaled("MXFP4", Component("weight", "codes", packing=fp4()), _exponents("scale", 32)), block)
+    codes = Component("weight", "codes", packing=fp4(), element_type="U8")
+    return (_microscaled("MXFP4", codes, _exponents("scale", 32), weights=r".*\.experts\.[^.]+\.w[123]\.weight"), block)
 
 
 def _of_fp8(scale: Component, *inputs: Component) -> StoredForm:

@@ -114,6 +114,9 @@ _ROWS = (
     Role("mla.q_b", heads("heads"), ("heads * qk_dim", "q_rank"), saved="in out/tp", quantized=True),
     Role("mla.kv_a", REPLICATE, ("kv_rank + rope_dim", "hidden"), saved="out", quantized=True),
     Role("mla.kv_a_norm", REPLICATE, ("kv_rank",)),
+    # An output projection in groups of heads, each with a matrix of its own, and one that joins them.
+    Role("mla.o_a", heads("o_groups"), ("o_groups * o_rank", "heads * head_dim / o_groups"), saved="in/tp out/tp", quantized=True),
+    Role("mla.o_b", ROW, ("hidden", "o_groups * o_rank"), quantized=True),
     Role("mla.kv_b", heads("heads"), ("heads * kv_b_dim", "kv_rank"), saved="in out/tp", quantized=True),
     # A state-space model (Mamba): the output gate z, the input x, b and c for each group, and dt for each head, in one projection; the
     # parts of its convolution; a number per head. Mamba 1 has a head for each channel, and computes dt, b and c from x.
@@ -188,6 +191,8 @@ _ROWS = (
     Role("shared_expert.up", COLUMN, ("shared_intermediate", "hidden"), saved="in out/tp", quantized=True),
     Role("shared_expert.down", ROW, ("hidden", "shared_intermediate"), saved="in/tp", quantized=True),
     Role("shared_expert.score", REPLICATE, ("1", "hidden")),
+    # Hyper-connections: several residual streams, which this mixes into one after the last layer.
+    Role("hyper.head", REPLICATE, ("hidden",), in_layer=False),
     # The vision tower of a multimodal model, with blocks of its own beside the layers.
     Role("vision.q", heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),
     Role("vision.k", heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from reshard.errors import RequestError
-from reshard.geometry.dtypes import DType
+from reshard.geometry.dtypes import DType, are_same_bytes
 from reshard.geometry.quantities import grouped, plural
 from reshard.geometry.value import value
 from reshard.index.index import Tensor
@@ -55,7 +55,7 @@ class Route:
     @property
     def is_cast(self) -> bool:
         """Whether the element type changes."""
-        return self.source.dtype is not self.target.dtype and self.source.dtype != self.target.dtype
+        return self.source.dtype is not self.target.dtype and not are_same_bytes(self.source.dtype, self.target.dtype)
 
     @property
     def scaled_by(self) -> tuple[str, ...]:

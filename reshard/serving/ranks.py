@@ -168,9 +168,10 @@ class EngineRank:
         if component and component.use == "shape":
             parts = parts[-1:]
         array = self._joined_shards(parts)
-        return RankTensor(
-            name, parts[0], _stored_shape(array, component), self._sections(array, parts), tuple(part.pattern for part in parts)
-        )
+        shape = list(_stored_shape(array, component))
+        for axis in self.rules.unit_axes.get(parts[0].role, ()):
+            shape.insert(axis, 1)
+        return RankTensor(name, parts[0], tuple(shape), self._sections(array, parts), tuple(part.pattern for part in parts))
 
     def _sections(self, array: Mosaic, parts: list[Part]) -> Sections:
         """The sections of an array of these parts, with {layer} in the names."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from reshard.geometry.dtypes import DType
+from reshard.geometry.dtypes import U8, DType, are_same_bytes
 from reshard.models.engine_rules import EngineRules
 from reshard.models.model import LayerKind, Model, ModelWeight, Part
 from reshard.models.splits import SplitRules
@@ -133,6 +133,9 @@ def stored_dtypes(model: Model, rules: EngineRules, dtypes: Mapping[str, DType])
     dtypes = dict(dtypes)
     fixed = {role: dtype or model_dtype(model, dtypes) for role, dtype in rules.dtypes.items()}
     for weight in model.weights.values():
+        if weight.component and weight.component.element_type == "U8" and are_same_bytes(dtypes.get(weight.name, U8), U8):
+            dtypes[weight.name] = U8
+            continue
         role = "scale" if weight.component and weight.component.element_type == "F32" else weight.role
         if (role in fixed or role in rules.values) and weight.name in dtypes:
             dtypes[weight.name] = fixed.get(role, dtypes[weight.name]).of(rules.values.get(role, ""))

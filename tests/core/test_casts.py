@@ -96,3 +96,10 @@ def test_integers_keep_their_values_and_are_never_wrapped():
     for source, target in ((F32, I32), (I32, F32)):
         with pytest.raises(UnsupportedError, match=r"[Aa] cast from .* is needed"):
             cast(np.zeros(2, source.word), source, target)
+
+
+@pytest.mark.parametrize("source, target", [("int8", "uint8"), ("float8_e8m0fnu", "uint8"), ("uint8", "int8")])
+def test_bytes_of_packed_codes_and_exponents_are_not_changed(source, target):
+    block = np.arange(256, dtype=np.uint8)
+    found = cast(block, from_torch(source, where="test"), from_torch(target, where="test"))
+    assert found.tobytes() == bytes(range(256))

@@ -31,7 +31,10 @@ ENVIRONMENT = Environment("transformers", HERE / "requirements.txt")
 # Types that transformers 5.23 has no class for, or not one with a head.
 ABSENT = {
     **dict.fromkeys(
-        ("bailing_moe", "chatglm", "deepseek", "exaone", "internlm", "internlm2", "kimi_k2", "mimo", "panguembedded", "qwen", "solar"),
+        (
+            *("bailing_moe", "chatglm", "deepseek", "exaone", "internlm", "internlm2", "kimi_k2", "mimo"),
+            *("panguembedded", "qwen", "solar"),
+        ),
         "its code comes with the checkpoint",
     ),
     **dict.fromkeys(("refinedweb", "refinedwebmodel"), "falcon's first code came with the checkpoint"),
@@ -39,10 +42,21 @@ ABSENT = {
     "step3p5": "transformers has its language model only inside step3p7",
 }
 _OUTER = "the outer config ties the head; the published models store one, and canonical/tied_head.py takes the embedding where they do not"
-# Names that published files have in place of those that transformers saves: (beginning, what stands in its place) by type.
-RENAMED = dict.fromkeys(("gemma3", "llava", "llava_next", "paligemma"), ("vision_tower.", "vision_tower.vision_model."))
+# Names that published files have in place of those that transformers saves: (regular expression, what stands in its place) by type.
+RENAMED = {
+    **dict.fromkeys(("gemma3", "llava", "llava_next", "paligemma"), ((r"^vision_tower\.", "vision_tower.vision_model."),)),
+    "deepseek_v4": (
+        (r"^model\.embed_tokens", "embed"),
+        (r"^model\.hc_head\.hc", "hc_head"),
+        (r"^model\.", ""),
+        (r"\.attn\.norm\.", ".attn.kv_norm."),
+    ),
+}
 # (type, regular expression of the case) -> why the declaration differs from what transformers saves.
 LISTED = {
+    ("bailing_hybrid", "defaults"): "Ling 2.5 has the same type, whose class has other defaults; configs give all sizes",
+    ("bailing_hybrid", ".*"): "transformers saves o_proj of linear attention as dense, which the published files do not",
+    ("deepseek_v4", "defaults"): "every second layer has an indexer; configs list the layers",
     ("gemma3", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("paligemma", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("gemma4", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
@@ -83,8 +97,7 @@ def checks(_reshard: Path, python: Path, _work: Path) -> Iterator[tuple[str, boo
         if "error" in case:
             yield f"{case['type']}: transformers has a class", case["type"] in ABSENT, case["error"]
             continue
-        old, new = RENAMED.get(case["type"], ("", ""))
-        shapes = {new + name.removeprefix(old) if old and name.startswith(old) else name: shape for name, shape in case["shapes"].items()}
+        shapes = {published(name, case["type"]): shape for name, shape in case["shapes"].items()}
         different = difference(case["config"], shapes)
         reason = next((row for row in LISTED if row[0] == case["type"] and re.fullmatch(row[1], case["case"])), None)
         if different and reason:
@@ -92,6 +105,13 @@ def checks(_reshard: Path, python: Path, _work: Path) -> Iterator[tuple[str, boo
         yield f"{what}: names, shapes and order of the weights", not different or reason is not None, different
     unneeded = sorted(LISTED.keys() - needed)
     yield "every row of LISTED is needed", not unneeded, str(unneeded)
+
+
+def published(name: str, model_type: str) -> str:
+    """The name in published files of a tensor that transformers saves."""
+    for pattern, new in RENAMED.get(model_type, ()):
+        name = re.sub(pattern, new, name)
+    return name
 
 
 def difference(config: dict[str, Any], shapes: dict[str, list[int]]) -> str:

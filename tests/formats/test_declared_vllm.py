@@ -61,7 +61,8 @@ def test_every_rank_of_a_declared_model_holds_what_real_vllm_holds(name, tmp_pat
     order = reference["tensors"].pop("order", None)
     assert saved == reference["tensors"], "transformers saves other names or shapes"
     assert order in (None, digest("\n".join(shapes))), "the model's parameters have another order"
-    weights = named_weights.weights_of(shapes, reference.get("zeros"))
+    types = reference.get("types", {})
+    weights = named_weights.weights_of(shapes, reference.get("zeros"), types)
     assert in_memory(model, weights, reference.get("in_memory", {})) == reference.get("in_memory", {}), (
         "transformers converts in another way"
     )
@@ -74,25 +75,39 @@ def test_every_rank_of_a_declared_model_holds_what_real_vllm_holds(name, tmp_pat
     for degree, expected in reference["degrees"].items():
         if isinstance(expected, dict):
             with pytest.raises(RequestError, match="does not fit this model"):
-                list(laid_out(model, weights, sizes_of(degree), value_in_vllm))
-        elif list(map(digest_of, laid_out(model, weights, sizes_of(degree), value_in_vllm))) != expected:
+                list(laid_out(model, weights, sizes_of(degree), value_in_vllm, types))
+        elif list(map(digest_of, laid_out(model, weights, sizes_of(degree), value_in_vllm, types))) != expected:
             different.append(degree)
     assert not different, "fixtures/vllm_declared/make.py --details shows every tensor of vLLM's ranks"
-    named_weights.write(tmp_path / "model", reference["config"], shapes, reference.get("zeros"))
+    named_weights.write(tmp_path / "model", reference["config"], shapes, reference.get("zeros"), types)
     exclude = weights_without_slot(model, rules_of("vllm", model))
     states = written(tmp_path / "model", {"tp": 2, "exclude": exclude}, tmp_path / "out")
-    assert list(map(digest_of, states)) == list(map(digest_of, laid_out(model, weights, {"tp": 2}, our_value)))
+    assert list(map(digest_of, states)) == list(map(digest_of, laid_out(model, weights, {"tp": 2}, our_value, types)))
 
 
-@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4-experts", "minimax_m3_vl", "mimo_v2_flash", "internvl-qwen3_moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gemma3n_text", "gemma4-experts", "minimax_m3_vl", "mimo_v2_flash", "internvl-qwen3_moe"),
+        *("deepseek_v4", "deepseek_v4-published", "bailing_hybrid", "bailing_hybrid-3"),
+    ],
+)
 def test_files_with_names_of_their_own_are_read_back(name, tmp_path):
     """Lists of some layers, keys in the place of values, layers that differ: what was written means the model's own weights again."""
     reference = json.loads(REFERENCES[name].read_text())
     shapes = {weight.name: weight.shape for weight in find_model(reference["config"]).weights.values() if not weight.optional}
-    named_weights.write(tmp_path / "model", reference["config"], shapes)
+    named_weights.write(tmp_path / "model", reference["config"], shapes, types=reference.get("types", {}))
     reshard.convert(reshard.plan(tmp_path / "model", to="vllm", tp=4), tmp_path / "served")
     reshard.convert(reshard.plan(tmp_path / "served", to="hf"), tmp_path / "back")
     reshard.verify(tmp_path / "model", tmp_path / "back", cast=True).raise_if_different()
+
+
+@pytest.mark.parametrize("sizes", [{"hidden_size": 384}, {"moe_intermediate_size": 192}])
+def test_packed_experts_that_a_kernel_rounds_up_are_refused(sizes):
+    """vLLM would look for the rows of `up` behind rows that a file does not have."""
+    model = find_model(json.loads(REFERENCES["deepseek_v4-published"].read_text())["config"] | sizes)
+    with pytest.raises(UnsupportedError, match="rounds them up for its kernel"):
+        rules_of("vllm", model)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +118,13 @@ def test_files_with_names_of_their_own_are_read_back(name, tmp_path):
         ("gemma3", "model.language_model.norm.weight", "language_model.model.norm.weight"),
         ("internvl", "lm_head.weight", "language_model.lm_head.weight"),
         ("mistral3", "model.vision_tower.ln_pre.weight", "vision_tower.ln_pre.weight"),
+        ("deepseek_v4", "model.layers.1.attn.norm.weight", "layers.1.attn.kv_norm.weight"),
+        ("deepseek_v4", "model.layers.1.attn.compressor.norm.weight", "layers.1.attn.compressor.norm.weight"),
+        ("deepseek_v4", "model.hc_head.hc_base", "hc_head_base"),
+        ("bailing_hybrid-3", "model.embed_tokens.weight", "model.word_embeddings.weight"),
+        ("bailing_hybrid-3", "model.layers.0.self_attn.g_proj.weight", "model.layers.0.attention.g_proj.weight"),
+        ("bailing_hybrid-3", "model.layers.0.attention.dense.weight", "model.layers.0.attention.o_proj.weight"),
+        ("bailing_hybrid-3", "model.layers.1.self_attn.o_proj.weight", "model.layers.1.attention.dense.weight"),
         ("mimo_v2_flash", "model.layers.1.self_attn.sinks", "model.layers.1.self_attn.attention_sink_bias"),
     ],
 )

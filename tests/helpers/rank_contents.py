@@ -3,16 +3,21 @@
 import hashlib
 import itertools
 import json
+import sys
+from types import MappingProxyType
 
 import numpy as np
 
 from helpers.fixture_places import FIXTURES, rules_of
 from reshard.engine.casts import cast
-from reshard.geometry.dtypes import BF16
+from reshard.geometry.dtypes import BF16, from_safetensors
 from reshard.geometry.meshes import Parallel
 from reshard.serving.legality import check_degrees
 from reshard.serving.ranks import rank_tensors
 from reshard.serving.weights import stored_dtypes
+
+sys.path.insert(0, str(FIXTURES))
+from named_weights import type_of
 
 
 def sizes_of(degree):
@@ -23,14 +28,14 @@ def sizes_of(degree):
 
 
 def elements_of(stored, weights, value_of):
-    """The bytes of a stored tensor whose sections are boxes of `weights`, which are words of bfloat16."""
+    """The bytes of a stored tensor whose sections are boxes of `weights`, which are words of bfloat16, or of the stored type."""
     fill = stored.fill * stored.dtype.itemsize if len(stored.fill) == 1 else stored.fill
     flat = np.frombuffer(bytearray(fill) * (stored.nbytes // stored.dtype.itemsize), stored.dtype.word)
     for section in stored.sections:
         block = weights[section.name][tuple(slice(at, at + size) for at, size in zip(section.box.offsets, section.box.sizes, strict=True))]
         if stored.dtype.function:
             block = value_of(block, stored.dtype)
-        elif stored.dtype.name != "BF16":
+        elif stored.dtype.name == "F32":
             block = block.astype("<u4") << 16
         strides = tuple(stride * stored.dtype.itemsize for stride in section.strides)
         np.lib.stride_tricks.as_strided(flat[section.start :], block.shape, strides)[...] = block
@@ -50,11 +55,12 @@ def value_in_vllm(words, dtype):
     return (our_value(words, dtype) + apart[words]).astype("<u4")
 
 
-def laid_out(model, weights, sizes, value_of):
-    """What every rank of vLLM would hold by the declaration, without a file; in vLLM's order of ranks."""
+def laid_out(model, weights, sizes, value_of, types=MappingProxyType({})):
+    """What every rank of vLLM would hold by the declaration, without a file; in vLLM's order of ranks. types: as for
+    named_weights.type_of."""
     parallel, rules = Parallel(**sizes), rules_of("vllm", model)
     check_degrees(model, rules, parallel)
-    dtypes = stored_dtypes(model, rules, dict.fromkeys(weights, BF16))
+    dtypes = stored_dtypes(model, rules, {name: from_safetensors(type_of(name, types), where="test") for name in weights})
     for pp_rank, tp_rank in itertools.product(range(parallel.pp), range(parallel.tp)):
         yield described(rank_tensors(model, dtypes, rules, parallel, tp_rank, pp_rank), weights, value_of)
 

@@ -77,6 +77,12 @@ def _extra_tensor(name: str, node: Node) -> ExtraTensor:
     return ExtraTensor(_role(keys["beside"]), name, square_root_of=_dimension(keys["square_root_of"]), until=until)
 
 
+def _fusions(module: str, node: Node) -> Iterator[Fusion]:
+    """A list of roles; or several such lists, for modules of the same name in several places of a layer."""
+    groups = node.items() if isinstance(node.value, list) and any(isinstance(item, list) for item in node.value) else [node]
+    return (Fusion(tuple(map(_role, group.items())), module) for group in groups)
+
+
 def _settings(node: Node) -> tuple[tuple[str, object], ...]:
     return tuple((key, inner.setting()) for key, inner in node.mapping().items())
 
@@ -105,8 +111,9 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "since": _version,
     "names": _names,
     "names_in": lambda node: {layer_set(inner.inner("", name)): _names(inner) for name, inner in node.mapping().items()},
-    "fusions": lambda node: tuple(Fusion(tuple(map(_role, inner.items())), module) for module, inner in node.mapping().items()),
+    "fusions": lambda node: tuple(fusion for module, inner in node.mapping().items() for fusion in _fusions(module, inner)),
     "even_rows_first": lambda node: {role: _dimension(inner) for role, inner in node.mapping().items()},
+    "unit_axes": lambda node: {role: tuple(axis.number(0) for axis in inner.items()) for role, inner in node.mapping().items()},
     "dtypes": lambda node: {role: _dtype(inner) for role, inner in node.mapping().items()},
     "values": lambda node: {role: inner.one_of(FUNCTIONS) for role, inner in node.mapping().items()},
     "splits": lambda node: {role: split_of(inner) for role, inner in node.mapping().items()},
