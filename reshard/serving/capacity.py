@@ -13,6 +13,7 @@ Elements of the KV cache per token, layer and rank:
     attention             2 x head_dim x KV heads of the rank, max(1, kv_heads / tp): with tp > kv_heads it shrinks no further;
                           head_dim + value_dim, if values have another width
     latent (MLA)          kv_rank + rope_dim: one vector for all heads, the same on every rank
+    compressed            cached_dim / compress_rate: such a vector for several tokens; windows and keys of indexers are not counted
 
 A layer with a sliding window caches at most the window's tokens of a sequence. A layer without attention caches nothing for a token.
 Source: vLLM 0.32, ModelConfig.get_num_kv_heads and v1/kv_cache_interface.py (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec).
@@ -317,6 +318,8 @@ def _capacity(stages: Sequence[Stage], memory: GpuMemory) -> CacheCapacity:
 
 def _assumptions(model: Model, cache_dtype: DType, memory: GpuMemory | None, rules: EngineRules | None) -> tuple[str, ...]:
     sentences = [f"the KV cache is {cache_dtype.torch}: per layer 2 x head size x KV heads of the rank; with MLA one latent vector"]
+    if "cached_dim" in model.dimensions:
+        sentences.append("one vector for as many tokens as a layer compresses; windows and the keys of indexers are not counted")
     if stateful := model.dimensions["layers"] - len(_caching_layers(model)):
         sentences.append(f"{plural(stateful, 'layer')} without keys and values; the states of their sequences are not counted")
     if window := _unassigned_window(model):
@@ -338,6 +341,8 @@ def _assumptions(model: Model, cache_dtype: DType, memory: GpuMemory | None, rul
 def cached_elements(model: Model, layer: int, tp: int) -> int:
     """Elements that a layer caches per token on one of `tp` ranks."""
     dimensions = model.dimensions_in(layer)
+    if "cached_dim" in dimensions:
+        return -(-dimensions["cached_dim"] // dimensions["compress_rate"])
     if "kv_rank" in dimensions:
         return dimensions["kv_rank"] + dimensions["rope_dim"]
     key_and_value = dimensions["head_dim"] + dimensions.get("value_dim", dimensions["head_dim"])

@@ -283,3 +283,8 @@ def test_what_cannot_be_answered_is_refused(asked, words):
     with pytest.raises(RequestError) as raised:
         reshard.degrees(HF / "llama", **asked)
     assert words in str(raised.value)
+
+
+def test_compressed_caches_hold_one_vector_for_several_tokens():
+    config = json.loads((FIXTURES / "vllm_declared" / "deepseek_v4.json").read_text())["config"]
+    assert [cached_elements(find_model(config), layer, 4) for layer in range(5)] == [512, 512 // 4, 512 // 128, 512 // 4, 512 // 128]
