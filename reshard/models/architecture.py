@@ -21,6 +21,9 @@ from reshard.models.roles import Split
 # follow the last layer of the model; each of them is also dense or sparse. A declaration can add sets under `layer_sets`.
 LAYER_SETS = ("dense", "sparse", "mtp")
 
+# In a shape: the number of a weight whose name counts a dimension, from 0.
+NUMBER_OF_WEIGHT = "number"
+
 
 @value
 class Weight:
@@ -71,6 +74,11 @@ class Weight:
     def counted_by(self) -> str | None:
         """The dimension that the name counts, apart from layers and experts; None if it counts none."""
         return next((word for word in re.findall(r"\{(\w+)\}", self.name) if word not in ("layer", "expert")), None)
+
+    @property
+    def grows(self) -> bool:
+        """Whether its shape depends on its number among the weights that its name counts."""
+        return any(re.search(rf"\b{NUMBER_OF_WEIGHT}\b", axis) for axis in self.shape)
 
 
 # Last word of the name of a stacked weight -> its roles; and the names that one expert's weights get.

@@ -25,7 +25,7 @@ from reshard.geometry.dtypes import DType, from_safetensors
 from reshard.geometry.mosaics import Mosaic, joined
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
-from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
+from reshard.models.architecture import NUMBER_OF_WEIGHT, Architecture, Dimension, LayerRule, Weight
 from reshard.models.config_values import entries, value_at, whole_number
 from reshard.models.engine_rules import EngineRules
 from reshard.models.quantization import quantization_of
@@ -454,7 +454,12 @@ class Model:
             if counted_by:
                 of_block = list(run)
                 for number in range(self.dimensions[counted_by]):
-                    yield from self._numbered(of_block, None, {counted_by: number})
+                    dimensions = {**self.dimensions, NUMBER_OF_WEIGHT: number}
+                    yield from self._numbered(
+                        [(weight, self._shape(weight, dimensions) if weight.grows else shape) for weight, shape in of_block],
+                        None,
+                        {counted_by: number},
+                    )
             elif not is_in_layer:
                 yield from self._numbered(list(run), None)
             elif not done:
@@ -479,7 +484,7 @@ class Model:
             and not ("experts" in missing and "{expert}" in weight.name)
             and self.holds(weight.when)
         ]
-        return [(weight, self._shape(weight, dimensions)) for weight in present]
+        return [(weight, self._shape(weight, {NUMBER_OF_WEIGHT: 0, **dimensions})) for weight in present]
 
     def _shape(self, weight: Weight, dimensions: Mapping[str, int]) -> tuple[int, ...]:
         shape = tuple(evaluate(axis, dimensions) for axis in weight.shape)

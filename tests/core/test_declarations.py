@@ -86,7 +86,7 @@ def test_only_the_declarations_of_the_model_at_hand_are_read(monkeypatch):
 def test_every_shape_that_a_built_in_declaration_states_is_not_the_usual_one():
     for model_type in built_in_model_types():
         for name, value in (yaml.safe_load(declaration_text(model_type)).get("weights") or {}).items():
-            if isinstance(value, dict) and "shape" in value and name.endswith(".weight"):
+            if isinstance(value, dict) and {"role", "shape"} <= value.keys() and name.endswith(".weight"):
                 assert value["role"] not in ROLES or tuple(value["shape"]) != ROLES[value["role"]].shape, (model_type, name)
 
 
@@ -308,6 +308,24 @@ def test_a_role_is_consistent(role):
 )
 def test_a_shape_follows_from_the_role_unless_it_is_written(value, shape):
     assert one_weight(value).shape == shape
+
+
+def test_a_shape_can_depend_on_the_number_of_the_weight():
+    """As the tables of LongCat-Flash-Lite, each of which has two rows more than the one before."""
+    text = f"{HEAD}weights:\n  tables.{{kv_heads}}.weight: {{role: my.own, split: replicate, shape: [vocab + 2 * number + 1, hidden]}}\n"
+    shapes = {weight.name: weight.shape for weight in Model(declared(text), CONFIG).weights.values()}
+    assert shapes == {"tables.0.weight": (51, 16), "tables.1.weight": (53, 16)}
+    with pytest.raises(RequestError, match="no dimension is called 'number'"):
+        one_weight("{role: my.own, split: replicate, shape: [number, hidden]}")
+
+
+def test_layers_of_experts_can_have_widths_of_their_own():
+    """As in Nemotron 3 Puzzle."""
+    blocks = [{"block_type": "moe", "moe_intermediate_size": width} for width in (1280, 2688)]
+    config = {"model_type": "nemotron_h_puzzle", "layers_block_type": ["moe", "moe"], "block_configs": blocks, "hidden_size": 64}
+    sizes = {"moe_latent_size": 32, "n_routed_experts": 2, "moe_shared_expert_intermediate_size": 48, "vocab_size": 50}
+    weights = find_model({**config, **sizes, "num_attention_heads": 4, "n_groups": 1}).weights
+    assert [weights[f"model.layers.{layer}.mixer.experts.1.up_proj.weight"].shape for layer in range(2)] == [(1280, 32), (2688, 32)]
 
 
 def test_a_bias_has_only_the_output_features():

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from reshard.errors import choices
 from reshard.geometry.value import value
-from reshard.models.architecture import Dimension, Weight
+from reshard.models.architecture import NUMBER_OF_WEIGHT, Dimension, Weight
 from reshard.models.declared.node import Node, expression
 from reshard.models.roles import (
     ABOUT_ROLES,
@@ -128,6 +128,9 @@ class WeightReader:
 
     def _shape(self, node: Node, keys: Mapping[str, Node], name: str, rows: Mapping[str, str], *, transposed: bool) -> tuple[str, ...]:
         """The shape that is written, or the usual shape of the roles; a bias has only the output features."""
+        dimensions = self.dimensions
+        if {*re.findall(r"\{(\w+)\}", name)} - {"layer", "expert"}:
+            dimensions = {**dimensions, NUMBER_OF_WEIGHT: Dimension(())}
         if "shape" in keys:
             axes = keys["shape"].items()
             if len(axes) > 5:
@@ -135,7 +138,7 @@ class WeightReader:
             own = len(axes) - (1 if "stacked" in keys else 0)
             if "fuses" in keys and transposed and own != 2:
                 raise keys["shape"].error(f"a fused weight that is transposed has 2 axes, found {own}")
-            return tuple(expression(axis, self.dimensions, optional=True) for axis in axes)
+            return tuple(expression(axis, dimensions, optional=True) for axis in axes)
         stacked = "stacked" in keys and keys["stacked"].flag()
         parameter = name.rpartition(".")[2]
         if stacked:  # such as experts.down_proj and experts.down_proj_bias
