@@ -172,6 +172,7 @@ def without_kernels(softened: list[str]) -> Softening:
     for module, function, oracle, backend in _PACKED_MOE_BACKENDS:
         soften(f"{quantization}.{module}", function, partial(_moe_backend, f"{moe}.oracle.{oracle}", backend))
     soften("vllm.platforms.cpu", "CpuPlatform.get_attn_backend_cls", _dense_attention)
+    soften("vllm.v1.attention.backends.mla.amx_mla", "AMXMLAImpl", _dense_latent_attention)
     soften("torch.cuda", "Stream", lambda *_, **__: NoKernel())
     soften("torch.cuda", "Event", lambda *_, **__: NoKernel())
     soften("torch.nn", "Module.to", _in_dtype)
@@ -217,6 +218,13 @@ def _dense_attention(*args: Any, **names: Any) -> Any:
         return value._replace(use_sparse=False) if hasattr(value, "use_sparse") else value
 
     return CpuPlatform.get_attn_backend_cls(*map(dense, args), **{name: dense(value) for name, value in names.items()})
+
+
+def _dense_latent_attention(*args: Any, topk_indices_buffer: Any, **names: Any) -> Any:
+    """Latent attention of the CPU for a layer that is sparse elsewhere."""
+    from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
+
+    return AMXMLAImpl(*args, **names)
 
 
 def kernel_choices(model: Any) -> Iterator[tuple[str, str]]:
