@@ -32,8 +32,8 @@ ENVIRONMENT = Environment("transformers", HERE / "requirements.txt")
 ABSENT = {
     **dict.fromkeys(
         (
-            *("bailing_moe", "chatglm", "deepseek", "exaone", "internlm", "internlm2", "kimi_k2", "mimo"),
-            *("panguembedded", "qwen", "solar"),
+            *("bailing_moe", "chatglm", "deepseek", "exaone", "internlm", "internlm2", "kimi_k2", "longcat_flash_ngram", "mimo"),
+            *("minimax_m1", "nemotron_h_puzzle", "panguembedded", "qwen", "sarvam_mla", "sarvam_moe", "solar"),
         ),
         "its code comes with the checkpoint",
     ),
@@ -50,6 +50,11 @@ RENAMED = {
         (r"^model\.hc_head\.hc", "hc_head"),
         (r"^model\.", ""),
         (r"\.attn\.norm\.", ".attn.kv_norm."),
+    ),
+    "hy_v4": (  # transformers saves more names than it reads: it reverses each of its renamings, wherever it fits
+        (r"\.hc_pre\.(hc_attn_layer|hc_mlp_layer)\.", r".\1.hc_pre."),
+        (r"\.hc_pre\.hc_head\.", ".hc_head."),
+        (r"mlp\.(shared_experts\.)?linear_gate\.", r"mlp.\1gate_proj."),
     ),
 }
 # (type, regular expression of the case) -> why the declaration differs from what transformers saves.
@@ -75,6 +80,7 @@ LISTED = {
     ("minimax_m3_vl", "tie_word_embeddings reversed"): _OUTER,
     ("mistral3", ".*"): _OUTER,
     ("nemotron_h", "defaults"): "configs with experts give their number; 8 would count as experts of models without any",
+    ("olmo_hybrid", ".*"): "transformers saves the convolution in equal thirds, and a norm of some layers under its name in others",
     ("qwen3_5", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("qwen3_5_moe", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("qwen3_vl_moe", ".*"): "transformers saves experts as [out, in], the published files and vLLM have [in, out]",
@@ -131,6 +137,13 @@ def difference(config: dict[str, Any], shapes: dict[str, list[int]]) -> str:
     if ordered and list(ours) != list(shapes):
         return f"another order: {next((pair for pair in zip(ours, shapes, strict=False) if pair[0] != pair[1]), '')}"
     return ""
+
+
+def published(model_type: str, name: str) -> str:
+    """The name that published files have in place of one that transformers saves."""
+    for pattern, replacement in RENAMED.get(model_type, ()):
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def some(names: set[str]) -> list[str]:

@@ -57,6 +57,10 @@ OWN: dict[str, dict[str, object]] = {
     "qwen3_5_text": {"layer_types": HYBRID},
     "qwen3_5_moe_text": {"layer_types": HYBRID},
     "gpt_oss": {"layer_types": SLIDING[2:] * 2, "intermediate_size": 64, "hidden_size": 64},
+    "dbrx": {
+        "d_model": 64, "n_heads": 8, "attn_config": {"kv_n_heads": 2, "rope_theta": 10000},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2, "hidden_size": 64},
+    },
     "mamba": {"hidden_size": 64, "intermediate_size": 128, "expand": 2, "num_heads": None},
     "falcon_mamba": {"hidden_size": 64, "intermediate_size": 128, "expand": 2, "num_heads": None},
     "mamba2": {"hidden_size": 64, "head_dim": 16, "num_heads": 8, "expand": 2, "n_groups": 2},
