@@ -139,13 +139,6 @@ def difference(config: dict[str, Any], shapes: dict[str, list[int]]) -> str:
     return ""
 
 
-def published(model_type: str, name: str) -> str:
-    """The name that published files have in place of one that transformers saves."""
-    for pattern, replacement in RENAMED.get(model_type, ()):
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
 def some(names: set[str]) -> list[str]:
     return sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names})[:8]
 
