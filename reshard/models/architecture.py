@@ -243,9 +243,9 @@ class Architecture:
     """Further sets of layers by name, such as "full_attention"."""
     text_config: str | None = None
     """The config's key for an inner config, which is that of the language model; None: the config itself is."""
-    language_model_in: str | None = None
-    """The config's key for the inner config whose `model_type` names the declared model that the language model is; None if it is always
-    the same one."""
+    chosen: Mapping[str, str] = field(default_factory=dict)
+    """The config's key for an inner config whose `model_type` names the declared part that it describes, the language model or a tower ->
+    the part that is meant if it names none. Other parts are always the same."""
     mtp_layers: str | None = None
     """The config's key for the number of layers for multi-token prediction. A checkpoint may lack their weights."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

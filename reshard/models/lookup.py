@@ -1,6 +1,7 @@
 """Finds the architecture that a config, a model type or a file names. Declarations come from three places:
 
     reshard/architectures/<model_type>.yaml            built in; only the files of the model at hand are read
+    reshard/architectures/towers/<model_type>.yaml     built-in towers, which these and other declarations place beside a language model
     the entry-point group reshard.architectures        other packages: an `Architecture`, or the path of a YAML file
     --architecture my.yaml                             the user's file
 
@@ -29,7 +30,8 @@ from reshard.errors import RequestError, ReshardError, UnsupportedError, choices
 from reshard.geometry.value import value
 from reshard.models.architecture import Architecture, Weight
 from reshard.models.config_values import value_at, with_value
-from reshard.models.declared.reader import Find, parse_declaration
+from reshard.models.declared.composition import TOWERS, Find
+from reshard.models.declared.reader import parse_declaration
 from reshard.models.model import Model
 from reshard.models.quantization import unknown_quantization, without_quantization
 from reshard.storage.files import LocalFiles, read_whole
@@ -52,8 +54,8 @@ def find_model(config: Mapping[str, Any] | None, architecture: Architecture | No
     if config is None or unknown_quantization(config) or (architecture is None and draft_class(config)):
         return None
     declared = architecture or find_architecture(model_type_of(config) or "")
-    if declared and (named := _language_model(declared, config)):
-        declared = _find(declared.model_type, (), named) if find_architecture(named) else None
+    if declared and (named := _named_parts(declared, config)):
+        declared = None if _undeclared(declared, named) else _find(declared.model_type, (), tuple(named.items()))
     return _model(declared, config) if declared else None
 
 
@@ -69,11 +71,21 @@ def _model(architecture: Architecture, config: Mapping[str, Any]) -> Model:
     return model
 
 
-def _language_model(declared: Architecture, config: Mapping[str, Any]) -> str | None:
-    """The model type that the config names for the language model inside a built-in model; None if the declaration does not ask for it."""
-    inner = config.get(declared.language_model_in) if declared.language_model_in and not declared.declared_in else None
-    named = inner.get("model_type") if isinstance(inner, Mapping) else None
-    return named if isinstance(named, str) else None
+def _named_parts(declared: Architecture, config: Mapping[str, Any]) -> dict[str, str]:
+    """The key of an inner config -> the model type that it names, for the parts of a built-in model that the declaration leaves to it."""
+    inner = {key: value_at(config, key.split(".")) for key in declared.chosen} if not declared.declared_in else {}
+    named = {key: part.get("model_type") for key, part in inner.items() if isinstance(part, Mapping)}
+    return {key: name for key, name in named.items() if isinstance(name, str) and name}
+
+
+def _undeclared(declared: Architecture, named: Mapping[str, str]) -> tuple[str, str] | None:
+    """The part of a model that a config names and that is not declared: what it is, and what to do; None if all are."""
+    for key, name in named.items():
+        if key == declared.text_config and not find_architecture(name):
+            return f"its language model {name!r}", f"{choices(name, known_model_types())}; {LISTED_BY}"
+        if key != declared.text_config and not find_declaration(TOWERS + name):
+            return f"its tower {name!r} ({key})", choices(name, built_in_towers())
+    return None
 
 
 def model_type_of(config: Mapping[str, Any]) -> str | None:
@@ -104,11 +116,11 @@ def unknown_architecture(config: Mapping[str, Any]) -> UnsupportedError:
             do=f"Add `model=DIR` with the model's own config, or `architecture=NAME`; {LISTED_BY}",
         )
     declared = find_architecture(model_type)
-    if declared and (named := _language_model(declared, config)):
+    if declared and (part := _undeclared(declared, _named_parts(declared, config))):
         return UnsupportedError(
-            f"the architecture {model_type!r} is declared, its language model {named!r} is not",
+            f"the architecture {model_type!r} is declared, {part[0]} is not",
             why="How its weights split over ranks is not known, and is not guessed",
-            do=f"{choices(named, known)}; {LISTED_BY}. A conversion to hf needs no declaration",
+            do=f"{part[1]}. A conversion to hf needs no declaration",
         )
     return UnsupportedError(
         f"the architecture {model_type!r} is not declared",
@@ -121,7 +133,12 @@ def unknown_architecture(config: Mapping[str, Any]) -> UnsupportedError:
 
 def find_architecture(model_type: str) -> Architecture | None:
     """The declaration of a model type, built in or from another package; None if there is none. The built-in ones take precedence."""
-    return _find(model_type, ())
+    return None if model_type.startswith(TOWERS) else find_declaration(model_type)
+
+
+def find_declaration(name: str) -> Architecture | None:
+    """What `extends` can name: the declaration of a model type, or after `towers/` that of a tower; None if there is none."""
+    return _find(name, ())
 
 
 def named_architecture(named: Architecture | str | os.PathLike[str]) -> Architecture:
@@ -162,7 +179,7 @@ def declared_by(content: bytes | None, where: str) -> Architecture | None:
     """The architecture that the content of a user's file declares; None without a content. Raises: as `read_architecture` does."""
     if content is None:
         return None
-    declared = replace(parse_declaration(content, where, find_architecture), declared_in=where, declaration=content.decode())
+    declared = replace(parse_declaration(content, where, find_declaration), declared_in=where, declaration=content.decode())
     built_in = None if declared.engines or declared.like else find_architecture(declared.model_type)
     return replace(declared, engines=built_in.engines, frameworks=built_in.frameworks) if built_in else declared
 
@@ -180,7 +197,9 @@ def declared_at(architecture: Architecture, weight: Weight) -> str | None:
 
 
 def declaration_text(model_type: str) -> str:
-    """The text of the file that declares a model type. Raises RequestError if the model is not declared, or not in a file."""
+    """The text of the file that declares a model type or a tower. Raises RequestError if there is none, or it is not in a file."""
+    if not model_type.startswith(TOWERS) and model_type in built_in_towers():
+        return _content(_built_in_file(TOWERS + model_type)).decode()
     architecture = find_architecture(model_type)
     if architecture is None:
         raise RequestError(f"no model is declared as {model_type!r}", do=f"{choices(model_type, known_model_types())}; {LISTED_BY}")
@@ -197,17 +216,22 @@ def built_in_model_types() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _BUILT_IN.glob("*.yaml")))
 
 
+def built_in_towers() -> tuple[str, ...]:
+    """The towers that declarations can place, sorted."""
+    return tuple(sorted(path.stem for path in (_BUILT_IN / TOWERS).glob("*.yaml")))
+
+
 def known_model_types() -> tuple[str, ...]:
     """The model types that are declared, built in or by other packages, sorted."""
     return tuple(sorted({*built_in_model_types(), *_entry_points()}))
 
 
 @cache
-def _find(model_type: str, extending: tuple[str, ...], language_model: str | None = None) -> Architecture | None:
-    """The declaration of a model type. extending: the model types whose declarations are being read. language_model: the language model
-    inside it, if the config says which one it is."""
+def _find(model_type: str, extending: tuple[str, ...], named: tuple[tuple[str, str], ...] = ()) -> Architecture | None:
+    """The declaration of a model type, or of a tower after TOWERS. extending: the model types whose declarations are being read. named: the
+    key of an inner config and the model type that it names, of the parts that the declaration leaves to the config."""
     name = _file_name(model_type)
-    if not re.fullmatch(r"[a-z][a-z0-9_]{0,99}", name):
+    if not re.fullmatch(rf"({TOWERS})?[a-z][a-z0-9_]{{0,99}}", name):
         return None
     if name in extending:
         raise RequestError(
@@ -216,7 +240,7 @@ def _find(model_type: str, extending: tuple[str, ...], language_model: str | Non
     find = partial(_find, extending=(*extending, name))
     path = _built_in_file(name)
     if path.is_file():
-        return parse_declaration(_content(path), f"reshard/architectures/{path.name}", find, language_model)
+        return parse_declaration(_content(path), f"reshard/architectures/{name}.yaml", find, dict(named))
     point = _entry_points().get(name)
     return _loaded(point, find) if point else None
 

@@ -285,7 +285,7 @@ class Model:
     @cached_property
     def settings(self) -> Mapping[str, Any]:
         """The values of the config's keys, those of the inner config of the language model included."""
-        inner = self.config.get(self.architecture.text_config) if self.architecture.text_config else None
+        inner = value_at(self.config, self.architecture.text_config.split(".")) if self.architecture.text_config else None
         return {**self.config, **inner} if isinstance(inner, Mapping) else self.config
 
     def stated(self, key: str) -> Any:

@@ -15,8 +15,10 @@ from reshard.models.declared.reader import KEYS, LANGUAGE, parse_declaration
 from reshard.models.declared.weights import WEIGHT_KEYS
 from reshard.models.lookup import (
     built_in_model_types,
+    built_in_towers,
     declaration_text,
     find_architecture,
+    find_declaration,
     find_model,
     known_model_types,
     named_architecture,
@@ -49,7 +51,7 @@ CONFIG = {
 
 
 def declared(text):
-    return parse_declaration(text.encode(), "my.yaml", find_architecture)
+    return parse_declaration(text.encode(), "my.yaml", find_declaration)
 
 
 def extending(text):
@@ -756,3 +758,118 @@ def test_the_config_names_the_language_model_inside_a_declared_model():
     config = {"model_type": "internvl", "text_config": {**inner, "model_type": "mystery"}}
     assert find_model(config) is None
     assert "rchitecture 'internvl' is declared, its language model 'mystery' is not" in str(unknown_architecture(config))
+
+
+# ---- towers ----
+
+TOWER = """language: 2
+tower: mytower
+dimensions:
+  vision_layers: depth
+  vision_hidden: {keys: width, default: 4}
+  vision_ratio: {keys: ratio, when: gated, otherwise: {default: 2}}
+weights:
+  inner.blocks.{vision_layers}.up.weight: {role: vision.up, shape: [vision_ratio * vision_hidden, vision_hidden]}
+  inner.gate: {role: vision.whole, shape: [vision_hidden], when: gated and not plain or kind is old}
+  head: {role: vision.whole, shape: [vision_hidden]}
+carried: {inner.pooler.*: not used}
+defaults: {depth: 3}
+engines: {vllm: {every_stage: [vision]}}
+"""
+AROUND = """language: 2
+model_type: mymodel
+extends: {text_config: llama, vision_config: mytower}
+renamed: {model: language_model.model, lm_head: language_model.lm_head}
+towers:
+  newline: {role: vision.whole, shape: [hidden]}
+  tower: {tower: vision_config}
+  projector.weight: {role: vision.whole, shape: [hidden, vision_hidden]}
+"""
+
+
+def found(name):
+    return declared(TOWER) if name == "towers/mytower" else None if name.startswith("towers/") else find_architecture(name)
+
+
+def around(text=AROUND, named=None):
+    return parse_declaration(text.encode(), "my.yaml", found, named)
+
+
+def test_a_tower_has_the_names_and_keys_of_its_place():
+    model = around()
+    assert [weight.name for weight in model.weights][:5] == [
+        "newline", "tower.inner.blocks.{vision_layers}.up.weight", "tower.inner.gate", "tower.head", "projector.weight",
+    ]  # fmt: skip
+    assert model.weights[2].when == "vision_config.gated and not vision_config.plain or vision_config.kind is old"
+    assert model.weights[-1].name == "language_model.lm_head.weight" and model.text_config == "text_config"
+    assert model.carried == {r"tower\.inner\.pooler\..*": "not used"} and model.chosen == {
+        "text_config": "llama",
+        "vision_config": "mytower",
+    }
+    for inner, shape, blocks in (({}, (8, 4), 3), ({"depth": 2, "width": 6, "gated": True, "ratio": 5}, (30, 6), 2)):
+        weights = Model(model, {"text_config": CONFIG, "vision_config": inner}).weights
+        assert weights["tower.inner.blocks.0.up.weight"].shape == shape and f"tower.inner.blocks.{blocks}.up.weight" not in weights
+        assert ("tower.inner.gate" in weights) is bool(inner)
+
+
+def test_a_module_of_a_tower_can_be_placed_alone():
+    model = around(AROUND.replace("{tower: vision_config}", "{tower: vision_config, inside: inner}"))
+    assert [weight.name for weight in model.weights][1:3] == ["tower.blocks.{vision_layers}.up.weight", "tower.gate"]
+    assert model.carried == {r"tower\.pooler\..*": "not used"}
+
+
+def test_parts_are_chosen_by_the_config_unless_they_are_the_only_ones():
+    assert any("q_norm" in weight.name for weight in around(named={"text_config": "qwen3"}).weights)
+    only = around(AROUND.replace("text_config: llama", "text_config: {only: llama}"), {"text_config": "qwen3"})
+    assert not any("q_norm" in weight.name for weight in only.weights) and only.chosen == {"vision_config": "mytower"}
+    with pytest.raises(RequestError, match="line 3: extends > vision_config: no tower is declared as 'other'"):
+        around(named={"vision_config": "other"})
+    with pytest.raises(RequestError, match="no tower is declared as 'llama'"):
+        around(AROUND.replace("mytower", "llama"))
+
+
+def test_an_engine_counts_if_it_was_compared_with_every_part():
+    rules = "engines: {vllm: {since: '0.32', every_stage: [embedding]}, sglang: {}}\n"
+    assert around(AROUND + rules).engines.keys() == {"vllm"}
+    assert around(AROUND + rules).engines["vllm"].every_stage == {"vision", "embedding"}
+    of_class = "engines: {vllm: {of_class: {Other: {every_stage: [head]}}}}\n"
+    assert around(AROUND + of_class).engines["vllm"].of_class["Other"].every_stage == {"vision", "head"}
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("  tower: {tower: vision_config}\n", "", "each other one is a tower, which needs a place"),
+        ("{text_config: llama, vision_config: mytower}", "llama", "`extends` does not say which tower"),
+        ("{text_config: llama, vision_config: mytower}", "{text_config: llama}", "`extends` names no tower for vision_config"),
+        ("  newline", "  other: {tower: vision_config}\n  newline", "the tower of vision_config has two places"),
+        ("{tower: vision_config}", "{tower: vision_config, inside: nothing}", "no weight of mytower is in nothing"),
+        ("{tower: vision_config}", "{tower: vision_config, of: inner}", "there is no key 'of' here"),
+        ("text_config: llama", "text_config: {just: llama}", "there is no key 'just' here"),
+        ("text_config: llama, ", "", "`renamed` is about the weights of the model"),
+    ],
+)
+def test_what_is_wrong_with_parts_is_reported(old, new, message):
+    assert old in AROUND
+    with pytest.raises(RequestError, match=message):
+        around(AROUND.replace(old, new))
+
+
+def test_built_in_towers_are_placed_by_models_and_are_no_models():
+    towers = built_in_towers()
+    texts = "".join(map(declaration_text, built_in_model_types())) + "".join(map(declaration_text, towers))
+    assert [name for name in towers if not re.search(rf"(: |only: ){name}\b", texts)] == []
+    for name in towers:
+        assert declaration_text(name).startswith("#") and f"\ntower: {name}\n" in declaration_text(name)
+    only_towers = sorted(set(towers) - set(built_in_model_types()))
+    assert not any(find_architecture(name) or find_architecture(f"towers/{name}") for name in only_towers)
+
+
+def test_the_config_chooses_the_tower_inside_a_declared_model():
+    config = {"model_type": "llava", "text_config": {**CONFIG, "model_type": "qwen2"}, "vision_config": {"model_type": "pixtral"}}
+    assert "vision_tower.patch_conv.weight" in find_model(config).weights
+    assert "vision_tower.vision_model.post_layernorm.bias" in find_model({**config, "vision_config": {}}).weights
+    strange = {**config, "vision_config": {"model_type": "pixtrall"}}
+    assert find_model(strange) is None
+    assert "its tower 'pixtrall' (vision_config) is not" in str(unknown_architecture(strange))
+    assert "Did you mean pixtral?" in str(unknown_architecture(strange))

@@ -15,13 +15,14 @@ declarations of other models come from the function `find`, so that this file kn
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from reshard.errors import RequestError
 from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, LayersOf, Weight
+from reshard.models.declared.composition import TOWERS, Composition, Find, composition_of, declared, is_place
 from reshard.models.declared.engines import engines_of, frameworks_of
 from reshard.models.declared.node import KEY_OF_LAYER, Node, expression, parse
 from reshard.models.declared.version_1 import in_version_2
@@ -33,59 +34,74 @@ from reshard.models.roles import ABOUT_ROLES
 LANGUAGE = 2
 # Stands for everything that a draft leaves open.
 UNKNOWN = "?"
-# The declaration of a model_type; None if there is none.
-Find = Callable[[str], Architecture | None]
 KEYS = (
     "language", "model_type", "class", "extends", "like", "text_config", "without", "renamed", "dimensions", "towers", "weights", "tied",
     "sparse_layers", "layer_sets", "mtp_layers", "dropped", "carried", "defaults", "vocabulary_multiple", "quantized_as", "engines",
     "frameworks",
 )  # fmt: skip
+TOWER_KEYS = ("language", "tower", "extends", "without", "dimensions", "weights", "dropped", "carried", "defaults", "engines")
 
 
-def parse_declaration(content: bytes, where: str, find: Find, language_model: str | None = None) -> Architecture:
-    """The architecture that a declaration declares.
+def parse_declaration(content: bytes, where: str, find: Find, named: Mapping[str, str] | None = None) -> Architecture:
+    """The architecture that a declaration declares, or the tower.
 
-    where: the file, as errors name it. find: returns the declarations of the models that `extends` and `like` name. language_model: the
-    model that is extended if `extends` leaves it to the config; None: the one that the declaration names for configs that name none.
+    where: the file, as errors name it. find: returns the declarations of the models and towers that `extends` and `like` name. named: the
+    key of an inner config -> the model_type that it names, where `extends` leaves a part to the config. A part that is not named is the one
+    of the declaration.
 
     Raises: RequestError, naming the line, if any part of the declaration is not understood.
     """
     root = _root(content, where)
     _refuse_unknown(root)
-    keys = root.mapping(KEYS)
-    if "model_type" not in keys:
+    is_tower = "tower" in root.value if isinstance(root.value, dict) else False
+    keys = root.mapping(TOWER_KEYS if is_tower else KEYS)
+    if not is_tower and "model_type" not in keys:
         raise root.error("it has no model_type", do="Add `model_type:` and the model_type of the model's config")
-    model_type = keys["model_type"].word(r"[A-Za-z][\w.-]*")
-    base = _extended(keys, find, language_model)
-    dimensions = _dimensions(keys["dimensions"], base) if "dimensions" in keys else dict(base.dimensions if base else {})
-    if "layers" not in dimensions:
+    name = keys["tower" if is_tower else "model_type"].word(r"[A-Za-z][\w.-]*")
+    parts = composition_of(keys, (lambda name: find(TOWERS + name)) if is_tower else find, named or {})
+    base = parts.model
+    if base is None and (needless := next((key for key in ("without", "renamed") if key in keys), None)):
+        raise keys[needless].error(f"`{needless}` is about the weights of the model that `extends:` names, and there is no such model")
+    dimensions = _dimensions(keys["dimensions"], parts.dimensions) if "dimensions" in keys else parts.dimensions
+    if not is_tower and "layers" not in dimensions:
         raise root.error("no dimension is called layers", do="Add it under `dimensions`, such as `layers: num_hidden_layers`")
     reader = WeightReader(dimensions)
-    towers = _weights(keys["towers"], reader) if "towers" in keys else []
+    towers = _weights(keys["towers"], reader, parts) if "towers" in keys else []
     nodes = _weights(keys["weights"], reader) if "weights" in keys else []
-    weights, fields = [weight for _, weight in nodes], _fields(keys, base, find)
+    weights, fields = [weight for _, weight in nodes], _fields(keys, parts, find)
     if base:
-        made = base.extended(*weights, model_type=model_type, without=_without(keys, base), **fields)
+        made = base.extended(*weights, model_type=name, without=_without(keys, base), **fields)
         made = replace(made, dimensions=dimensions)
     else:
-        made = Architecture(model_type, dimensions, tuple(weights), **fields)
+        made = Architecture(name, dimensions, tuple(weights), **fields)
     made = replace(made, weights=(*(weight for _, weight in towers), *made.weights))
-    nodes = [*towers, *nodes]
     if not made.weights:
         raise root.error("it declares no weights", do="Name them under `weights`, or take over those of another model with `extends:`")
+    _check(made, [*towers, *nodes], root)
+    return made if is_tower else replace(made, tied=_tied(keys, made, base))
+
+
+def _check(made: Architecture, nodes: Sequence[tuple[Node, Weight]], root: Node) -> None:
+    """Raises RequestError if weights, settings or dimensions name a set of layers that is not declared, or two weights have one name."""
     for node, weight in nodes:
         _check_layers(weight, made, node)
     for computation in made.frameworks.values():
         _check_sets([value.layer_set for value in computation.settings.values() if isinstance(value, LayersOf)], made, root)
-    for name, dimension in dimensions.items():
+    for name, dimension in made.dimensions.items():
         _check_sets([of for form in dimension.forms for of in form.in_sets], made, root.inner(name, None))
     _check_names(made, nodes)
-    return replace(made, tied=_tied(keys, made, base))
 
 
-def _weights(node: Node, reader: WeightReader) -> list[tuple[Node, Weight]]:
-    """The weights of a mapping. The value of a name may be a list, each item of which is about other layers."""
-    return [(item, reader.weight(name, item)) for name, inner in node.mapping().items() for item in inner.items()]
+def _weights(node: Node, reader: WeightReader, parts: Composition | None = None) -> list[tuple[Node, Weight]]:
+    """The weights of a mapping, those of the towers of `parts` at their places. The value of a name may be a list, each item of which is
+    about other layers."""
+    found: list[tuple[Node, Weight]] = []
+    for name, inner in node.mapping().items():
+        if parts and is_place(inner):
+            found += [(inner, weight) for weight in parts.towers[inner.value["tower"]].weights]
+        else:
+            found += [(item, reader.weight(name, item)) for item in inner.items()]
+    return found
 
 
 def _root(content: bytes, where: str) -> Node:
@@ -126,49 +142,6 @@ def _unknown(node: Node) -> Iterator[Node]:
         yield node
 
 
-def _declared(node: Node, find: Find) -> Architecture:
-    """The declaration that a node names by its model_type."""
-    architecture = find(node.word())
-    if architecture is None:
-        raise node.error(f"no model is declared as {node.value!r}", do="`reshard architectures` lists the declared models")
-    return architecture
-
-
-def _extended(keys: Mapping[str, Node], find: Find, language_model: str | None) -> Architecture | None:
-    if "extends" in keys:
-        node, inner_config = keys["extends"], None
-        if isinstance(node.value, dict):
-            if len(node.value) != 1:
-                raise node.unexpected("a model, or {KEY: MODEL} with the key of the config in which the language model is named")
-            [(inner_config, usual)] = node.mapping().items()
-            node = usual.inner("", language_model) if language_model else usual
-        base = replace(_declared(node, find), language_model_in=inner_config)
-        return _renamed(base, keys["renamed"]) if "renamed" in keys else base
-    if needless := next((key for key in ("without", "renamed") if key in keys), None):
-        raise keys[needless].error(f"`{needless}` is about the weights of the model that `extends:` names, and there is no `extends:`")
-    return None
-
-
-def _renamed(base: Architecture, node: Node) -> Architecture:
-    """The declaration with other first words in the names of its tensors."""
-    words = {old: inner.word() for old, inner in node.mapping().items()}
-
-    def renamed(name: str, escaped: Callable[[str], str] = str) -> str:
-        """The name, or with re.escape the regular expression, with its first words replaced."""
-        for old, new in words.items():
-            if name.startswith(escaped(old + ".")):
-                return escaped(new + ".") + name.removeprefix(escaped(old + "."))
-        return name
-
-    return replace(
-        base,
-        weights=tuple(replace(weight, name=renamed(weight.name)) for weight in base.weights),
-        tied=(renamed(base.tied[0]), renamed(base.tied[1])),
-        dropped={renamed(pattern, re.escape): reason for pattern, reason in base.dropped.items()},
-        carried={renamed(pattern, re.escape): reason for pattern, reason in base.carried.items()},
-    )
-
-
 def _without(keys: Mapping[str, Node], base: Architecture) -> frozenset[str]:
     """The names of the weights of `base` that are removed."""
     names: set[str] = set()
@@ -183,9 +156,9 @@ def _without(keys: Mapping[str, Node], base: Architecture) -> frozenset[str]:
     return frozenset(names)
 
 
-def _dimensions(node: Node, base: Architecture | None) -> dict[str, Dimension]:
+def _dimensions(node: Node, inherited: dict[str, Dimension]) -> dict[str, Dimension]:
+    """The dimensions of the parts, with those that the declaration states itself."""
     own_dimensions: dict[str, Dimension] = {}
-    inherited = dict(base.dimensions if base else {})
     for name, inner in node.mapping().items():
         if inner.value == "none":
             if inherited.pop(name, None) is None:
@@ -252,40 +225,37 @@ def _config_keys(node: Node) -> tuple[str, ...]:
     return tuple(item.config_key() for item in node.items())
 
 
-def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> dict[str, Any]:
+def _fields(keys: Mapping[str, Node], parts: Composition, find: Find) -> dict[str, Any]:
     """The fields of the architecture that the declaration sets, except dimensions, weights and `tied`."""
-    fields: dict[str, Any] = {}
+    base, fields = parts.model, dict[str, Any](chosen=parts.chosen)
     if "class" in keys:
         fields["class_name"] = keys["class"].word(r"[A-Za-z_]\w*")
     if "like" in keys:
-        like = _declared(keys["like"], find)
+        like = declared(keys["like"], find)
         fields["like"], fields["engines"], fields["frameworks"] = like.family, like.engines, like.frameworks
     if "engines" in keys:
         fields["engines"] = {**fields.get("engines", {}), **engines_of(keys["engines"])}
     if "frameworks" in keys:
         fields["frameworks"] = {**fields.get("frameworks", {}), **frameworks_of(keys["frameworks"])}
-    if base and base.language_model_in:
-        own = fields.get("engines", {})
-        fields["engines"] = {name: base.engines[name].with_quirks(own[name]) for name in base.engines if name in own}
+    fields["engines"] = parts.rules(fields.get("engines", {}))
+    inherited = [*([base] if base else []), *parts.towers.values()]
     for key in ("dropped", "carried"):
-        if key in keys:
-            reasons = {_regex(glob): _reason(node) for glob, node in keys[key].mapping().items()}
-            fields[key] = {**(getattr(base, key) if base else {}), **reasons}
+        reasons = {_regex(glob): _reason(node) for glob, node in keys[key].mapping().items()} if key in keys else {}
+        fields[key] = {pattern: reason for part in inherited for pattern, reason in getattr(part, key).items()} | reasons
     if "sparse_layers" in keys:
         fields["sparse_layers"] = _layer_rule(keys["sparse_layers"])
     if "layer_sets" in keys:
-        declared = {name: _layer_rule(node) for name, node in keys["layer_sets"].mapping().items()}
-        if strange := next((name for name in declared if name in LAYER_SETS or not re.fullmatch(r"[a-z_][a-z0-9_]*", name)), None):
+        sets = {name: _layer_rule(node) for name, node in keys["layer_sets"].mapping().items()}
+        if strange := next((name for name in sets if name in LAYER_SETS or not re.fullmatch(r"[a-z_][a-z0-9_]*", name)), None):
             raise keys["layer_sets"].error(f"a set of layers cannot be called {strange!r}", do="Name it by another word in lower case")
-        fields["layer_sets"] = {**(base.layer_sets if base else {}), **declared}
-    if "text_config" in keys or (base and base.language_model_in):
-        fields["text_config"] = keys["text_config"].config_key() if "text_config" in keys else base and base.language_model_in
+        fields["layer_sets"] = {**(base.layer_sets if base else {}), **sets}
+    if "text_config" in keys or parts.text_config:
+        fields["text_config"] = keys["text_config"].config_key() if "text_config" in keys else parts.text_config
     if "mtp_layers" in keys:
         fields["mtp_layers"] = keys["mtp_layers"].config_key()
-    if "defaults" in keys:
-        own = {key: _default(node) for key, node in keys["defaults"].mapping().items()}
-        defaults = {**(base.defaults if base else {}), **own}
-        fields["defaults"] = {key: value for key, value in defaults.items() if value != "none"}
+    own = {key: _default(node) for key, node in keys["defaults"].mapping().items()} if "defaults" in keys else {}
+    defaults = {key: setting for part in inherited for key, setting in part.defaults.items()} | own
+    fields["defaults"] = {key: setting for key, setting in defaults.items() if setting != "none"}
     if "vocabulary_multiple" in keys:
         fields["vocabulary_multiple"] = keys["vocabulary_multiple"].number(1)
     if "quantized_as" in keys:
