@@ -121,6 +121,7 @@ PREFIXES_WITH_TOWERS = (
     ("lm_head.", "language_model.lm_head."),
     ("vision_tower.", "vision_tower.vision_model."),
     ("model.vision_tower.", "vision_tower.vision_model."),
+    ("model.vision_tower.", "model.vision_tower.vision_model."),
 )
 # (first word inside the layer of a stored name, that of the canonical name).
 MODULES = (("self_attn.", "attention."),)

@@ -9,6 +9,7 @@ from typing import Any
 from reshard.canonical.name_variants import Names
 from reshard.errors import CheckpointError
 from reshard.index.index import Index, Tensor
+from reshard.models.config_values import with_value
 from reshard.models.model import Model
 
 KEY = "tie_word_embeddings"
@@ -57,4 +58,4 @@ def agreed_config(index: Index, model: Model) -> Mapping[str, Any] | None:
     stored = (tensor.name for tensor in index.tensors if tensor.kind in ("weight", "master"))
     if any((array := names.array(name)) is not None and head in array.names for name in stored):
         return None
-    return {**model.config, inner: {**model.config[inner], KEY: True}}
+    return with_value(model.config, [*inner.split("."), KEY], True)

@@ -197,6 +197,9 @@ _ROWS = (
     Role("vision.q", heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),
     Role("vision.k", heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),
     Role("vision.v", heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),
+    # Where several heads of q share one of k and v.
+    Role("vision.group_k", heads("vision_kv_heads", copies=True), ("vision_kv_heads * vision_head_dim", "vision_hidden"), in_layer=False),
+    Role("vision.group_v", heads("vision_kv_heads", copies=True), ("vision_kv_heads * vision_head_dim", "vision_hidden"), in_layer=False),
     # Kept fused, a rank holds a run of the rows of [q; k; v], whichever they are; they are exchanged when the tower runs.
     Role("vision.qkv", heads("vision_heads"), fuses=("vision.q", "vision.k", "vision.v"), in_layer=False),
     Role("vision.o", ROW, ("vision_hidden", "vision_hidden"), in_layer=False),
@@ -205,6 +208,14 @@ _ROWS = (
     Role("vision.up", COLUMN, ("vision_intermediate", "vision_hidden"), in_layer=False),
     Role("vision.down", ROW, ("vision_hidden", "vision_intermediate"), in_layer=False),
     Role("vision.whole", REPLICATE, ("vision_hidden",), in_layer=False),
+    # The same for a tower for sound.
+    Role("audio.q", heads("audio_heads"), ("audio_hidden", "audio_hidden"), in_layer=False),
+    Role("audio.k", heads("audio_heads"), ("audio_hidden", "audio_hidden"), in_layer=False),
+    Role("audio.v", heads("audio_heads"), ("audio_hidden", "audio_hidden"), in_layer=False),
+    Role("audio.o", ROW, ("audio_hidden", "audio_hidden"), in_layer=False),
+    Role("audio.up", COLUMN, ("audio_intermediate", "audio_hidden"), in_layer=False),
+    Role("audio.down", ROW, ("audio_hidden", "audio_intermediate"), in_layer=False),
+    Role("audio.whole", REPLICATE, ("audio_hidden",), in_layer=False),
     # Multi-token prediction: layers after the last one, with copies of the embedding and the head.
     Role("mtp.embedding", VOCABULARY, ("vocab", "hidden")),
     Role("mtp.embedding_norm", REPLICATE, ("hidden",)),

@@ -279,7 +279,7 @@ def test_every_role_can_be_declared_unless_it_is_fused_or_a_scale():
 
 
 # Rows of other heads, which lie beside them; and of as many heads as the config says, whose width is not given.
-WITHOUT_HEADS_IN_THE_SHAPE = ("delta.ba", "vision.q", "vision.k", "vision.v")
+WITHOUT_HEADS_IN_THE_SHAPE = ("delta.ba", "vision.q", "vision.k", "vision.v", "audio.q", "audio.k", "audio.v")
 
 
 @pytest.mark.parametrize("role", ROLES.values(), ids=lambda role: role.name)

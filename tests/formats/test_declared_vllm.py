@@ -117,6 +117,8 @@ def test_packed_experts_that_a_kernel_rounds_up_are_refused(sizes):
         ("gemma3", "model.vision_tower.post_layernorm.bias", "vision_tower.vision_model.post_layernorm.bias"),
         ("gemma3", "model.language_model.norm.weight", "language_model.model.norm.weight"),
         ("internvl", "lm_head.weight", "language_model.lm_head.weight"),
+        ("cohere2_vision", "model.vision_tower.post_layernorm.bias", "model.vision_tower.vision_model.post_layernorm.bias"),
+        ("qwen2_audio", "model.language_model.norm.weight", "language_model.model.norm.weight"),
         ("mistral3", "model.vision_tower.ln_pre.weight", "vision_tower.ln_pre.weight"),
         ("deepseek_v4", "model.layers.1.attn.norm.weight", "layers.1.attn.kv_norm.weight"),
         ("deepseek_v4", "model.layers.1.attn.compressor.norm.weight", "layers.1.attn.compressor.norm.weight"),

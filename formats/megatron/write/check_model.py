@@ -20,6 +20,7 @@ _ANOTHER_MODEL = "The weights would load, but the model would be another one"
 # The start of a role that Megatron's layers do not have -> what a model with such weights needs.
 _NOT_IN_MEGATRON = {
     "vision.": "its tower for images",
+    "audio.": "its tower for sound",
     "attention.post_norm": "norms after attention",
     "mlp.post_norm": "norms after the MLP",
     "embedding_norm": "a norm after the embedding",

@@ -29,7 +29,7 @@ from reshard.models.roles import ROLES
 
 _WORDS = r"[\w-]+(\.[\w-]+)*"
 _PARAMETERS = ("weight", "bias")
-_NO_LAYER = (*(role.name for role in ROLES.values() if not role.in_layer), "vision")
+_NO_LAYER = (*(role.name for role in ROLES.values() if not role.in_layer), "vision", "audio")
 
 
 def engines_of(node: Node) -> dict[str, EngineRules]:
