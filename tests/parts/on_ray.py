@@ -108,6 +108,30 @@ def the_error_of_a_task_is_that_of_reshard(cluster, work):
 
 
 @check
+def a_base_with_a_delta_and_an_average_are_byte_identical(cluster, work):
+    for name in ("base", "new"):
+        write_hugging_face(llama(0.1), work / name)
+    with open(work / "new" / "model.safetensors", "r+b") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        for place in range(start, (work / "new" / "model.safetensors").stat().st_size, 1000):
+            file.seek(place)
+            file.write(b"\x3c")
+    reshard.delta(work / "base", work / "new", work / "delta")
+    changed = reshard.plan(f"{work / 'base'}+{work / 'delta'}", to="vllm", tp=2)
+    mean = reshard.plan([work / "base", f"{work / 'base'}+{work / 'delta'}"], to="hf", average=True)
+    for name, plan in (("changed", changed), ("mean", mean)):
+        reshard.convert(plan, work / f"{name}-one", workers=1)
+        reshard.convert(plan, work / f"{name}-ray", executor="ray")
+        assert result_tree(work / f"{name}-one") == result_tree(work / f"{name}-ray")
+    reshard.convert(reshard.plan(work / "new", to="vllm", tp=2), work / "new-one")
+    weights = [
+        {path: data for path, data in result_tree(work / f"{name}-one").items() if path.endswith(".safetensors")}
+        for name in ("changed", "new")
+    ]
+    assert weights[0] == weights[1]
+
+
+@check
 def the_command_line_uses_the_cluster_at_an_address(cluster, work):
     reshard.convert(reshard.plan(HF / "llama", to="hf"), work / "one")
     command = [sys.executable, "-m", "reshard", "convert", str(HF / "llama"), str(work / "ray"), "--to", "hf", "--ray"]
