@@ -34,6 +34,7 @@ from reshard.geometry.value import mutable, value
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
 from reshard.models.lookup import declared_at
 from reshard.models.model import Model, ModelWeight
+from reshard.storage.files import Files
 
 
 @value
@@ -131,7 +132,11 @@ class CombinedSource:
     """One of several checkpoints that are combined."""
 
     path: str
-    """Its absolute path, or URL."""
+    """Its absolute path, or URL; with deltas as BASE+DELTA+DELTA."""
+    files: Files
+    """Its files."""
+    deltas: tuple[AppliedDelta, ...]
+    """The deltas that change it, the oldest first."""
     format: str
     """Its format."""
     step: int | None

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import reshard
-from reshard.canonical.content import Combined, Drop
+from reshard.canonical.content import Combined, CombinedSource, Drop
 from reshard.engine.pool import run_jobs
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
@@ -38,7 +38,7 @@ from reshard.plans.manifest import (
     usable_manifest,
 )
 from reshard.plans.plan import Plan
-from reshard.storage.trees import root_of, trees_of
+from reshard.storage.trees import root_of
 
 Read = Callable[[str, int, int], bytes]
 """Reads (path, byte offset, bytes) of a file of the result."""
@@ -205,13 +205,20 @@ def _document(plan: Plan, identity: str, provenance: Provenance, of_inputs: Sequ
 
 def _combined(plan: Plan, combined: Combined, of_inputs: Sequence[str | None]) -> dict[str, Any]:
     """What reshard.json says about the checkpoints that were combined. of_inputs: their fingerprints, as far as they were computed."""
-    manifests = [usable_manifest(files) for files in trees_of(plan.source_files)]
-    longest = max(200, _LONGEST_TEXT // len(manifests))
+    longest = max(200, _LONGEST_TEXT // len(combined.sources))
     sources = [
-        {**source.to_json(), "path": source.path[:longest], "fingerprint": computed or (manifest.fingerprint if manifest else None)}
-        for source, manifest, computed in zip(combined.sources, manifests, of_inputs or (None,) * len(manifests), strict=True)
+        {**source.to_json(), "path": source.path[:longest], "fingerprint": computed or _recorded_fingerprint(source)}
+        for source, computed in zip(combined.sources, of_inputs or (None,) * len(combined.sources), strict=True)
     ]
     return {**combined.to_json(), "sources": sources}
+
+
+def _recorded_fingerprint(source: CombinedSource) -> str | None:
+    """The fingerprint that was recorded when reshard wrote the checkpoint, or the last delta that changes it."""
+    if source.deltas:
+        return source.deltas[-1].fingerprint
+    manifest = usable_manifest(source.files)
+    return manifest.fingerprint if manifest else None
 
 
 def _drops_by_reason(drops: Sequence[Drop]) -> list[dict[str, Any]]:

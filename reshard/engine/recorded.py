@@ -25,7 +25,6 @@ from reshard.plans.manifest import MANIFEST, FileRecord, read_digests, read_mani
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import Route
 from reshard.storage.files import Files, read_range
-from reshard.storage.trees import trees_of
 
 BlockDigests = dict[str, dict[int, bytes]]
 """Tensor -> number of the block -> digest."""
@@ -101,7 +100,7 @@ class InputDigests:
             different = [tensor for name, (tensor, digest) in digests.items() if recorded.get(name, digest) != digest]
             if different:
                 compared = len(digests.keys() & recorded.keys())
-                raise mismatch(CheckpointError, trees_of(self._plan.source_files)[i], different, compared)
+                raise mismatch(CheckpointError, source.files, different, compared, source.deltas)
             if recorded and (unknown := len(recorded.keys() & self._names - digests.keys())):
                 yield f"{plural(unknown, 'tensor')} of {source.path} {'was' if unknown == 1 else 'were'} not compared with its {MANIFEST}"
 

@@ -316,7 +316,8 @@ def _combined_source(draft: Draft, weight: float) -> CombinedSource:
     """What is recorded of a checkpoint that is combined. Formats without a place for the step have it in the folder's name."""
     step = draft.index.facts.step
     step = step_of(os.path.basename(draft.files.root.rstrip("/"))) if step is None else step
-    return CombinedSource(root_of(draft.files), draft.source.format, step, weight, draft.content.recorded)
+    path = "+".join([root_of(draft.files), *(delta.path for delta in draft.source.deltas)])
+    return CombinedSource(path, draft.files, draft.source.deltas, draft.source.format, step, weight, draft.content.recorded)
 
 
 def _check_can_be_combined(draft: Draft) -> None:

@@ -121,19 +121,21 @@ class FolderFiles(FilesElsewhere):
 class JoinedFiles(FilesElsewhere):
     """`Files` of a main tree, and of others under their absolute paths: a base checkpoint, and an adapter or further checkpoints elsewhere.
 
-    A path in a checkpoint's metadata is relative (`inside`), so it never leads into another tree.
+    A path in a checkpoint's metadata is relative (`inside`), so it never leads into another tree. Of trees that are joined themselves the
+    parts are joined, so a path names one root at most: [BASE, BASE+DELTA] is BASE, BASE and DELTA.
     """
 
     def __init__(self, main: Files, others: Sequence[Files]) -> None:
         self.root = main.root
-        self._main, self._others = main, {root_of(files): files for files in others}
-        self.trees: tuple[Files, ...] = (main, *others)
+        self.trees: tuple[Files, ...] = tuple(tree for files in (main, *others) for tree in trees_of(files))
         """The trees, the main one first."""
+        self._main, self._others = self.trees[0], {root_of(tree): tree for tree in self.trees[1:]}
 
     @staticmethod
     def path_in(files: Files, path: str) -> str:
         """The path in a joined tree of a file of one of the others."""
-        return f"{root_of(files)}{_BETWEEN}{path}"
+        names_root = isinstance(files, JoinedFiles) and path.partition(_BETWEEN)[0] in files._others
+        return path if names_root else f"{root_of(files)}{_BETWEEN}{path}"
 
     @property
     def is_file(self) -> bool:

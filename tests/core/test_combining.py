@@ -1,6 +1,7 @@
 """Several checkpoints as one: against float64 numpy on whole tensors bit for bit, whatever their formats and degrees; and every refusal."""
 
 import hashlib
+import itertools
 import json
 import math
 import shutil
@@ -237,6 +238,22 @@ def test_bases_with_deltas_are_combined(parts, tmp_path):
     inputs = [written(path) for path in paths]
     for name, array in written(tmp_path / "out").items():
         assert (bits(array) == bits(nearest(averaged(inputs, (0.2, 0.3, 0.5), name), "BF16"))).all(), name
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_bases_with_deltas_may_come_in_any_order_and_from_a_plan_file(order, tmp_path):
+    paths = steps(tmp_path)
+    for i in (1, 2):
+        reshard.delta(paths[i - 1], paths[i], tmp_path / f"d{i}")
+    chains = [str(paths[0]), f"{paths[0]}+{tmp_path}/d1", f"{paths[0]}+{tmp_path}/d1+{tmp_path}/d2"]
+    reshard.save_plan(reshard.plan([chains[i] for i in order], to="hf", average=[0.2, 0.3, 0.5]), tmp_path / "plan")
+    reshard.convert(reshard.load_plan(tmp_path / "plan", [chains[i] for i in order]), tmp_path / "out")
+    inputs = [written(paths[i]) for i in order]
+    for name, array in written(tmp_path / "out").items():
+        assert (bits(array) == bits(nearest(averaged(inputs, (0.2, 0.3, 0.5), name), "BF16"))).all(), name
+    recorded = json.loads((tmp_path / "out" / "reshard.json").read_text())["combined"]["sources"]
+    assert [each["path"] for each in recorded] == [chains[i] for i in order]
+    assert [each["fingerprint"] for each in recorded] == [reshard.fingerprint(paths[i]).root for i in order]
 
 
 def test_types_that_differ_need_a_type_for_the_result(tmp_path):
