@@ -28,13 +28,17 @@ def run_document(run: str, steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def show_run(run: str, steps: Sequence[Step]) -> None:
-    """The checkpoints of a folder, one row each, and a command that goes on from there."""
+    """The checkpoints of a folder, one row each, and a command that goes on from there: with a delta it inspects what the delta makes."""
+    from reshard.adapter import registry
+
     show_list(run, steps)
     newest = max((step for step in steps if step.complete and step.number is not None), key=lambda step: step.order, default=None)
     shown = newest or next((step for step in steps if step.complete), None)
     if shown is not None:
         show()
-        show(f"  next  reshard inspect {shlex.quote(shown.path)}")
+        is_delta = shown.format is not None and shown.number is not None and registry.named(shown.format).changes_base
+        place = f"{shlex.quote(run)} --step {shown.number}" if is_delta else shlex.quote(shown.path)
+        show(f"  next  reshard inspect {place}")
 
 
 def show_list(run: str, steps: Sequence[Step], *, on_stderr: bool = False) -> None:

@@ -123,6 +123,13 @@ def test_every_command_takes_a_step_that_is_a_delta(run, tmp_path):
     ]
 
 
+def test_what_to_inspect_next_is_what_the_newest_delta_makes(run, tmp_path):
+    keep(run, tmp_path / "kept")
+    lines = reshard("inspect", tmp_path / "kept").out.splitlines()
+    assert lines[-1].strip() == f"next  reshard inspect {tmp_path / 'kept'} --step 500"
+    assert reshard("inspect", tmp_path / "kept", "--step", 500).code == 0
+
+
 def test_a_kept_run_is_watched_like_any_other(run, tmp_path):
     kept, served = tmp_path / "kept", tmp_path / "served"
     keep(run, kept)
