@@ -8,7 +8,7 @@ import time
 
 import pytest
 from cloud.models import content_in
-from helpers.fixture_places import FIXTURES
+from helpers.fixture_places import FIXTURES, HF
 from helpers.reshard_command import command, reshard
 
 import reshard as library
@@ -48,6 +48,19 @@ def test_the_table_of_a_run(run, s3):
     s3.objects["bucket", "runs/7/step-20/.metadata"] = marker
     table = reshard("inspect", run)
     assert "2 checkpoints of 2 steps, 2 complete" in table.out and f"next  reshard inspect {RUN}/step-20" in table.out
+
+
+def test_a_bucket_lists_all_that_lies_in_it(run, s3, tmp_path):
+    for name in ("llama", "gpt2"):
+        s3.put_tree("bucket", f"models/{name}", HF / name)
+    listed = reshard("inspect", "s3://bucket/", "--json")
+    assert listed.code == 0, listed.err
+    found = {each["path"].removeprefix("s3://bucket/").strip("/") for each in listed.document["steps"]}
+    assert found == {"models/llama", "models/gpt2", "runs/7/step-10", "runs/7/step-20"}
+    refused = reshard("convert", "s3://bucket/models", tmp_path / "out", "--to", "hf")
+    assert refused.code and "[ambiguous]" in refused.err and "--part llama" in refused.err, refused.err
+    chosen = reshard("convert", "s3://bucket/models", tmp_path / "out", "--to", "hf", "--part", "llama")
+    assert chosen.code == 0 and library.verify(HF / "llama", tmp_path / "out").equal, chosen.err
 
 
 def test_a_tracker_names_the_newest_step(s3, tmp_path):
