@@ -54,21 +54,10 @@ RUNS: dict[str, tuple[object, ...]] = {
     "completion": ("bash",),
 }
 # Paths that are read, and directories that are made: every other option with such a placeholder is an output file.
-READ = {
-    "--adapter-config",
-    "--architecture",
-    "--compare",
-    "--engine-python",
-    "--layout",
-    "--layout-dir",
-    "--like",
-    "--merge-adapter",
-    "--model",
-    "--plan",
-}
+READ = {"--adapter-config", "--architecture", "--compare", "--engine-python", "--layout", "--like", "--merge-adapter", "--model", "--plan"}
 # Commands whose own result needs room, too.
 WRITING = ("convert", "cache", "delta", "apply")
-DIRECTORIES = {"--cache", "--into", "--work"}
+DIRECTORIES = {"--cache", "--into", "--layout-dir", "--work"}
 
 
 def options() -> list[tuple[str, str]]:
