@@ -9,13 +9,12 @@ from heapq import merge
 from itertools import groupby
 from operator import itemgetter
 
-from reshard.engine.deltas.patches import OpenPatches
 from reshard.engine.events import event
 from reshard.engine.pool import NO_LIMITS, Effort, run_jobs
 from reshard.engine.read_ahead import run_reading
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.recorded import BlockDigests, fingerprint_of
-from reshard.engine.transfer import Pieces, Sink, Worker, bytes_of, strips
+from reshard.engine.transfer import Pieces, SharedPatches, Sink, Worker, bytes_of, strips
 from reshard.engine.values import Values
 from reshard.errors import CheckpointError, TargetError
 from reshard.geometry.boxes import Box, blocks
@@ -109,7 +108,7 @@ def copied_blocks(
 
     itemsize: the bytes of the widest element of the plan. ahead: the most bytes that are read ahead from a store.
     """
-    shared = OpenPatches(plan.source_files, workers)
+    shared = SharedPatches(plan.source_files, workers)
 
     def make_worker() -> Callable[[Job], tuple[Job, bytes]]:
         worker = Worker(plan.source_files, itemsize, sink, shared)

@@ -22,6 +22,7 @@ read together, so `read_runs` reads them one by one.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -250,6 +251,22 @@ class Sink(Protocol):
         """Write runs of equal length, which follow each other in the buffer, at these byte offsets of a file."""
 
 
+class SharedPatches:
+    """The frames of deltas that the workers of a run decode together, opened for the first tensor that a delta changes."""
+
+    def __init__(self, files: Files, workers: int) -> None:
+        self._files, self._workers, self._lock = files, workers, threading.Lock()
+        self._opened: OpenPatches | None = None
+
+    def opened(self) -> OpenPatches:
+        """The frames. Most checkpoints have none, and their conversion loads nothing of deltas."""
+        from reshard.engine.deltas.patches import OpenPatches
+
+        with self._lock:
+            self._opened = self._opened or OpenPatches(self._files, self._workers)
+            return self._opened
+
+
 class Worker:
     """The buffers of one thread. Reads from `files`; writes into `sink`.
 
@@ -258,7 +275,7 @@ class Worker:
     shared: the frames of deltas on these files, which it decodes together with other workers.
     """
 
-    def __init__(self, files: Files, itemsize: int, sink: Sink | None = None, shared: OpenPatches | None = None) -> None:
+    def __init__(self, files: Files, itemsize: int, sink: Sink | None = None, shared: SharedPatches | None = None) -> None:
         np.empty(_KEPT_BY_GLIBC, np.uint8)
         self._files, self._sink, self._shared = files, sink, shared
         self._patches: PatchReaders | None = None
@@ -298,7 +315,7 @@ class Worker:
             if not patches.checked.done:
                 _check_patched(self._files, tensor, patches)
                 patches.checked.done = True
-        self._patches = self._patches or PatchReaders(self._files, self._shared)
+        self._patches = self._patches or PatchReaders(self._files, self._shared and self._shared.opened())
         self._patches.apply(tensor, box, block)
 
     def gather(self, pieces: Pieces, box: Box) -> Block:

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from reshard.engine.deltas.patches import OpenPatches
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.read_ahead import BoxOfTensor, run_reading
 from reshard.engine.recorded import BlockDigests
-from reshard.engine.transfer import Block, Pieces, Worker, bytes_of, strips
+from reshard.engine.transfer import Block, Pieces, SharedPatches, Worker, bytes_of, strips
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, blocks
 from reshard.index.index import Tensor
@@ -68,7 +67,7 @@ def walk(
         return files[side], lambda job: (job[1][side], job[0][2])
 
     threads = effort.threads(itemsize, buffers=2 * len(files))
-    shared = [OpenPatches(each, threads) for each in files]
+    shared = [SharedPatches(each, threads) for each in files]
     for place, result in run_reading(jobs(), make_worker, threads, *map(reads, range(len(files)))):
         effort.report(place[2].volume * groups[place[0]][-1].dtype.itemsize)
         yield place, result

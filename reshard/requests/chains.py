@@ -11,13 +11,16 @@ matter. Whether the weights of the base are those that the delta was made of is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from reshard.adapter import registry
 from reshard.adapter.format import Hints
 from reshard.errors import CheckpointError, IncompleteError, RequestError
-from reshard.index.patches import DeltaFacts
 from reshard.requests.run_folders import Step
 from reshard.storage.tar import open_tree
+
+if TYPE_CHECKING:
+    from reshard.index.patches import DeltaFacts
 
 
 def source_of(step: Step, steps: Sequence[Step]) -> str:

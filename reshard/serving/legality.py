@@ -39,10 +39,7 @@ def require_model(model: Model | None, config: Mapping[str, object] | None, engi
     error = unknown_architecture(config)
     if can_learn and not draft_class(config):
         where = "" if has_engine(engine.lower()) else " and `engine_python=PATH`, the Python that has it"
-        error.do = (
-            f"Add `learn=True`{where}: {engine}'s own loader then says where each weight goes. If it is a declared model under another "
-            "name, add `architecture=NAME`. A conversion to hf needs no declaration"
-        )
+        error.do = f"Add `learn=True`{where}: {engine}'s own loader then says where each weight goes. Or: {error.do}"
     raise error
 
 

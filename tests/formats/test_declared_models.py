@@ -67,7 +67,9 @@ def renamed(folder, to):
 
 
 def without_config(folder):
-    return {path: data for path, data in tree(folder).items() if path not in ("config.json", "reshard.json", "reshard.digests")}
+    """The files that hold no name of the model."""
+    named = ("config.json", "reshard.architecture.yaml", "reshard.json", "reshard.digests")
+    return {path: data for path, data in tree(folder).items() if path not in named}
 
 
 @pytest.mark.parametrize("model", DECLARATIONS)
@@ -150,12 +152,14 @@ def test_every_command_takes_the_declaration(files, tmp_path):
         own, built_in = (
             reshard(words[0], folder, *words[1:], *which, "--json") for folder, which in ((source, option), (HF / "gpt_neox", ()))
         )
-        assert (own.code, own.out.replace("mymodel", "gpt_neox").replace(str(source), str(HF / "gpt_neox"))) == (0, built_in.out)
+        said = own.out.replace("mymodel", "gpt_neox").replace(str(source), str(HF / "gpt_neox"))
+        assert (own.code, said.replace('    "reshard.architecture.yaml",\n', "")) == (0, built_in.out)
     assert reshard("convert", tmp_path / "out", tmp_path / "tp2", "--to", "vllm", "--tp", 2, *option).code == 0
     assert ranks(tmp_path / "tp2") == json.loads((VLLM / "gpt_neox" / "tp2.json").read_text())["ranks"]
-    for arguments in (("inspect", tmp_path / "out"), ("convert", source, tmp_path / "no", *target), ("verify", source, tmp_path / "out")):
-        refused = reshard(*arguments)
-        assert refused.code == 6 and "reshard architectures --start CKPT > my.yaml" in refused.err
+    # What was written has the declaration beside it.
+    assert reshard("inspect", tmp_path / "out").code == reshard("verify", source, tmp_path / "out").code == 0
+    refused = reshard("convert", source, tmp_path / "no", *target)
+    assert refused.code == 6 and "reshard architectures --start CKPT > my.yaml" in refused.err
 
 
 def test_a_view_of_one_rank(files, tmp_path):

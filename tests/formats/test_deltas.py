@@ -18,7 +18,7 @@ from hypothesis import strategies as some
 
 import reshard
 from reshard.engine.deltas import patches
-from reshard.engine.transfer import Pieces, Worker
+from reshard.engine.transfer import Pieces, SharedPatches, Worker
 from reshard.geometry.boxes import Box
 
 LLAMA = HF / "llama"
@@ -251,7 +251,7 @@ def test_workers_may_read_in_any_order(long_chain, kept, monkeypatch):
     random = np.random.default_rng(2)
     for tensor in checkpoint.index.tensors:
         shared, whole = (
-            patches.OpenPatches(checkpoint.files, 3),
+            SharedPatches(checkpoint.files, 3),
             np.frombuffer(stored[tensor.name][2], tensor.dtype.word).reshape(tensor.shape),
         )
         workers = [Worker(checkpoint.files, tensor.dtype.itemsize, shared=shared) for _ in range(3)]

@@ -220,7 +220,7 @@ def test_a_checkpoint_without_a_config_or_of_a_draft_is_not_traced(engine, model
 
 
 def test_inspect_proposes_it_where_an_engine_is_found(model, tmp_path, monkeypatch):
-    assert f"next      reshard convert {model} out --to hf" in command("inspect", model).out
+    assert f"next      reshard architectures --start {model} > my.yaml" in command("inspect", model).out
     (tmp_path / "packages" / "vllm").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     assert "--learn" not in command("inspect", model).out.split("next  ")[1].split("\n")[0], "a folder of that name is no engine"

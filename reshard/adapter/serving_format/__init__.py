@@ -11,9 +11,10 @@ An engine gives its name, its rules and the names of its files. Everything else 
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
-from reshard.adapter.serving_format.engine import ServingEngine
+from reshard.adapter.serving_format.engine import LEARNING_OPTIONS, LIBRARY, ServingEngine
 
 if TYPE_CHECKING:
     from reshard.adapter.format import Hints
@@ -33,7 +34,8 @@ class ServingFormat(ServingEngine):
         return reading.read(self, files, hints)
 
     def settled(self, content: Content, target: Target, companions: ModelFiles) -> Target:
-        if self.tracer is None:
+        is_asked = any(target.options.get(name) for name in LEARNING_OPTIONS) or (content.model is None and os.environ.get(LIBRARY))
+        if self.tracer is None or not is_asked:
             return target
         from reshard.adapter.serving_format import learned
 

@@ -28,6 +28,12 @@ StageRank = tuple[int, int]
 RankHeaders = Mapping[StageRank, Headers]
 
 
+LEARNING_OPTIONS = ("learn", "layout_dir", "engine_python", "trust_remote_code")
+"""The options by which a layout is learned, or chosen among learned ones."""
+LIBRARY = "RESHARD_LAYOUT_DIR"
+"""The environment variable that names a library of learned layouts for models that are not declared."""
+
+
 class ServingEngine(Format):
     """What a serving engine says of its format. A subclass sets the members without a default, and those that differ from the defaults."""
 

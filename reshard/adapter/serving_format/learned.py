@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from reshard.adapter.model_files import ModelFiles
+from reshard.adapter.serving_format.engine import LEARNING_OPTIONS, LIBRARY
 from reshard.canonical.content import Content
 from reshard.containers import safetensors
 from reshard.errors import CheckpointError, RequestError, UnsupportedError, some
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from reshard.adapter.serving_format.engine import ServingEngine
 
 LOGGER = logging.getLogger("reshard")
-LIBRARY = "RESHARD_LAYOUT_DIR"
-"""The environment variable that names a library of learned layouts for models that are not declared."""
 
 
 def stored_layout(files: Files, hints: Hints) -> LearnedLayout | None:
@@ -61,9 +60,7 @@ def settled(serving_format: ServingEngine, content: Content, target: Target, com
 
     Raises: RequestError if no layout fits and none is to be learned; UnsupportedError if the engine does not load the model.
     """
-    options = {
-        name: value for name, value in target.options.items() if name not in ("learn", "layout_dir", "engine_python", "trust_remote_code")
-    }
+    options = {name: value for name, value in target.options.items() if name not in LEARNING_OPTIONS}
     learns, folder = bool(target.options.get("learn")), target.options.get("layout_dir")
     _check_consistent(target.options)
     if folder is None and "layout" not in options and (learns or content.model is None):
