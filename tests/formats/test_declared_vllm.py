@@ -110,6 +110,17 @@ def test_packed_experts_that_a_kernel_rounds_up_are_refused(sizes):
         rules_of("vllm", model)
 
 
+@pytest.mark.parametrize("name", ["paddleocr_vl", "idefics3", "minicpmv4_6", "glm4v", "llama4"])
+def test_a_side_of_an_image_that_is_no_multiple_of_the_patch_is_rounded_down(name):
+    """As in transformers and vLLM: SigLIP's images of 384 pixels have 27 patches of 14 on a side."""
+    config = json.loads(REFERENCES[name].read_text())["config"]
+    vision = config["vision_config"]
+    assert vision["image_size"] % vision["patch_size"] == 0 < vision["patch_size"] - 1
+    larger = {**config, "vision_config": {**vision, "image_size": vision["image_size"] + vision["patch_size"] - 1}}
+    shapes, expected = ({weight.name: weight.shape for weight in find_model(each).weights.values()} for each in (larger, config))
+    assert shapes == expected
+
+
 @pytest.mark.parametrize(
     "name, stored, canonical",
     [
