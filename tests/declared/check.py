@@ -58,9 +58,16 @@ ABSENT = {
     "step3p5": "transformers has its language model only inside step3p7",
 }
 _OUTER = "the outer config ties the head; the published models store one, and canonical/tied_head.py takes the embedding where they do not"
+_THINKER = "transformers heeds thinker_config, and vLLM text_config, which says the contrary here; a stored head that differs is refused"
+_POOLING = "the order of the tower's pooling head, which is carried and not declared"
 # Names that published files have in place of those that transformers saves: (regular expression, what stands in its place) by type.
 RENAMED = {
-    **dict.fromkeys(("gemma3", "llava", "llava_next", "paligemma"), ((r"^vision_tower\.", "vision_tower.vision_model."),)),
+    **dict.fromkeys(
+        ("gemma3", "llava", "llava_next", "llava_next_video", "llava_onevision", "paligemma"),
+        ((r"^vision_tower\.", "vision_tower.vision_model."),),
+    ),
+    **dict.fromkeys(("cohere2_vision", "lfm2_vl"), ((r"^model\.vision_tower\.", "model.vision_tower.vision_model."),)),
+    "qianfan_ocr": ((r"^language_model\.model\.encoder\.", "language_model.model."),),  # as for hy_v4: a renaming of the tower, reversed
     "deepseek_v4": (
         (r"^model\.embed_tokens", "embed"),
         (r"^model\.hc_head\.hc", "hc_head"),
@@ -77,29 +84,50 @@ RENAMED = {
 LISTED = {
     ("bailing_hybrid", "defaults"): "Ling 2.5 has the same type, whose class has other defaults; configs give all sizes",
     ("bailing_hybrid", ".*"): "transformers saves o_proj of linear attention as dense, which the published files do not",
+    ("cohere2_vision", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("cohere2_vision", "vision_use_head reversed|defaults"): _POOLING,
     ("deepseek_v4", "defaults"): "every second layer has an indexer; configs list the layers",
+    ("exaone4_5", "tie_word_embeddings reversed"): _OUTER,
     ("gemma3", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("paligemma", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("gemma4", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("gemma4", "defaults"): "transformers makes the last of 3 layers one of full attention; configs list the layers",
     ("gemma4_text", "defaults"): "transformers makes the last of 3 layers one of full attention; configs list the layers",
+    ("gemma4_unified", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("gemma4_unified", "defaults"): "transformers makes the last of 3 layers one of full attention; configs list the layers",
     ("glm4_moe", "defaults"): "the width of a head is rounded down; configs give it",
     ("glm4v_moe", "defaults"): "the width of a head is rounded down; configs give it",
     ("glm4v_moe", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("glmasr", "small|(attention|mlp)_bias reversed|settings of other classes"): _OUTER,
+    ("idefics3", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("internvl", ".*"): _OUTER,
     ("kimi_k25", ".*"): "transformers saves `layers` of the language model as `blocks`, which the published files do not",
     ("kimi_linear", ".*"): "transformers saves dense layers as `block_sparse_moe`, which the published files do not",
+    ("lfm2_vl", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("lfm2_vl", "vision_use_head reversed|defaults"): _POOLING,
+    ("lighton_ocr", "small|attention_bias reversed|settings of other classes"): _OUTER,
     ("llava", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("llava_next", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("llava_next_video", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("llava_onevision", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("longcat_flash", ".*"): "transformers saves weights of experts that do nothing, which the published files lack",
     ("mimo_v2_flash", "defaults"): "every sixth layer has full attention; configs list the layers",
+    ("minicpmv4_6", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("minicpmv4_7", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("minimax_m3_vl", "tie_word_embeddings reversed"): _OUTER,
     ("mistral3", ".*"): _OUTER,
     ("nemotron_h", "defaults"): "configs with experts give their number; 8 would count as experts of models without any",
     ("olmo_hybrid", ".*"): "transformers saves the convolution in equal thirds, and a norm of some layers under its name in others",
+    ("paddleocr_vl", "tie_word_embeddings reversed|all of these reversed"): "read again, the config ties: the class heeds text_config",
+    ("qianfan_ocr", "tie_word_embeddings reversed"): _OUTER,
+    ("qianfan_ocr", "use_.* reversed|all of these reversed"): "settings of transformers' class, which the published code lacks",
+    ("qwen2_5_omni", "small|enable_audio_output reversed|settings of other classes"): _THINKER,
+    ("qwen3_asr", ".*"): "transformers' class is for files of other names and another config (Qwen3-ASR-hf), which is refused",
+    ("qwen3_omni_moe", "tie_word_embeddings reversed"): _THINKER,
     ("qwen3_5", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("qwen3_5_moe", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("qwen3_vl_moe", ".*"): "transformers saves experts as [out, in], the published files and vLLM have [in, out]",
+    ("smolvlm", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("stablelm", "qk_layernorm reversed|all of these reversed"): "the order of the norms of each head, which are carried and not declared",
 }  # fmt: skip
 

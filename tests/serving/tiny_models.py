@@ -50,7 +50,7 @@ VISION = {
     "depth": 2, "num_hidden_layers": 2, "embed_dim": 32, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "num_heads": 4,
     "num_attention_heads": 4, "patch_size": 4, "spatial_patch_size": 4, "image_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
     "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [1], "window_size": 8,
-    "projection_dim": 32, "num_channels": 3, "model_type": None,
+    "projection_dim": 32, "num_channels": 3, "vision_use_head": False, "model_type": None,
 }  # fmt: skip
 OWN: dict[str, dict[str, object]] = {
     "qwen3_next": {"layer_types": HYBRID, "num_hidden_layers": 4},
@@ -104,6 +104,11 @@ OWN: dict[str, dict[str, object]] = {
     "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_layer_interval": 1},
     "granitemoeshared": {"shared_intermediate_size": 32},
     "qwen3_vl_moe": {"tie_word_embeddings": False},
+    "gemma4_unified": {"vision_config": {"mm_embed_dim": 48, "output_proj_dims": 48}, "audio_config": {"audio_embed_dim": 40}},
+    # Without its talker, which transformers cannot make of the defaults of its config class.
+    "qwen3_omni_moe": {"enable_audio_output": False, "thinker_config": {"text_config": {
+        "vocab_size": 250, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 8,
+        "num_key_value_heads": 2, "num_experts": 8, "moe_intermediate_size": 32}}},
     "longcat_flash": {"num_layers": 2, "ffn_hidden_size": 96, "zero_expert_num": 2},
     "zamba2": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2, "layer_types": ["mamba", "mamba", "hybrid"] * 2},
     "exaone_moe": {"layer_types": SLIDING, "is_moe_layer": [False, True, True, True], "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
@@ -169,7 +174,7 @@ def config_of(model_type: str):
     defaults = kind()
     own = OWN.get(model_type, {})
     if getattr(defaults, "vision_config", None) is not None and getattr(defaults, "text_config", None) is not None:
-        text = _small(defaults.text_config, OWN.get(f"{model_type}_text", own))
+        text = {"model_type": defaults.text_config.model_type, **_small(defaults.text_config, OWN.get(f"{model_type}_text", own))}
         vision = {key: value for key, value in VISION.items() if key in defaults.vision_config.to_dict() and value is not None}
         ids = {key: 10 + number for number, key in enumerate(sorted(defaults.to_dict())) if key.endswith(("token_id", "token_index"))}
         return kind(text_config=text, vision_config=vision, **ids)
