@@ -315,7 +315,7 @@ class Worker:
             if not patches.checked.done:
                 _check_patched(self._files, tensor, patches)
                 patches.checked.done = True
-        self._patches = self._patches or PatchReaders(self._files, self._shared and self._shared.opened())
+        self._patches = self._patches or PatchReaders(self._files, None if self._shared is None else self._shared.opened())
         self._patches.apply(tensor, box, block)
 
     def gather(self, pieces: Pieces, box: Box) -> Block:
