@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from helpers.fixture_places import DCP, HF
+from helpers.fixture_places import DCP, FIXTURES, HF
 from helpers.reshard_command import reshard
 
 import reshard as library
@@ -148,6 +148,21 @@ def test_what_was_used_longest_ago_makes_room(cache):
     with pytest.raises(library.RequestError, match="the cache may have 1,000"):
         library.cache(library.plan(HF / "gpt2", to="vllm", tp=1), max_size=1000)
     assert not [each for each in Cache().entries() if "gpt2" in each.source]
+
+
+def test_a_damaged_entry_makes_room_and_a_learned_layout_stays(cache, tmp_path):
+    entry = library.cache(library.plan(HF / "llama", to="vllm", tp=1))
+    layout = cache / "layouts" / "qwen3_next.json"
+    layout.parent.mkdir()
+    shutil.copy(FIXTURES / "learned" / "qwen3_next" / "layout.json", layout)
+    for path in (layout, *(cache / "links").iterdir()):
+        os.utime(path, (1_000_000, 1_000_000))
+    os.unlink(f"{entry.path}/reshard.json")
+    assert {each.path for each in Cache().entries()} == {entry.path, str(layout)}
+    plan = library.plan(HF / "qwen2", to="vllm", tp=1)
+    library.cache(plan, max_size=sum(file.nbytes for file in plan.layout.files) + layout.stat().st_size)
+    left = {each.path for each in Cache().entries()}
+    assert entry.path not in left and str(layout) in left and len(left) == 2
 
 
 def test_list_and_clean(cache):

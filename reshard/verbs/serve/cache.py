@@ -189,21 +189,25 @@ class Cache:
 
     def remove(self, entry: CacheEntry) -> None:
         """Remove an entry and its links."""
-        name = Path(entry.path).name
-        if Path(entry.path).parent == self.root / "layouts":
-            Path(entry.path).unlink(missing_ok=True)
-            return
-        for link in _listed(self.root / "links"):
-            if _json_of(link).get("entry") == name:
-                link.unlink(missing_ok=True)
-        with system_errors("removed", entry.path):
-            shutil.rmtree(self.root / "entries" / name)
+        path = Path(entry.path)
+        if self._is_layout(entry):
+            with system_errors("removed", path):
+                path.unlink(missing_ok=True)
+        else:
+            for link in _listed(self.root / "links"):
+                if _json_of(link).get("entry") == path.name:
+                    link.unlink(missing_ok=True)
+            with system_errors("removed", path):
+                shutil.rmtree(path)
         event("cache-removed", f"removed {entry.path}, {nbytes_text(entry.nbytes)}", target=entry.path, bytes=entry.nbytes)
+
+    def _is_layout(self, entry: CacheEntry) -> bool:
+        return Path(entry.path).parent == self.root / "layouts"
 
     def _make_room(self, nbytes: int, max_size: int) -> None:
         """Remove the entries that were used longest ago until so many bytes fit."""
         entries = self.entries()
-        removable = [entry for entry in entries if entry.age > SECONDS_KEPT and entry.fingerprint]
+        removable = [entry for entry in entries if entry.age > SECONDS_KEPT and not self._is_layout(entry)]
         total = sum(entry.nbytes for entry in entries)
         if nbytes + total - sum(entry.nbytes for entry in removable) > max_size:
             raise RequestError(
