@@ -37,6 +37,11 @@ class Parallel:
     def __str__(self) -> str:
         return " ".join(f"{name.upper()} {size}" for name in _NAMES if (size := getattr(self, name)) > 1) or "one rank"
 
+    @property
+    def in_file_names(self) -> str:
+        """The sizes as a part of a file's name, such as "tp8pp2"; "tp1" for one rank."""
+        return "".join(f"{name}{size}" for name in _NAMES if (size := getattr(self, name)) > 1) or "tp1"
+
     def allow(self, *names: str, what: str) -> None:
         """Raises RequestError if a size that is not in `names` is above 1. what: the target, for the message."""
         for name in _NAMES:

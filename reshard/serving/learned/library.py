@@ -100,8 +100,13 @@ class Library:
             self.folder.mkdir(parents=True, exist_ok=True)
         sources = {name: [str(entry.dtype), entry.shape] for name, entry in layout.source_entries.items()}
         digest = hashlib.sha256(json.dumps([layout.config, sources, layout.platform], sort_keys=True).encode()).hexdigest()[:12]
-        sizes = str(wanted.parallel).replace(" ", "").lower().replace("onerank", "tp1")
-        words = (str((wanted.config or {}).get("model_type", "model")), layout.engine, layout.engine_version, sizes, digest)
+        words = (
+            str((wanted.config or {}).get("model_type", "model")),
+            layout.engine,
+            layout.engine_version,
+            wanted.parallel.in_file_names,
+            digest,
+        )
         path = self.folder / ("-".join("".join(c if c.isalnum() or c in "._+," else "_" for c in word) for word in words) + ".json")
         OutputFile.at(path).write(text_of(layout).encode())
         return path

@@ -145,8 +145,7 @@ class Cache:
         work = self.root / "work" / asked
         result = convert(plan, work, if_changed=True, **options)
         content = content_digest(json.dumps([result.fingerprint.root, request]).encode()).rpartition(":")[2]
-        parallel = str(plan.layout.parallel).replace(" ", "").lower().replace("onerank", "tp1")
-        entry = self.root / "entries" / f"{plan.layout.format}-{parallel}-{content[:16]}"
+        entry = self.root / "entries" / f"{plan.layout.format}-{plan.layout.parallel.in_file_names}-{content[:16]}"
         with system_errors("written", entry):
             entry.parent.mkdir(exist_ok=True)
             if entry.exists() and _whole(entry):  # the same weights under another path
