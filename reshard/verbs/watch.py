@@ -6,8 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
-from reshard.engine.pool import Effort
-from reshard.errors import DifferenceFound, RequestError, ReshardError, UnsupportedError
+from reshard.errors import RequestError, ReshardError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
 from reshard.index.patches import DeltaEncoding
@@ -19,9 +18,8 @@ from reshard.runs.outputs import LATEST, Outputs, WatchRecord
 from reshard.storage.system_calls import is_url, local_path
 from reshard.verbs.convert import convert, target_place
 from reshard.verbs.plan import plan
-from reshard.verbs.steps.happened import WatchEvent, happened, run_command
+from reshard.verbs.steps.happened import WatchEvent, among_newest, check_written, happened, run_command
 from reshard.verbs.steps.kept import Kept, kept
-from reshard.verbs.verify import verify_written
 
 _POLL_SECONDS = 30.0
 # A step that cannot be converted is tried again after twice the time, up to this.
@@ -213,8 +211,7 @@ class _Work:
     def pending(self, steps: list[Step]) -> list[Step]:
         """The steps that are to be done, in order: where only the newest are kept, no older ones."""
         record = WatchRecord(self.outputs)
-        newest = sorted({step.order for step in steps if step.complete})[-self.keep :] if self.keep else []
-        return [step for step in steps if not record.is_finished(step) and (not newest or step.order >= newest[0])]
+        return [step for step in among_newest(steps, self.keep) if not record.is_finished(step)]
 
     def do(self, step: Step, source: str) -> Iterator[WatchEvent]:
         """Convert and verify a step; then everything that depends on it. A kill at any moment leaves it to be done again."""
@@ -231,9 +228,7 @@ class _Work:
         if self.link and earlier:
             count, nbytes = self.outputs.link_unchanged(name, earlier[-1].name)
             yield self.event("linked", step, f"{plural(count, 'file')}, {nbytes:,} bytes, as in {earlier[-1].name}")
-        difference = verify_written(target, Effort())
-        if not difference.equal:
-            raise DifferenceFound(difference.differences[0].detail, where=f"{target}/{difference.differences[0].name}")
+        check_written(target)
         newer = any(each.number > step.order and each.name in there for each in record.finished())
         if not newer and self.outputs.move_latest(name):
             yield self.event("latest", step, f"{self.outputs.place(LATEST)} points at it")

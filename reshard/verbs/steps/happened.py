@@ -1,17 +1,21 @@
-"""What a watch has done, and the command of the user that it runs after each step."""
+"""What every kind of watch does with steps: choose the newest, check what was written, tell events, run the command of the user."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from reshard.engine.events import event
-from reshard.errors import RequestError
+from reshard.engine.pool import Effort
+from reshard.errors import DifferenceFound, RequestError
 from reshard.geometry.documents import document
 from reshard.geometry.value import value
+from reshard.requests.keywords import PathLike
 from reshard.requests.run_folders import Step
+from reshard.verbs.verify import verify_written
 
 
 @value
@@ -41,6 +45,20 @@ def happened(name: str, step: Step, target: str, detail: str) -> WatchEvent:
     found = WatchEvent(name, step.order, step.path, target, detail, round(time.time(), 3))
     event(f"watch-{name}", f"step {step.order}: {name}: {detail}", step=step.order, source=step.path, target=found.target)
     return found
+
+
+def among_newest(steps: Sequence[Step], keep: int | None) -> list[Step]:
+    """The steps that are not older than the newest `keep` complete ones, in their order; all of them without a number."""
+    newest = sorted({step.order for step in steps if step.complete})[-keep:] if keep else []
+    return [step for step in steps if not newest or step.order >= newest[0]]
+
+
+def check_written(place: PathLike) -> None:
+    """Raises DifferenceFound, with the first difference, unless a folder or URL holds what was written there."""
+    difference = verify_written(place, Effort())
+    if not difference.equal:
+        first = difference.differences[0]
+        raise DifferenceFound(first.detail, where=f"{place}/{first.name}")
 
 
 def run_command(command: str, step: Step, source: str, target: str) -> str:

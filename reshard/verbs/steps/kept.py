@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from reshard.adapter.save_folders import step_of
-from reshard.engine.pool import Effort
 from reshard.errors import CheckpointError, DifferenceFound, RequestError, check_word
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
@@ -37,8 +36,7 @@ from reshard.verbs.convert import convert
 from reshard.verbs.delta import delta
 from reshard.verbs.look.fingerprint import fingerprint
 from reshard.verbs.plan import plan
-from reshard.verbs.steps.happened import WatchEvent, happened, run_command
-from reshard.verbs.verify import verify_written
+from reshard.verbs.steps.happened import WatchEvent, among_newest, check_written, happened, run_command
 
 FULL_EVERY = 10
 """How many steps a full checkpoint begins. More make the run little smaller and its steps slower to read (docs/recipes/deltas.md)."""
@@ -85,8 +83,7 @@ class Kept:
                     do="Give the folder of one run",
                     id="ambiguous",
                 )
-        newest = sorted({step.order for step in steps if step.complete})[-self.keep :] if self.keep else []
-        return [step for step in self._unfinished(steps) if not newest or step.order >= newest[0]]
+        return self._unfinished(among_newest(steps, self.keep))
 
     def _unfinished(self, steps: Sequence[Step]) -> list[Step]:
         """Those of these saves that are not kept."""
@@ -166,9 +163,7 @@ class Kept:
         """Write a full checkpoint and verify it. Returns the fingerprint, and what was written in words."""
         others = {name: each for name, each in self.options.items() if name not in ModelOptions.__annotations__}
         result = convert(plan(source, to=self.to, **others), new)
-        difference = verify_written(new, Effort())
-        if not difference.equal:
-            raise DifferenceFound(difference.differences[0].detail, where=f"{new}/{difference.differences[0].name}")
+        check_written(new)
         return result.fingerprint.root, f"{sum(result.files.values()):,} bytes in {plural(len(result.files), 'file')}"
 
     def _is_kept(self, number: int, written: str) -> bool:
