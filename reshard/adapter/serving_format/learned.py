@@ -83,7 +83,7 @@ def settled(serving_format: ServingEngine, content: Content, target: Target, com
             why=some(library.reasons(wanted)) or f"There is no layout of {serving_format.engine} in this folder",
             do="Add `learn=True` `engine_python=PATH` to let the engine's own loader tell the layout",
         )
-    path = path or library.add(_traced(tracer, content, target, companions), wanted)
+    path = path or library.add(_traced(tracer, version, content, target, companions), wanted)
     return replace(target, options={**options, "layout": str(path)})
 
 
@@ -97,16 +97,19 @@ def _check_consistent(options: Mapping[str, Any]) -> None:
             raise RequestError(f"`{name}=` has a meaning only with `learn=True`", do="Add `learn=True`, or leave it out")
 
 
-def _traced(tracer: Tracer, content: Content, target: Target, companions: ModelFiles) -> LearnedLayout:
-    """The layout that the engine's loader makes of the content at the target's sizes. Its files are written without their elements."""
+def _traced(tracer: Tracer, version: str | None, content: Content, target: Target, companions: ModelFiles) -> LearnedLayout:
+    """The layout that the engine's loader makes of the content at the target's sizes. Its files are written without their elements.
+
+    version: the installed version of the engine, from the tracer.
+    """
     if content.selection.is_partial or content.states:
         raise RequestError("`learn=True` needs the whole model, and weights alone", do="Leave out `include=`, `exclude=` and `optimizer=`")
     sizes = {"tp": target.parallel.tp, "pp": target.parallel.pp, "ep": target.parallel.ep}
-    version = target.engine_version
-    if version not in (None, found := tracer.version()):
-        raise RequestError(f"`engine_version={version}`: {found} is installed", where=tracer.python, do="Leave out `engine_version=`")
-    text = f"traces the loader of {tracer.engine} {found} on {target.parallel.tp * target.parallel.pp} ranks: some seconds for each"
-    LOGGER.info(text, extra={"event": "learn", "fields": {"engine": tracer.engine, "engine_version": found, **sizes}})
+    asked = target.engine_version
+    if asked not in (None, version):
+        raise RequestError(f"`engine_version={asked}`: {version} is installed", where=tracer.python, do="Leave out `engine_version=`")
+    text = f"traces the loader of {tracer.engine} {version} on {target.parallel.tp * target.parallel.pp} ranks: some seconds for each"
+    LOGGER.info(text, extra={"event": "learn", "fields": {"engine": tracer.engine, "engine_version": version, **sizes}})
     entries = [(name, target.dtype_of(tensor), tensor.shape) for name, tensor in content.weights.items()]
     with TemporaryDirectory(prefix="reshard-learn-") as work:
         Path(work, "model.safetensors").write_bytes(safetensors.frame(entries, {}).header)
