@@ -106,7 +106,7 @@ def test_an_adapter_that_no_live_update_merges_is_refused(trained):
         dtype,
         np.ones(tensors[f"{module}.lora_B.default.weight"][1].shape[0], dtype.word),
     )
-    with pytest.raises((UnsupportedError, RequestError)):
+    with pytest.raises((UnsupportedError, RequestError), match=r"q_proj\.weight: 1 tensor .* a live update does not know"):
         agreed_plan(with_settings(by_rows(tensors, 2)[0], {**SETTINGS, "use_dora": True}), hellos(CONFIG, 2))
 
 
