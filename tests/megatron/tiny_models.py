@@ -121,23 +121,22 @@ TWINS: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 # What parts of the names of a Llama are called, in this order.
-_EXAONE = {
+_AS_GPT2 = {
     r"model\.embed_tokens": "transformer.wte", r"model\.layers": "transformer.h", r"model\.norm": "transformer.ln_f",
-    r"input_layernorm": "ln_1", r"post_attention_layernorm": "ln_2", r"self_attn": "attn.attention", r"o_proj": "out_proj",
-    r"gate_proj": "c_fc_0", r"up_proj": "c_fc_1", r"down_proj": "c_proj",
+    r"input_layernorm": "ln_1", r"post_attention_layernorm": "ln_2",
+}  # fmt: skip
+_EXAONE = _AS_GPT2 | {
+    r"self_attn": "attn.attention", r"o_proj": "out_proj", r"gate_proj": "c_fc_0", r"up_proj": "c_fc_1", r"down_proj": "c_proj",
 }  # fmt: skip
 _INTERNLM2 = {
     r"embed_tokens": "tok_embeddings", r"lm_head": "output", r"self_attn\.o_proj": "attention.wo", r"mlp\.gate_proj": "feed_forward.w1",
     r"mlp\.up_proj": "feed_forward.w3", r"mlp\.down_proj": "feed_forward.w2", r"input_layernorm": "attention_norm",
     r"post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
-_QWEN = {
-    r"model\.embed_tokens": "transformer.wte", r"model\.layers": "transformer.h", r"model\.norm": "transformer.ln_f",
-    r"input_layernorm": "ln_1", r"post_attention_layernorm": "ln_2", r"self_attn\.o_proj": "attn.c_proj", r"gate_proj": "w2",
-    r"up_proj": "w1", r"down_proj": "c_proj", r"attention\.query_key_value": "attn.c_attn",
+_QWEN = _AS_GPT2 | {
+    r"self_attn\.o_proj": "attn.c_proj", r"gate_proj": "w2", r"up_proj": "w1", r"down_proj": "c_proj",
+    r"attention\.query_key_value": "attn.c_attn",
 }  # fmt: skip
-
-
 _BAILING_MOE = {
     r"embed_tokens": "word_embeddings", r"self_attn\.o_proj": "attention.dense", r"self_attn\.q_norm": "attention.query_layernorm",
     r"self_attn\.k_norm": "attention.key_layernorm", r"e_score_correction_bias": "expert_bias",
