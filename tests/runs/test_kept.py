@@ -40,7 +40,7 @@ def save(run, step, seed=None, share=0.01):
 
 
 def changed_a_little(stored, share, seed):
-    """The tensors with another lowest bit in a share of their bytes: numbers stay finite."""
+    """The tensors with another lowest bit in a share of their 16-bit words: numbers stay finite."""
     random_bits, result = np.random.default_rng(seed), {}
     for name, (dtype, shape, data) in stored.items():
         flips = (random_bits.random(len(data) // 2) < share).astype("<u2")
@@ -192,7 +192,8 @@ def test_runs_of_any_trainer_are_kept(name, to, tmp_path):
         os.utime(each, (1.7e9, 1.7e9))
     kept = tmp_path / "kept"
     more = ("--model", model) if model.is_dir() else ()
-    assert keep(tmp_path / "run", kept, *to, *more).code == 0, keep(tmp_path / "run", kept, *to, *more).out
+    result = keep(tmp_path / "run", kept, *to, *more)
+    assert result.code == 0, result.out
     assert [forms(kept).get(step) for step in (20, 30)] == ["delta", "delta"]
     for step, expected in ((10, changed(stored, 0.02, 1)), (20, stored), (30, changed(stored, 0.02, 3))):
         found = library.open(kept, step=step, **(options if to[1] == "dcp" else {})).content().tensors
