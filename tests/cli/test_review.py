@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
 import pytest
 from helpers.fixture_places import DCP, FIXTURES, FSDP, HF
 from helpers.reshard_command import reshard
 
-LLAMA, VERL = HF / "llama", FSDP / "verl" / "checkpoint"
+LLAMA = HF / "llama"
 TRAINED = FIXTURES / "megatron_dist" / "llama-tp2-pp2"
 OF_TRAINED = ("--model", TRAINED / "model")
 DECLARATION = "reshard.architecture.yaml"
@@ -159,7 +160,7 @@ def test_a_place_that_cannot_be_read_or_written_is_named(arguments, code, told):
 
 
 def test_what_hub_addresses_need_is_one_extra(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
+    monkeypatch.setitem(sys.modules, "fsspec", None)
     shown = reshard("inspect", "hf://ORG/NAME")
     assert shown.code == 6 and "hf:// paths need fsspec and huggingface_hub" in shown.err and "pip install 'reshard[hub]'" in shown.err
 
