@@ -90,8 +90,9 @@ def test_only_changed_values_of_an_adapter_travel(trained, tmp_path):
 def test_the_base_alone_is_never_sent(trained):
     """Without the adapter's settings nothing tells its scale; and another scale gives other weights."""
     said, arrays = by_rows(trained[0], 2)
-    with pytest.raises(RequestError, match="has a LoRA adapter of 28 tensors, and nothing tells its settings"):
+    with pytest.raises(RequestError, match="has a LoRA adapter of 28 tensors, and nothing tells its settings") as caught:
         agreed_plan(said, hellos(CONFIG, 2))
+    assert "lora_A" in caught.value.where and "peft_config" in caught.value.do
     plans = [agreed_plan(with_settings(said, {**SETTINGS, "lora_alpha": alpha}), hellos(CONFIG, 1)) for alpha in (10, 12)]
     one, other = (updated(plan, arrays)[0][0] for plan in plans)
     name = "model.layers.0.self_attn.qkv_proj.weight"
