@@ -49,7 +49,7 @@ from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import ModelOptions, OpenOptions, PathLike, checked_keywords
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import gc_paused, is_url
-from reshard.storage.tar import open_files, open_tree
+from reshard.storage.tar import open_base, open_files, open_tree
 from reshard.storage.trees import chain_of
 
 
@@ -78,7 +78,7 @@ def opened(source: Checkpoint | PathLike, *, is_alone: bool = True, **options: U
     if is_alone:
         return open(source, **options)
     own: dict[str, Any] = dict(options)
-    if not own.get("model_wins") and find_model_files_near(open_tree(chain_of(source)[0])).config is not None:
+    if not own.get("model_wins") and find_model_files_near(open_base(source)).config is not None:
         own["model"] = None
     with blaming(os.fspath(source)):
         return _open(source, own)
@@ -98,7 +98,7 @@ def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) 
 
     `model` is used for a checkpoint without a config of its own. If only one checkpoint gives the vocabulary size, it is used for both.
     """
-    without_config = [path for path in (left, right) if find_model_files(open_tree(chain_of(path)[0])).config is None]
+    without_config = [path for path in (left, right) if find_model_files(open_base(path)).config is None]
     if (model := options.get("model")) is not None and not without_config:
         raise RequestError(f"`model=` {os.fspath(model)} is not used: both checkpoints have a {CONFIG} of their own", do="Leave it out")
     found = [_open(path, options if path in without_config else {**options, "model": None}) for path in (left, right)]
@@ -355,7 +355,7 @@ def is_bare(path: PathLike) -> bool:
     if known_config(path) is not None:
         return True
     try:
-        files = open_tree(chain_of(path)[0])
+        files = open_base(path)
     except RequestError as error:
         raise with_known_name(error, path) from None
     return find_model_files(files).config is not None and not registry.is_claimed(files)
@@ -367,7 +367,7 @@ def model_at(path: PathLike, architecture: Architecture | PathLike | None = None
     if (known := known_config(path)) is not None:
         return model_of(known, architecture)
     try:
-        files = open_tree(chain_of(path)[0])
+        files = open_base(path)
     except RequestError as error:
         raise with_known_name(error, path) from None
     found = find_model_files(files)

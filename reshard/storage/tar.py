@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from reshard.errors import CheckpointError
 from reshard.storage.files import Files, LocalFiles, entries_of, read_each_run
 from reshard.storage.system_calls import is_url
-from reshard.storage.trees import FilesElsewhere
+from reshard.storage.trees import FilesElsewhere, chain_of
 
 _SUFFIXES = (".nemo", ".tar")
 _GZIP = b"\x1f\x8b"
@@ -24,6 +24,11 @@ def open_tree(path: str | os.PathLike[str]) -> Files:
     Raises: RequestError if the path does not exist, CheckpointError if the archive cannot be read.
     """
     return in_archive(open_files(path))
+
+
+def open_base(path: str | os.PathLike[str]) -> Files:
+    """The files of a checkpoint; of `BASE+DELTA`, those of the base. Raises as `open_tree` does."""
+    return open_tree(chain_of(path)[0])
 
 
 def in_archive(files: Files) -> Files:

@@ -28,8 +28,7 @@ from reshard.requests.request import dtype_named, kept_globs
 from reshard.serving.capacity import DegreeReport, GpuMemory, degree_report
 from reshard.serving.learned.fit import check_config, check_engine, learned_degree_report
 from reshard.serving.weights import model_dtype
-from reshard.storage.tar import open_tree
-from reshard.storage.trees import chain_of
+from reshard.storage.tar import open_base
 from reshard.verbs.look.keywords import DegreeOptions
 
 
@@ -88,7 +87,7 @@ def _by_layout(source: Checkpoint | PathLike, to: str, path: str, parallels: Seq
     if unused:
         raise RequestError(f"`{unused[0]}=` does not apply with `layout=`", why="A layout says only what ranks hold", do="Leave it out")
     check_engine(layout, to, options.get("engine_version"))
-    files = source.model_files if isinstance(source, Checkpoint) else find_model_files(open_tree(chain_of(source)[0]))
+    files = source.model_files if isinstance(source, Checkpoint) else find_model_files(open_base(source))
     check_config(layout, files.config)
     return learned_degree_report(layout, str((files.config or {}).get("model_type")), parallels)
 
