@@ -4,8 +4,8 @@
 
 `reshard --help`, `reshard inspect` and `reshard convert --dry-run` of the bundled FSDP2 checkpoint run in turn into a pipe, and on a
 pseudo-terminal of 80 columns, where lines are wrapped, tables fitted and coloured. Then the lines that `inspect` prints are wrapped and
-coloured alone, in this process. --against: a folder with another version (`pip install --no-deps --target FOLDER TREE`), which runs in
-the pairs, too. Medians, with the least in brackets, in milliseconds.
+coloured alone, in this process. --against: a folder with another version (`pip install --no-deps --target FOLDER TREE`), whose runs
+take turns with the others. It prints medians in milliseconds, with the fastest run in brackets.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/learning.py ENGINE_PYTHON [--tp N] [--published FOLDER] [model ...]
 
 The models are those of tests/serving/published_sizes.py, and, with --published, folders with a published config.json. Their tensors have
-the names and shapes of the declaration, of which the tracer knows nothing. The first and the last rank are traced at a time.
+the names and shapes of the declaration, which the tracer does not read. Each run traces the first and the last rank.
 docs/reference/traced-models.md has the results.
 """
 
@@ -59,7 +59,7 @@ def written(folder: Path, name: str, published: Path | None) -> dict[str, Any]:
     if name in published_sizes.MODELS:
         published_sizes.main(folder.parent, [name])
     else:
-        assert published is not None, f"{name} is no model of published_sizes.py: give --published"
+        assert published is not None, f"{name} is not in published_sizes.py: --published must name the folder that holds it"
         config = json.loads((published / name / "config.json").read_text())
         model = find_model(config)
         assert model is not None, f"{name} is of a type that is not declared"

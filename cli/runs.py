@@ -1,5 +1,4 @@
-"""What is shown of a place that is no single checkpoint: the checkpoints of a run, as a table and as JSON; what a watch does with
-them; a model without weights."""
+"""How commands show the checkpoints of a run (as a table and as JSON), the events of a watch, and a model without weights."""
 
 from __future__ import annotations
 
