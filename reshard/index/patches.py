@@ -18,6 +18,8 @@ from reshard.geometry.value import mutable, value
 
 INDEX = "model.safetensors.index.json"
 """The file of a delta that says which frame lies in which file, and what the delta changes."""
+OWN_KEY = "reshard_base"
+"""The key of that file's metadata by which a delta of ours is told from one that another program wrote: the base as it was named."""
 DeltaEncoding = Literal["xor", "overwrite"]
 """How a frame says what changed."""
 

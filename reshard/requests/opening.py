@@ -276,10 +276,14 @@ def _with_agreed_config(index: Index, model_files: ModelFiles, declared: Archite
 
 def _declaration(declared: Architecture | None, config: Mapping[str, Any]) -> bytes | None:
     """The declaration that an output needs beside its config, to be read without `architecture`; None if the config is enough."""
-    if declared is None or (declared.declaration is None and declared.model_type == model_type_of(config)):
+    if declared is None:
         return None
-    text = declared.declaration or f"language: 2\nmodel_type: {declared.model_type}\nextends: {declared.model_type}\n"
-    return text.encode() if declared.declaration or find_architecture(declared.model_type) else None
+    if declared.declaration is not None:
+        return declared.declaration.encode()
+    name = declared.model_type
+    if name == model_type_of(config) or not find_architecture(name):
+        return None
+    return f"language: 2\nmodel_type: {name}\nextends: {name}\n".encode()
 
 
 def _hints(model_files: ModelFiles, options: Mapping[str, Any], declared: Architecture | None) -> Hints:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from reshard.errors import TargetError
-from reshard.index.patches import INDEX
+from reshard.index.patches import INDEX, OWN_KEY
 from reshard.plans.manifest import MANIFEST, RECORDS, usable_manifest
 from reshard.runs.outputs import LATEST, MOST_OF_RECORD, RECORD
 from reshard.storage.files import LocalFiles
@@ -23,7 +23,7 @@ _PART = 1 << 20
 _REMOVING = ".removing-"
 _REPLACING = ".replacing-"
 # Keys of ours stand at the start of a delta's index.
-_OF_OUR_DELTA, _HEAD = b'"reshard_base"', 1 << 16
+_OF_OUR_DELTA, _HEAD = f'"{OWN_KEY}"'.encode(), 1 << 16
 _LINKING = ".linking"
 
 

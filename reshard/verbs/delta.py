@@ -25,7 +25,7 @@ from reshard.geometry.dtypes import from_torch
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.index import Tensor, element_count
-from reshard.index.patches import INDEX, DeltaEncoding
+from reshard.index.patches import INDEX, OWN_KEY, DeltaEncoding
 from reshard.plans.digests import Fingerprint, content_digest
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import EffortOptions, ModelOptions, PathLike, PlanOptions, checked_keywords, take
@@ -217,7 +217,7 @@ def _metadata(base: Checkpoint, new: Checkpoint, prints: tuple[Fingerprint, ...]
         "delta_encoding": "",
         "compression_format": "zstd",
         "checksum_format": CHECKSUM,
-        "reshard_base": base.path,
+        OWN_KEY: base.path,
         "reshard_base_fingerprint": prints[0].root,
         "reshard_result": new.path,
         "reshard_result_fingerprint": prints[1].root,
