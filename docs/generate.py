@@ -243,11 +243,25 @@ def compared_with_vllm() -> int:
     return sum(bool(_degrees_of_vllm(each.model_type) or _degrees_of_vllm(each.family)) for each in found if each is not None)
 
 
+def written_for_vllm() -> int:
+    """How many model types `convert --to vllm` writes."""
+    from reshard.models.lookup import built_in_model_types, find_architecture
+
+    rules = [each.engines.get("vllm") for name in built_in_model_types() if (each := find_architecture(name)) is not None]
+    return sum(each is not None and not each.no_class and not each.not_loadable for each in rules)
+
+
+def written_for_megatron() -> int:
+    """How many model types `convert --to megatron` writes."""
+    return sum(row[1] == "yes" for row in _megatron_rows())
+
+
 def number_of_formats() -> int:
     return len(import_module("reshard.adapter.registry").formats())
 
 
-def megatron_models() -> str:
+def _megatron_rows() -> list[tuple[str, str, str]]:
+    """Of each model type: its name, whether Megatron takes it, and how that was compared, or why not."""
     from reshard.models.lookup import built_in_model_types, find_architecture
 
     lacking_for = import_module("reshard.formats.megatron.write.check_model").lacking_for
@@ -262,6 +276,11 @@ def megatron_models() -> str:
         else:
             compared = _compared_with_megatron(model_type) or f"as {architecture.family}"
             rows.append((f"`{model_type}`", "yes", compared))
+    return rows
+
+
+def megatron_models() -> str:
+    rows = _megatron_rows()
     taken = sum(row[1] == "yes" for row in rows)
     return _page(
         [
@@ -444,7 +463,11 @@ PAGES: dict[str, Callable[[], str]] = {
 
 # Page -> the words around each count, and what is counted.
 COUNTS: dict[str, tuple[tuple[str, str, Callable[[], int]], ...]] = {
-    "../README.md": (("For ", " model types the files equal what ranks of real vLLM hold", compared_with_vllm),),
+    "../README.md": (
+        ("For ", " model types the files equal what ranks of real vLLM hold", compared_with_vllm),
+        ("[", " model types](docs/reference/models.md) go to vLLM", written_for_vllm),
+        ("and [", "](docs/reference/megatron-models.md) to", written_for_megatron),
+    ),
     "index.md": (("[", " formats](formats/index.md) are known", number_of_formats),),
 }
 
