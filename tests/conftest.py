@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +21,9 @@ settings.load_profile("untimed")
 MEMORY = Path("/dev/shm")
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4_000_000_000:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+# A shell lets its jobs in the background ignore Ctrl-C, and what they start would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # pytest-xdist sets it, and lines would be wrapped; tests of widths set it themselves.
 os.environ.pop("COLUMNS", None)

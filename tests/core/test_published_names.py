@@ -61,7 +61,8 @@ def test_the_names_of_a_published_checkpoint_follow_from_its_config(folder):
     config, index = read(folder)
     model = find_model(config)
     assert model is not None, "its type is not declared"
-    names, arrays = Names(model), {name: Names(model).array(name) for name in index["weight_map"]}
+    names = Names(model)
+    arrays = {name: names.array(name) for name in index["weight_map"]}
     strange = [
         name
         for name, array in arrays.items()
