@@ -8,7 +8,9 @@ from cloud.models import write_hf
 from cloud.s3_server import S3Server
 from helpers.reshard_command import reshard as run
 
-from reshard.storage.stores import store
+from reshard.errors import SystemRefusal
+from reshard.storage.stores import store as stores
+from reshard.storage.stores.obstore_backend import _answering
 from reshard.storage.stores.urls import open_store
 
 STATUSES = (301, 302, 307, 308)
@@ -18,7 +20,7 @@ STATUSES = (301, 302, 307, 308)
 def quick(monkeypatch):
     """The pauses between attempts are those of a hundredth of the time."""
     for name in ("_FIRST_PAUSE", "_LONGEST_PAUSE", "_SILENCE"):
-        monkeypatch.setattr(store, name, getattr(store, name) / 100)
+        monkeypatch.setattr(stores, name, getattr(stores, name) / 100)
 
 
 @pytest.fixture
@@ -126,6 +128,12 @@ def test_a_store_that_does_not_answer_is_spoken_of_before_it_is_given_up(s3, mod
     assert f"no answer from {s3.endpoint}/bucket/hf" in web.err and ", trying again (" in web.err
 
 
+def test_an_endpoint_that_nobody_serves_is_named_without_the_librarys_requests(s3, quick):
+    s3.close()
+    error = run("inspect", "s3://bucket/hf").err.splitlines()[-1]
+    assert f"s3://bucket/hf: cannot be listed: no answer from {s3.endpoint.removeprefix('http://')}. Check the URL" in error, error
+
+
 def test_a_bucket_that_is_not_there_is_called_so(s3, quick):
     def no_bucket(request):
         request.error(404, "NoSuchBucket")
@@ -133,3 +141,49 @@ def test_a_bucket_that_is_not_there_is_called_so(s3, quick):
 
     s3.lie = no_bucket
     assert is_told(run("inspect", "s3://typo/hf"), "the bucket does not exist")
+
+
+@pytest.fixture
+def nobody(s3, monkeypatch, tmp_path):
+    """Neither the environment nor a cloud gives credentials."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.mark.parametrize("config", [None, "[default]\nregion = eu-west-1\n"])
+def test_without_credentials_the_message_says_what_to_set(nobody, tmp_path, config):
+    if config:
+        (tmp_path / ".aws").mkdir()
+        (tmp_path / ".aws" / "config").write_text(config)
+    shown = run("inspect", "s3://bucket/hf")
+    assert shown.code == 5 and shown.err == (
+        "reshard: s3://bucket/hf: no credentials are set, and this machine gets none from a cloud. Set AWS_ACCESS_KEY_ID and "
+        "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (which needs boto3); a public bucket needs --storage-option skip_signature=true. [system]\n"
+    )
+
+
+def test_a_profile_that_is_not_there_is_named(nobody, monkeypatch):
+    monkeypatch.setenv("AWS_PROFILE", "tema")
+    shown = run("inspect", "s3://bucket/hf")
+    assert shown.code == 2 and "AWS_PROFILE=tema: The config profile (tema) could not be found. Name a profile of ~/.aws." in shown.err
+
+
+@pytest.mark.parametrize(
+    ("store", "path", "variable"),
+    [
+        ("GCS", "/computeMetadata/v1/instance/service-accounts/default/token", "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("MicrosoftAzure", "/metadata/identity/oauth2/token", "AZURE_STORAGE_ACCOUNT_KEY"),
+    ],
+)
+def test_other_clouds_have_other_variables(store, path, variable):
+    """The requests of obstore 0.12.1 on a machine in no cloud. A cloud that has too much to do is asked again."""
+    import obstore
+
+    asked = f"Generic {store} error: Error performing token request: Error performing GET http://169.254.169.254{path} in 1.2ms - "
+    for cause, expected in (("HTTP error: error sending request", SystemRefusal), ("status code: 429 Too Many Requests", OSError)):
+        with pytest.raises(expected) as refused, _answering(obstore, "gs://bucket/hf"):
+            raise obstore.exceptions.GenericError(asked + cause)
+        assert (variable in str(refused.value)) == (expected is SystemRefusal), str(refused.value)

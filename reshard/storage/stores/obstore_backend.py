@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from reshard.errors import RequestError, UnsupportedError
+from reshard.errors import RequestError, SystemRefusal, UnsupportedError
 from reshard.storage.stores.store import Entry, ObjectChanged, Upload
 from reshard.storage.stores.web_backend import proxy_of
 
@@ -26,6 +26,17 @@ _REFUSED = ("lacked the necessary privileges", "lacked valid authentication")
 # Statuses of requests that fail again when they are repeated, such as one to a bucket that is not there. Timeouts (408), conflicts (409)
 # and limits (429) are not among them.
 _MISTAKE = re.compile(r"status code: 4(?!08|09|29)\d\d")
+# Without other credentials, object_store asks the cloud in which the machine may stand: by the path of that request, what to set elsewhere.
+_TO_SET = {
+    "/latest/": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (which needs boto3)",
+    "/computeMetadata/": "GOOGLE_APPLICATION_CREDENTIALS",
+    "/metadata/identity/": "AZURE_STORAGE_ACCOUNT_KEY",
+}
+# Answers to such a request that another attempt may change: too many at a time, or an error of the server.
+_MAY_PASS = re.compile(r"status code: (429|5\d\d)")
+_ASKED_THE_CLOUD = re.compile(r"https?://[^/\s]+(/latest/(?=api/token|meta-data/)|/computeMetadata/|/metadata/identity/)")
+_REQUEST = re.compile(r"Generic \w+ error: (?:Error performing \w+ request: )*(?:Error performing [A-Z]+ https?://([^/\s]+)\S* in \S+ - )?")
+_ANSWER = re.compile(r"status code: (\d{3} [A-Za-z -]+)(?:: (.*))?")
 _RETRIES: dict[str, Any] = {
     "max_retries": 10,
     "retry_timeout": timedelta(seconds=300),
@@ -47,7 +58,7 @@ class ObjectStore:
             from obstore.store import from_url
         except ImportError:
             raise UnsupportedError(f"{scheme}:// paths need obstore, which is not installed", where=url, do=INSTALL) from None
-        self._obstore = obstore
+        self._obstore, self._url = obstore, url
         of_client = {key.lower(): value for key, value in options.items() if _is_client_option(key, value)}
         options = {key: value for key, value in options.items() if key.lower() not in of_client}
         settings = _s3_settings(options) if scheme.startswith("s3") else {}
@@ -62,14 +73,14 @@ class ObjectStore:
             self._store, self._writing = opened({"max_retries": 0}), opened(_RETRIES)
         except Exception as error:
             raise RequestError(
-                f"this URL or a `storage_option=` is not understood: {str(error).splitlines()[0]}",
+                f"this URL or a `storage_option=` is not understood: {_cause(error)}",
                 where=url,
-                do="Options are those of object_store, such as endpoint, region, access_key_id, skip_signature, timeout",
+                do="Options are those of object_store, such as endpoint, region, access_key_id, account_name, skip_signature, timeout",
             ) from None
 
     def list(self, folder: str, *, below: bool) -> Iterator[Entry]:
         prefix = folder.rstrip("/") or None
-        with _answering(self._obstore):
+        with _answering(self._obstore, self._url):
             if not below:
                 found = self._obstore.list_with_delimiter(self._store, prefix)
                 yield from (Entry(f"{path}/", 0, "") for path in found["common_prefixes"])
@@ -79,7 +90,7 @@ class ObjectStore:
                 yield from map(_entry, page)
 
     def look(self, path: str) -> Entry | None:
-        with _answering(self._obstore):
+        with _answering(self._obstore, self._url):
             return _entry({**self._obstore.head(self._store, path), "path": path})
 
     def read(self, entry: Entry, start: int, stop: int) -> memoryview:
@@ -90,17 +101,17 @@ class ObjectStore:
         if entry.stamp.startswith('"'):
             options["if_match"] = entry.stamp
         try:
-            with _answering(self._obstore):
+            with _answering(self._obstore, self._url):
                 return memoryview(self._obstore.get(self._store, entry.path, options=options).bytes())
         except self._obstore.exceptions.PreconditionError:
             raise ObjectChanged from None
 
     def upload(self, path: str, *, part: int, at_once: int) -> Upload:
-        return _Writer(self._obstore, self._obstore.open_writer(self._writing, path, buffer_size=part, max_concurrency=at_once))
+        return _Writer(self._obstore, self._url, self._obstore.open_writer(self._writing, path, buffer_size=part, max_concurrency=at_once))
 
     def create(self, path: str, content: bytes) -> None:
         try:
-            with _answering(self._obstore):
+            with _answering(self._obstore, self._url):
                 self._obstore.put(self._store, path, content, mode="create", use_multipart=False)
         except self._obstore.exceptions.AlreadyExistsError:
             raise FileExistsError(path) from None
@@ -113,15 +124,15 @@ class ObjectStore:
 class _Writer:
     """`Upload` of an object. A small one is sent in one request, a larger one in parts."""
 
-    def __init__(self, obstore: Any, file: Any) -> None:
-        self._obstore, self._file, self._ended = obstore, file, False
+    def __init__(self, obstore: Any, url: str, file: Any) -> None:
+        self._obstore, self._url, self._file, self._ended = obstore, url, file, False
 
     def write(self, data: bytes) -> None:
-        with _answering(self._obstore):
+        with _answering(self._obstore, self._url):
             self._file.write(data)
 
     def close(self) -> None:
-        with _answering(self._obstore):
+        with _answering(self._obstore, self._url):
             self._file.close()
         self._ended = True
 
@@ -138,27 +149,42 @@ def _entry(found: Mapping[str, Any]) -> Entry:
 
 
 @contextmanager
-def _answering(obstore: Any) -> Iterator[None]:
-    """Raises PermissionError or ValueError for what the store refuses for good."""
+def _answering(obstore: Any, url: str) -> Iterator[None]:
+    """Raises PermissionError, ValueError or SystemRefusal for what the store refuses for good, OSError for what may pass."""
     refusals = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
     try:
         yield
     except Exception as error:
-        line = _first_line(error)
+        cause = _cause(error)
+        if (asked := _ASKED_THE_CLOUD.search(str(error))) and not _MAY_PASS.search(str(error)):
+            raise SystemRefusal(
+                "no credentials are set, and this machine gets none from a cloud",
+                where=url,
+                do=f"Set {_TO_SET[asked[1]]}; a public bucket needs `storage_option=` skip_signature=true",
+            ) from error
         # The writer of obstore raises OSError for everything.
         if isinstance(error, refusals) or any(text in str(error) for text in _REFUSED):
-            raise PermissionError(line) from error
+            raise PermissionError(cause) from error
         if f"{_NO_PROXY_AT}," in str(error):
             raise ValueError("the store redirects to another host, and reshard connects only to what you name") from error
         if "<Code>NoSuchBucket</Code>" in str(error):
             raise ValueError("the bucket does not exist") from error
-        if isinstance(error, obstore.exceptions.GenericError) and _MISTAKE.search(line):
-            raise ValueError(line) from error
+        if isinstance(error, obstore.exceptions.GenericError):
+            raise (ValueError if _MISTAKE.search(str(error)) else OSError)(cause) from error
         raise
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+def _cause(error: Exception) -> str:
+    """What went wrong, without the names of the requests that object_store puts before it."""
+    line = str(error).splitlines()[0]
+    if answer := _ANSWER.search(line):
+        code = re.search(r"<Code>(\w+)</Code>", str(error))
+        said = code[1] if code else answer[2]
+        return f"the server answers {answer[1]}" + (f": {said}" if said else "")
+    request = _REQUEST.match(line)
+    if request and request[1] and "error sending request" in line:
+        return f"no answer from {request[1]}"
+    return _REQUEST.sub("", line)
 
 
 def _is_client_option(key: str, value: str) -> bool:
@@ -188,11 +214,17 @@ def _s3_settings(options: Mapping[str, str]) -> dict[str, Any]:
     if not named and ("AWS_PROFILE" in os.environ or (folder / "credentials").exists() or (folder / "config").exists()):
         try:
             import boto3
+            from botocore.exceptions import ProfileNotFound
             from obstore.auth.boto3 import Boto3CredentialProvider
         except ImportError:
             return settings
-        session = boto3.Session()
-        settings["credential_provider"] = Boto3CredentialProvider(session)
+        try:
+            session = boto3.Session()
+        except ProfileNotFound as error:
+            raise RequestError(f"AWS_PROFILE={os.environ.get('AWS_PROFILE')}: {error}", do="Name a profile of ~/.aws") from None
+        # A file that only sets the region has no credentials; obstore looks for them on its own then.
+        if session.get_credentials() is not None:
+            settings["credential_provider"] = Boto3CredentialProvider(session)
         if session.region_name:
             settings.setdefault("region", session.region_name)
     return settings
