@@ -41,7 +41,7 @@ _STYLES = (
     (re.compile(r"(reshard:)"), f"{BOLD};{RED}", False),
     (re.compile(r"([^\s:]+(?::[^\s:]+)*)(?=: )"), BOLD, False),
 )
-_STYLES_OF_CELLS = {"complete": GREEN, "unfinished": YELLOW, "error": RED, "warning": YELLOW, "replica": DIM}
+_STYLES_OF_CELLS = {"complete": GREEN, "incomplete": YELLOW, "error": RED, "warning": YELLOW, "replica": DIM}
 
 
 def width_of(stream: TextIO) -> int | None:

@@ -224,9 +224,11 @@ def _list_checkpoints(error: ReshardError) -> None:
     """If the error is that none of several checkpoints is chosen, list them on stderr."""
     choice = sys.modules.get("reshard.requests.choice")
     if choice and isinstance(error, choice.SeveralCheckpoints):
+        from reshard.requests.lost_files import with_lost_files
+
         from .runs import show_list
 
-        show_list(error.root, error.steps, on_stderr=True)
+        show_list(error.root, with_lost_files(error.steps), on_stderr=True)
 
 
 def _explained(error: Exception) -> ReshardError:

@@ -53,7 +53,7 @@ def show_list(run: str, steps: Sequence[Step], *, on_stderr: bool = False) -> No
             step.format or "-",
             nbytes_text(step.nbytes),
             "-" if step.age is None else age_text(step.age),
-            "complete" if step.complete else "unfinished",
+            "complete" if step.complete else "incomplete",
             step.completeness.reason,
         )
         for step in steps

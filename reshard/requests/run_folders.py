@@ -96,6 +96,8 @@ class Step:
     """When a file of it was written last, in seconds since 1970; None if the storage does not tell."""
     completeness: Completeness
     """Whether it is complete, and what tells so."""
+    files: tuple[str, ...]
+    """The paths of its files in it."""
 
     @property
     def order(self) -> int:
@@ -228,7 +230,7 @@ class RunFolder:
         number = self._step_of(place) if place else None
         format = format_of(files)
         complete = completeness(files, self._tree(above), name, number, format, age=age, quiet=quiet)
-        return Step(files.root, name, number, part, format, sum(sizes.values()), written, complete)
+        return Step(files.root, name, number, part, format, sum(sizes.values()), written, complete, tuple(sizes))
 
     def _tree(self, place: str) -> Files:
         if place and not place.endswith("/") and self._files.size(place) is not None:

@@ -108,6 +108,73 @@ def test_the_table_and_the_document(tmp_path):
     json.dumps(document)
 
 
+LOST = [
+    (VERL, "global_step_{}", ("latest_checkpointed_iteration.txt", "300"), "model_world_size_5_rank_1.pt", "file is not there"),
+    (
+        MEGATRON / "iter_0000002",
+        "iter_{:07}",
+        ("latest_checkpointed_iteration.txt", "300"),
+        "mp_rank_00_001",
+        "folder of tensor-parallel rank",
+    ),
+    (
+        DEEPSPEED / "global_step2",
+        "global_step{}",
+        ("latest", "global_step300"),
+        "*_0_mp_rank_00_optim_states.pt",
+        "of 2 data-parallel ranks, 0 has no file",
+    ),
+    (DCP, "step-{}", ("", ""), "__1_0.distcp", "__1_0.distcp"),
+    (HF / "llama-sharded", "checkpoint-{}", ("", ""), "model-00001-of-*.safetensors", "model-00001-of-0000"),
+]
+
+
+@pytest.mark.parametrize(("source", "folder", "tracker", "lost", "words"), LOST, ids=[row[1] for row in LOST])
+def test_a_file_that_was_lost_after_the_save_is_named(tmp_path, source, folder, tracker, lost, words):
+    for step in (100, 200, 300):
+        copy(source, tmp_path / folder.format(step), seconds=1000)
+    if tracker[0]:
+        (tmp_path / tracker[0]).write_text(tracker[1])
+    assert "3 checkpoints of 3 steps, 3 complete" in reshard("inspect", tmp_path).out
+    (path,) = (tmp_path / folder.format(200)).glob(lost)
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    out = reshard("inspect", tmp_path).out
+    (row,) = [line for line in out.splitlines() if "  incomplete  " in line]
+    assert "3 checkpoints of 3 steps, 2 complete" in out and folder.format(200) in row and words in row, out
+    reason = reshard("inspect", tmp_path, "--json").document["steps"][1]["reason"]
+    assert words in reason and str(tmp_path) not in reason
+
+
+def test_the_newest_step_is_chosen_even_if_it_has_lost_a_file(tmp_path):
+    """To convert the step before it in silence would be worse than an error."""
+    for step in (1, 2):
+        copy(VERL, tmp_path / f"global_step_{step}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    (tmp_path / "global_step_2" / "model_world_size_5_rank_4.pt").unlink()
+    refused = reshard("convert", tmp_path, tmp_path / "out", "--to", "hf", "--step", "latest")
+    assert refused.code == 3 and "model_world_size_5_rank_4.pt: the file is not there" in refused.err
+    assert "2 steps, 1 complete" in reshard("convert", tmp_path, tmp_path / "out", "--to", "hf").err
+
+
+def test_a_run_that_has_lost_nothing_is_not_opened(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        copy(VERL, tmp_path / f"global_step_{step}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    monkeypatch.setattr("reshard.requests.opening.open", None)
+    assert "3 complete" in reshard("inspect", tmp_path).out
+
+
+def test_ranks_whose_data_replicas_hold_may_be_missing(tmp_path):
+    """The run went on with fewer files, which hold all of the data."""
+    hsdp = FIXTURES / "fsdp" / "hsdp" / "checkpoint"
+    for step in (1, 2, 3):
+        copy(hsdp, tmp_path / f"global_step_{step}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    last = max((tmp_path / "global_step_3").glob("model_world_size_*_rank_*.pt"))
+    last.unlink()
+    assert "3 complete" in reshard("inspect", tmp_path).out
+
+
 @pytest.mark.parametrize("path", [DCP, MEGATRON, DEEPSPEED, HF / "llama", MEGATRON / "iter_0000002"], ids=lambda path: path.name)
 def test_a_checkpoint_is_not_a_run(path):
     assert reshard("inspect", path).out.split("\n")[0].find("checkpoints of") == -1

@@ -124,9 +124,12 @@ def _inspected(
 
 
 def _listed(folder: str, steps: Sequence[Step], *, as_json: bool) -> Mapping[str, Any]:
+    from reshard.requests.lost_files import with_lost_files
+
+    found = with_lost_files(steps)
     if as_json:
-        return run_document(folder, steps)
-    show_run(folder, steps)
+        return run_document(folder, found)
+    show_run(folder, found)
     return {}
 
 
