@@ -11,7 +11,7 @@ from types import ModuleType
 
 import click
 import pytest
-from helpers.doc_pages import PAGES, README, ROOT
+from helpers.doc_pages import PAGES, README, ROOT, read_page
 
 import reshard
 from reshard.adapter import registry
@@ -123,6 +123,15 @@ def test_the_site_wraps_what_commands_print():
     assert all(len(line) <= conf.COLUMNS for line in (*note, *conf.wrapped(f"reshard: {words}")))
     row = f"  {'name':120}  BF16  12 kB"
     assert conf.wrapped(row) == [row]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=label)
+def test_blocks_of_code_fit_the_site(page):
+    """`<!-- columns: 120 -->` before a block runs it on a terminal of that width."""
+    conf = imported(DOCS / "conf.py")
+    blocks = read_page(page).blocks
+    lines = [part for block in blocks for line in block.lines for part in (conf.wrapped(line) if block.language == "console" else [line])]
+    assert [line for line in lines if len(line) > conf.COLUMNS] == []
 
 
 def test_options_of_the_readme_are_in_a_recipe():

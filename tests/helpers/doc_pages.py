@@ -1,12 +1,13 @@
 """The pages of the documentation, and the commands in them.
 
 A page is Markdown. Its commands stand in fenced blocks of the language `console`, one per line after `$ `; the lines that follow are what
-the command prints. Two comments, which readers do not see, steer the tests:
+the command prints. Three comments, which readers do not see, steer the tests:
 
     <!-- files: step-1000 = dcp/fsdp2/checkpoint, big = config llama-3-70b -->   what lies in the folder where the page's commands run:
                                                                               copies of fixtures, a published model's config,
                                                                               or what a function of MADE writes: `= made verl-lora`
     <!-- not run: needs vLLM -->                                              the next block is checked, but not run, for this reason
+    <!-- columns: 120 -->                                                     the next block is run on a terminal of that width
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 PROMPT = "$ "
 
 _FENCE = re.compile(r"```(?P<language>\w*)")
-_COMMENT = re.compile(r"<!-- (?P<word>files|not run): (?P<text>.+) -->")
+_COMMENT = re.compile(r"<!-- (?P<word>files|not run|columns): (?P<text>.+) -->")
 # Configs of published models, by the word after `config`.
 _CONFIGS = {
     "llama-3-8b": {**published.LLAMA_8B, "torch_dtype": "bfloat16"},
@@ -82,6 +83,8 @@ class Block:
     """What stands between the fences."""
     reason: str | None = None
     """Why it is not run; None if it is."""
+    columns: str | None = None
+    """The width of the terminal on which it is run; None: lines are as long as they are."""
 
     def commands(self) -> list[Command]:
         """The commands of a `console` block, in order."""
@@ -125,6 +128,7 @@ def read_page(path: Path) -> Page:
     blocks: list[Block] = []
     opened: Block | None = None
     reason: str | None = None
+    columns: str | None = None
     lines = path.read_text().split("\n")
     for number, line in enumerate(lines):
         fence = _FENCE.fullmatch(line)
@@ -136,10 +140,12 @@ def read_page(path: Path) -> Page:
         elif opened:
             continue
         elif fence:
-            opened, reason = Block(fence["language"], number + 1, number + 1, [], reason), None
+            opened, reason, columns = Block(fence["language"], number + 1, number + 1, [], reason, columns), None, None
         elif comment := _COMMENT.fullmatch(line.strip()):
             if comment["word"] == "files":
                 files.update(tuple(part.strip() for part in entry.split("=")) for entry in comment["text"].split(","))  # type: ignore[misc]
+            elif comment["word"] == "columns":
+                columns = comment["text"]
             else:
                 reason = comment["text"]
     assert opened is None, f"{path}: the block that starts in line {opened.start if opened else 0} does not end"
@@ -232,5 +238,17 @@ def run_page(page: Page, folder: Path) -> Iterator[tuple[Command, int, list[str]
             session.python("\n".join(block.lines))
             continue
         for command in block.commands():
-            code, output = session.run(command.text)
+            with _columns(block.columns):
+                code, output = session.run(command.text)
             yield command, code, [line.rstrip() for line in output.rstrip("\n").split("\n")] if output else []
+
+
+@contextlib.contextmanager
+def _columns(width: str | None) -> Iterator[None]:
+    """A terminal of that width, inside this context."""
+    if width is not None:
+        os.environ["COLUMNS"] = width
+    try:
+        yield
+    finally:
+        os.environ.pop("COLUMNS", None)

@@ -589,7 +589,7 @@ def _show_tree(tree: Fold, view: TreeView, below: int) -> None:
         share = bar_text(branch.nbytes / tree.nbytes if tree.nbytes else 0)
         cells.append(("  " * level + branch.name + kind, branch.count, *about, branch.state, nbytes_text(branch.nbytes), share))
     has_state = any(branch.state for _, branch in rows)
-    show_table(cells, ("tensor", "count", "dtype", "shape", "sharding", "with" if has_state else "", "bytes", ""), optional=(7, 5, 4))
+    show_table(cells, ("tensor", "count", "dtype", "shape", "sharding", "with" if has_state else "", "bytes", ""), optional=(5, 7, 4))
     if more:
         show(f"  and {plural(more, 'row')} more; --limit 0 shows all, --depth N fewer levels")
 
