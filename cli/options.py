@@ -368,7 +368,7 @@ def selection(verb: str) -> Decorator[Any]:
 
 
 def target(*, required: bool = True, of_engines: bool = False) -> Decorator[Any]:
-    """What to make, and the options of every installed format; of_engines: of the serving engines alone."""
+    """What to make, and the options of every installed format. of_engines: what the ranks of serving engines hold, without files."""
     return together(
         option(
             "--to",
@@ -378,7 +378,7 @@ def target(*, required: bool = True, of_engines: bool = False) -> Decorator[Any]
             callback=_check_target if required else None,
             help="Target format; `reshard formats` lists them.",
         ),
-        keywords(TargetOptions, "tp", "pp", "ep", "dp", section=TARGET, type=Word("size", _parallel_size)),
+        keywords(TargetOptions, "tp", "pp", "ep", *(() if of_engines else ("dp",)), section=TARGET, type=Word("size", _parallel_size)),
         keywords(TargetOptions, *(name for name in TargetOptions.__annotations__ if len(name) > 2), section=TARGET),
         *_options_of_formats(of_engines=of_engines),
     )
@@ -409,11 +409,12 @@ def missing_target() -> RequestError:
 
 def _options_of_formats(*, of_engines: bool) -> Iterable[Decorator[Any]]:
     from reshard.adapter import registry
+    from reshard.adapter.format import MAX_SHARD_SIZE
 
     shown = registry.serving_formats() if of_engines else registry.formats()
     for each, every_user in registry.options().items():
         users = [name for name in every_user if name in shown]
-        if not users:
+        if not users or (of_engines and each == MAX_SHARD_SIZE):
             continue
         title, flag = f"{OF_FORMATS}{', '.join(users)}", "--" + each.name.replace("_", "-")
         if each.type == "switch":

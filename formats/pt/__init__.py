@@ -37,6 +37,7 @@ class TorchSave(Format):
     summary = "whole tensors in torch.save files (.pt, .pth, .bin, .ckpt): FULL_STATE_DICT, trainers' own"
     # Not *.pt: --overwrite removes the files that a format owns, and any file may have such a name.
     owns = ("pytorch_model_fsdp*.bin",)
+    other_names = ("pytorch",)
     one_file_suffices = True
 
     def detect(self, files: Files) -> str | None:

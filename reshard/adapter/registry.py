@@ -95,7 +95,9 @@ def target(name: str) -> Format:
     writable = [each for each, format in formats().items() if format.can_write]
     if found is None:
         raise _unknown(name, writable)
-    raise RequestError(f"`to={name}`: this format is read, not written", do=f"Formats that are written: {some(writable)}; {LISTED_BY}")
+    raise RequestError(
+        f"`to={name}`: the format {found.name} is read, not written", do=f"Formats that are written: {some(writable)}; {LISTED_BY}"
+    )
 
 
 def _unknown(name: str, known: Collection[str]) -> RequestError:

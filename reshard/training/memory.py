@@ -343,7 +343,7 @@ def _assumptions(source: Model | int, training: TrainingRun, zero_stages: Sequen
         copy = "; the last stage has a copy of the tied table" if source.is_tied and parallel.pp > 1 else ""
         sentences.append(f"rows of tables are padded to a multiple of {training.vocabulary_multiple * parallel.tp}{copy}")
         if source.mtp_layers:
-            sentences.append(f"the {source.mtp_layers} layer(s) that predict further tokens are not counted")
+            sentences.append(f"layers that predict further tokens are not counted: {source.mtp_layers}")
     if parallel.pp > 1 and max(zero_stages) >= 2:
         sentences.append("DeepSpeed refuses ZeRO-2 and 3 with a pipeline; other frameworks support them")
     if isinstance(source, Model) and 3 in zero_stages and parallel.dp > 1:
@@ -353,9 +353,9 @@ def _assumptions(source: Model | int, training: TrainingRun, zero_stages: Sequen
     elif isinstance(source, Model):
         sentences.append("activations are not counted: give `seq_len=`")
     if parallel.pp > 1:
+        microbatches = plural(schedule.microbatches, "microbatch", "microbatches")
         sentences.append(
-            f"bubble: fraction of the time; {schedule.name}, {schedule.microbatches} microbatch(es) of equal time, equal stages, "
-            "sending takes no time"
+            f"bubble: fraction of the time; {schedule.name}, {microbatches} of equal time, equal stages, sending takes no time"
         )
     if parallel.dp > 1:
         sentences.append("traffic: ring collectives over the data-parallel ranks, one direction, without latency and overlap")

@@ -41,6 +41,7 @@ def test_help_with_a_format_shows_what_it_takes():
 def test_a_command_shows_no_option_that_cannot_apply():
     shown = reshard("digests", "--help").out
     assert "--engine-version" in shown and not re.search(r"--(vp|etp|lora-alpha|rotary-rows|torch-version|like)\b", shown)
+    assert not re.search(r"--(dp|max-shard-size)\b", shown), "what ranks hold has neither data-parallel ranks nor files"
     assert "--lora-alpha" in reshard("roundtrip", "--help").out
 
 
@@ -77,6 +78,11 @@ def test_formats_have_other_names(name, format):
     assert done.code == 0, done.err
     assert done.document["target"]["format"] == format
     assert name in reshard("formats", format).out
+
+
+def test_a_format_that_is_only_read_is_found_by_its_other_name():
+    refused = reshard("plan", LLAMA, "--to", "pytorch")
+    assert refused.code == 2 and "--to pytorch: the format pt is read, not written. Formats that are written: " in refused.err
 
 
 def test_no_other_name_is_used_twice():

@@ -197,8 +197,8 @@ def interrupt(source, target, **options):
 def test_an_interrupted_run_is_resumed(run, source, tmp_path):
     interrupt(source, tmp_path / "out")
     assert read_journal(tmp_path / "out").blocks
-    shown = reshard("convert", source, tmp_path / "out", "--to", "vllm", "--tp", 2, "--if-changed")
-    assert shown.code == 0 and "from an earlier run" in shown.out
+    shown = reshard("convert", source, tmp_path / "out", "--to", "vllm", "--tp", 2, "--if-changed", "-v")
+    assert shown.code == 0 and "from an earlier run" in shown.out and "an earlier run was interrupted" in shown.err
     assert run() is True
 
 

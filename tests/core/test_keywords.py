@@ -49,6 +49,7 @@ def test_an_unknown_keyword_is_refused_by_name(name):
     ("name", "wrong", "meant"),
     [
         ("open", "modle", "model"),
+        ("open", "architecure", "architecture"),
         ("open", "vocab", "vocab_size"),
         ("doctor", "deap", "deep"),
         ("degrees", "gpu_mem", "gpu_memory"),
