@@ -183,9 +183,9 @@ text-transform:uppercase}
 .verdict{padding:.1rem .6rem;border-radius:1rem;font-weight:600;letter-spacing:0;text-transform:none;border:1px solid currentColor}
 .good{color:var(--good)}.verdict.bad,.error{color:var(--bad)}.open{color:var(--open)}.error{font-weight:600}
 h1{font-size:1.7rem;line-height:1.25;margin:0;overflow-wrap:anywhere;font-weight:650;letter-spacing:-.01em}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:1px;margin:1.3rem 0 0;background:var(--line);
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:1px;margin:1.3rem 0 0;
 border:1px solid var(--line);border-radius:10px;overflow:hidden}
-.tiles div{background:var(--bg);padding:.7rem .9rem}.tiles dt{font-size:.78rem}
+.tiles div{box-shadow:0 0 0 1px var(--line);padding:.7rem .9rem}.tiles dt{font-size:.78rem}
 .tiles dd{font-size:1.12rem;font-weight:600;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
 .next{display:flex;gap:.8rem;align-items:baseline;margin:1rem 0 0;max-width:none}.next .dim{flex:none}
 .next code{background:var(--soft);border-radius:6px;padding:.35rem .7rem;overflow-wrap:anywhere;user-select:all}
