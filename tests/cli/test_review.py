@@ -1,7 +1,6 @@
-"""What users ran into, command by command: the tables n1 to n24 and U1 to U12 of the third user review, where no other file tests them.
+"""What users ran into, command by command: U1 to U12 and n1 to n24 of the third user review, and its list of polish.
 
-Each story is one line of such a table. Others are tested beside what they are about: names of vLLM and Megatron (test_help.py), a store
-that does not answer (tests/cloud/test_lies.py), a missing rank (tests/formats/test_fsdp.py), folders of runs (tests/runs/test_choice.py).
+ROWS says which test holds each line of its tables. Most are tested beside what they are about; the tests of the others are here.
 """
 
 from __future__ import annotations
@@ -18,6 +17,91 @@ LLAMA = HF / "llama"
 TRAINED = FIXTURES / "megatron_dist" / "llama-tp2-pp2"
 OF_TRAINED = ("--model", TRAINED / "model")
 DECLARATION = "reshard.architecture.yaml"
+TESTS = FIXTURES.parent / "tests"
+
+# Of each line of the review: what was wrong or missing, and the test that fails if it comes back.
+ROWS = """
+U1  a server that hides its linear layers    live_server: a_wrong_checkpoint_is_never_held_by_a_server_that_hides_its_linear_layers
+U1  --allow-not-comparable                   live_server: who_accepts_what_cannot_be_compared_gets_0_and_hears_it
+U2  NaN in diff, --html, --json, -q          look_commands: diff_says_nan_and_infinity_first
+U3  no tokenizer: inspect, doctor, convert   review: a_missing_tokenizer_is_said
+U4  `next` of inspect, a PEFT folder         adapters: the_next_command_never_leaves_out_what_was_trained
+U4  --to vllm, --merge-adapter self          adapters: an_adapter_beside_its_base_is_merged_left_out_or_refused_but_never_lost_in_silence
+U4  --to peft, lora_train_meta.json          adapters: targets_that_keep_names_carry_the_adapter_and_its_settings
+U4  mcore_adapters of ms-swift               megatron_adapters: ms_swifts_adapter_needs_no_option_but_the_model
+U5  convert run                              choice: verls_run
+U5  convert cks                              choice: without_a_choice_every_command_lists_the_checkpoints
+U5  a step with data.pt                      choice: a_step_of_verl_lists_actor_and_critic_and_no_data_loader
+U5  a folder of models                       choice: a_folder_of_models
+U5  s3://bucket/                             runs: a_bucket_lists_all_that_lies_in_it
+U5  --step on every command                  choice: with_a_step_every_command_takes_that_checkpoint
+U6  misspelt keywords                        keywords: the_nearest_keyword_is_named
+U6  bool() of a comparison                   keywords: a_comparison_is_no_truth_value
+U7  GGUF, Orbax, Keras, ONNX ...             foreign_files: files_of_another_program_are_named_with_what_to_do
+U7  --to gguf                                foreign_files: a_target_of_another_program_is_told_how_to_get_it
+U8  a --model that contradicts the config    review: another_config_than_the_checkpoints_own_is_refused
+U8  tie_word_embeddings                      hf: a_config_that_ties_two_heads_that_differ_is_named_by_its_key
+U9  the KV cache of --dtype fp8              known_models: the_cache_has_the_models_type_unless_told
+U9  activations of estimate                  known_models: training_counts_what_people_train_with
+U9  the TP that inspect proposes             known_models: inspect_proposes_the_smallest_size_that_fits_80_gb_or_nothing
+U10 words and tables at 80 columns           console: no_line_is_longer_than_the_terminal
+U10 the answer at 24 rows                    console: inspect_leaves_its_answer_on_the_screen
+U10 colour                                   console: colour
+U10 errors with 100 names                    help: no_error_lists_more_than_five_names
+U11 -h is one screen                         help: the_short_help_of_a_command_with_many_options_is_one_screen
+U11 --to X --help                            help: help_with_a_format_shows_what_it_takes
+U11 digests with options of megatron         help: a_command_shows_no_option_that_cannot_apply
+U12 walls, repr, html, to_pandas             tables: a_result_is_one_line_a_printed_table_and_a_page
+U12 keywords in signatures                   tables: signatures_show_the_keywords_with_their_usual_values
+U12 Selection and storage_options            tables: selection_and_storage_options_are_public
+n1  .torch() and .to_pandas()                tables: torch_and_pandas_say_how_to_install_them
+n2  degrees llama-3-70b without a file       known_models: the_first_question_of_a_planner_is_answered_without_a_file
+n3  verify --optimizer and masters           optimizer_state: verify_compares_masters_and_counts
+n4  verify --optimizer after a conversion    optimizer_state: verify_finds_what_a_run_resumes_from_equal_in_every_pair_of_formats
+n5  the step on its way                      review: the_step_goes_through_formats_that_have_no_place_for_it
+n6  masters for a run that resumes           review: a_resumed_run_gets_the_masters
+n7  a wrong role in a declaration            declared_models: a_wrong_role_is_blamed_on_the_line_that_declares_it
+n8  the output of a declared model           review: the_output_of_a_declared_model_is_read_without_its_declaration
+n9  a store that does not answer             lies: a_store_that_does_not_answer_is_spoken_of_before_it_is_given_up
+n9  a wrong bucket                           lies: a_bucket_that_is_not_there_is_called_so
+n10 an interrupted inspect                   help: an_interrupted_inspection_does_not_speak_of_resume
+n11 vllm serve actor/huggingface             vllm_plugin: verls_folder_of_the_model_leads_to_the_checkpoint_around_it
+n12 --tensor-parallel-size                   help: names_of_vllm_and_megatron
+n12 verify --tp                              help: an_option_of_another_command_is_not_guessed
+n13 --to huggingface, nemo ...               help: formats_have_other_names
+n13 --to pytorch                             help: a_format_that_is_only_read_is_found_by_its_other_name
+n13 convert without --to                     help: a_missing_format_is_asked_for_with_examples
+n14 a missing rank                           fsdp: several_missing_ranks_are_named_and_inspect_shows_what_is_there
+n15 a folder with only config.json           foreign_files: a_config_alone_is_shown_as_a_model_without_weights
+n15 estimate 70b.json                        foreign_files: a_config_of_any_name_describes_a_model
+n16 a text beside checkpoints in folders     foreign_files: a_file_beside_checkpoints_in_folders_is_not_called_a_part_of_one
+n17 experts and quantization in line 1       review: the_first_line_says_experts_and_quantization
+n18 counts of weights                        review: the_tree_counts_weights_and_says_what_each_has_besides
+n19 `next` of an unknown model               review: an_undeclared_model_leads_to_a_declaration
+n20 hf:// and pages of the Hub               review: what_hub_addresses_need_is_one_extra
+n20 the address of a Hub page                review: a_place_that_cannot_be_read_or_written_is_named
+n21 inspect a b, fingerprint a b             help: several_checkpoints
+n22 does an output start?                    serve_check: a_folder_that_an_engine_takes_has_no_findings
+n23 convert A /proc/out                      review: a_place_that_cannot_be_read_or_written_is_named
+n24 --if-changed after a kill                if_changed: an_interrupted_run_is_resumed
+3   615,232 parameters (615,232), "Hf"       review: numbers_are_said_once
+3   fingerprints of 64 digits                help: fingerprints_have_12_digits_unless_asked
+3   "1 replica" of two copies                review: copies_are_counted_as_copies
+3   inspect run: a file that was lost        steps: a_file_that_was_lost_after_the_save_is_named
+3   a picture in the README                  screens: the_terminal_of_the_readme_is_what_the_commands_print
+4   headline, `next`, origin of a page       pages: a_page_says_the_answer_first_and_what_made_it
+4   too many files to draw                   pages: many_holders_are_drawn_as_lanes
+4   the GPU's memory in estimate             estimate_command: the_page_has_a_line_at_the_memory_of_the_gpu
+"""
+
+
+def test_every_line_of_the_review_is_held_by_a_test():
+    lines = ROWS.strip().splitlines()
+    assert {line.split()[0] for line in lines} == {*(f"U{i}" for i in range(1, 13)), *(f"n{i}" for i in range(1, 25)), "3", "4"}
+    for line in lines:
+        file, name = line.rpartition("  ")[2].split(": ")
+        stories = "".join(path.read_text() for path in TESTS.rglob(f"test_{file}.py"))
+        assert f"\ndef test_{name}(" in stories, f"there is no test_{name} in test_{file}.py"
 
 
 @pytest.fixture
