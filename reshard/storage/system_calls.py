@@ -223,6 +223,9 @@ def existing_path(path: str | os.PathLike[str]) -> Path:
 
 def _instead_of(path: Path) -> str | None:
     """What to do about a path that does not exist."""
+    text = str(path)
+    for at in (at for at, letter in enumerate(text) if letter == "+" and os.path.exists(text[:at])):
+        return f"{text[:at]} is there, and {text[at + 1 :]} is not"
     if path.parent.is_dir():
         near = nearest(path.name, [entry.name for entry in path.parent.iterdir()])
         return f"Did you mean {path.parent / near}?" if near else None

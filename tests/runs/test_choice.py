@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 from helpers.fixture_places import FIXTURES, HF
@@ -56,6 +57,8 @@ COMMANDS = [
     ("degrees", "RUN", "--tp", "1"),
     ("estimate", "RUN"),
     ("architectures", "--start", "RUN"),
+    ("serve-check", "RUN"),
+    ("cache", "get", "RUN", "--to", "vllm", "--cache", "OUT"),
 ]
 
 
@@ -80,6 +83,14 @@ def test_with_a_step_every_command_takes_that_checkpoint(words, tmp_path):
     assert chosen.code == direct.code, chosen.err
     assert "none is chosen" not in chosen.err
     assert len(chosen.out.splitlines()) == len(direct.out.splitlines())
+
+
+def test_a_command_with_step_has_an_argument_in_which_it_chooses():
+    main, place = import_module("reshard.cli.main"), import_module("reshard.cli.options").CheckpointPlace
+    for name in main.COMMANDS:
+        params = main.cli.get_command(None, name).params
+        if any("--step" in param.opts for param in params):
+            assert any(isinstance(param.type, place) for param in params), f"{name} takes --step and does not use it"
 
 
 def test_push_chooses_too(tmp_path):

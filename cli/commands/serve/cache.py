@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "reshard cache clean --yes",
 )
 @click.argument("action", type=click.Choice(["get", "list", "clean"]))
-@click.argument("source", required=False)
+@options.checkpoint("source", required=False)
 @options.option("--cache", "root", section=options.OUTPUT, metavar="DIR", help="The cache (default: RESHARD_CACHE, else ~/.cache/reshard).")
 @options.option(
     "--max-size", section=options.OUTPUT, type=options.SIZE, metavar="SIZE",

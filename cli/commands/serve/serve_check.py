@@ -16,7 +16,7 @@ from ..look.doctor import show_report
 @options.command(
     "serve-check", "reshard serve-check out", "reshard serve-check out --tp 8 --engine-version 0.32.0", "reshard serve-check hf --tp 16"
 )
-@click.argument("checkpoint")
+@options.checkpoint("checkpoint")
 @click.option("--engine", metavar="FORMAT", help="The engine's format (default: that of CHECKPOINT; vllm for a Hugging Face folder).")
 @click.option("--tp", type=click.IntRange(1), metavar="N", help="The tensor-parallel size at which it will be served.")
 @click.option("--pp", type=click.IntRange(1), metavar="N", help="The pipeline-parallel size at which it will be served.")
