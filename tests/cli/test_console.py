@@ -18,7 +18,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from helpers.fixture_places import FIXTURES, HF
 from helpers.reshard_command import command, reshard
-from helpers.terminal import output, screen
+from helpers.terminal import output, screen, tmux_screen
 
 console = import_module("reshard.cli.console")
 tables = import_module("reshard.cli.tables")
@@ -78,6 +78,16 @@ def screens(folder, columns, rows):
 @pytest.mark.parametrize(("columns", "rows"), SIZES)
 def test_the_screens_are_those_of_the_golden_files(folder, columns, rows):
     assert screens(folder, columns, rows) == (SCREENS / f"{columns}x{rows}.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+@pytest.mark.parametrize(("columns", "rows"), SIZES)
+def test_tmux_shows_the_same_screens(folder, columns, rows):
+    golden = (SCREENS / f"{columns}x{rows}.txt").read_text()
+    for words in COMMANDS:
+        seen = "\n".join(tmux_screen(command(*shlex.split(words)), columns, rows, work=folder))
+        assert f"$ reshard {words}\n" + re.sub(r"\d+\.\d s\b", "0.0 s", seen) in golden, words
 
 
 @pytest.mark.parametrize("columns", [60, 80, 133])

@@ -6,8 +6,11 @@ import fcntl
 import os
 import pty
 import re
+import shlex
 import struct
+import subprocess
 import termios
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,3 +63,21 @@ def screen(written: str, columns: int, rows: int) -> list[str]:
             continue
         at = 0
     return [line.rstrip() for line in lines[-rows:]]
+
+
+def tmux_screen(command: Sequence[object], columns: int, rows: int, *, work: Path) -> list[str]:
+    """The lines that tmux, a terminal that others have written, shows when a command has ended."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "TMUX")}
+    tmux = ["tmux", "-L", f"reshard-{uuid.uuid4().hex[:12]}", "-f", os.devnull]
+    words = f"tmux set status off; clear; {shlex.join(map(str, command))}; tmux wait-for -S ended; sleep 100"
+
+    def asked(*arguments: object) -> str:
+        return subprocess.run([*tmux, *map(str, arguments)], env=environment, capture_output=True, check=True, text=True, timeout=60).stdout
+
+    # The status line takes the last row until the command turns it off; the window has grown by a row then.
+    asked("new-session", "-d", "-x", columns, "-y", rows, "-c", work, words)
+    try:
+        asked("wait-for", "ended")
+        return [line.rstrip() for line in asked("capture-pane", "-p").rstrip("\n").split("\n")]
+    finally:
+        asked("kill-server")
