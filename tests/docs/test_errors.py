@@ -16,6 +16,12 @@ def test_the_page_explains_every_id_with_its_exit_code():
     assert [(name, int(code)) for name, code in explained] == [(name, code) for name, (code, _) in ERROR_IDS.items()]
 
 
+def test_troubleshooting_has_an_example_of_every_id():
+    """Commands that compare print a result, and no error with an id."""
+    text = (ROOT / "docs" / "recipes" / "troubleshooting.md").read_text()
+    assert [name for name in ERROR_IDS if f"[{name}]" not in text] == ["difference"] and "$ reshard verify spoiled\ndifferent: " in text
+
+
 def test_every_exit_code_is_on_its_page_and_in_help():
     text = (ROOT / "docs" / "reference" / "exit-codes.md").read_text()
     listed = {int(code) for cell in re.findall(r"^\| ([\d, ]+) \|", text, re.MULTILINE) for code in cell.split(",")}
