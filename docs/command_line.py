@@ -17,7 +17,7 @@ import click
 
 INTRODUCTION = (
     "Every command has `-h`, which shows the options that people use, and `--help`, which shows all, or with `--to FORMAT` those that "
-    "apply to one format. The names that vLLM and Megatron have for parallel sizes are understood, too, such as "
+    "apply to one format. The names of vLLM and Megatron for parallel sizes also work, such as "
     "`--tensor-parallel-size` for `--tp`, and `ls` and `info` are `inspect`. Results go to stdout, messages to stderr. On a terminal, "
     "lines are wrapped and in colour; `NO_COLOR` turns colour off. [Exit codes](exit-codes.md) tell success from failure, and "
     "`--json` prints one [JSON document](json.md).",

@@ -105,6 +105,12 @@ def averaged(inputs, weights, name):
     return total
 
 
+def check_average(folder, inputs, weights, dtype="BF16"):
+    """Every tensor of an output has the bits of the average of whole arrays."""
+    for name, array in written(folder).items():
+        assert (bits(array) == bits(nearest(averaged(inputs, weights, name), dtype))).all(), name
+
+
 def steps(tmp_path, count=3, source=HF / "llama", scale=0.02, dtype=None):
     """Checkpoints of a run that differ a little."""
     found = []
@@ -138,11 +144,8 @@ def test_the_average_of_three_formats_is_that_of_whole_arrays(weights, dtype, tm
     asked = True if weights is None else list(weights)
     plan = reshard.plan(sources(THREE), to="hf", average=asked, dtype=None if dtype == "BF16" else NAMES[dtype])
     reshard.convert(plan, tmp_path / "out")
-    found = written(tmp_path / "out")
-    assert found.keys() == inputs[0].keys() and len(found) == 12
-    for name, array in found.items():
-        expected = nearest(averaged(inputs, weights or (np.float64(1) / 3,) * 3, name), dtype)
-        assert (bits(array) == bits(expected)).all(), name
+    assert written(tmp_path / "out").keys() == inputs[0].keys() and len(inputs[0]) == 12
+    check_average(tmp_path / "out", inputs, weights or (np.float64(1) / 3,) * 3, dtype)
 
 
 def long_tensors(tmp_path, count):
@@ -235,8 +238,7 @@ def test_bases_with_deltas_are_combined(parts, tmp_path):
     if not parts:
         reshard.convert(plan, tmp_path / "out")
     inputs = [written(path) for path in paths]
-    for name, array in written(tmp_path / "out").items():
-        assert (bits(array) == bits(nearest(averaged(inputs, (0.2, 0.3, 0.5), name), "BF16"))).all(), name
+    check_average(tmp_path / "out", inputs, (0.2, 0.3, 0.5))
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
@@ -248,8 +250,7 @@ def test_bases_with_deltas_may_come_in_any_order_and_from_a_plan_file(order, tmp
     reshard.save_plan(reshard.plan([chains[i] for i in order], to="hf", average=[0.2, 0.3, 0.5]), tmp_path / "plan")
     reshard.convert(reshard.load_plan(tmp_path / "plan", [chains[i] for i in order]), tmp_path / "out")
     inputs = [written(paths[i]) for i in order]
-    for name, array in written(tmp_path / "out").items():
-        assert (bits(array) == bits(nearest(averaged(inputs, (0.2, 0.3, 0.5), name), "BF16"))).all(), name
+    check_average(tmp_path / "out", inputs, (0.2, 0.3, 0.5))
     recorded = json.loads((tmp_path / "out" / "reshard.json").read_text())["combined"]["sources"]
     assert [each["path"] for each in recorded] == [chains[i] for i in order]
     assert [each["fingerprint"] for each in recorded] == [reshard.fingerprint(paths[i]).root for i in order]
@@ -261,8 +262,7 @@ def test_types_that_differ_need_a_type_for_the_result(tmp_path):
         reshard.plan([first, second], to="hf", average=True)
     reshard.convert(reshard.plan([first, second], to="hf", average=[0.25, 0.75], dtype="fp32"), tmp_path / "out")
     inputs = [whole(path) for path in MEGATRON]
-    for name, array in written(tmp_path / "out").items():
-        assert (bits(array) == bits(nearest(averaged(inputs, (0.25, 0.75), name), "F32"))).all(), name
+    check_average(tmp_path / "out", inputs, (0.25, 0.75), "F32")
 
 
 def test_task_arithmetic_adds_weighted_differences_to_the_base(tmp_path):
@@ -310,8 +310,7 @@ def test_slerp_between_parallel_tensors_is_the_straight_line(tmp_path):
     rewritten(paths[1], lambda tensors: {name: (array.astype(np.float32) * 2).astype(array.dtype) for name, array in tensors.items()})
     reshard.convert(reshard.plan(paths, to="hf", slerp=0.25), tmp_path / "out")
     inputs = [written(path) for path in paths]
-    for name, array in written(tmp_path / "out").items():
-        assert (bits(array) == bits(nearest(averaged(inputs, (0.75, 0.25), name), "BF16"))).all(), name
+    check_average(tmp_path / "out", inputs, (0.75, 0.25))
 
 
 OPTIONS = {"average": {"average": "wsm:cosine"}, "slerp": {"slerp": 0.3}}
@@ -353,8 +352,7 @@ def test_packed_weights_are_combined_as_values(tmp_path):
     for name, array in written(tmp_path / "out").items():
         assert (bits(array) == bits(values[name])).all(), name
     reshard.convert(reshard.plan([packed, packed], to="hf", average=[0.3, 0.7], dequantize=True), tmp_path / "bf16")
-    for name, array in written(tmp_path / "bf16").items():
-        assert (bits(array) == bits(nearest(averaged([values, values], (0.3, 0.7), name), "BF16"))).all(), name
+    check_average(tmp_path / "bf16", [values, values], (0.3, 0.7))
 
 
 def test_an_average_can_be_quantized_in_the_same_conversion(tmp_path):

@@ -262,9 +262,9 @@ class Inspection:
         return self.parameters > 0 and (self.content is None or self.checkpoint.sized_model is None)
 
     @property
-    def parameters_text(self) -> str:
-        """The number of parameters, and whether they are counted as stored."""
-        return count_text(self.parameters) + (" parameters as stored" if self.parameters_as_stored else " parameters")
+    def parameters_name(self) -> str:
+        """What is counted: parameters of the model, or as stored."""
+        return "parameters as stored" if self.parameters_as_stored else "parameters"
 
     @cached_property
     def quantized(self) -> tuple[QuantizedFamily, ...]:
@@ -303,7 +303,7 @@ class Inspection:
         active, step, mesh = self.active_parameters, self.facts.step, self.facts.mesh
         return [
             ("model", _name_of_model(self.config or {}) or "unknown model"),
-            *([("parameters" + " as stored" * self.parameters_as_stored, count_text(self.parameters))] if self.parameters else []),
+            *([(self.parameters_name, count_text(self.parameters))] if self.parameters else []),
             *([] if active is None else [("active for a token", count_text(active))]),
             ("stored as", self.stored_as),
             ("size", nbytes_text(self.nbytes)),
@@ -672,7 +672,7 @@ def _name_of_model(config: Mapping[str, Any]) -> str | None:
 def _size_text(opened: Inspection) -> str:
     kinds = {tensor.kind for tensor in opened.tensors}
     if "weight" in kinds or "master" in kinds:
-        return opened.parameters_text
+        return f"{count_text(opened.parameters)} {opened.parameters_name}"
     return "several models" if "other" in kinds else "LoRA adapter without its base model" if "adapter" in kinds else "no weights"
 
 
