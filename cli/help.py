@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from .console import BOLD, CYAN, has_colour, painted
+from .console import BOLD, CYAN, has_colour, painted, width_of
 from .logs import LOG
 
 # The sections of --help, in order; formats' own sections come between the target and the selection.
@@ -29,7 +29,7 @@ COMMON = (
 """The options of -h, by parameter, where a command has many."""
 # A command with fewer options shows all of them with -h.
 _MANY = 24
-_WIDEST = 100
+_WIDEST, _IN_FILES = 100, 78
 
 OTHER_NAMES = {
     "--tensor-parallel-size": "--tp", "--tensor-parallel": "--tp", "--tensor-model-parallel-size": "--tp", "-tp": "--tp",
@@ -45,7 +45,8 @@ class Help(click.HelpFormatter):
     """The text of --help: in colour on a terminal, as wide as that, up to 100 characters."""
 
     def __init__(self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None) -> None:
-        super().__init__(indent_increment, width, max_width or _WIDEST)
+        # Where nothing limits the width, click would ask shutil for it, which loads every compression module.
+        super().__init__(indent_increment, width or (None if width_of(sys.stdout) else _IN_FILES), max_width or _WIDEST)
         self._in_colour = has_colour(sys.stdout)
 
     def write_heading(self, heading: str) -> None:

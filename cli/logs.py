@@ -6,7 +6,6 @@ stderr with --log-format json, get all events; with --verbose the details, too.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -204,6 +203,8 @@ def _file_line(record: logging.LogRecord) -> str:
 
 def _json_line(record: logging.LogRecord) -> str:
     """One JSON object."""
+    import json
+
     fields = dict(record.__dict__.get("fields", {}))
     if text := _traceback(record):
         fields["traceback"] = text
