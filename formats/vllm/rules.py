@@ -75,9 +75,9 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
     """The rules of the target's version of vLLM. Raises RequestError if that version cannot load the files at the target's sizes."""
     version = target.engine_version or NEWEST
     _check_packed(model, version, target.parallel)
-    numbers, known = version_numbers(version, NEWEST), all_rules(model)
-    if numbers < min(known):
-        oldest = as_text(min(known))
+    numbers, known = version_numbers(version, NEWEST), _changes(model)
+    if numbers < known[0]:
+        oldest = as_text(known[0])
         raise UnsupportedError(
             f"`engine_version={version}`: the oldest vLLM whose keys for {model.architecture.model_type} are known is {oldest}",
             do=f"Use vLLM {oldest} or newer, or convert to hf, which every version loads",
@@ -93,7 +93,7 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
             f"`ep={target.parallel.ep}`: vLLM {version} needs a map of experts in every rank's file, which reshard does not write",
             do=f"Use vLLM {as_text(NO_EXPERT_MAP)} or newer, or leave out `ep=`",
         )
-    return known[max(since for since in known if since <= numbers)]
+    return _rules(model, max(since for since in known if since <= numbers))
 
 
 def _check_packed(model: Model, version: str, parallel: Parallel) -> None:
@@ -180,9 +180,14 @@ def notes(model: Model, target: Target) -> tuple[str, ...]:
 
 def all_rules(model: Model) -> dict[Version, EngineRules]:
     """The rules for the model, by the first version with them, oldest first: one for each version that changed something."""
+    return {since: _rules(model, since) for since in _changes(model)}
+
+
+def _changes(model: Model) -> list[Version]:
+    """The versions that changed something in the rules for the model, oldest first."""
     quirks = model.quirks_of("vllm") or EngineRules()
     first = max(quirks.since, QUANTIZED if model.quantization else OLDEST)
-    return {since: _rules(model, since, quirks) for since in sorted({first, *quirks.changes, *CHANGES}) if since >= first}
+    return [since for since in sorted({first, *quirks.changes, *CHANGES}) if since >= first]
 
 
 def quantized_modules(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, object]:
@@ -209,7 +214,7 @@ def remainder_before_last_stage(layers: int, pp: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _rules(model: Model, version: Version, quirks: EngineRules) -> EngineRules:
+def _rules(model: Model, version: Version) -> EngineRules:
     method = model.quantization.method if model.quantization else ""
     form = next((weight.form for weight in _packed_experts(model)), None)
     is_modelopt_nvfp4 = method.startswith("modelopt") and form is not None and form.unit == "NVFP4 group"
@@ -228,7 +233,7 @@ def _rules(model: Model, version: Version, quirks: EngineRules) -> EngineRules:
         scales_kept_once=frozenset() if is_modelopt_nvfp4 else frozenset({"input_scale"}),
         no_expert_parallel=_GLOBAL_SCALES if is_modelopt_nvfp4 else None,
     )
-    return rules.with_quirks(quirks).at(version)
+    return rules.with_quirks(model.quirks_of("vllm") or EngineRules()).at(version)
 
 
 # ModelOptNvFp4FusedMoE.create_weights, use_global_sf.
