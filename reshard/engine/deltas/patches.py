@@ -2,7 +2,8 @@
 
 A frame can only be decoded from its start. All workers of a run share one decoder of each frame: who needs bytes behind those that are
 decoded goes on decoding, and keeps for the others what lies between, of as many blocks as there are workers. A worker that needs bytes
-which are gone decodes the frame once more for itself. So memory is constant, and workers do not wait until others are done.
+which are gone decodes the frame once more for itself. The differences of several xor deltas in a row are one difference. So memory is
+constant, whatever the length of the chain, and workers do not wait until others are done.
 
 An example: rows 2..3 of a tensor [4, 8] of bfloat16 are contiguous, bytes 32..63 of the tensor. The first 32 bytes of an xor frame are
 decoded and kept, and the next 32 bytes are combined with those of the strip. Columns 0..3 of these rows are bytes 32..39 and 48..55:
@@ -14,6 +15,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -89,14 +92,14 @@ class OpenPatches:
         self._open: OrderedDict[int, tuple[Tensor, list[_Step]]] = OrderedDict()
 
     def steps(self, tensor: Tensor) -> list[_Step]:
-        """What each delta changes in a tensor, the oldest first. Raises CheckpointError if a frame is damaged."""
-        assert tensor.patches is not None
-        patches = tensor.patches.steps
+        """What the deltas change in a tensor, the oldest first; xor deltas in a row are one step. Raises CheckpointError if a frame is
+        damaged."""
         with self._lock:
             if id(tensor) not in self._open:
-                window = min(self._workers * BLOCK_ELEMENTS * tensor.dtype.itemsize, _MOST_KEPT // len(patches)) if self._workers > 1 else 0
+                frames = list(_frames_of(tensor, self._files))
+                window = min(self._workers * BLOCK_ELEMENTS * tensor.dtype.itemsize, _MOST_KEPT // len(frames)) if self._workers > 1 else 0
                 # The tensor is kept, so that no other one gets its identity.
-                self._open[id(tensor)] = tensor, [_Step(_frame_of(patch, tensor, self._files), window) for patch in patches]
+                self._open[id(tensor)] = tensor, [_Step(each, window) for each in frames]
             self._open.move_to_end(id(tensor))
             _, steps = self._open[id(tensor)]
             if len(self._open) > _MOST_OPEN * self._workers:
@@ -122,13 +125,12 @@ class PatchReaders:
 
         Raises: CheckpointError if a frame is damaged.
         """
-        assert tensor.patches is not None
         if not block.size:
             return
         itemsize, first, last = tensor.dtype.itemsize, *_span(box, tensor.shape)
         start, stop = first * itemsize, (last + 1) * itemsize
         flat = block.reshape(-1).view(np.uint8) if last - first + 1 == box.volume and block.flags.c_contiguous else None
-        for number in range(len(tensor.patches.steps)):
+        for number in range(len((self._shared or self._own).steps(tensor))):
             at = start
             while at < stop:
                 part = self._part(tensor, number, at, stop)
@@ -202,10 +204,12 @@ class _Part:
 
 
 class _Step:
-    """What one delta changes in a tensor. Several workers may take parts. window: how many bytes behind the decoded ones are kept."""
+    """What one delta, or xor deltas in a row, change in a tensor. Several workers may take parts. window: how many bytes behind the decoded
+    ones are kept."""
 
     def __init__(self, frame: _Xor | _Overwrite, window: int) -> None:
-        self._frame, self._window, self._lock = frame, window, threading.Lock()
+        self._frame: _Xor | _Overwrite | None = frame
+        self._window, self._lock = window, threading.Lock()
         self._decoded, self._kept = 0, list[_Part]()
 
     def take(self, start: int, stop: int) -> _Part | None:
@@ -220,8 +224,11 @@ class _Step:
             elif start < self._decoded:
                 return None
             while found is None or found.stop <= start:
+                assert self._frame
                 found = self._frame.next()
                 self._decoded = found.stop
+                if self._decoded == self._frame.nbytes:
+                    self._frame = None  # each of its decoders has a megabyte
                 if found.stop <= start:
                     self._keep(found)
             before, found = found.cut(start)
@@ -236,47 +243,57 @@ class _Step:
             self._kept = [each for each in (*self._kept, part) if each.stop > self._decoded - max(self._window, 1)]
 
 
-def _frame_of(patch: Patch, tensor: Tensor, files: Files) -> _Xor | _Overwrite:
-    where, nbytes = f"{tensor.name} in {patch.path}", math.prod(tensor.shape) * tensor.dtype.itemsize
-    return (_Xor if patch.encoding == "xor" else _Overwrite)(patch, nbytes, files, where)
+def _frames_of(tensor: Tensor, files: Files) -> Iterator[_Xor | _Overwrite]:
+    """The frames of the deltas that change a tensor, the oldest first."""
+    assert tensor.patches is not None
+    nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+    for encoding, patches in groupby(tensor.patches.steps, lambda patch: patch.encoding):
+        if encoding == "xor":
+            yield _Xor([_Frame(patch, tensor, files) for patch in patches], nbytes)
+        else:
+            yield from (_Overwrite(_Frame(patch, tensor, files), _Frame(patch, tensor, files), nbytes) for patch in patches)
 
 
 class _Xor:
-    """An xor frame: as many bytes as the tensor has."""
+    """The xor frames of deltas in a row, each of as many bytes as the tensor has."""
 
-    def __init__(self, patch: Patch, nbytes: int, files: Files, where: str) -> None:
-        self._frame = _Frame(patch, files, where)
-        if self._frame.size != nbytes:
-            raise self._frame.refusal(f"its frame holds {self._frame.size:,} bytes, the tensor has {nbytes:,}")
+    def __init__(self, frames: Sequence[_Frame], nbytes: int) -> None:
+        self.nbytes, self._frames, self._at = nbytes, frames, 0
+        for frame in frames:
+            if frame.size != nbytes:
+                raise frame.refusal(f"its frame holds {frame.size:,} bytes, the tensor has {nbytes:,}")
 
     def next(self) -> _Part:
-        """What the frame says of the next bytes of the tensor."""
-        start = self._frame.at
-        values = self._frame.read(min(_PART, self._frame.size - start))
-        return _Part(start, self._frame.at, values)
+        """What the frames together say of the next bytes of the tensor."""
+        start, self._at = self._at, min(self._at + _PART, self.nbytes)
+        first, *others = self._frames
+        values = first.read(self._at - start)
+        for each in others:
+            values ^= each.read(self._at - start)
+        return _Part(start, self._at, values)
 
 
 class _Overwrite:
     """An overwrite frame: positions in ascending order, and the bytes at them. Each is read by a decoder of its own."""
 
-    def __init__(self, patch: Patch, nbytes: int, files: Files, where: str) -> None:
-        self._positions, self._values = _Frame(patch, files, where), _Frame(patch, files, where)
+    def __init__(self, positions: _Frame, values: _Frame, nbytes: int) -> None:
+        self._positions, self._values = positions, values
         size = self._positions.size
         count = int(self._positions.read(4).view(_POSITION)[0]) if size >= 4 else -1
         if size != 4 + 5 * count or count > nbytes:
             raise self._positions.refusal(f"its frame has {size:,} bytes and the count {count:,}; the tensor has {nbytes:,} bytes")
-        self._nbytes, self._left, self._stop, self._skip = nbytes, count, 0, 4 + 4 * count
+        self.nbytes, self._left, self._stop, self._skip = nbytes, count, 0, 4 + 4 * count
 
     def next(self) -> _Part:
         """What the frame says of the next bytes of the tensor. Raises CheckpointError if its positions do not ascend, or lie beyond the
         end of the tensor."""
         start, count = self._stop, min(_PART // 16, self._left)
         found = self._positions.read(4 * count).view(_POSITION).astype(np.int64)
-        ascends = not count or (found[0] >= start and found[-1] < self._nbytes and bool((found[1:] > found[:-1]).all()))
+        ascends = not count or (found[0] >= start and found[-1] < self.nbytes and bool((found[1:] > found[:-1]).all()))
         if not ascends:
-            raise self._positions.refusal(f"its positions do not ascend, or lie beyond the {self._nbytes:,} bytes of the tensor")
+            raise self._positions.refusal(f"its positions do not ascend, or lie beyond the {self.nbytes:,} bytes of the tensor")
         self._left -= count
-        self._stop = int(found[-1]) + 1 if self._left else self._nbytes
+        self._stop = int(found[-1]) + 1 if self._left else self.nbytes
         while self._values.at < self._skip:
             self._values.read(min(_PART, self._skip - self._values.at))
         return _Part(start, self._stop, self._values.read(count), found)
@@ -285,10 +302,10 @@ class _Overwrite:
 class _Frame:
     """The decoded bytes of a zstd frame, from its start to its end."""
 
-    def __init__(self, patch: Patch, files: Files, where: str) -> None:
+    def __init__(self, patch: Patch, tensor: Tensor, files: Files) -> None:
         import zstandard
 
-        self._where, self._error = where, zstandard.ZstdError
+        self._where, self._error = f"{tensor.name} in {patch.path}", zstandard.ZstdError
         # No frame header is longer.
         head = bytearray(min(18, patch.nbytes))
         files.read_into(patch.path, patch.byte_offset, memoryview(head))
