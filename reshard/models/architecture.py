@@ -257,6 +257,9 @@ class Architecture:
     engines: Mapping[str, EngineRules] = field(default_factory=dict)
     """What the classes of serving engines do differently for this model, by the name of the engine's format. The classes of the engines
     that are listed were compared with the declaration."""
+    engines_of_parts: tuple[Mapping[str, EngineRules], ...] = ()
+    """The rules of the towers, and of a language model that the config chooses, each by engine. `engines` contains them; a declaration that
+    extends this one gets them without what the class around them does."""
     frameworks: Mapping[str, Computation] = field(default_factory=dict)
     """How training frameworks compute the model, by the name of the framework's format. Only those that were compared are listed."""
     like: str | None = None

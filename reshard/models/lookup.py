@@ -55,7 +55,7 @@ def find_model(config: Mapping[str, Any] | None, architecture: Architecture | No
         return None
     declared = architecture or find_architecture(model_type_of(config) or "")
     if declared and (named := _named_parts(declared, config)):
-        declared = None if _undeclared(declared, named) else _find(declared.model_type, (), tuple(named.items()))
+        declared = None if _undeclared(declared, named) else _find(declared.model_type, tuple(named.items()))
     return _model(declared, config) if declared else None
 
 
@@ -136,9 +136,10 @@ def find_architecture(model_type: str) -> Architecture | None:
     return None if model_type.startswith(TOWERS) else find_declaration(model_type)
 
 
-def find_declaration(name: str) -> Architecture | None:
-    """What `extends` can name: the declaration of a model type, or after `towers/` that of a tower; None if there is none."""
-    return _find(name, ())
+def find_declaration(name: str, named: tuple[tuple[str, str], ...] = ()) -> Architecture | None:
+    """What `extends` can name: the declaration of a model type, or after `towers/` that of a tower; None if there is none. named: as for
+    Find."""
+    return _find(name, named)
 
 
 def named_architecture(named: Architecture | str | os.PathLike[str]) -> Architecture:
@@ -227,7 +228,7 @@ def known_model_types() -> tuple[str, ...]:
 
 
 @cache
-def _find(model_type: str, extending: tuple[str, ...], named: tuple[tuple[str, str], ...] = ()) -> Architecture | None:
+def _find(model_type: str, named: tuple[tuple[str, str], ...] = (), extending: tuple[str, ...] = ()) -> Architecture | None:
     """The declaration of a model type, or of a tower after TOWERS. extending: the model types whose declarations are being read. named: the
     key of an inner config and the model type that it names, of the parts that the declaration leaves to the config."""
     name = _file_name(model_type)

@@ -11,7 +11,7 @@ from helpers.reshard_command import reshard
 
 from reshard.errors import RequestError
 from reshard.models.declared.reader import parse_declaration
-from reshard.models.lookup import find_architecture, find_model
+from reshard.models.lookup import find_declaration, find_model
 
 MODELS = (
     "llama", "llama-tied", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt2", "gpt_neox", "gemma2",
@@ -99,7 +99,7 @@ def test_a_draft_states_only_what_differs_from_its_nearest_relative(tmp_path):
         "  model.layers.*.self_attn.q_proj.bias: attention.q",
     ]
     with pytest.raises(RequestError, match=r'line 12: weights > model\.adapter\.weight: a "\?" marks an open question here'):
-        parse_declaration(text.encode(), "my.yaml", find_architecture)
+        parse_declaration(text.encode(), "my.yaml", find_declaration)
     answered = text.replace('"?"    #', "{role: my.adapter, split: column, shape: [adapter_rank, 2]}    #")
     answered = answered.replace("weights:    #", "dimensions: {adapter_rank: adapter_rank}\nweights:    #")
     (tmp_path / "my.yaml").write_text(answered)
@@ -148,7 +148,7 @@ def test_every_role_that_is_written_is_the_built_in_one(model, tmp_path):
     assert len(certain) >= 5 and (len(certain) == len(rows)) == (model in CLEAR)
     if '"?"' in text.split("model_type:")[-1]:
         with pytest.raises(RequestError, match=r'a "\?" marks an open question here'):
-            parse_declaration(text.encode(), "my.yaml", find_architecture)
+            parse_declaration(text.encode(), "my.yaml", find_declaration)
 
 
 def as_written(name):
@@ -237,7 +237,7 @@ def test_what_the_config_does_not_give_under_a_usual_key_is_left_open(tmp_path):
 def test_a_training_checkpoint_gives_a_draft_too(tmp_path):
     case = DCP / "fsdp2"
     text = started(case / "checkpoint", "--model", case / "model")
-    assert '"?"' not in text and parse_declaration(text.encode(), "my.yaml", find_architecture).weights
+    assert '"?"' not in text and parse_declaration(text.encode(), "my.yaml", find_declaration).weights
     assert reshard("architectures", "--start", case / "checkpoint", "--model", case / "model", "--json").document["declaration"] == text
 
 

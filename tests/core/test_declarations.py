@@ -518,7 +518,7 @@ def test_only_plain_data_is_read(content, what, with_libyaml, monkeypatch):
         pytest.skip("PyYAML was built without libyaml")
     monkeypatch.setattr(yaml, "__with_libyaml__", with_libyaml)
     with pytest.raises(RequestError, match=what):
-        declared(content.decode("latin-1")) if content.isascii() else parse_declaration(content, "my.yaml", find_architecture)
+        declared(content.decode("latin-1")) if content.isascii() else parse_declaration(content, "my.yaml", find_declaration)
 
 
 @pytest.mark.parametrize("model_type", built_in_model_types())
@@ -787,7 +787,9 @@ towers:
 """
 
 
-def found(name):
+def found(name, named=()):
+    if name == "around":
+        return around(AROUND + "engines: {vllm: {every_stage: [embedding]}}\n", dict(named))
     return declared(TOWER) if name == "towers/mytower" else None if name.startswith("towers/") else find_architecture(name)
 
 
@@ -834,6 +836,26 @@ def test_an_engine_counts_if_it_was_compared_with_every_part():
     assert around(AROUND + rules).engines["vllm"].every_stage == {"vision", "embedding"}
     of_class = "engines: {vllm: {of_class: {Other: {every_stage: [head]}}}}\n"
     assert around(AROUND + of_class).engines["vllm"].of_class["Other"].every_stage == {"vision", "head"}
+
+
+EXTENDS = """language: 2
+model_type: other
+extends: around
+defaults: {text_config.model_type: qwen3}
+engines: {vllm: {every_stage: [head]}}
+"""
+
+
+def test_a_model_that_extends_one_with_towers_has_its_parts():
+    model = around(EXTENDS)
+    assert model.chosen == {"text_config": "qwen3", "vision_config": "mytower"} and model.text_config == "text_config"
+    assert any("q_norm" in weight.name for weight in model.weights)
+    assert not any("q_norm" in weight.name for weight in around(EXTENDS, {"text_config": "llama"}).weights)
+    # The tower's rules are taken over, those of the class around it are not.
+    assert model.engines["vllm"].every_stage == {"vision", "head"}
+    like = around(EXTENDS.replace("engines: {vllm: {every_stage: [head]}}", "like: around"), {"text_config": "gemma2"})
+    assert like.engines == found("around", (("text_config", "gemma2"),)).engines and like.like == "mymodel"
+    assert any("pre_feedforward_layernorm" in weight.name for weight in like.weights)
 
 
 @pytest.mark.parametrize(

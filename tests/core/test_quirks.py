@@ -9,12 +9,12 @@ from reshard.errors import RequestError
 from reshard.geometry.dtypes import F32
 from reshard.models.declared.reader import parse_declaration
 from reshard.models.engine_rules import EngineRules, ExtraTensor, Fusion, Rename, renames_of
-from reshard.models.lookup import built_in_model_types, declaration_text, find_architecture, read_architecture
+from reshard.models.lookup import built_in_model_types, declaration_text, find_architecture, find_declaration, read_architecture
 from reshard.models.model import Model
 
 
 def declared(text):
-    return parse_declaration(f"language: 2\nmodel_type: mymodel\nextends: llama\n{text}".encode(), "my.yaml", find_architecture)
+    return parse_declaration(f"language: 2\nmodel_type: mymodel\nextends: llama\n{text}".encode(), "my.yaml", find_declaration)
 
 
 def renamed(name, quirks, version):

@@ -5,6 +5,8 @@
     extends: {text_config: {only: qwen3}, vision_config: {only: qwen3_vl_vision}}     these, whatever the inner configs say
     towers:
       vision_tower: {tower: vision_config}                                names of the tower's weights begin with vision_tower.
+    extends: llava                                                        the parts of llava, at their places there
+    defaults: {text_config.model_type: qwen2}                             the part of an inner config that names none
 
 A tower is a declaration of its own, in a file that says `tower:` in place of `model_type:`. It is about the inner config: its keys are
 those of the inner config, and its names have no beginning. Both get one where a model places the tower.
@@ -16,15 +18,27 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import field, replace
 from functools import reduce
+from typing import Protocol
 
 from reshard.geometry.value import value
 from reshard.models.architecture import Architecture, Dimension
 from reshard.models.declared.node import Node
 from reshard.models.engine_rules import EngineRules
 
-# The declaration of a name; None if there is none. The name of a tower begins with TOWERS.
-Find = Callable[[str], Architecture | None]
 TOWERS = "towers/"
+# What follows the key of an inner config in the key of its model_type.
+_PART = ".model_type"
+
+# The key of an inner config -> the model_type that it names.
+Named = Mapping[str, str]
+
+
+class Find(Protocol):
+    """Finds declarations."""
+
+    def __call__(self, name: str, named: tuple[tuple[str, str], ...] = ()) -> Architecture | None:
+        """The declaration of a name; None if there is none. The name of a tower begins with TOWERS. named: the items of a Named, for the
+        parts that the declaration leaves to the config."""
 
 
 @value
@@ -41,6 +55,15 @@ class Composition:
     """The key of the config for an inner config whose model_type names the part -> the part that is meant if it names none."""
 
     @property
+    def engines(self) -> tuple[Mapping[str, EngineRules], ...]:
+        """The rules of the parts, each by engine: the towers, a language model that the config chooses, the parts of the model that is
+        extended."""
+        of_model: tuple[Mapping[str, EngineRules], ...] = ()
+        if self.model:
+            of_model = (self.model.engines,) if self.text_config in self.chosen else self.model.engines_of_parts
+        return (*of_model, *(tower.engines for tower in self.towers.values()))
+
+    @property
     def dimensions(self) -> dict[str, Dimension]:
         """The dimensions of the parts."""
         found = dict(self.model.dimensions if self.model else {})
@@ -49,14 +72,12 @@ class Composition:
         return found
 
     def rules(self, own: Mapping[str, EngineRules]) -> dict[str, EngineRules]:
-        """The rules of the engines that a declaration lists, with those of its towers put in, and of a language model that the config
-        chooses. An engine that was not compared with one of these was not compared with the model."""
-        chosen = [self.model.engines] if self.model and self.text_config in self.chosen else []
-        parts = [*chosen, *(tower.engines for tower in self.towers.values())]
+        """The rules of the engines that a declaration lists, with those of its parts put in. An engine that was not compared with one of
+        these was not compared with the model."""
         return {
-            engine: _with_parts(rules, [part[engine] for part in parts])
+            engine: _with_parts(rules, [part[engine] for part in self.engines])
             for engine, rules in own.items()
-            if all(engine in part for part in parts)
+            if all(engine in part for part in self.engines)
         }
 
 
@@ -68,9 +89,9 @@ def _with_parts(own: EngineRules, parts: Collection[EngineRules]) -> EngineRules
     return replace(inner.with_quirks(own), of_class={name: inner.with_quirks(rules) for name, rules in own.of_class.items()})
 
 
-def declared(node: Node, find: Find, folder: str = "") -> Architecture:
-    """The declaration that a node names. folder: TOWERS for a tower."""
-    architecture = find(folder + node.word(r"[\w.-]+"))
+def declared(node: Node, find: Find, folder: str = "", named: Named | None = None) -> Architecture:
+    """The declaration that a node names. folder: TOWERS for a tower. named: as for `composition_of`."""
+    architecture = find(folder + node.word(r"[\w.-]+"), tuple((named or {}).items()))
     if architecture is None and folder:
         raise node.error(f"no tower is declared as {node.value!r}", do="reshard/architectures/towers/ has the declared towers")
     if architecture is None:
@@ -78,8 +99,14 @@ def declared(node: Node, find: Find, folder: str = "") -> Architecture:
     return architecture
 
 
-def composition_of(keys: Mapping[str, Node], find: Find, named: Mapping[str, str]) -> Composition:
-    """The parts of a declaration. named: the key of an inner config -> the model_type that it names, as far as the config is known.
+def usual_parts(keys: Mapping[str, Node]) -> dict[str, str]:
+    """The key of an inner config -> the model_type that it has by the declaration's own defaults."""
+    defaults = keys["defaults"].mapping() if "defaults" in keys else {}
+    return {key.removesuffix(_PART): node.word() for key, node in defaults.items() if key.endswith(_PART)}
+
+
+def composition_of(keys: Mapping[str, Node], find: Find, named: Named) -> Composition:
+    """The parts of a declaration. named: those that the config names, as far as it is known, or else the defaults of the declaration.
 
     Raises: RequestError, naming the line, if a part is not declared, or a tower has no place or two.
     """
@@ -90,7 +117,9 @@ def composition_of(keys: Mapping[str, Node], find: Find, named: Mapping[str, str
             raise next(iter(places.values()))[1].error(
                 "`extends` does not say which tower the inner config describes", do="Write extends: {text_config: MODEL, KEY: TOWER}"
             )
-        return Composition(_named_here(declared(node, find), keys))
+        whole = declared(node, find, named=named)
+        usual = {key: name for key, name in usual_parts(keys).items() if key in whole.chosen}
+        return Composition(_named_here(whole, keys), chosen={**whole.chosen, **usual})
     inner = node.mapping() if node else {}
     if strange := next((key for key in places if key not in inner), None):
         raise places[strange][1].error(f"`extends` names no tower for {strange}", do=f"Write extends: {{{strange}: TOWER}}")

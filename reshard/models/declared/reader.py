@@ -15,14 +15,15 @@ declarations of other models come from the function `find`, so that this file kn
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from reshard.errors import RequestError
 from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, LayersOf, Weight
-from reshard.models.declared.composition import TOWERS, Composition, Find, composition_of, declared, is_place
+from reshard.models.declared.composition import TOWERS, Composition, Find, Named, composition_of, declared, is_place, usual_parts
 from reshard.models.declared.engines import engines_of, frameworks_of
 from reshard.models.declared.node import KEY_OF_LAYER, Node, expression, parse
 from reshard.models.declared.version_1 import in_version_2
@@ -42,7 +43,7 @@ KEYS = (
 TOWER_KEYS = ("language", "tower", "extends", "without", "dimensions", "weights", "dropped", "carried", "defaults", "engines")
 
 
-def parse_declaration(content: bytes, where: str, find: Find, named: Mapping[str, str] | None = None) -> Architecture:
+def parse_declaration(content: bytes, where: str, find: Find, named: Named | None = None) -> Architecture:
     """The architecture that a declaration declares, or the tower.
 
     where: the file, as errors name it. find: returns the declarations of the models and towers that `extends` and `like` name. named: the
@@ -58,7 +59,8 @@ def parse_declaration(content: bytes, where: str, find: Find, named: Mapping[str
     if not is_tower and "model_type" not in keys:
         raise root.error("it has no model_type", do="Add `model_type:` and the model_type of the model's config")
     name = keys["tower" if is_tower else "model_type"].word(r"[A-Za-z][\w.-]*")
-    parts = composition_of(keys, (lambda name: find(TOWERS + name)) if is_tower else find, named or {})
+    named = {**usual_parts(keys), **(named or {})}
+    parts = composition_of(keys, (lambda name, named=(): find(TOWERS + name, named)) if is_tower else find, named)
     base = parts.model
     if base is None and (needless := next((key for key in ("without", "renamed") if key in keys), None)):
         raise keys[needless].error(f"`{needless}` is about the weights of the model that `extends:` names, and there is no such model")
@@ -68,7 +70,7 @@ def parse_declaration(content: bytes, where: str, find: Find, named: Mapping[str
     reader = WeightReader(dimensions)
     towers = _weights(keys["towers"], reader, parts) if "towers" in keys else []
     nodes = _weights(keys["weights"], reader) if "weights" in keys else []
-    weights, fields = [weight for _, weight in nodes], _fields(keys, parts, find)
+    weights, fields = [weight for _, weight in nodes], _fields(keys, parts, partial(declared, find=find, named=named))
     if base:
         made = base.extended(*weights, model_type=name, without=_without(keys, base), **fields)
         made = replace(made, dimensions=dimensions)
@@ -225,19 +227,18 @@ def _config_keys(node: Node) -> tuple[str, ...]:
     return tuple(item.config_key() for item in node.items())
 
 
-def _fields(keys: Mapping[str, Node], parts: Composition, find: Find) -> dict[str, Any]:
+def _fields(keys: Mapping[str, Node], parts: Composition, declared: Callable[[Node], Architecture]) -> dict[str, Any]:
     """The fields of the architecture that the declaration sets, except dimensions, weights and `tied`."""
-    base, fields = parts.model, dict[str, Any](chosen=parts.chosen)
+    base, fields = parts.model, dict[str, Any](chosen=parts.chosen, engines_of_parts=parts.engines)
     if "class" in keys:
         fields["class_name"] = keys["class"].word(r"[A-Za-z_]\w*")
     if "like" in keys:
-        like = declared(keys["like"], find)
+        like = declared(keys["like"])
         fields["like"], fields["engines"], fields["frameworks"] = like.family, like.engines, like.frameworks
     if "engines" in keys:
-        fields["engines"] = {**fields.get("engines", {}), **engines_of(keys["engines"])}
+        fields["engines"] = {**fields.get("engines", {}), **parts.rules(engines_of(keys["engines"]))}
     if "frameworks" in keys:
         fields["frameworks"] = {**fields.get("frameworks", {}), **frameworks_of(keys["frameworks"])}
-    fields["engines"] = parts.rules(fields.get("engines", {}))
     inherited = [*([base] if base else []), *parts.towers.values()]
     for key in ("dropped", "carried"):
         reasons = {_regex(glob): _reason(node) for glob, node in keys[key].mapping().items()} if key in keys else {}
