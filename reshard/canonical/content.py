@@ -6,7 +6,7 @@ has keys that tell its weight. Every tensor that is left out becomes a Drop, wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -263,6 +263,16 @@ class Content:
         return f"the delta {self.deltas[-1].path}" if self.deltas else "reshard.json"
 
     @property
+    def left_out(self) -> dict[str, str]:
+        """The missing weights that the files leave out on purpose -> why."""
+        return {name: self.facts.left_out[name] for name in self.missing if name in self.facts.left_out}
+
+    @property
+    def not_needed(self) -> tuple[str, ...]:
+        """The names of the missing weights that are implied, or left out on purpose."""
+        return (*self.implied, *self.left_out)
+
+    @property
     def implied(self) -> tuple[str, ...]:
         """The names of the missing weights whose bytes follow from the shapes of others."""
         return tuple(name for name in self.missing if self._model_weights[name].implied is not None)
@@ -428,6 +438,8 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
             raise _wrong_shape(content.tensors[name], weight, model)
     missing = [name for name in content.missing if name not in optional and not model.weights[name].optional]
     unknown = [name for name in content.besides_model if not model.reason_not_served(name)]
+    if missing and not partial and missing[0] in content.facts.left_out:
+        raise _left_out_of_source(missing, content)
     if missing and not partial:
         from reshard.canonical.trainer_names import check_trainer
 
@@ -450,6 +462,17 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
             "with `model=DIR` or `architecture=FILE`",
             id="unsupported",
         )
+
+
+def _left_out_of_source(missing: Sequence[str], content: Content) -> IncompleteError:
+    """The error for weights that the files of the source leave out on purpose, and that are needed here."""
+    return IncompleteError(
+        f"the files of {content.facts.producer} have no such weight: {content.facts.left_out[missing[0]]}"
+        + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""),
+        where=missing[0],
+        why="What is written here needs all weights of the model",
+        do="Convert the checkpoint that these files were made of",
+    )
 
 
 def check_counted(content: Content) -> None:

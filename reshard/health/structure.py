@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,8 +45,11 @@ def missing_layers(weights: Mapping[str, Tensor]) -> Iterator[Finding]:
             yield found("missing-layer", f"{stack} has the layers 0 to {max(layers)} except {numbers}", tensor=f"{stack}.{missing[0]}")
 
 
-def config_shapes(weights: Mapping[str, Tensor], model: Model | None, config: Mapping[str, Any] | None) -> Iterator[Finding]:
-    """Weights that the config needs and that are missing, that have another shape, or that it does not know."""
+def config_shapes(
+    weights: Mapping[str, Tensor], model: Model | None, config: Mapping[str, Any] | None, left_out: Collection[str]
+) -> Iterator[Finding]:
+    """Weights that the config needs and that are missing, that have another shape, or that it does not know. left_out: weights that files
+    of this format do not have on purpose."""
     if model is None:
         reason = f"the architecture {config.get('model_type')!r} is not declared" if config is not None else "there is no config.json"
         yield found("config-not-checked", f"the names and shapes of the weights were not compared with a config: {reason}")
@@ -68,7 +71,8 @@ def config_shapes(weights: Mapping[str, Tensor], model: Model | None, config: Ma
             yield found("wrong-shape", f"its shape is {list(tensor.shape)}, the config says {list(weight.shape)}", tensor=name)
     tied = {model.architecture.tied[0]} if model.is_tied else set()
     unknown = [name for name in weights if name not in expected and name not in tied and not model.reason_to_drop(name)]
-    missing = [name for name, weight in expected.items() if name not in weights and not weight.optional and not weight.is_scale]
+    needed = (name for name, weight in expected.items() if not weight.optional and not weight.is_scale and name not in left_out)
+    missing = [name for name in needed if name not in weights]
     kind = f"a {model.architecture.model_type} model"
     if missing and sum(weights[name].elements for name in unknown) >= sum(math.prod(expected[name].shape) for name in missing):
         detail = f"{plural(len(unknown), 'weight')}, such as {unknown[0]}, have other names than {kind} has, such as {missing[0]}"

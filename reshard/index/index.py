@@ -308,6 +308,15 @@ class Constant:
     """The prescribed bytes, repeated over the range."""
 
 
+def about_left_out(left_out: Mapping[str, str]) -> Iterator[str]:
+    """A sentence for each reason for which weights of the model are not there."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in left_out.items():
+        by_reason.setdefault(why, []).append(name)
+    for why, names in by_reason.items():
+        yield f"{plural(len(names), 'weight')} of the model {'are' if len(names) > 1 else 'is'} not there, such as {names[0]}: {why}"
+
+
 @value
 class RunFacts:
     """What the files tell about the run that wrote them. A fact that they do not tell is None or empty."""
@@ -336,6 +345,8 @@ class RunFacts:
     """Keys beside the model in the saved state dict. The names of the tensors under such a key start with it."""
     unanswered: tuple[str, ...] = ()
     """Facts that the user must give before the checkpoint can be converted, each with the option that gives it."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Weights of the model that files of this format do not have on purpose -> why."""
     delta: DeltaFacts | None = None
     """What the files say about themselves if they are a delta, whose tensors are frames; None for a checkpoint."""
 

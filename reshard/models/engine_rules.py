@@ -96,6 +96,19 @@ class ExtraTensor:
     """The first version that no longer stores it; None: every version does."""
 
 
+@value
+class LeftOut:
+    """Weights that an engine's class leaves out because its answers do not depend on them, such as the last blocks of a tower."""
+
+    names: str
+    """A glob for their names as they are declared, with {layer} and other words in braces."""
+    why: str
+    """Why the class leaves them out."""
+    behind: str | None = None
+    """Of blocks that a dimension counts, only those behind the one whose output the class takes: the config's key for its number. 1 is the
+    first block, -1 the last one and -2 the one before. None: all are left out."""
+
+
 Versioned = TypeVar("Versioned", Rename, ExtraTensor)
 
 
@@ -141,6 +154,10 @@ class EngineRules:
     on the first stage, the rest on the last."""
     unsupported: frozenset[tuple[str, str]] = frozenset()
     """(role, "weight" or "bias") pairs that the class has no slot for."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Weights that the class leaves out, although it computes what the model does."""
+    zeros: frozenset[tuple[str, str]] = frozenset()
+    """(role, "bias") pairs that the model lacks: their rows of the fused bias are zeros."""
     in_place_of: Mapping[str, str] = field(default_factory=dict)
     """Role -> another role, whose weight is stored also in the place of the first one, where a layer has no weight of that role."""
     extra_tensors: tuple[ExtraTensor, ...] = ()

@@ -198,9 +198,13 @@ def declared_at(architecture: Architecture, weight: Weight) -> str | None:
 
 
 def declaration_text(model_type: str) -> str:
-    """The text of the file that declares a model type or a tower. Raises RequestError if there is none, or it is not in a file."""
-    if not model_type.startswith(TOWERS) and model_type in built_in_towers():
-        return _content(_built_in_file(TOWERS + model_type)).decode()
+    """The text of the file that declares a model type or a tower; that of the model if both have the name, unless it begins with TOWERS.
+
+    Raises: RequestError if there is none, or it is not in a file.
+    """
+    tower = model_type.removeprefix(TOWERS)
+    if tower in built_in_towers() and (tower != model_type or tower not in built_in_model_types()):
+        return _content(_built_in_file(TOWERS + tower)).decode()
     architecture = find_architecture(model_type)
     if architecture is None:
         raise RequestError(f"no model is declared as {model_type!r}", do=f"{choices(model_type, known_model_types())}; {LISTED_BY}")

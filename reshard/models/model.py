@@ -289,8 +289,9 @@ class Model:
         return {**self.config, **inner} if isinstance(inner, Mapping) else self.config
 
     def stated(self, key: str) -> Any:
-        """What the config says for a key; None if it does not have the key. A dot leads into an inner config or to the entry of a list."""
-        return value_at(self.settings, key.split("."))
+        """What the config says for a key; None if it does not have the key. A dot leads into an inner config or to the entry of a list. A
+        key that begins with a dot is one of the config itself, even if that of the language model has it, too."""
+        return value_at(self.config, key[1:].split(".")) if key.startswith(".") else value_at(self.settings, key.split("."))
 
     def setting(self, key: str) -> Any:
         """The value of a key of the config; the architecture's default if the config does not have the key."""

@@ -204,6 +204,7 @@ _ROWS = (
     Role("vision.qkv", heads("vision_heads"), fuses=("vision.q", "vision.k", "vision.v"), in_layer=False),
     Role("vision.o", ROW, ("vision_hidden", "vision_hidden"), in_layer=False),
     Role("vision.column", COLUMN, ("vision_hidden", "vision_hidden"), in_layer=False),
+    Role("vision.row", ROW, ("vision_hidden", "vision_hidden"), in_layer=False),
     Role("vision.gate", COLUMN, ("vision_intermediate", "vision_hidden"), in_layer=False),
     Role("vision.up", COLUMN, ("vision_intermediate", "vision_hidden"), in_layer=False),
     Role("vision.down", ROW, ("vision_hidden", "vision_intermediate"), in_layer=False),

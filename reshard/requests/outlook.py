@@ -76,7 +76,7 @@ def engine_sizes(model: Model) -> dict[str, tuple[int, ...]]:
 def _problem(content: Content) -> str | None:
     """A sentence about the first weight that the config needs and the checkpoint lacks, or that has another shape."""
     try:
-        check_against_model(content, partial=False, strict=False, optional=content.implied)
+        check_against_model(content, partial=False, strict=False, optional=content.not_needed)
     except ReshardError as error:
         return f"{error.where}: {error.what}" if error.where else error.what
     return None

@@ -36,7 +36,7 @@ from reshard.canonical.stacked_experts import by_expert
 from reshard.errors import CheckpointError, RequestError, UnsupportedError, blaming
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
-from reshard.index.index import Index, Tensor
+from reshard.index.index import Index, Tensor, about_left_out
 from reshard.index.shards import Relocation
 from reshard.models.quantization import check_has_settings, quantization_of, unknown_quantization, without_quantization
 from reshard.plans.layout import Layout, Target
@@ -167,7 +167,7 @@ def select(draft: Draft) -> Draft:
     with blaming_the_parent(source.model_files):
         if content.model is not None:
             check_has_settings(content.model.config, source.index.element_types)
-        check_against_model(content, partial=content.selection.is_partial, strict=False, optional=content.implied)
+        check_against_model(content, partial=content.selection.is_partial, strict=False, optional=content.not_needed)
     return draft
 
 
@@ -186,7 +186,7 @@ def examine(draft: Draft) -> Draft:
     check_selected(content)
     check_counted(content)
     check_globs("`keep_dtype=`", request.target.keep_dtype, content.weights)
-    draft = draft.noting(*_about_unknown(draft), *_about_trainer(draft))
+    draft = draft.noting(*_about_unknown(draft), *_about_trainer(draft), *about_left_out(content.left_out))
     if draft.selection.weights != request.selection.weights and not request.to.keeps_optimizer and draft.source.index.keeps_both_copies:
         draft = draft.noting(_WEIGHTS_ARE_MASTERS)
     if not request.to.holds_adapters and any(map(is_of_adapter, content.tensors.values())):

@@ -37,7 +37,7 @@ class RankTensor:
     sections: Sections
     """The boxes of canonical tensors that it holds."""
     origins: tuple[str, ...]
-    """The canonical tensors of the parts that it is made of, those included of which this rank holds nothing."""
+    """The canonical tensors of the parts that it is made of, those included of which this rank holds nothing. Zeros are of none."""
 
 
 # What vLLM reorders with the rows of a weight (0.32, models/llama4.py, permute_qk_weight_for_rotary).
@@ -107,13 +107,16 @@ class EngineRank:
         # What the engine stores a second time, in the place of weights that the layer does not have.
         roles = {part.role for part in parts}
         absent = {used: role for role, used in self.rules.in_place_of.items() if role not in roles}
-        for part in (*parts, *(replace(part, role=absent[part.role]) for part in parts if part.role in absent)):
+        copies = (replace(part, role=absent[part.role]) for part in parts if part.role in absent)
+        for part in (*parts, *copies, *self._zero_biases(parts)):
             fusion = fusion_of.get(part.role)
             # The parts of a fused tensor are one group, all experts included. Any other tensor of the model is a group of its own: its
             # sections, such as [z; x; b; c; dt], stay one tensor, in which a rank holds its share of each.
             block = part.tensor.rsplit(".", 2)[0] if part.layer is None else None
             groups.setdefault((fusion.roles, part.parameter, block) if fusion else (part.tensor,), []).append(part)
         for group in groups.values():
+            if not any(part.array.tiles for part in group):
+                continue  # the model has no such biases at all
             first, fusion = group[0], fusion_of.get(group[0].role)
             if first.expert is not None:
                 if self.experts:
@@ -125,6 +128,14 @@ class EngineRank:
                 is_fused = fusion is not None and len({part.tensor for part in group}) > 1
                 name = _with_component(ordered[0].pattern, fusion.component) if is_fused and fusion else first.pattern
                 yield self._rank_tensor(name, ordered)
+
+    def _zero_biases(self, parts: Sequence[Part]) -> Iterator[Part]:
+        """For the weights of the roles whose bias the engine fills with zeros, a bias without any elements of the model."""
+        for part in parts:
+            if (part.role, "bias") in self.rules.zeros and part.parameter == "weight":
+                tensor, pattern = (name.removesuffix("weight") + "bias" for name in (part.tensor, part.pattern))
+                array = Mosaic(part.array.shape[:1], ())
+                yield replace(part, parameter="bias", tensor=tensor, pattern=pattern, array=array, block_shape=(1,))
 
     def _in_layer(
         self, tensors: list[RankTensor], layer: int | None, dtypes: Mapping[str, DType], compute_dtype: DType
@@ -171,7 +182,8 @@ class EngineRank:
         shape = list(_stored_shape(array, component))
         for axis in self.rules.unit_axes.get(parts[0].role, ()):
             shape.insert(axis, 1)
-        return RankTensor(name, parts[0], tuple(shape), self._sections(array, parts), tuple(part.pattern for part in parts))
+        origins = tuple(part.pattern for part in parts if part.array.tiles)
+        return RankTensor(name, parts[0], tuple(shape), self._sections(array, parts), origins)
 
     def _sections(self, array: Mosaic, parts: list[Part]) -> Sections:
         """The sections of an array of these parts, with {layer} in the names."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import lru_cache
 
+from reshard.errors import RequestError
 from reshard.geometry.dtypes import U8, DType, are_same_bytes
-from reshard.models.engine_rules import EngineRules
+from reshard.models.engine_rules import EngineRules, LeftOut
 from reshard.models.model import LayerKind, Model, ModelWeight, Part
 from reshard.models.splits import SplitRules
 
@@ -15,7 +17,7 @@ from reshard.models.splits import SplitRules
 def parts_by_kind(model: Model, rules: EngineRules) -> dict[LayerKind | None, tuple[Part, ...]]:
     """Kind of layer -> the parts of its first layer that the engine has a slot for, in the model's order; None -> the parts outside of the
     layers. What is true of the first layer of a kind is true of all its layers."""
-    return _parts_by_kind(model, frozenset(rules.keep_fused), rules.unsupported)
+    return _parts_by_kind(model, frozenset(rules.keep_fused), rules.unsupported, rules.left_out)
 
 
 def distinct_parts(model: Model, rules: EngineRules) -> tuple[Part, ...]:
@@ -23,29 +25,34 @@ def distinct_parts(model: Model, rules: EngineRules) -> tuple[Part, ...]:
 
     Attention heads come first, since people understand a size that does not divide the heads best.
     """
-    return _distinct_parts(model, frozenset(rules.keep_fused), rules.unsupported)
+    return _distinct_parts(model, frozenset(rules.keep_fused), rules.unsupported, rules.left_out)
 
 
 @lru_cache(maxsize=16)
 def _parts_by_kind(
-    model: Model, keep_fused: frozenset[str], unsupported: frozenset[tuple[str, str]]
+    model: Model, keep_fused: frozenset[str], unsupported: frozenset[tuple[str, str]], left_out: tuple[LeftOut, ...]
 ) -> dict[LayerKind | None, tuple[Part, ...]]:
+    absent = {model.weights[name].pattern for name in _left_out_by_class(model, left_out)}
     weights: dict[LayerKind | None, tuple[ModelWeight, ...]] = {None: model.weights_outside_layers}
     weights.update({kind: kind.weights for kind in model.layer_kinds})
     return {
         kind: tuple(
             part
             for part in model.parts_of(alike, keep_fused=keep_fused)
-            if (part.role, part.parameter) not in unsupported and (part.component is None or part.component.use != "group index")
+            if (part.role, part.parameter) not in unsupported
+            and part.pattern not in absent
+            and (part.component is None or part.component.use != "group index")
         )
         for kind, alike in weights.items()
     }
 
 
 @lru_cache(maxsize=16)
-def _distinct_parts(model: Model, keep_fused: frozenset[str], unsupported: frozenset[tuple[str, str]]) -> tuple[Part, ...]:
+def _distinct_parts(
+    model: Model, keep_fused: frozenset[str], unsupported: frozenset[tuple[str, str]], left_out: tuple[LeftOut, ...]
+) -> tuple[Part, ...]:
     first: dict[tuple[object, ...], Part] = {}
-    for parts in _parts_by_kind(model, keep_fused, unsupported).values():
+    for parts in _parts_by_kind(model, keep_fused, unsupported, left_out).values():
         for part in parts:
             first.setdefault((part.role, part.parameter, part.array.shape, id(part.dimensions)), part)
     return tuple(sorted(first.values(), key=lambda part: not part.split.heads))
@@ -69,14 +76,54 @@ def with_split(part: Part, rules: EngineRules) -> Part:
 def weights_without_slot(model: Model, rules: EngineRules) -> tuple[str, ...]:
     """The weights that the engine's class of the model has no slot for, although the model's answers depend on them."""
     lacking: dict[int | None, set[str]] = {}
+    left_out = {model.weights[name].pattern for name in left_out_by_class(model, rules)}
     for kind, parts in parts_by_kind(model, rules).items():
         weights = kind.weights if kind else model.weights_outside_layers
         stored = [weight for weight in weights if weight.component is None or weight.component.use != "group index"]
-        if patterns := {weight.pattern for weight in stored} - {part.pattern for part in parts}:
+        if patterns := {weight.pattern for weight in stored} - {part.pattern for part in parts} - left_out:
             lacking.update(dict.fromkeys(kind.layers if kind else (None,), patterns))
     if not lacking:
         return ()
     return tuple(weight.name for weight in model.weights.values() if weight.pattern in lacking.get(weight.layer, ()))
+
+
+def left_out_by_class(model: Model, rules: EngineRules) -> dict[str, str]:
+    """Weight -> why the engine's class of the model leaves it out, for weights that its answers do not depend on."""
+    return _left_out_by_class(model, rules.left_out)
+
+
+@lru_cache(maxsize=16)
+def _left_out_by_class(model: Model, rows: tuple[LeftOut, ...]) -> dict[str, str]:
+    return {
+        weight.name: row.why
+        for row in rows
+        for weight in model.weights.values()
+        if fnmatchcase(weight.declared.name, row.names) and (row.behind is None or _block(weight) > _last_used(model, weight, row.behind))
+    }
+
+
+def _block(weight: ModelWeight) -> int:
+    """The number, from 1, that a weight has among those that its declared name counts."""
+    before = weight.declared.name.partition(f"{{{weight.declared.counted_by}}}")[0]
+    return 1 + int(weight.name.removeprefix(before).partition(".")[0])
+
+
+def _last_used(model: Model, weight: ModelWeight, key: str) -> int:
+    """The number, from 1, of the last of these weights whose output the class takes."""
+    blocks, number = model.dimensions[weight.declared.counted_by or ""], model.setting(key)
+    if not isinstance(number, int) or not -blocks - 1 <= number <= blocks:
+        raise RequestError(
+            f"config.json gives {number!r} for {key}; the number of one of the {blocks} blocks is expected",
+            why="The engine's class has the blocks up to that one",
+            do="Give the model's own config with `model=DIR`",
+        )
+    return number if number >= 0 else blocks + 1 + number
+
+
+def zero_biases(model: Model, rules: EngineRules) -> tuple[str, ...]:
+    """The names of the biases that the model lacks, and that the engine's class has as zeros."""
+    weights = (weight.name for weight in model.weights.values() if (weight.role, "bias") in rules.zeros)
+    return tuple(name.removesuffix("weight") + "bias" for name in weights if name.endswith(".weight"))
 
 
 def layers_not_served(model: Model) -> dict[str, str]:

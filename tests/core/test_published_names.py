@@ -18,7 +18,10 @@ from reshard.models.quantization import unknown_quantization
 PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "published"
 FOLDERS = sorted(path.name for path in PUBLISHED.iterdir() if path.is_dir()) if PUBLISHED.is_dir() else []
 # Folders of declared types whose names do not all follow from their configs -> why.
-LISTED = {"Qwen3-30B-A3B-transgqa": "its weights have an indexer and biases that its config does not speak of"}
+LISTED = {
+    "Qwen3-30B-A3B-transgqa": "its weights have an indexer and biases that its config does not speak of",
+    "scicore-omics-minicpmv": "a fine-tune of minicpmv with a tower of its own, for genes",
+}
 # Folders of types without a declaration -> what they are.
 UNDECLARED = {
     "DeepSeek-OCR": "towers of SAM and CLIP around deepseek_v2",
@@ -26,7 +29,6 @@ UNDECLARED = {
     "Logics-Thinking": "two towers around qwen3",
     "oasst-pythia-1.4b-rm": "a reward model: no head",
     "phi-2-mixformer": "phi under the names of its first code",
-    "scicore-omics-minicpmv": "towers for images and genes around qwen2",
     "xgen-mm": "a tower around phi3",
 }
 # Folders with quantized weights of a method that reshard does not know.
@@ -43,6 +45,7 @@ BESIDE = {
     "chatglm-6b": (32 * 2, "rotary frequencies"),
     "falcon-180B-chat": (65024 * 14848 * 2, "a head that is the embedding"),
     "falcon-40b": (65024 * 8192 * 2, "a head that is the embedding"),
+    "scicore-omics-minicpmv": (184_736_992, "a tower for genes"),
     "openpangu-7b": (34 * 64 * 4, "rotary frequencies"),
 }
 

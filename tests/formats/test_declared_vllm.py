@@ -6,13 +6,18 @@ A name or shape that a declaration gets wrong gives other weights, hence other d
 
 import hashlib
 import json
+import re
 import sys
 
+import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from helpers.fixture_places import FIXTURES, ranks, rules_of
 from helpers.rank_contents import described, laid_out, our_value, sizes_of, value_in_vllm
 
 import reshard
+from reshard.canonical.content import Selection
 from reshard.canonical.name_variants import Names
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import BF16, F32
@@ -20,7 +25,7 @@ from reshard.geometry.meshes import Parallel
 from reshard.models.lookup import find_model
 from reshard.models.model import Model
 from reshard.serving.legality import check_degrees, check_served
-from reshard.serving.weights import stored_dtypes, weights_without_slot
+from reshard.serving.weights import left_out_by_class, stored_dtypes, weights_without_slot
 
 sys.path.insert(0, str(FIXTURES))
 import named_weights
@@ -100,6 +105,71 @@ def test_files_with_names_of_their_own_are_read_back(name, tmp_path):
     reshard.convert(reshard.plan(tmp_path / "model", to="vllm", tp=4), tmp_path / "served")
     reshard.convert(reshard.plan(tmp_path / "served", to="hf"), tmp_path / "back")
     reshard.verify(tmp_path / "model", tmp_path / "back", cast=True).raise_if_different()
+
+
+def write(folder, name, **changes):
+    """A Hugging Face folder of the model of a reference. changes: of its config."""
+    config = {**json.loads(REFERENCES[name].read_text())["config"], **changes}
+    shapes = {weight.name: weight.shape for weight in find_model(config).weights.values() if not weight.optional}
+    named_weights.write(folder, config, shapes)
+    return shapes
+
+
+def test_weights_that_a_class_leaves_out_are_named_with_the_reason_and_stay_away(tmp_path):
+    """vLLM's class of llava ends its tower at the feature layer, -2: it has neither the last of 3 blocks nor the norm behind it."""
+    shapes = write(tmp_path / "model", "llava")
+    left_out = {name for name in shapes if "encoder.layers.2." in name or "post_layernorm" in name}
+    plan = reshard.plan(tmp_path / "model", to="vllm", tp=2)
+    reasons = {drop.name: drop.reason for drop in plan.drops}
+    assert reasons.keys() == left_out and len(set(reasons.values())) == 2
+    (note,) = [note for note in plan.layout.notes if "left out" in note]
+    globs = tuple(re.findall("'([^']+)'", note))
+    reshard.convert(plan, tmp_path / "served")
+    reshard.verify(tmp_path / "model", tmp_path / "served", selection=Selection(exclude=globs)).raise_if_different()
+    served = reshard.open(tmp_path / "served")
+    assert set(served.index.facts.left_out) == left_out
+    assert len(served.index.facts.notes) == 2 and all(why in "".join(served.index.facts.notes) for why in reasons.values())
+    assert [finding.id for finding in reshard.doctor(tmp_path / "served").findings] == ["missing-tokenizer"]
+    reshard.convert(reshard.plan(tmp_path / "served", to="vllm", tp=4), tmp_path / "four")
+    real = json.loads(REFERENCES["llava"].read_text())["degrees"]["tp4"]
+    assert [digest_of(state) for state in ranks(tmp_path / "four").values()] == real
+    back = reshard.plan(tmp_path / "served", to="hf")
+    assert back.content.tensors.keys() == shapes.keys() - left_out and sum("not there" in note for note in back.layout.notes) == 2
+    with pytest.raises(RequestError, match="was not compared"):
+        reshard.plan(tmp_path / "served", to="sglang", tp=2)
+
+
+@pytest.mark.parametrize(
+    "number, blocks",
+    [(-1, 3), (-2, 2), (-3, 1), (3, 3), (1, 1), (0, 0), (-5, None), (4, None), ([-2, -1], None)],
+)
+def test_a_tower_ends_at_the_block_that_the_config_names(number, blocks, tmp_path):
+    """As get_layer_index of vLLM 0.32: 0 is what goes into the first block."""
+    config = {**json.loads(REFERENCES["llava"].read_text())["config"], "vision_feature_layer": number}
+    model = find_model(config)
+    if blocks is None:
+        with pytest.raises(RequestError, match="for vision_feature_layer; the number of one of the 3 blocks is expected"):
+            left_out_by_class(model, rules_of("vllm", model))
+        return
+    left = left_out_by_class(model, rules_of("vllm", model))
+    assert {int(name.split(".")[4]) for name in left if ".layers." in name} == set(range(blocks, 3))
+
+
+def test_a_bias_that_only_the_class_has_is_zeros_and_the_plan_says_so(tmp_path):
+    """k of Whisper has no bias: neither in the encoder nor in the decoder, whose layers also attend to the encoder."""
+    shapes = write(tmp_path / "model", "whisper")
+    plan = reshard.plan(tmp_path / "model", to="vllm", tp=2)
+    (note,) = [note for note in plan.layout.notes if "zeros are written" in note]
+    assert "8 biases" in note and "model.encoder.layers.0.self_attn.k_proj.bias" in note
+    reshard.convert(plan, tmp_path / "served")
+    (rank, _) = sorted((tmp_path / "served").glob("*.safetensors"))
+    tensors = safetensors.torch.load_file(rank)
+    for name, k in (("encoder.layers.1.self_attn.qkv_proj", slice(128, 256)), ("decoder.layers.2.encoder_attn.kv_proj", slice(0, 128))):
+        bias = tensors[f"model.{name}.bias"].view(torch.int16).numpy()
+        assert not bias[k].any() and np.delete(bias, np.r_[k]).all()
+    reshard.convert(reshard.plan(tmp_path / "served", to="hf"), tmp_path / "back")
+    assert reshard.verify(tmp_path / "model", tmp_path / "back").equal
+    assert {tensor.name for tensor in reshard.open(tmp_path / "back").index.tensors} == shapes.keys()
 
 
 @pytest.mark.parametrize("sizes", [{"hidden_size": 384}, {"moe_intermediate_size": 192}])

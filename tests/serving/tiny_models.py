@@ -57,6 +57,10 @@ OWN: dict[str, dict[str, object]] = {
     "qwen3_5_text": {"layer_types": HYBRID},
     "qwen3_5_moe_text": {"layer_types": HYBRID},
     "gpt_oss": {"layer_types": SLIDING[2:] * 2, "intermediate_size": 64, "hidden_size": 64},
+    "whisper": {
+        "encoder_attention_heads": 4, "decoder_attention_heads": 8, "encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 96,
+        "decoder_ffn_dim": 48, "decoder_start_token_id": 1, "max_source_positions": 20, "max_target_positions": 24,
+    },
     "dbrx": {
         "d_model": 64, "n_heads": 8, "attn_config": {"kv_n_heads": 2, "rope_theta": 10000},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2, "hidden_size": 64},

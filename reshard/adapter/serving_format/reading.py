@@ -15,14 +15,14 @@ from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.sections import Sections, StoredTensor
-from reshard.index.index import Index, RunFacts
+from reshard.index.index import Index, RunFacts, about_left_out
 from reshard.models.lookup import find_model
 from reshard.models.model import Model
 from reshard.plans.layout import PlacedTensor, TargetFile
 from reshard.plans.layout_index import index_of
 from reshard.serving.legality import check_degrees, require_model
 from reshard.serving.ranks import placeholder_dtypes, rank_tensors
-from reshard.serving.weights import scale_aliases
+from reshard.serving.weights import left_out_by_class, scale_aliases
 from reshard.storage.files import Files
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def read(serving_format: ServingEngine, files: Files, hints: Hints) -> Index:
     engine does not serve it at the stored sizes.
     """
     config, layout = serving_format.stored_config(files, hints), learned.stored_layout(files, hints)
-    model, stated = None, None
+    model, stated, left_out = None, None, dict[str, str]()
     if layout is None:
         can_learn = serving_format.tracer is not None
         model = require_model(find_model(config, hints.architecture), config, serving_format.engine, can_learn=can_learn)
@@ -56,11 +56,13 @@ def read(serving_format: ServingEngine, files: Files, hints: Hints) -> Index:
             parallel = _with_stored_experts(parallel, model, headers)
         rules, version = serving_format.stored_rules(model, parallel, headers)
         check_degrees(model, rules, parallel)
-        shapes = {weight.name: weight.shape for weight in model.weights.values()}
+        left_out = left_out_by_class(model, rules)
+        shapes = {weight.name: weight.shape for weight in model.weights.values() if weight.name not in left_out}
         expected = partial(rank_tensors, model, placeholder_dtypes(model, rules), rules, parallel)
         placed = _placed(headers, expected, {stored: name for name, stored in scale_aliases(model, rules).items()})
     sizes = {size: getattr(parallel, size) for size in serving_format.sizes if size != "ep" or parallel.ep > 1}
-    facts = RunFacts(serving_format.producer, version, parallel=sizes, config=config)
+    notes = tuple(about_left_out(left_out))
+    facts = RunFacts(serving_format.producer, version, parallel=sizes, config=config, notes=notes, left_out=left_out)
     stored_files = {file.path: file for rank_headers in headers.values() for file, _ in rank_headers.values()}
     return index_of(serving_format.name, iter(placed), shapes, files=tuple(stored_files.values()), facts=facts)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING
@@ -21,7 +20,15 @@ from reshard.models.model import Model
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
 from reshard.serving.legality import check_degrees, check_stages, require_model
 from reshard.serving.ranks import rank_tensors
-from reshard.serving.weights import layers_not_served, not_stored_by_engines, scale_aliases, stored_dtypes, weights_without_slot
+from reshard.serving.weights import (
+    layers_not_served,
+    left_out_by_class,
+    not_stored_by_engines,
+    scale_aliases,
+    stored_dtypes,
+    weights_without_slot,
+    zero_biases,
+)
 
 if TYPE_CHECKING:
     from reshard.adapter.serving_format.engine import ServingEngine
@@ -52,9 +59,8 @@ def lay_out(serving_format: ServingEngine, content: Content, target: Target, com
     if engine_config is not None:
         config = Sidecar(CONFIG, (json.dumps(engine_config, indent=4) + "\n").encode())
         sidecars = (*(sidecar for sidecar in sidecars if sidecar.path != CONFIG), config)
-    layers_left_out = layers_not_served(model) | {
-        name: reason for name in content.besides_model if (reason := model.reason_not_served(name))
-    }
+    besides = {name: reason for name in content.besides_model if (reason := model.reason_not_served(name))}
+    left_out = layers_not_served(model) | left_out_by_class(model, rules) | besides
     return Layout(
         serving_format.name,
         tuple(rank_files(serving_format, target, lambda tp, pp: rank_tensors(model, stored, rules, target.parallel, tp, pp))),
@@ -65,11 +71,12 @@ def lay_out(serving_format: ServingEngine, content: Content, target: Target, com
             *rules.notes,
             *class_notes,
             *config_notes,
-            *_about_left_out(layers_left_out, content),
+            *_about_left_out(left_out, content),
+            *_about_zeros(model, rules),
             *about_values(stored),
         ),
         aliases=scale_aliases(model, rules),
-        left_out=layers_left_out | not_stored_by_engines(model, rules),
+        left_out=left_out | not_stored_by_engines(model, rules),
     )
 
 
@@ -97,7 +104,7 @@ def _check_content(content: Content, model: Model, rules: EngineRules) -> None:
             why="It would ignore the weight without a message and give other answers than the model",
             do=f"Leave it out on purpose with {' '.join(globs)}, or serve the model with an engine that has a slot for it",
         )
-    optional = {*without_slot, *not_stored_by_engines(model, rules)}
+    optional = {*without_slot, *left_out_by_class(model, rules), *not_stored_by_engines(model, rules)}
     check_against_model(content, partial=False, strict=True, optional=optional)
     scales = (name for name, weight in model.weights.items() if weight.is_cache_scale and name not in content.tensors)
     if (missing := next(scales, None)) is not None:
@@ -110,11 +117,25 @@ def _check_content(content: Content, model: Model, rules: EngineRules) -> None:
 
 
 def _about_left_out(left_out: Mapping[str, str], content: Content) -> tuple[str, ...]:
-    """A note that says how to compare the result with its source where layers are left out."""
+    """A note that says how to compare the result with its source where weights are left out."""
     left = [name for name in left_out if name in content.tensors]
-    globs = dict.fromkeys(re.sub(r"^((?:[a-z_]+\.)*?layers\.\d+|[^.]+)\..*", r"\1.*", name) for name in left)
+    kept = {start for name in content.tensors.keys() - left for start in _starts_of(name)}
+    globs = dict.fromkeys(next((f"{start}.*" for start in _starts_of(name) if start not in kept), name) for name in left)
     excluded = " ".join(f"`exclude=` '{glob}'" for glob in globs)
-    return (f"layers are left out; `reshard verify {excluded}` compares all others with the source",) if globs else ()
+    return (f"weights are left out; `reshard verify {excluded}` compares all others with the source",) if globs else ()
+
+
+def _starts_of(name: str) -> Iterator[str]:
+    """a, a.b and a.b.c for the name a.b.c.weight."""
+    words = name.split(".")
+    return (".".join(words[:count]) for count in range(1, len(words)))
+
+
+def _about_zeros(model: Model, rules: EngineRules) -> Iterator[str]:
+    """A note about biases that the engine's class has and the model lacks."""
+    if names := zero_biases(model, rules):
+        lacking = plural(len(names), "bias", "biases")
+        yield f"zeros are written for {lacking} that {rules.engine}'s class has and the model lacks, such as {names[0]}"
 
 
 def about_values(stored: Mapping[str, DType]) -> Iterator[str]:

@@ -5,6 +5,7 @@
     extends: {text_config: {only: qwen3}, vision_config: {only: qwen3_vl_vision}}     these, whatever the inner configs say
     towers:
       vision_tower: {tower: vision_config}                                names of the tower's weights begin with vision_tower.
+    extends: {.: {only: whisper}}                                         a tower whose sizes stand in the config itself
     extends: llava                                                        the parts of llava, at their places there
     defaults: {text_config.model_type: qwen2}                             the part of an inner config that names none
 
@@ -204,7 +205,7 @@ def _placed(tower: Architecture, key: str, name: str, node: Node) -> Architectur
         ),
         dropped={escaped[1] + pattern.removeprefix(escaped[0]): reason for pattern, reason in tower.dropped.items()},
         carried={escaped[1] + pattern.removeprefix(escaped[0]): reason for pattern, reason in tower.carried.items()},
-        defaults={f"{key}.{inner}": setting for inner, setting in tower.defaults.items()},
+        defaults={_whole_key(key, inner): setting for inner, setting in tower.defaults.items()},
     )
 
 
@@ -212,7 +213,7 @@ def _of_inner(dimension: Dimension, key: str) -> Dimension:
     """A dimension whose keys are those of an inner config, with the keys of the whole config."""
     return replace(
         dimension,
-        keys=tuple(f"{key}.{inner}" for inner in dimension.keys),
+        keys=tuple(_whole_key(key, inner) for inner in dimension.keys),
         when=_condition(dimension.when, key),
         otherwise=_of_inner(dimension.otherwise, key) if dimension.otherwise else None,
     )
@@ -222,4 +223,9 @@ def _condition(when: str | None, key: str) -> str | None:
     """A condition on an inner config as one on the whole config."""
     if when is None:
         return None
-    return re.sub(r"(^| and | or )(not )?", lambda found: f"{found[0]}{key}.", when)
+    return re.sub(r"(^| and | or )(not )?", lambda found: found[0] + _whole_key(key, ""), when)
+
+
+def _whole_key(key: str, inner: str) -> str:
+    """A key of an inner config as one of the whole config, which is "." itself."""
+    return inner if key == "." else f"{key}.{inner}"

@@ -24,7 +24,7 @@ from reshard.geometry.functions import FUNCTIONS, INVERTIBLE
 from reshard.models.architecture import Computation, ConfigKey, LayersOf
 from reshard.models.declared.node import Node
 from reshard.models.declared.weights import layer_set, split_of
-from reshard.models.engine_rules import EngineRules, ExtraTensor, Fusion, Rename, Version, renames_of
+from reshard.models.engine_rules import EngineRules, ExtraTensor, Fusion, LeftOut, Rename, Version, renames_of
 from reshard.models.roles import ROLES
 
 _WORDS = r"[\w-]+(\.[\w-]+)*"
@@ -62,7 +62,7 @@ def _engine_words(node: Node) -> str:
     return node.word(_WORDS, "words of the engine's name, with dots between them")
 
 
-def _unsupported(node: Node) -> frozenset[tuple[str, str]]:
+def _parameters(node: Node) -> frozenset[tuple[str, str]]:
     pairs = [item.word(r"[\w.-]+\.\w+", "a role and a parameter, such as attention.o.bias").rpartition(".") for item in node.items()]
     if wrong := next((pair for pair in pairs if pair[2] not in _PARAMETERS), None):
         raise node.error(f"{''.join(wrong)!r} does not end in .weight or .bias", do="Write the role and the parameter")
@@ -81,6 +81,16 @@ def _fusions(module: str, node: Node) -> Iterator[Fusion]:
     """A list of roles; or several such lists, for modules of the same name in several places of a layer."""
     groups = node.items() if isinstance(node.value, list) and any(isinstance(item, list) for item in node.value) else [node]
     return (Fusion(tuple(map(_role, group.items())), module) for group in groups)
+
+
+def _left_out(names: str, node: Node) -> LeftOut:
+    """The reason; or a mapping of the reason and the key for the last block that is used."""
+    if not isinstance(node.value, dict):
+        return LeftOut(names, _sentence(node, "the reason"))
+    keys = node.mapping(("behind", "because"))
+    if missing := next((key for key in ("behind", "because") if key not in keys), None):
+        raise node.error(f"it has no `{missing}`", do="Write the reason, or {behind: KEY, because: REASON}")
+    return LeftOut(names, _sentence(keys["because"], "the reason"), keys["behind"].config_key())
 
 
 def _settings(node: Node) -> tuple[tuple[str, object], ...]:
@@ -121,7 +131,9 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "tied_table_stored_as": lambda node: node.one_of(("head", "embedding", "both")),
     "every_stage": lambda node: frozenset(item.one_of(_NO_LAYER) for item in node.items()),
     "module_names": lambda node: {role: inner.word() for role, inner in node.mapping().items()},
-    "unsupported": _unsupported,
+    "unsupported": _parameters,
+    "left_out": lambda node: tuple(_left_out(names, inner) for names, inner in node.mapping().items()),
+    "zeros": _parameters,
     "tp_at_most_experts": Node.flag,
     "least_expert_width": lambda node: node.number(1),
     "quantized_steps": lambda node: {role: inner.number(1) for role, inner in node.mapping().items()},

@@ -156,7 +156,7 @@ def _events(loader: yaml.SafeLoader | yaml.CSafeLoader) -> Iterator[yaml.Event]:
 
 CONFIG_KEY = r"[\w.-]+"
 # A key of a dimension, which may name the entry of each layer: num_heads.{layer}.
-KEY_OF_LAYER = r"[\w-]+(\.([\w-]+|\{layer\}))*"
+KEY_OF_LAYER = r"\.?[\w-]+(\.([\w-]+|\{layer\}))*"
 _TERM = r"(?:[a-z_][a-z0-9_]*|[1-9][0-9]{0,9})"
 _EXPRESSION = re.compile(rf"\s*{_TERM}(?:\s*[*/+-]\s*{_TERM})*\s*")
 

@@ -131,7 +131,7 @@ def _stored_model(source: Checkpoint, target: Target, weights: Weights | None, d
     check_nothing_unanswered(source)
     config, content = source.model_files.config, source.content(Selection(weights, drop_unknown=True))
     check_has_settings(model_of(config, source.architecture).config, source.index.element_types)
-    check_against_model(content, partial=False, strict=True, optional=content.implied)
+    check_against_model(content, partial=False, strict=True, optional=content.not_needed)
     check_globs("`keep_dtype=`", target.keep_dtype, content.weights)
     kept_for = quantized_names(content, config)
     if dequantize:

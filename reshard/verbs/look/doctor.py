@@ -131,7 +131,7 @@ def _config_shapes(patient: Patient) -> Iterator[Finding]:
     except RequestError as error:
         yield of_error(error)
         model = None
-    yield from structure.config_shapes(patient.weights, model, patient.config)
+    yield from structure.config_shapes(patient.weights, model, patient.config, patient.checkpoint.index.facts.left_out)
 
 
 def _missing_scales(patient: Patient) -> Iterator[Finding]:
