@@ -41,7 +41,7 @@ class Weight:
     one of these. None: the weight always exists."""
     layers: tuple[str, ...] = ()
     """The sets of layers that have the weight, such as "sparse" or "not full_attention": a layer that is in all of them has it. Empty: all
-    layers. `LayerRule` says which layers are in a set."""
+    layers. `LayerRule` says which layers are in a set. If the name counts a dimension, such as the blocks of a tower: the same of these."""
     fuses: Mapping[str, str] = field(default_factory=dict)
     """Role -> number of output features, as an expression, in the order of the rows. Empty: the weight is not fused."""
     interleaved_by: str | None = None
@@ -246,6 +246,9 @@ class Architecture:
     chosen: Mapping[str, str] = field(default_factory=dict)
     """The config's key for an inner config whose `model_type` names the declared part that it describes, the language model or a tower ->
     the part that is meant if it names none. Other parts are always the same."""
+    instead: Mapping[str, str] = field(default_factory=dict)
+    """The declared model that a config of this `model_type` describes in place of this one -> the condition on the config, as for a weight,
+    under which it does. The first one whose condition holds counts."""
     mtp_layers: str | None = None
     """The config's key for the number of layers for multi-token prediction. A checkpoint may lack their weights."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -293,8 +296,8 @@ class Architecture:
         A weight replaces the one with the same name; several with one name are about other layers, and replace it together. A new bias
         comes after the weight of its module. Any other weight with a new name comes after the last weight of the module that contains its
         own module: a subclass registers a new module there, so the order remains that of the model's parameters. without: names of
-        weights, whose places count for that. `like`, `engines`, `frameworks` and the class are not inherited: engines may know this
-        model and not the new one.
+        weights, whose places count for that. `like`, `instead`, `engines`, `frameworks` and the class are not inherited: engines may know
+        this model and not the new one.
         """
         declared = list(self.weights)
         removed = {id(weight) for weight in declared if weight.name in without}
@@ -312,7 +315,8 @@ class Architecture:
                 declared.insert(1 + _predecessor(weight.name, names, present, kept), weight)
                 replaced.add(weight.name)
         declared = [weight for weight in declared if id(weight) not in removed]
-        fields = {"like": None, "engines": {}, "frameworks": {}, "class_name": None, "declared_in": None, "declaration": None, **fields}
+        own = {"like": None, "instead": {}, "engines": {}, "frameworks": {}, "class_name": None, "declared_in": None, "declaration": None}
+        fields = {**own, **fields}
         return replace(self, model_type=model_type, weights=tuple(declared), dimensions={**self.dimensions, **(dimensions or {})}, **fields)
 
 

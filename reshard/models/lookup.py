@@ -53,7 +53,7 @@ def find_model(config: Mapping[str, Any] | None, architecture: Architecture | No
     """
     if config is None or unknown_quantization(config) or (architecture is None and draft_class(config)):
         return None
-    declared = architecture or find_architecture(model_type_of(config) or "")
+    declared = architecture or find_architecture(_meant(model_type_of(config) or "", config))
     if declared and (named := _named_parts(declared, config)):
         declared = None if _undeclared(declared, named) else _find(declared.model_type, tuple(named.items()))
     return _model(declared, config) if declared else None
@@ -71,11 +71,23 @@ def _model(architecture: Architecture, config: Mapping[str, Any]) -> Model:
     return model
 
 
+def _meant(model_type: str, config: Mapping[str, Any]) -> str:
+    """The model type whose declaration a config of this one means: another one, if the declaration says so."""
+    declared = find_architecture(model_type)
+    if not declared or not declared.instead:
+        return model_type
+    model = Model(replace(declared, text_config=None), config)  # the inner config has `architectures`, too
+    return next((other for other, when in declared.instead.items() if model.holds(when)), model_type)
+
+
 def _named_parts(declared: Architecture, config: Mapping[str, Any]) -> dict[str, str]:
-    """The key of an inner config -> the model type that it names, for the parts of a built-in model that the declaration leaves to it."""
-    inner = {key: value_at(config, key.split(".")) for key in declared.chosen} if not declared.declared_in else {}
-    named = {key: part.get("model_type") for key, part in inner.items() if isinstance(part, Mapping)}
-    return {key: name for key, name in named.items() if isinstance(name, str) and name}
+    """The key of an inner config -> the model type that it means, for the parts of a built-in model that the declaration leaves to it, and
+    that are not the usual ones."""
+    usual = declared.chosen if not declared.declared_in else {}
+    inner = {key: value_at(config, key.split(".")) for key in usual}
+    named = {key: part.get("model_type") or usual[key] for key, part in inner.items() if isinstance(part, Mapping)}
+    meant = {key: _meant(name, inner[key]) for key, name in named.items() if isinstance(name, str)}
+    return {key: name for key, name in meant.items() if name != usual[key]}
 
 
 def _undeclared(declared: Architecture, named: Mapping[str, str]) -> tuple[str, str] | None:
@@ -108,7 +120,8 @@ def unknown_architecture(config: Mapping[str, Any]) -> UnsupportedError:
             why="It shares the embedding, and often the head, with the model that it drafts for",
             do="Convert it with `to=hf`, and name that folder as the engine's draft model",
         )
-    known, model_type = known_model_types(), model_type_of(config)
+    known, named = known_model_types(), model_type_of(config)
+    model_type = _meant(named, config) if named else None
     if model_type is None:
         return UnsupportedError(
             f"config.json has no model_type, and its architectures ({config.get('architectures')}) are those of no declared model",

@@ -356,28 +356,29 @@ class Model:
     @cached_property
     def sparse_layers(self) -> frozenset[int]:
         """The indices of the layers with experts, layers for multi-token prediction included."""
-        return self._among(self.architecture.sparse_layers) if self.architecture.sparse_layers else frozenset()
+        rule = self.architecture.sparse_layers
+        return self._among(rule, self.dimensions["layers"] + self.mtp_layers) if rule else frozenset()
 
     @cached_property
     def layer_sets(self) -> dict[str, frozenset[int]]:
         """The indices of the layers of each set that a declaration can name under `layers`."""
         layers = self.dimensions["layers"]
-        every = range(layers + self.mtp_layers)
-        declared = {name: self._among(rule) for name, rule in self.architecture.layer_sets.items()}
-        sets = {"sparse": self.sparse_layers, "mtp": frozenset(every[layers:]), **declared}
-        return {
-            **sets,
-            "dense": frozenset(every) - self.sparse_layers,
-            **{f"not {name}": frozenset(every) - of for name, of in sets.items()},
-        }
+        every = frozenset(range(layers + self.mtp_layers))
+        sets = {"sparse": self.sparse_layers, "mtp": every - frozenset(range(layers)), "dense": every - self.sparse_layers}
+        return {**sets, **{f"not {name}": every - of for name, of in sets.items()}, **self._sets_among(len(every))}
 
-    def _among(self, rule: LayerRule) -> frozenset[int]:
+    def _sets_among(self, count: int) -> dict[str, frozenset[int]]:
+        """The indices in the sets that the declaration adds, among so many layers or blocks."""
+        sets = {name: self._among(rule, count) for name, rule in self.architecture.layer_sets.items()}
+        return {**sets, **{f"not {name}": frozenset(range(count)) - of for name, of in sets.items()}}
+
+    def _among(self, rule: LayerRule, count: int) -> frozenset[int]:
         if not self.holds(rule.when):
             return frozenset()
         defaults, lists = self.architecture.defaults, (*rule.keys, *((rule.indices,) if rule.indices else ()))
         if any(self.stated(key) is not None for key in lists):
             defaults = {key: value for key, value in defaults.items() if key not in lists}
-        return rule.among({**defaults, **self.settings}, self.dimensions["layers"] + self.mtp_layers)
+        return rule.among({**defaults, **self.settings}, count)
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
@@ -453,11 +454,15 @@ class Model:
         done = False
         for (counted_by, is_in_layer, _), run in groupby(present, key=lambda item: _block_list(item[0])):
             if counted_by:
-                of_block = list(run)
+                of_block, sets = list(run), self._sets_among(self.dimensions[counted_by])
                 for number in range(self.dimensions[counted_by]):
                     dimensions = {**self.dimensions, NUMBER_OF_WEIGHT: number}
                     yield from self._numbered(
-                        [(weight, self._shape(weight, dimensions) if weight.grows else shape) for weight, shape in of_block],
+                        [
+                            (weight, self._shape(weight, dimensions) if weight.grows else shape)
+                            for weight, shape in of_block
+                            if all(number in sets[name] for name in weight.layers)
+                        ],
                         None,
                         {counted_by: number},
                     )
@@ -579,6 +584,8 @@ class Model:
         if declared.stacked:
             parameter = "bias" if parameter.endswith("bias") else "weight_scale" if weight.is_scale else "weight"
         row = ROLES.get(weight.role)
+        if row and row.split.is_padded and parameter != "bias":
+            parameter = "weight"  # of a table under a name of its own, such as wte.embedding
         if row and row.in_layer and len(row.shape) == 1 < len(array.shape) and math.prod(array.shape) == max(array.shape):
             array = array.squeezed()  # a vector that is stored as [1, n]
         block_shape: BlockShape = component.grid if component else (1,) * len(array.shape)

@@ -239,7 +239,10 @@ class EngineRank:
         return RankTensor(f"{module}.{fusion.component}_{group[0].parameter}", in_order[0], shape, sections, origins)
 
     def _joined_shards(self, parts: list[Part]) -> Mosaic:
-        """The shards of some parts, joined. A component of a weight has the axes in which it is stored."""
+        """The shards of some parts, joined. A component of a weight has the axes in which it is stored. Tables of one vocabulary are joined
+        before ranks share the rows."""
+        if parts[0].split.is_padded:
+            parts = [replace(parts[0], array=joined([part.array for part in parts]))]
         array, component = joined([self._shard(part) for part in parts]), parts[0].component
         return array.transposed() if component and component.transposed and not component.is_single else array
 

@@ -896,3 +896,53 @@ def test_the_config_chooses_the_tower_inside_a_declared_model():
     assert find_model(strange) is None
     assert "its tower 'pixtrall' (vision_config) is not" in str(unknown_architecture(strange))
     assert "Did you mean pixtral?" in str(unknown_architecture(strange))
+
+
+@pytest.mark.parametrize(
+    "changes, meant",
+    [
+        ({}, "deepseek_vl_v2"),
+        ({"architectures": ["DeepseekVLV2ForCausalLM"]}, "deepseek_vl_v2"),
+        ({"architectures": ["DeepseekOCRForCausalLM"]}, "deepseek_ocr"),
+        ({"architectures": ["DeepseekOCR2ForCausalLM"]}, "deepseek_ocr2"),
+    ],
+)
+def test_a_config_means_another_model_by_its_class(changes, meant):
+    """The model_type of all of them is deepseek_vl_v2, and the inner config has a class, too."""
+    config = {"model_type": "deepseek_vl_v2", "language_config": {"architectures": ["DeepseekV2ForCausalLM"]}, "vision_config": {}}
+    assert find_model({**config, **changes}).architecture.model_type == meant
+
+
+@pytest.mark.parametrize("rows, q_proj", [(0, "attention.q"), (16, "mla.q")])
+def test_an_inner_config_means_another_model_too(rows, q_proj):
+    """DeepSeek-VL2-Tiny has the usual attention under the model_type deepseek_v2."""
+    experts = {"n_routed_experts": 4, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
+    text = {**CONFIG, **experts, "qk_nope_head_dim": rows, "qk_rope_head_dim": rows, "q_lora_rank": None}
+    for inner in (text, {"model_type": "deepseek_v2", **text}):
+        model = find_model({"model_type": "deepseek_vl_v2", "language_config": inner, "vision_config": {}, "projector_config": {}})
+        assert model.weights["language.model.layers.0.self_attn.q_proj.weight"].role == q_proj
+    assert find_model({"model_type": "deepseek_v2", **text}).weights["model.layers.0.self_attn.q_proj.weight"].role == q_proj
+    assert find_architecture("deepseek_v3").instead == {}, "it is not taken over"
+
+
+def test_every_model_that_is_meant_instead_is_declared():
+    others = {other for model_type in built_in_model_types() for other in find_architecture(model_type).instead}
+    assert others and all(map(find_architecture, others))
+
+
+def test_blocks_of_a_tower_can_be_in_sets():
+    tower = "t.{blocks}.x: [{role: vision.whole, shape: [2], layers: not wide}, {role: vision.whole, shape: [9], layers: wide}]"
+    sets, text = "layer_sets: {wide: {indices: wide_blocks}}", "model.embed_tokens.weight: embedding"
+    made = declared(f"{HEAD}  blocks: 4\n{sets}\ntowers:\n  {tower}\nweights:\n  {text}\n")
+    weights = Model(made, {**CONFIG, "wide_blocks": [1, 3]}).weights
+    assert [weights[f"t.{number}.x"].shape for number in range(4)] == [(2,), (9,), (2,), (9,)], "there are two layers and four blocks"
+
+
+def test_a_weight_can_have_another_shape_under_another_condition():
+    both = "[{role: attention.q_norm, when: narrow}, {role: attention.q_norm, shape: [hidden], when: %s}]"
+    name = "model.layers.0.q_norm.weight"
+    made = declared(f"{HEAD}weights:\n  model.layers.*.q_norm.weight: {both % 'not narrow'}\n")
+    assert [Model(made, {**CONFIG, "narrow": narrow}).weights[name].shape for narrow in (True, False)] == [(4,), (16,)]
+    made = declared(f"{HEAD}weights:\n  model.layers.*.q_norm.weight: {both % 'wide'}\n")
+    with pytest.raises(RequestError, match="it is declared twice"):
+        _ = Model(made, {**CONFIG, "narrow": True, "wide": True}).weights

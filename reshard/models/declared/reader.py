@@ -36,9 +36,9 @@ LANGUAGE = 2
 # Stands for everything that a draft leaves open.
 UNKNOWN = "?"
 KEYS = (
-    "language", "model_type", "class", "extends", "like", "text_config", "without", "renamed", "dimensions", "towers", "weights", "tied",
-    "sparse_layers", "layer_sets", "mtp_layers", "dropped", "carried", "defaults", "vocabulary_multiple", "quantized_as", "engines",
-    "frameworks",
+    "language", "model_type", "class", "extends", "like", "instead", "text_config", "without", "renamed", "dimensions", "towers",
+    "weights", "tied", "sparse_layers", "layer_sets", "mtp_layers", "dropped", "carried", "defaults", "vocabulary_multiple",
+    "quantized_as", "engines", "frameworks",
 )  # fmt: skip
 TOWER_KEYS = ("language", "tower", "extends", "without", "dimensions", "weights", "dropped", "carried", "defaults", "engines")
 
@@ -252,6 +252,8 @@ def _fields(keys: Mapping[str, Node], parts: Composition, declared: Callable[[No
         fields["layer_sets"] = {**(base.layer_sets if base else {}), **sets}
     if "text_config" in keys or parts.text_config:
         fields["text_config"] = keys["text_config"].config_key() if "text_config" in keys else parts.text_config
+    if "instead" in keys:
+        fields["instead"] = {model: node.condition() for model, node in keys["instead"].mapping().items()}
     if "mtp_layers" in keys:
         fields["mtp_layers"] = keys["mtp_layers"].config_key()
     own = {key: _default(node) for key, node in keys["defaults"].mapping().items()} if "defaults" in keys else {}
@@ -343,7 +345,7 @@ def _tied(keys: Mapping[str, Node], made: Architecture, base: Architecture | Non
 
 def _check_layers(weight: Weight, made: Architecture, node: Node) -> None:
     """Raises RequestError if a weight belongs to layers or experts that its name has no index for, or that are not declared."""
-    if weight.layers and "{layer}" not in weight.name:
+    if weight.layers and "{layer}" not in weight.name and not weight.counted_by:
         raise node.error(f"`layers: {', '.join(weight.layers)}` needs the number of the layer in the name, and the name has none")
     sets = _check_sets(weight.layers, made, node)
     if "mtp" in sets and made.mtp_layers is None:
@@ -381,7 +383,7 @@ def _check_names(made: Architecture, nodes: Sequence[tuple[Node, Weight]]) -> No
         names = by_pattern[re.sub(NUMBER, "#", weight.name)]
         other = next((name for name in names if name != weight.name and overlap(name, weight.name)), None)
         alike = [one for _, one in nodes if one.name == weight.name]
-        if other or (len(alike) > 1 and not all(one.layers for one in alike)):
+        if other or (len(alike) > 1 and not all(one.layers or one.when for one in alike)):
             raise node.error(
                 f"one tensor could have this name and {other or weight.name}", do="Leave one of the two, or name the layers of each"
             )
