@@ -49,6 +49,9 @@ class Anything(metaclass=_AnyClass):
             raise AttributeError(name)
         return Anything()
 
+    def __getitem__(self, _: Any) -> Any:
+        return self
+
 
 _WORDS = ("nearest", "nearest-exact", "bilinear", "bicubic", "box", "hamming", "lanczos")
 # Attributes that are looked at when a module is imported.

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from .ranks import Case, LoadedRank, NoKernel, Softening, fake_new_groups, large_on_meta, set_environment
-from .stand_ins import stand_in
+from .stand_ins import Anything, stand_in
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -32,6 +32,7 @@ def prepare() -> None:
     """Import vLLM, and change what would need other processes, network or a GPU. Called once, before ranks are forked."""
     set_environment(ENVIRONMENT)
     stand_in(STAND_INS)
+    stand_in_for_tokenizers()
     import torch
     import torch.distributed as dist
     import vllm.distributed.parallel_state as state
@@ -52,6 +53,13 @@ def prepare() -> None:
     _shorten_rotary_tables()
     state._node_count = lambda group: 1
     state.in_the_same_node_as = lambda group, source_rank=0: [True] * dist.get_world_size(group)
+
+
+def stand_in_for_tokenizers() -> None:
+    """Let model classes find the numbers of tokens without a tokenizer: no token is computed. Called before they are imported."""
+    with contextlib.suppress(ImportError):
+        tokenizers: Any = importlib.import_module("vllm.tokenizers")
+        tokenizers.cached_tokenizer_from_config = lambda *_, **__: Anything()
 
 
 def _shorten_rotary_tables() -> None:

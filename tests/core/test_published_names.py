@@ -24,7 +24,6 @@ LISTED = {
 }
 # Folders of types without a declaration -> what they are.
 UNDECLARED = {
-    "DeepSeek-OCR": "towers of SAM and CLIP around deepseek_v2",
     "LocateAnything-3B": "MoonViT around qwen2",
     "Logics-Thinking": "two towers around qwen3",
     "oasst-pythia-1.4b-rm": "a reward model: no head",
@@ -37,6 +36,7 @@ QUANTIZED = ("Molmo-7B-D-NF4", "mistral3-mlx-4bit", "qwen3.5-mlx-4bit")
 MLX = ("Qwen3-14B-MLX-4bit", "qwen2-mlx-3bit")
 # Folders whose total_size is not that of the weights -> the difference in bytes, and what it is.
 BESIDE = {
+    "DeepSeek-OCR": (257 * 8, "positions of CLIP"),
     "GLM-4.x-355B-merge": (-3_829_440, "counted by the tool that merged it"),
     "MiMo-7B-kor": (421_580_800, "layers for multi-token prediction"),
     "Pygmalion-7b": (32 * 64 * 2, "rotary frequencies"),
@@ -90,6 +90,15 @@ def test_what_is_listed_as_undeclared_is_undeclared(folder):
 @pytest.mark.parametrize("folder", [name for name in FOLDERS if name in QUANTIZED])
 def test_what_is_listed_as_quantized_is_quantized_in_an_unknown_way(folder):
     assert unknown_quantization(read(folder)[0])
+
+
+def test_the_names_of_molmo_without_its_packed_form_follow_from_its_config():
+    """Its index has the number of parameters, and names of what bitsandbytes stores beside them."""
+    config, index = read("Molmo-7B-D-NF4")
+    model = find_model({key: value for key, value in config.items() if key != "quantization_config"})
+    beside = (".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4")
+    assert model.weights.keys() == {name for name in index["weight_map"] if not name.endswith(beside)}
+    assert sum(math.prod(weight.shape) for weight in model.weights.values()) == index["metadata"]["total_parameters"]
 
 
 def test_at_most_three_published_folders_differ():
