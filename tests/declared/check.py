@@ -56,6 +56,7 @@ ABSENT = {
         "its code comes with the checkpoint",
     ),
     **dict.fromkeys(("refinedweb", "refinedwebmodel"), "falcon's first code came with the checkpoint"),
+    "glm5_next_text": "transformers has its language model only inside glm5_next",
     "mistral_large_3": "published under Mistral's own names",
     "step3p5": "transformers has its language model only inside step3p7",
 }
@@ -100,6 +101,7 @@ LISTED = {
     ("glm4_moe", "defaults"): "the width of a head is rounded down; configs give it",
     ("glm4v_moe", "defaults"): "the width of a head is rounded down; configs give it",
     ("glm4v_moe", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("glm5_next", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("glmasr", "small|(attention|mlp)_bias reversed|settings of other classes"): _OUTER,
     ("idefics3", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("internvl", ".*"): _OUTER,

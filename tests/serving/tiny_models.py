@@ -100,6 +100,11 @@ OWN: dict[str, dict[str, object]] = {
     "deepseek_v32": {"topk_method": "noaux_tc", "num_key_value_heads": 8},
     "glm_moe_dsa": {"topk_method": "noaux_tc", "num_key_value_heads": 8},
     "glm4_moe_lite": {"num_key_value_heads": 8},
+    **dict.fromkeys(("glm5_next", "glm5_next_text"), {
+        "num_key_value_heads": 8, "qk_rope_head_dim": 0, "linear_num_heads": 16, "linear_head_dim": 6, "index_head_dim": 128,
+        "index_kpool": 4, "hc_mult": 2, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "layer_types": [*HYBRID[1:], HYBRID[0]], "indexer_types": ["full"] * 4,
+    }),
     "minicpm3": {"num_key_value_heads": 8},
     "kimi_linear": {"num_key_value_heads": 8, "linear_num_heads": 16, "linear_head_dim": 6, "q_lora_rank": None, "n_group": 1,
                     "moe_intermediate_size": 512, "layer_types": HYBRID, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},

@@ -61,7 +61,8 @@ class Composition:
         extended."""
         of_model: tuple[Mapping[str, EngineRules], ...] = ()
         if self.model:
-            of_model = (self.model.engines,) if self.text_config in self.chosen else self.model.engines_of_parts
+            is_chosen = self.text_config in self.chosen
+            of_model = (_of_language_model(self.model.engines, self.text_config),) if is_chosen else self.model.engines_of_parts
         return (*of_model, *(tower.engines for tower in self.towers.values()))
 
     @property
@@ -80,6 +81,14 @@ class Composition:
             for engine, rules in own.items()
             if all(engine in part for part in self.engines)
         }
+
+
+def _of_language_model(engines: Mapping[str, EngineRules], key: str | None) -> dict[str, EngineRules]:
+    """The rules of a language model, whose config is the inner config `key`."""
+    return {
+        engine: replace(rules, config_defaults=tuple((f"{key}.{own}", setting) for own, setting in rules.config_defaults))
+        for engine, rules in engines.items()
+    }
 
 
 def _with_parts(own: EngineRules, parts: Collection[EngineRules]) -> EngineRules:
