@@ -16,6 +16,7 @@ from reshard.canonical.content import Content
 from reshard.canonical.trainer_names import named_places
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType, from_safetensors
+from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.sections import StoredTensor, constant, whole
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
 
@@ -61,11 +62,21 @@ def _like(content: Content, target: Target) -> TargetFolder:
 
 def _as_published(content: Content, target: Target) -> TargetFolder:
     implied = dict(_implied(content))
-    tensors = (
-        implied.get(name) or whole(name, target.dtype_of(content.tensors[name]), content.tensors[name].shape)
-        for name in _in_model_order(content, implied)
-    )
-    return TargetFolder(tuple(tensors), None, ())
+    pieces: dict[str, dict[str, Mosaic]] = {}
+    for name, array in content.model.pieces.items() if content.model else ():
+        pieces.setdefault(array.names[0], {})[name] = array
+
+    def stored(name: str) -> Iterator[StoredTensor]:
+        if name in implied:
+            yield implied[name]
+            return
+        dtype = target.dtype_of(content.tensors[name])
+        if name in pieces:
+            yield from (array.stored(piece, dtype) for piece, array in pieces[name].items())
+        else:
+            yield whole(name, dtype, content.tensors[name].shape)
+
+    return TargetFolder(tuple(each for name in _in_model_order(content, implied) for each in stored(name)), None, ())
 
 
 def _implied(content: Content) -> Iterator[tuple[str, StoredTensor]]:

@@ -184,6 +184,8 @@ def without_kernels(softened: list[str]) -> Softening:
     soften("torch.cuda", "Stream", lambda *_, **__: NoKernel())
     soften("torch.cuda", "Event", lambda *_, **__: NoKernel())
     soften("torch.nn", "Module.to", _in_dtype)
+    soften("vllm.models.qwen4_exp.nvidia.ngram_embedding", "Qwen4ExpPLEPinnedHostEmbedding", _table_on_device)
+    soften("vllm.models.qwen4_exp.nvidia.qsa", "Qwen4ExpQSAFlashAttentionImpl", NoKernel)
     config: Any = importlib.import_module(f"{moe}.config")
     # Experts without a gate are asserted to be on a GPU.
     softening.replace(config, "current_platform", _WithGpuAssertions(config.current_platform))
@@ -209,6 +211,13 @@ def _in_dtype(module: Any, *args: Any, **names: Any) -> Any:
 
     dtype = torch._C._nn._parse_to(*args, **names)[1]
     return module if dtype is None else module.to(dtype)
+
+
+def _table_on_device(*args: Any, **names: Any) -> Any:
+    """A table of n-grams that is not in pinned memory, which needs a GPU; it holds the same rows."""
+    from vllm.models.qwen4_exp.nvidia.ngram_embedding import Qwen4ExpPLEDeviceEmbedding
+
+    return Qwen4ExpPLEDeviceEmbedding(*args, **names)
 
 
 def _moe_backend(oracle: str, backend: str, *_: Any, **__: Any) -> Any:

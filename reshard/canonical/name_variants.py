@@ -186,7 +186,7 @@ class Names:
         """The canonical tensors in a stored tensor, by its name under the canonical prefix."""
         if name in self._shapes:
             return Mosaic.of(name, Box.whole(self._shapes[name]))
-        return self._stacks.get(name) or self._array_of_variant(name)
+        return self._stacks.get(name) or self._model.pieces.get(name) or self._array_of_variant(name)
 
     def _array_of_variant(self, name: str) -> Mosaic | None:
         match = self._layer.fullmatch(name)
@@ -278,13 +278,17 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
                 changed.setdefault(tensor.name, part.name)
     if not changed:
         return index
+    others_than_pieces = [name for name in changed if name.removeprefix(prefix) not in model.pieces]
 
     def new_names(name: str) -> tuple[str, ...]:
         mosaic = array(name)
         return (others.get(name, name),) if mosaic is None else mosaic.names
 
-    stored, canonical = next(iter(changed.items()))
-    note = f"{len(changed)} tensors are stored under other names than the published ones; for example, {stored} holds {canonical}"
+    stored = next(iter(others_than_pieces), None)
+    note = None
+    if stored is not None:
+        count = len(others_than_pieces)
+        note = f"{count} tensors are stored under other names than the published ones; for example, {stored} holds {changed[stored]}"
     return renamed(index, map(_combined, found.values()), new_names, note)
 
 

@@ -56,7 +56,7 @@ def config_shapes(
         return
     try:
         check_has_settings(model.config, {name: tensor.dtype.name for name, tensor in weights.items()})
-        expected = model.weights
+        expected = model.as_published(whole=weights)
     except (RequestError, CheckpointError) as error:
         yield of_error(error)
         return

@@ -23,6 +23,8 @@ LAYER_SETS = ("dense", "sparse", "mtp")
 
 # In a shape: the number of a weight whose name counts a dimension, from 0.
 NUMBER_OF_WEIGHT = "number"
+# A dimension in braces in a name.
+COUNTED = r"\{(\w+)\}"
 
 
 @value
@@ -52,6 +54,9 @@ class Weight:
     """How tensor-parallel ranks share the weight; None: as its role says."""
     stacked: bool = False
     """Whether the weights of all experts are one tensor, along its first axis. `transposed` and `fuses` are about one expert's weight."""
+    pieces: str | None = None
+    """The last words of the names under which published files hold runs of its rows, such as "shard_{parts}.weight", where a dimension
+    counts the runs: all have the same number of rows, but the last one may be shorter. None: published files hold it whole."""
 
     def by_expert(self) -> tuple[Weight, ...]:
         """The weights [out, in] of a stacked one, each under a name of its own; empty if no names for them are known.
@@ -73,7 +78,7 @@ class Weight:
     @property
     def counted_by(self) -> str | None:
         """The dimension that the name counts, apart from layers and experts; None if it counts none."""
-        return next((word for word in re.findall(r"\{(\w+)\}", self.name) if word not in ("layer", "expert")), None)
+        return next((word for word in re.findall(COUNTED, self.name) if word not in ("layer", "expert")), None)
 
     @property
     def grows(self) -> bool:
@@ -84,6 +89,22 @@ class Weight:
 # Last word of the name of a stacked weight -> its roles; and the names that one expert's weights get.
 _STACKED = {"gate_up_proj": ("expert.gate", "expert.up"), "down_proj": ("expert.down",)}
 _OF_EXPERT = {"expert.gate": "gate_proj.weight", "expert.up": "up_proj.weight", "expert.down": "down_proj.weight"}
+
+
+@value
+class PrimeSum:
+    """The sum of the smallest primes from a number on, in each layer of a set of those that the layers before it have not taken: the rows
+    of tables whose hashes must not meet.
+
+        from 100, two in each layer: 101 + 103 in the first layer of the set, 107 + 109 in the second
+    """
+
+    start: str
+    """The dimension from which the primes are counted."""
+    count: str
+    """The dimension that says how many there are in each layer."""
+    layers: str
+    """The set of layers. Elsewhere, and outside of the layers, the sum is that of its first layer."""
 
 
 @value
@@ -101,6 +122,8 @@ class Dimension:
     """Whether the keys name a list, and the dimension is the number of its entries."""
     multiple_of: str | None = None
     """A dimension: the value of the default is rounded down to a whole number, and up to a multiple of it. None: it is not rounded."""
+    primes: PrimeSum | None = None
+    """What the value is in place of a default, rounded up to `multiple_of`; None: the default counts."""
     when: str | None = None
     """A key of the config, or "not KEY", as for a weight: if it is not set, `otherwise` is used. None: this dimension always holds."""
     otherwise: Dimension | None = None
@@ -112,7 +135,7 @@ class Dimension:
     @property
     def differs(self) -> bool:
         """Whether it can have other values in other layers."""
-        return any(form.in_sets or any("{layer}" in key for key in form.keys) for form in self.forms)
+        return any(form.in_sets or form.primes or any("{layer}" in key for key in form.keys) for form in self.forms)
 
     @property
     def forms(self) -> tuple[Dimension, ...]:

@@ -179,6 +179,8 @@ class EngineRules:
     """The rows of vocabulary tables are padded to a multiple of this; None: of tp."""
     pads_vocabulary_for_tp: bool = False
     """Whether the rows are padded to a multiple of vocabulary_multiple * tp where tp does not divide the padded rows."""
+    padded_rows: Mapping[str, int] = field(default_factory=dict)
+    """Name of a fused module -> the class makes its rows a multiple of this and leaves the rows that it adds unset; here they are zeros."""
     quantized_steps: Mapping[str, int] = field(default_factory=dict)
     """Role -> rows or input features, of which each rank of a quantized model holds a multiple; the last ranks are filled up with zeros."""
 

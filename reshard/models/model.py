@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
+from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import attrgetter
 from sys import intern
@@ -25,7 +25,7 @@ from reshard.geometry.dtypes import DType, from_safetensors
 from reshard.geometry.mosaics import Mosaic, joined
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
-from reshard.models.architecture import NUMBER_OF_WEIGHT, Architecture, Dimension, LayerRule, Weight
+from reshard.models.architecture import COUNTED, NUMBER_OF_WEIGHT, Architecture, Dimension, LayerRule, PrimeSum, Weight
 from reshard.models.config_values import entries, value_at, whole_number
 from reshard.models.engine_rules import EngineRules
 from reshard.models.quantization import quantization_of
@@ -158,6 +158,8 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "
 _MOST = {"layers": 4_096, "experts": 4_096, "heads": 100_000, "kv_heads": 100_000}
 _MOST_EXPERTS_OF_ALL_LAYERS = 250_000
 _MOST_OF_OTHERS = 100_000_000
+_MOST_OF_SUMS = 1 << 32
+_MOST_PRIMES = 2_048
 
 
 def _too_large(what: str, limit: int) -> RequestError:
@@ -229,6 +231,9 @@ class Model:
             value = self._stated_size(dimension, layer)
             if dimension.counts and isinstance(value, list | tuple | str):
                 value = len(value)
+            if value is None and dimension.primes:
+                step = values[dimension.multiple_of] if dimension.multiple_of else 1
+                value = -(-self._prime_sum(dimension.primes, values, layer) // step) * step
             if value is None and dimension.default:
                 step = values[dimension.multiple_of] if dimension.multiple_of else 1
                 value = -(-evaluate(dimension.default, values, exact=dimension.multiple_of is None) // step) * step
@@ -241,13 +246,22 @@ class Model:
                     why=f"The layout of a {self.architecture.model_type} model depends on it",
                     do="Give the model's own config with `model=DIR`",
                 )
-            limit = _MOST.get(name, _MOST_OF_OTHERS)
+            limit = _MOST_OF_SUMS if dimension.primes else _MOST.get(name, _MOST_OF_OTHERS)
             if value > limit:
                 raise _too_large(f"{value:,} for {' or '.join(dimension.keys)}", limit)
             values[name] = value
         if (count := values.get("layers", 1) * values.get("experts", 1)) > _MOST_EXPERTS_OF_ALL_LAYERS:
             raise _too_large(f"{count:,} experts in all layers", _MOST_EXPERTS_OF_ALL_LAYERS)
         return values
+
+    def _prime_sum(self, primes: PrimeSum, values: Mapping[str, int], layer: int | None) -> int:
+        """Raises RequestError for more primes than any model has."""
+        before = 0 if layer is None else sum(other < layer for other in self.layer_sets[primes.layers])
+        count, is_in = values[primes.count], layer is not None and layer in self.layer_sets[primes.layers]
+        first = before * count if is_in else 0
+        if first + count > _MOST_PRIMES:
+            raise _too_large(f"{first + count:,} tables of n-grams", _MOST_PRIMES)
+        return sum(primes_from(values[primes.start], first + count)[first:])
 
     def _stated_size(self, dimension: Dimension, layer: int | None) -> Any:
         """What the config, or else the declaration's `defaults`, says for a dimension in a layer (None: outside of the layers); None if
@@ -400,6 +414,31 @@ class Model:
         if self.is_tied:
             found.pop(self.architecture.tied[0], None)
         return found
+
+    @cached_property
+    def pieces(self) -> dict[str, Mosaic]:
+        """The runs of rows of weights that published files hold in pieces, by the names that they have there, in order."""
+        found: dict[str, Mosaic] = {}
+        for weight in self.weights.values():
+            ending = weight.declared.pieces
+            if ending is None or weight.is_scale:
+                continue
+            module, rows = weight.name.rpartition(".")[0], weight.shape[0]
+            length = -(-rows // self.dimensions[re.findall(COUNTED, ending)[0]])
+            for number, start in enumerate(range(0, rows, length)):
+                box = Box.whole(weight.shape).narrow(0, start, min(start + length, rows))
+                found[f"{module}.{re.sub(COUNTED, str(number), ending)}"] = Mosaic.of(weight.name, box)
+        return found
+
+    def as_published(self, whole: Collection[str] = ()) -> dict[str, ModelWeight]:
+        """The weights by the names that published files have for them: pieces in place of weights that these files hold in pieces, unless
+        they are in `whole`."""
+        pieces: dict[str, dict[str, ModelWeight]] = {}
+        for name, array in self.pieces.items():
+            weight = self.weights[array.names[0]]
+            pieces.setdefault(weight.name, {})[name] = replace(weight, name=name, shape=array.shape)
+        inner = (pieces.get(name, {name: weight}) if name not in whole else {name: weight} for name, weight in self.weights.items())
+        return {name: weight for found in inner for name, weight in found.items()}
 
     def parts(self, *, keep_fused: frozenset[str] = frozenset()) -> tuple[Part, ...]:
         """The parts of all weights. keep_fused: roles of fused weights, such as "attention.qkv", that stay one part."""
@@ -633,6 +672,18 @@ def _names_in(layer: int | None, pattern: str) -> Callable[[int | None], str]:
     """A function from an expert to its name in one layer. Equal names are one object, since they are compared a million times."""
     front, number, back = pattern.replace("{layer}", str(layer)).partition("{expert}")
     return (lambda expert: intern(f"{front}{expert}{back}")) if number else (lambda _: intern(front))
+
+
+@lru_cache(maxsize=16)
+def primes_from(start: int, count: int) -> tuple[int, ...]:
+    """The smallest primes that are at least `start`."""
+    found: list[int] = []
+    for number in range(max(start, 2), 1 << 63):
+        if len(found) == count:
+            break
+        if number == 2 or (number % 2 and all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))):
+            found.append(number)
+    return tuple(found)
 
 
 def numbered(pattern: str, layer: int | None, expert: int | None = None) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from reshard.adapter import registry
 from reshard.adapter.model_files import has_tokenizer
 from reshard.canonical.content import Content, check_against_model
-from reshard.errors import ReshardError
+from reshard.errors import IncompleteError, ReshardError
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
@@ -37,11 +37,12 @@ class Outlook:
     """Why it cannot be converted as it is, such as a weight that is missing; None if nothing is known to be in the way."""
 
 
-def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
+def outlook(checkpoint: Checkpoint, found: Content | ReshardError) -> Outlook:
     """What a checkpoint can become, from its config. No weight is read.
 
-    content: its weights under canonical names; None if there is no single model.
+    found: its weights under canonical names, or why there are none, such as a missing piece or several models.
     """
+    content = None if isinstance(found, ReshardError) else found
     if content is not None and content.is_adapter:
         return Outlook({}, (), None)
     needed, model = list(checkpoint.index.facts.unanswered), checkpoint.sized_model
@@ -56,7 +57,7 @@ def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
         needed.append(f"a config with the sizes of the model: `model=DIR` ({checkpoint.config_problem})")
     elif not has_tokenizer(checkpoint.model_files.carried) and not draft_class(checkpoint.model_files.config):
         needed.append("a tokenizer (tokenizer.json, tokenizer.model, ...) to serve it: `model=DIR`")
-    problem = _problem(content) if content else None
+    problem = _problem(content) if content else _text(found) if isinstance(found, IncompleteError) else None
     if content and content.unknown and not problem:
         what = f"{plural(len(content.unknown), 'weight')} that the declared architecture lacks, such as {content.unknown[0]}"
         needed.append(f"for serving: a decision about {what}; `exclude=` or `drop_unknown=True` leaves them out")
@@ -78,8 +79,12 @@ def _problem(content: Content) -> str | None:
     try:
         check_against_model(content, partial=False, strict=False, optional=content.not_needed)
     except ReshardError as error:
-        return f"{error.where}: {error.what}" if error.where else error.what
+        return _text(error)
     return None
+
+
+def _text(error: ReshardError) -> str:
+    return f"{error.where}: {error.what}" if error.where else error.what
 
 
 def _takes(engine: ServingFormat, model: Model, tp: int) -> bool:

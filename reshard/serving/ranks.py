@@ -179,6 +179,8 @@ class EngineRank:
         if component and component.use == "shape":
             parts = parts[-1:]
         array = self._joined_shards(parts)
+        if step := self.rules.padded_rows.get(name.rpartition(".")[0].rpartition(".")[2]):
+            array = array.padded(0, -(-array.shape[0] // step) * step)
         shape = list(_stored_shape(array, component))
         for axis in self.rules.unit_axes.get(parts[0].role, ()):
             shape.insert(axis, 1)

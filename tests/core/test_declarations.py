@@ -946,3 +946,58 @@ def test_a_weight_can_have_another_shape_under_another_condition():
     made = declared(f"{HEAD}weights:\n  model.layers.*.q_norm.weight: {both % 'wide'}\n")
     with pytest.raises(RequestError, match="it is declared twice"):
         _ = Model(made, {**CONFIG, "narrow": True, "wide": True}).weights
+
+
+# ---- tables whose rows are a sum of primes, in pieces ----
+
+PRIMES = (
+    HEAD
+    + """  start: first
+  count: tables
+  step: rounded_to
+  rows: {primes: {from: start, count: count, layers: hashed}, multiple_of: step}
+  parts: pieces
+layer_sets: {hashed: {indices: hashed_layers}}
+weights:
+  model.embed_tokens.weight: embedding
+  model.layers.*.table.weight: {role: my.table, split: column, shape: [rows, hidden], pieces: "piece_{parts}.weight", layers: hashed}
+"""
+)
+HASHED = {**CONFIG, "num_hidden_layers": 4, "hashed_layers": [0, 3], "first": 100, "tables": 2, "rounded_to": 5, "pieces": 3}
+
+
+def test_each_layer_takes_the_primes_that_the_layers_before_it_left():
+    model = Model(declared(PRIMES), HASHED)
+    rows = {weight.layer: weight.shape[0] for weight in model.weights.values() if weight.role == "my.table"}
+    assert rows == {0: 205, 3: 220}  # 101 + 103 = 204; 107 + 109 = 216
+
+
+def test_published_pieces_are_runs_of_rows_of_which_the_last_is_shorter():
+    model = Model(declared(PRIMES), HASHED)
+    shapes = {name: weight.shape[0] for name, weight in model.as_published().items() if "piece" in name}
+    rows = {0: (69, 69, 67), 3: (74, 74, 72)}
+    assert shapes == {f"model.layers.{layer}.table.piece_{n}.weight": rows[layer][n] for layer in rows for n in range(3)}
+    assert "model.layers.0.table.weight" in model.as_published(whole=["model.layers.0.table.weight"])
+
+
+def test_a_config_with_more_primes_than_any_model_has_is_refused():
+    with pytest.raises(RequestError, match="tables of n-grams"):
+        list(Model(declared(PRIMES), {**HASHED, "tables": 5_000}).weights)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ("primes: {from: start, count: count, layers: none}", "no set of layers is called 'none'"),
+        ("primes: {from: begin, count: count, layers: hashed}", "no dimension is called 'begin'"),
+        ("primes: {from: start, count: count}", "a start, a count and a set of layers"),
+    ],
+)
+def test_a_sum_of_primes_names_dimensions_and_a_set(wrong, message):
+    with pytest.raises(RequestError, match=message):
+        declared(PRIMES.replace("primes: {from: start, count: count, layers: hashed}", wrong))
+
+
+def test_pieces_are_counted_by_a_dimension():
+    with pytest.raises(RequestError, match="no dimension is called 'many'"):
+        declared(PRIMES.replace("piece_{parts}", "piece_{many}"))

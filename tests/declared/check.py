@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from helpers.framework_environments import Environment, run_checks  # noqa: E402
+from helpers.rank_contents import published_shapes  # noqa: E402
 
 from reshard.errors import RequestError  # noqa: E402
 from reshard.models.lookup import built_in_model_types, find_architecture, find_model  # noqa: E402
@@ -128,6 +129,7 @@ LISTED = {
     ("qwen2_5_omni", "small|enable_audio_output reversed|settings of other classes"): _THINKER,
     ("qwen3_asr", ".*"): "transformers' class is for files of other names and another config (Qwen3-ASR-hf), which is refused",
     ("qwen3_omni_moe", "tie_word_embeddings reversed"): _THINKER,
+    ("qwen4_exp", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("qwen3_5", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("qwen3_5_moe", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("qwen3_vl_moe", ".*"): "transformers saves experts as [out, in], the published files and vLLM have [in, out]",
@@ -174,7 +176,7 @@ def difference(config: dict[str, Any], shapes: dict[str, list[int]]) -> str:
     try:
         model = find_model(config)
         assert model is not None
-        ours = {weight.name: list(weight.shape) for weight in model.weights.values() if not weight.optional}
+        ours = {name: list(shape) for name, shape in published_shapes(model).items()}
     except RequestError as error:
         return str(error)
     theirs = {name: shape for name, shape in shapes.items() if not model.reason_to_drop(name) and not model.reason_not_served(name)}

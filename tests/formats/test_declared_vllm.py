@@ -14,13 +14,13 @@ import pytest
 import safetensors.torch
 import torch
 from helpers.fixture_places import FIXTURES, ranks, rules_of
-from helpers.rank_contents import described, laid_out, our_value, sizes_of, value_in_vllm
+from helpers.rank_contents import canonical_weights, described, laid_out, our_value, published_shapes, sizes_of, value_in_vllm
 
 import reshard
 from reshard.canonical.content import Selection
 from reshard.canonical.name_variants import Names
 from reshard.errors import RequestError, UnsupportedError
-from reshard.geometry.dtypes import BF16, F32
+from reshard.geometry.dtypes import BF16, F32, from_safetensors
 from reshard.geometry.meshes import Parallel
 from reshard.models.lookup import find_model
 from reshard.models.model import Model
@@ -30,7 +30,7 @@ from reshard.serving.weights import left_out_by_class, stored_dtypes, weights_wi
 sys.path.insert(0, str(FIXTURES))
 import named_weights
 
-DTYPES = {"BF16": BF16, "F32": F32}
+DTYPES = {"BF16": BF16, "F32": F32, "I64": from_safetensors("I64", where="test")}
 REFERENCES = {path.stem: path for path in sorted((FIXTURES / "vllm_declared").glob("*.json"))}
 
 
@@ -61,13 +61,13 @@ def written(folder, sizes, target):
 def test_every_rank_of_a_declared_model_holds_what_real_vllm_holds(name, tmp_path):
     reference = json.loads(REFERENCES[name].read_text())
     model = find_model(reference["config"])
-    shapes = {weight.name: weight.shape for weight in model.weights.values() if not weight.optional}
+    shapes = published_shapes(model)
     saved = {"count": len(shapes), "sha256": digest(f"{name} {list(shape)}\n" for name, shape in sorted(shapes.items()))}
     order = reference["tensors"].pop("order", None)
     assert saved == reference["tensors"], "transformers saves other names or shapes"
     assert order in (None, digest("\n".join(shapes))), "the model's parameters have another order"
     types = reference.get("types", {})
-    weights = named_weights.weights_of(shapes, reference.get("zeros"), types)
+    weights = canonical_weights(model, named_weights.weights_of(shapes, reference.get("zeros"), types))
     assert in_memory(model, weights, reference.get("in_memory", {})) == reference.get("in_memory", {}), (
         "transformers converts in another way"
     )
@@ -100,7 +100,7 @@ def test_every_rank_of_a_declared_model_holds_what_real_vllm_holds(name, tmp_pat
 def test_files_with_names_of_their_own_are_read_back(name, tmp_path):
     """Lists of some layers, keys in the place of values, layers that differ: what was written means the model's own weights again."""
     reference = json.loads(REFERENCES[name].read_text())
-    shapes = {weight.name: weight.shape for weight in find_model(reference["config"]).weights.values() if not weight.optional}
+    shapes = published_shapes(find_model(reference["config"]))
     named_weights.write(tmp_path / "model", reference["config"], shapes, types=reference.get("types", {}))
     reshard.convert(reshard.plan(tmp_path / "model", to="vllm", tp=4), tmp_path / "served")
     reshard.convert(reshard.plan(tmp_path / "served", to="hf"), tmp_path / "back")

@@ -27,6 +27,21 @@ def sizes_of(degree):
     return {**sizes, "ep": sizes["tp"] if "ep" in words else 1}
 
 
+def published_shapes(model):
+    """The shapes of a model's tensors under the names that published files have, in which some weights lie in pieces."""
+    return {name: weight.shape for name, weight in model.as_published().items() if not weight.optional}
+
+
+def canonical_weights(model, published):
+    """The weights under the model's own names, from the published tensors: pieces are joined."""
+    whole = {}
+    for name, array in model.pieces.items():
+        whole.setdefault(array.names[0], []).append(published[name])
+    return {name: words for name, words in published.items() if name not in model.pieces} | {
+        name: np.concatenate(words) for name, words in whole.items()
+    }
+
+
 def elements_of(stored, weights, value_of):
     """The bytes of a stored tensor whose sections are boxes of `weights`, which are words of bfloat16, or of the stored type."""
     fill = stored.fill * stored.dtype.itemsize if len(stored.fill) == 1 else stored.fill

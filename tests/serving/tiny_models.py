@@ -105,6 +105,11 @@ OWN: dict[str, dict[str, object]] = {
         "index_kpool": 4, "hc_mult": 2, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         "layer_types": [*HYBRID[1:], HYBRID[0]], "indexer_types": ["full"] * 4,
     }),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), {
+        "layer_types": HYBRID, "hc_count": 2, "hc_lowrank": 14, "ple_layer_ids": [1, 3], "ple_embed_dim": 32, "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 100, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 6, "indexer_n_heads": 4,
+        "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4, "eos_token_id": 2,
+    }),
     "minicpm3": {"num_key_value_heads": 8},
     "kimi_linear": {"num_key_value_heads": 8, "linear_num_heads": 16, "linear_head_dim": 6, "q_lora_rank": None, "n_group": 1,
                     "moe_intermediate_size": 512, "layer_types": HYBRID, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},

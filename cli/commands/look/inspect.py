@@ -224,17 +224,21 @@ class Inspection:
     @cached_property
     def content(self) -> Content | None:
         """What a conversion would take; None if it would be refused, for example because none of several models is the main one."""
+        return None if isinstance(self._content, ReshardError) else self._content
+
+    @cached_property
+    def _content(self) -> Content | ReshardError:
         try:
             return self.checkpoint.content()
-        except ReshardError:
-            return None
+        except ReshardError as error:
+            return error
 
     @cached_property
     def outlook(self) -> Outlook:
         """What it can become."""
         from reshard.requests.outlook import outlook
 
-        return outlook(self.checkpoint, self.content)
+        return outlook(self.checkpoint, self._content)
 
     @property
     def is_adapter(self) -> bool:

@@ -136,6 +136,7 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "zeros": _parameters,
     "tp_at_most_experts": Node.flag,
     "least_expert_width": lambda node: node.number(1),
+    "padded_rows": lambda node: {module: inner.number(1) for module, inner in node.mapping().items()},
     "quantized_steps": lambda node: {role: inner.number(1) for role, inner in node.mapping().items()},
     "stages_need_experts": Node.flag,
     "one_stage": lambda node: node.flag() if isinstance(node.value, bool) else node.condition(),

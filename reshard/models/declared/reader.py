@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from reshard.errors import RequestError
-from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, LayersOf, Weight
+from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, LayersOf, PrimeSum, Weight
 from reshard.models.declared.composition import TOWERS, Composition, Find, Named, composition_of, declared, is_place, usual_parts
 from reshard.models.declared.engines import engines_of, frameworks_of
 from reshard.models.declared.node import KEY_OF_LAYER, Node, expression, parse
@@ -90,7 +90,8 @@ def _check(made: Architecture, nodes: Sequence[tuple[Node, Weight]], root: Node)
     for computation in made.frameworks.values():
         _check_sets([value.layer_set for value in computation.settings.values() if isinstance(value, LayersOf)], made, root)
     for name, dimension in made.dimensions.items():
-        _check_sets([of for form in dimension.forms for of in form.in_sets], made, root.inner(name, None))
+        sets = [of for form in dimension.forms for of in (*form.in_sets, *([form.primes.layers] if form.primes else []))]
+        _check_sets(sets, made, root.inner(name, None))
     _check_names(made, nodes)
 
 
@@ -174,6 +175,8 @@ def _dimensions(node: Node, inherited: dict[str, Dimension]) -> dict[str, Dimens
     before: dict[str, Dimension] = {}
     for name, dimension in dimensions.items():
         for form in dimension.forms if name in own_dimensions else ():
+            for used in (form.primes.start, form.primes.count) if form.primes else ():
+                expression(node.inner(name, used), before, why="The primes are counted by dimensions before it")
             if form.multiple_of:
                 expression(node.inner(name, form.multiple_of), before, why="A default is rounded to a multiple of a dimension before it")
             if form.default:
@@ -194,7 +197,7 @@ def _dimension(node: Node) -> Dimension:
         return Dimension((), default=str(node.number(1)))
     if not isinstance(node.value, dict):
         return Dimension(_keys_of_layers(node))
-    keys = node.mapping(("keys", "default", "optional", "entries_of", "multiple_of", "when", "otherwise", "in"))
+    keys = node.mapping(("keys", "default", "optional", "entries_of", "multiple_of", "primes", "when", "otherwise", "in"))
     config_keys = _keys_of_layers(keys["keys"]) if "keys" in keys else ()
     if "entries_of" in keys:
         if "keys" in keys or "default" in keys:
@@ -204,7 +207,7 @@ def _dimension(node: Node) -> Dimension:
     default = str(keys["default"].value) if "default" in keys else None
     if default is not None and not isinstance(keys["default"].value, str | int):
         raise keys["default"].unexpected("an expression of dimensions")
-    if not config_keys and default is None:
+    if not config_keys and default is None and "primes" not in keys:
         raise node.error("it has neither `keys` nor `default`", do="Write the config's key, such as `hidden: hidden_size`")
     if ("when" in keys) != ("otherwise" in keys):
         raise node.error("`when` says for which models the dimension holds, and `otherwise` what holds for the others", do="Write both")
@@ -213,10 +216,19 @@ def _dimension(node: Node) -> Dimension:
         default,
         keys["optional"].flag() if "optional" in keys else False,
         multiple_of=keys["multiple_of"].word(r"[a-z_][a-z0-9_]*", "a dimension") if "multiple_of" in keys else None,
+        primes=_primes(keys["primes"]) if "primes" in keys else None,
         when=keys["when"].condition() if "when" in keys else None,
         otherwise=_dimension(keys["otherwise"]) if "otherwise" in keys else None,
         in_sets={layer_set(inner.inner("", name)): _dimension(inner) for name, inner in of_sets.items()},
     )
+
+
+def _primes(node: Node) -> PrimeSum:
+    keys = node.mapping(("from", "count", "layers"))
+    if len(keys) < 3:
+        written = "{from: DIMENSION, count: DIMENSION, layers: SET}"
+        raise node.error("a sum of primes has a start, a count and a set of layers", do=f"Write {written}")
+    return PrimeSum(*(keys[key].word(r"[a-z_][a-z0-9_]*", "a word") for key in ("from", "count", "layers")))
 
 
 def _keys_of_layers(node: Node) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from reshard.errors import choices
 from reshard.geometry.value import value
-from reshard.models.architecture import NUMBER_OF_WEIGHT, Dimension, Weight
+from reshard.models.architecture import COUNTED, NUMBER_OF_WEIGHT, Dimension, Weight
 from reshard.models.declared.node import Node, expression
 from reshard.models.roles import (
     ABOUT_ROLES,
@@ -23,7 +23,7 @@ from reshard.models.roles import (
     heads,
 )
 
-WEIGHT_KEYS = ("role", "shape", "split", "fuses", "interleaved_by", "transposed", "stacked", "when", "layers")
+WEIGHT_KEYS = ("role", "shape", "split", "fuses", "interleaved_by", "transposed", "stacked", "pieces", "when", "layers")
 _FUSED_ROLES = {role.fuses: role.name for role in ROLES.values() if role.fuses}
 _SPLITS = {"column": COLUMN, "row": ROW, "vocabulary": VOCABULARY, "replicate": REPLICATE, "first_rank": FIRST_RANK}
 # A number in a name, or its placeholder.
@@ -57,7 +57,14 @@ class WeightReader:
             transposed,
             split,
             keys["stacked"].flag() if "stacked" in keys else False,
+            self._pieces(keys["pieces"]) if "pieces" in keys else None,
         )
+
+    def _pieces(self, node: Node) -> str:
+        """The last words of the names of pieces, with a dimension that counts them in braces."""
+        counted = re.findall(COUNTED, node.word(r"[\w.]*\{\w+\}[\w.]*", "words of a name with one dimension in braces"))
+        expression(node.inner("", counted[0]), self.dimensions)
+        return str(node.value)
 
     def _rows_of_role(self, node: Node, keys: Mapping[str, Node]) -> dict[str, str]:
         """The role of a weight that is not fused, with its usual output features."""
