@@ -658,7 +658,7 @@ def _model_text(opened: Inspection) -> str:
         reason = "engines read it from its hf folder" if draft_class(config) else opened.checkpoint.config_problem or unknown
         return f"{_name_of_model(config)} ({reason}), {text}"
     d, architecture = model.dimensions, model.architecture
-    heads = f"{plural(d['heads'], 'head')} ({d['kv_heads']} KV)"
+    heads = plural(d["heads"], "head") + (f" ({d['kv_heads']} KV)" if "kv_heads" in d else "")
     sizes = f"{plural(d['layers'], 'layer')}, hidden {d['hidden']}, {heads}, vocabulary {d['vocab']}"
     declared = f", declared by {architecture.declared_in}" if architecture.declared_in else ""
     named = "" if declared or opened.checkpoint.architecture is None else f", read as {architecture.model_type}"
