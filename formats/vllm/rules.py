@@ -111,8 +111,8 @@ def _check_packed(model: Model, version: str, parallel: Parallel) -> None:
         raise UnsupportedError("the weights are stored in NVFP4 without input_scale, which vLLM expects in its files of ranks", do=_TO_HF)
     if quantization.method == "gptq" and not quantization_settings(model.config).get("sym", True):
         raise UnsupportedError("the weights are quantized by GPTQ with zero points (sym: false), which vLLM does not load", do=_TO_HF)
-    experts = _packed_experts(model)
-    form = experts[0].form if experts else None
+    experts, quirks = _packed_experts(model), model.quirks_of("vllm")
+    form, tiles = experts[0].form if experts else None, quirks.packed_expert_tiles if quirks else ()
     is_compared = form is not None and form.unit == "FP8 block" and not is_modelopt
     has_one_form = all(weight.form is form for weight in experts)
     if form is None or (is_compared and has_one_form):
@@ -125,8 +125,8 @@ def _check_packed(model: Model, version: str, parallel: Parallel) -> None:
         why = f"Older versions than {as_text(_PACKED_EXPERTS_SINCE)} hold such experts in shapes that depend on the kernel"
     elif form.unit.endswith("group or word") and not _fits_marlin(model, form):
         why = "vLLM holds them in other shapes unless the hidden size is a multiple of 128, and groups are of 32, 64 or 128"
-    elif quantization.method == "fp8" and not _fills_tiles(model, parallel):
-        why = "vLLM rounds them up for its kernel unless the hidden size is a multiple of 256, and a rank's part of an expert of 128"
+    elif tiles and not _fills_tiles(model, tiles, parallel):
+        why = f"vLLM rounds them up for its kernel unless their input is a multiple of {tiles[0]}, and a rank's part of them of {tiles[1]}"
     elif (form.unit == "NVFP4 group" or (quantization.method, form.unit) == ("modelopt", "FP8 block")) and not _has_input_scales(form):
         why = "They have no input scales, such as input_global_scale, which vLLM expects in its files of ranks"
     else:
@@ -138,10 +138,10 @@ def _has_input_scales(form: StoredForm) -> bool:
     return any(each.use == "input scale" for each in form.components)
 
 
-def _fills_tiles(model: Model, parallel: Parallel) -> bool:
+def _fills_tiles(model: Model, tiles: tuple[int, ...], parallel: Parallel) -> bool:
     """Whether no kernel of vLLM rounds up experts in MXFP4 (oracle/mxfp4.py, mxfp4_round_up_hidden_size_and_intermediate_size)."""
     width, ranks = model.dimensions["expert_intermediate"], 1 if parallel.ep > 1 else parallel.tp
-    return model.dimensions["hidden"] % 256 == 0 and width % (128 * ranks) == 0
+    return model.dimensions.get("expert_input", model.dimensions["hidden"]) % tiles[0] == 0 and width % (tiles[1] * ranks) == 0
 
 
 def _fits_marlin(model: Model, form: StoredForm) -> bool:

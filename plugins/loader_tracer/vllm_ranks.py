@@ -153,6 +153,7 @@ _PACKED_KERNELS = (
 _COMPRESSED_MOE = "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 _PACKED_MOE_BACKENDS = (
     ("mxfp4", "select_mxfp4_moe_backend", "mxfp4", "Mxfp4MoeBackend.EMULATION"),
+    ("mxfp4", "select_deepseek_v4_mxfp4_moe_backend", "mxfp4", "Mxfp4MoeBackend.EMULATION"),
     (f"{_COMPRESSED_MOE}_wna16", "select_wna16_moe_backend", "int_wna16", "WNA16MoEBackend.EMULATION"),
     ("auto_awq", "select_wna16_moe_backend", "int_wna16", "WNA16MoEBackend.EMULATION"),
     ("auto_gptq", "select_wna16_moe_backend", "int_wna16", "WNA16MoEBackend.EMULATION"),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.canonical.content import Content, Drop
-from reshard.errors import CheckpointError, IncompleteError, RequestError
+from reshard.errors import CheckpointError, IncompleteError, RequestError, UnsupportedError
 from reshard.geometry.dtypes import BF16
 from reshard.geometry.value import value
 from reshard.index.index import EncodedPart, Encoding, Tensor
@@ -25,7 +25,7 @@ def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
     """The content with quantized weights as tensors of their values, and the model without quantization.
 
     Raises: RequestError if the config does not say how the weights are quantized, CheckpointError if a quantized weight has no scales or
-    scales of another shape.
+    scales of another shape, UnsupportedError if the model without quantization has the rows of a weight in another order.
     """
     quantization = quantization_of(config or {})
     if quantization is None:
@@ -35,6 +35,9 @@ def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
             why="" if method else f"No settings of a quantization were found in {PLACES}",
             do="Leave it out" if method else "Leave it out, or give the model's own config with `model=DIR`",
         )
+    model = Model(content.model.architecture, without_quantization(content.model.config)) if content.model else None
+    if content.model and model:
+        _check_order(content.model, model)
     tensors, drops = dict(content.tensors), list(content.drops)
     for weight, form in quantization.stored_weights(_element_types(content)):
         names = form.names(weight)
@@ -48,9 +51,21 @@ def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
         scales = tensors.pop(name)
         drops.append(Drop(name, scales.kind, scales.nbytes, "a scale of the KV cache, which is no longer quantized"))
     _check_all_have_scales(tensors, quantization)
-    model = Model(content.model.architecture, without_quantization(content.model.config)) if content.model else None
     in_order = dict.fromkeys((*(name for name in content.tensors if name in tensors), *tensors))
     return replace(content, tensors={name: tensors[name] for name in in_order}, drops=tuple(drops), model=model)
+
+
+def _check_order(quantized: Model, plain: Model) -> None:
+    """Raises UnsupportedError if a weight has another role, and so other rows, in the model without quantization."""
+    for name, weight in quantized.weights.items():
+        other = plain.weights.get(name)
+        if other and not weight.is_scale and other.role != weight.role:
+            raise UnsupportedError(
+                "the model without quantization has its rows in another order",
+                where=name,
+                why="The quantized weight has the rows of several ranks, one rank after the other",
+                do="Leave out `dequantize=True`",
+            )
 
 
 @value

@@ -253,6 +253,7 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
     """
     if model is None:
         return _without_peft(index)
+    index = _without_padding(index, model)
     of_model = (tensor.name.removeprefix(prefix) for tensor in index.tensors if tensor.kind in ("weight", "master"))
     if all(map(_declared(model).fullmatch, of_model)):
         return index
@@ -290,6 +291,30 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
         count = len(others_than_pieces)
         note = f"{count} tensors are stored under other names than the published ones; for example, {stored} holds {changed[stored]}"
     return renamed(index, map(_combined, found.values()), new_names, note)
+
+
+def _without_padding(index: Index, model: Model) -> Index:
+    """The index without the rows that follow the model's own in weights that may be stored with such rows."""
+    own = {weight.name: weight.shape for weight in model.weights.values() if weight.declared.padded}
+
+    def is_padded(tensor: Tensor) -> bool:
+        shape = own.get(tensor.name)
+        return shape is not None and tensor.shape[1:] == shape[1:] and tensor.shape[:1] > shape[:1]
+
+    def without(tensor: Tensor) -> Tensor:
+        shape = own[tensor.name]
+        located = located_in(tensor.shards, Mosaic.of(tensor.name, Box.whole(shape)).padded(0, tensor.shape[0]))
+        ((_, shards),) = located.of(tensor.shards)
+        return replace(tensor, shape=shape, shards=shards, distribution=None)
+
+    padded = [tensor for tensor in index.tensors if is_padded(tensor)] if own else []
+    if not padded:
+        return index
+    first = padded[0]
+    note = f"{first.name} has {first.shape[0]} rows, of which the last {first.shape[0] - own[first.name][0]} are padding and left out"
+    note += f"; {len(padded) - 1} more tensors alike" if len(padded) > 1 else ""
+    tensors = tuple(without(tensor) if is_padded(tensor) else tensor for tensor in index.tensors)
+    return replace(index, tensors=tensors, facts=replace(index.facts, notes=(*index.facts.notes, note)))
 
 
 def _without_peft(index: Index) -> Index:

@@ -57,6 +57,8 @@ class Weight:
     pieces: str | None = None
     """The last words of the names under which published files hold runs of its rows, such as "shard_{parts}.weight", where a dimension
     counts the runs: all have the same number of rows, but the last one may be shorter. None: published files hold it whole."""
+    padded: bool = False
+    """Whether checkpoints may store further rows after its own, which mean nothing."""
 
     def by_expert(self) -> tuple[Weight, ...]:
         """The weights [out, in] of a stacked one, each under a name of its own; empty if no names for them are known.
@@ -192,6 +194,8 @@ class LayerRule:
         numbers = value_at(config, self.indices.split(".")) if self.indices else None
         if isinstance(numbers, str):
             numbers = [int(number) for number in numbers.split(",") if number.strip().isdecimal()]
+        if isinstance(numbers, int):
+            numbers = [numbers]
         if isinstance(numbers, list | tuple):
             return frozenset(layer for layer in range(layers) if layer + self.indices_start in numbers)
         if self.at_end:

@@ -86,8 +86,8 @@ class ExtraTensor:
     """The value of all its elements, rounded to its element type."""
     dtype: DType | None = None
     """Its element type; None for the model's."""
-    shape: tuple[int, ...] = ()
-    """Its shape."""
+    shape: tuple[int | str, ...] = ()
+    """Its shape; a text is an expression of dimensions."""
     square_root_of: str = ""
     """A dimension whose square root is the value, as for the factor of gemma's embeddings; empty: `value` is."""
     since: Version = ()
@@ -129,6 +129,8 @@ class EngineRules:
     """(number of layers, pp) -> number of layers on each pipeline stage."""
     of_class: Mapping[str, EngineRules] = field(default_factory=dict)
     """The rules of further classes that serve the model, by the name under which the config's `architectures` name them."""
+    when: str | None = None
+    """In `of_class`: a condition on the config under which the engine takes this class, whatever the config names; None: there is none."""
     since: Version = ()
     """The first version of the engine whose class was compared; (): the oldest version that the engine's own file knows."""
 
@@ -200,6 +202,9 @@ class EngineRules:
     """Whether the class refuses more tensor-parallel ranks than experts."""
     least_expert_width: int = 0
     """Ranks that share experts of a smaller width than this are refused: the class would round the width up, and leave the rest unset."""
+    packed_expert_tiles: tuple[int, ...] = ()
+    """Multiples of which the input features of packed experts, and a rank's part of their width, have to be: the class would round others
+    up for its kernel. (): it rounds nothing up."""
     stages_need_experts: bool = False
     """Whether the class refuses a pipeline stage without a layer that has experts."""
     one_stage: bool | str = False

@@ -29,7 +29,7 @@ from reshard.models.architecture import COUNTED, NUMBER_OF_WEIGHT, Architecture,
 from reshard.models.config_values import entries, value_at, whole_number
 from reshard.models.engine_rules import EngineRules
 from reshard.models.quantization import quantization_of
-from reshard.models.roles import ROLES, Split
+from reshard.models.roles import REPLICATE, ROLES, Split
 from reshard.models.stored_forms import BlockShape, Component, Quantization, StoredForm
 
 
@@ -155,7 +155,7 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "
 # The largest dimensions of a config that are believed. The largest published models have some 130 layers, 2,048 experts, 31,000 experts in
 # all layers together, and a vocabulary of 300,000. `degrees` and `estimate` look at each layer and expert, and take 6 s for 50,000 experts;
 # products of the others stay below 2^63.
-_MOST = {"layers": 4_096, "experts": 4_096, "heads": 100_000, "kv_heads": 100_000}
+_MOST = {"layers": 4_096, "experts": 4_096, "heads": 100_000, "kv_heads": 100_000, "engram_rows": 10_000_000_000}
 _MOST_EXPERTS_OF_ALL_LAYERS = 250_000
 _MOST_OF_OTHERS = 100_000_000
 _MOST_OF_SUMS = 1 << 32
@@ -231,6 +231,8 @@ class Model:
             value = self._stated_size(dimension, layer)
             if dimension.counts and isinstance(value, list | tuple | str):
                 value = len(value)
+            elif isinstance(value, str) and value.isdecimal() and len(value) < 10:
+                value = int(value)  # MiMo-V2.5 states a size as a text
             if value is None and dimension.primes:
                 step = values[dimension.multiple_of] if dimension.multiple_of else 1
                 value = -(-self._prime_sum(dimension.primes, values, layer) // step) * step
@@ -346,7 +348,8 @@ class Model:
         """What an engine's class for this model does differently, to be put into the engine's rules; None if no class of that engine was
         compared."""
         quirks = self.architecture.engines.get(engine)
-        return quirks.of_class.get(self.class_name or "", quirks) if quirks else None
+        of_class = quirks.of_class.items() if quirks else ()
+        return next((rules for name, rules in of_class if name == self.class_name or (rules.when and self.holds(rules.when))), quirks)
 
     def holds(self, when: str | None) -> bool:
         """Whether a condition of the declaration holds: a key of the config that is set, "KEY is VALUE", or one of these after "not ";
@@ -562,7 +565,8 @@ class Model:
             alike = []
             for weight, shape in run:
                 pattern = weight.name.format(layer="{layer}", expert="{expert}", **numbers) if numbers else weight.name
-                forms = [(form, self._components(form, pattern, shape, layer)) for form in self._forms(weight, pattern)]
+                runs = self._runs(weight)
+                forms = [(form, self._components(form, pattern, shape, layer, runs)) for form in self._forms(weight, pattern)]
                 alike.append((weight, shape, pattern, _names_in(layer, pattern), forms))
             for expert in range(self.dimensions["experts"]) if is_expert else (None,):
                 for weight, shape, pattern, name_in, forms in alike:
@@ -590,14 +594,26 @@ class Model:
             return []
         return [form for form in self.quantization.forms if form.fits(pattern) and form.transposed == weight.transposed]
 
+    def _runs(self, weight: Weight) -> int:
+        """The number of equal runs of rows of a weight, each with blocks of its own."""
+        split = weight.split or (ROLES[weight.role].split if weight.role in ROLES else REPLICATE)
+        return self.dimensions[split.heads] if split.exactly else 1
+
     @staticmethod
     def _components(
-        form: StoredForm, pattern: str, shape: tuple[int, ...], layer: int | None
+        form: StoredForm, pattern: str, shape: tuple[int, ...], layer: int | None, runs: int
     ) -> list[tuple[Component, tuple[int, ...], str, Callable[[int | None], str], bytes | None]]:
         """The components of a weight in a form: each with its shape, its pattern and its names, and its bytes if they are implied."""
         of_weight = (*shape[:-2], shape[-1], shape[-2]) if form.transposed else shape
+
+        def stored(component: Component) -> tuple[int, ...]:
+            if runs == 1:
+                return component.shape(of_weight)
+            rows, *others = component.shape((of_weight[0] // runs, *of_weight[1:]))
+            return (runs * rows, *others)
+
         return [
-            (component, component.shape(of_weight), name, _names_in(layer, name), form.implied(component, of_weight))
+            (component, stored(component), name, _names_in(layer, name), form.implied(component, of_weight))
             for name, component in form.names(pattern).items()
         ]
 

@@ -209,15 +209,22 @@ def _fp8(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
 
 
 def _deepseek_v4(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
-    """Experts in MXFP4, everything else in FP8, and each scale called `scale` (vllm/models/deepseek_v4/quant_config.py)."""
+    """Experts in MXFP4, tables of n-grams in MXFP8, everything else in FP8, and each scale called `scale`
+    (vllm/models/deepseek_v4/quant_config.py, deepseek_v41/common/engram.py)."""
     block = _of_fp8(
         Component("scale", "scale", _block(settings.get("weight_block_size") or [128, 128]), exponents=True, element_type="F8_E8M0")
     )
+    table = _microscaled(
+        "MXFP8",
+        Component("weight", "codes"),
+        replace(_exponents("scale", 32), element_type="F8_E8M0"),
+        weights=r".*\.engram\.embed\.weight",
+    )
     experts = str(config.get("expert_dtype") or settings.get("expert_dtype") or "fp4")
     if experts == "fp8":
-        return (block,)
+        return (table, block)
     codes = Component("weight", "codes", packing=fp4(), element_type="U8")
-    return (_microscaled("MXFP4", codes, _exponents("scale", 32), weights=r".*\.experts\.[^.]+\.w[123]\.weight"), block)
+    return (_microscaled("MXFP4", codes, _exponents("scale", 32), weights=r".*\.experts\.[^.]+\.w[123]\.weight"), table, block)
 
 
 def _of_fp8(scale: Component, *inputs: Component) -> StoredForm:

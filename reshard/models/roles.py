@@ -31,6 +31,8 @@ class Split:
     """Whether there may be fewer heads than ranks. Then tp / heads neighbouring ranks hold the same head (KV replication)."""
     only_one: bool = False
     """With `copies`: whether ranks can hold the same head only if there is one head."""
+    exactly: bool = False
+    """Whether there must be as many ranks as heads."""
     is_padded: bool = False
     """Whether the rows are padded to the engine's multiple first."""
     on_first_rank: bool = False
@@ -45,9 +47,9 @@ VOCABULARY = Split(0, is_padded=True)
 FIRST_RANK = Split(on_first_rank=True)
 
 
-def heads(count: str, *, copies: bool = False, only_one: bool = False) -> Split:
+def heads(count: str, *, copies: bool = False, only_one: bool = False, exactly: bool = False) -> Split:
     """Whole attention heads, which the dimension `count` counts, along axis 0."""
-    return Split(0, count, copies, only_one)
+    return Split(0, count, copies, only_one, exactly)
 
 
 @value
@@ -91,6 +93,8 @@ _ROWS = (
     Role("attention.q", heads("heads"), ("heads * head_dim", "hidden"), names="q_proj wq", saved="in out/tp", quantized=True),
     Role("attention.k", _KV_HEADS, ("kv_heads * head_dim", "hidden"), names="k_proj wk", saved="out/tp", quantized=True),
     Role("attention.v", _KV_HEADS, ("kv_heads * head_dim", "hidden"), names="v_proj wv", saved="out/tp", quantized=True),
+    # Rows [q; k; v] of each of some tensor-parallel ranks, one rank after the other: the blocks of their scales begin again with each rank.
+    Role("attention.qkv_ranks", heads("qkv_ranks", exactly=True), ("qkv_rows", "hidden"), quantized=True),
     Role("attention.qkv", heads("heads"), quantized=True, fuses=("attention.q", "attention.k", "attention.v")),
     Role(
         "attention.o",
@@ -193,6 +197,9 @@ _ROWS = (
     Role("shared_expert.score", REPLICATE, ("1", "hidden")),
     # Hyper-connections: several residual streams, which this mixes into one after the last layer.
     Role("hyper.head", REPLICATE, ("hidden",), in_layer=False),
+    # Tables of n-grams of tokens, and a projection of their rows to a key for each residual stream and a value (DeepSeek-V4.1).
+    Role("engram.table", REPLICATE, ("engram_rows", "engram_dim"), quantized=True),
+    Role("engram.kv", COLUMN, ("streams * hidden + hidden", "engram_columns * engram_dim"), quantized=True),
     # The vision tower of a multimodal model, with blocks of its own beside the layers.
     Role("vision.q", heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),
     Role("vision.k", heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),

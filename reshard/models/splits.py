@@ -18,6 +18,8 @@ _HEADS = {
     "ssm_heads": "state-space heads",
     "ssm_groups": "state-space groups",
     "vision_heads": "attention heads of the vision tower",
+    "vision_kv_heads": "key-value heads of the vision tower",
+    "qkv_ranks": "runs of rows [q; k; v], each with blocks of its own",
 }
 
 
@@ -65,6 +67,8 @@ def problem(part: Part, tp: int, rules: SplitRules) -> str | None:
     split = part.split
     if split.heads:
         heads = part.dimensions[split.heads]
+        if split.exactly and heads != tp:
+            return f"{tp} ranks cannot share its {heads} {_HEADS.get(split.heads, split.heads)}: the engine quantizes their rows again"
         if heads % tp and not (split.copies and tp % heads == 0 and (heads == 1 or not split.only_one)):
             return f"{tp} ranks do not divide its {heads} {_HEADS.get(split.heads, split.heads)}"
     cut = cut_of(part, tp)
@@ -74,7 +78,7 @@ def problem(part: Part, tp: int, rules: SplitRules) -> str | None:
     features = "input features" if cut.axis else "output features"
     if size % cut.runs:
         return f"{tp} ranks do not divide its {size} {'rows, padding included' if split.is_padded else features}"
-    block = part.blocks[cut.axis] if part.blocks else 1
+    block = part.blocks[cut.axis] if part.blocks and not split.exactly else 1
     if part.form and tp > 1 and size // cut.runs % block:
         return f"{size} {features} over {tp} ranks give {size // cut.runs} each, which is not a multiple of the {part.form.unit} of {block}"
     return None

@@ -18,7 +18,7 @@ from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.sections import Sections, StoredTensor, constant
 from reshard.geometry.value import value
 from reshard.models.engine_rules import EngineRules, Fusion
-from reshard.models.model import LayerKind, Model, Part
+from reshard.models.model import LayerKind, Model, Part, evaluate
 from reshard.models.splits import shard
 from reshard.models.stored_forms import Component
 from reshard.serving.weights import model_dtype, parts_by_kind, split_rules, with_split
@@ -174,7 +174,7 @@ class EngineRank:
         return rules.renamed(name.replace("{layer}", str(layer)), sets)
 
     def _rank_tensor(self, name: str, parts: list[Part]) -> RankTensor:
-        """The shards of some parts, joined to one tensor."""
+        """The shards of some parts, joined to one tensor, with rows of zeros at its end up to a multiple."""
         component = parts[0].component
         if component and component.use == "shape":
             parts = parts[-1:]
@@ -279,7 +279,8 @@ class EngineRank:
             if extra.role == first.role:
                 dtype = extra.dtype or compute_dtype
                 value = self.model.dimensions[extra.square_root_of] ** 0.5 if extra.square_root_of else extra.value
-                yield constant(self._renamed(f"{parent}.{extra.name}", layer), dtype, extra.shape, dtype.encoded(value))
+                shape = tuple(evaluate(str(axis), self.model.dimensions) for axis in extra.shape)
+                yield constant(self._renamed(f"{parent}.{extra.name}", layer), dtype, shape, dtype.encoded(value))
 
 
 def _stored_shape(array: Mosaic, component: Component | None) -> tuple[int, ...]:

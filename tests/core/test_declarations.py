@@ -279,7 +279,7 @@ def test_every_role_can_be_declared_unless_it_is_fused_or_a_scale():
 
 
 # Rows of other heads, which lie beside them; and of as many heads as the config says, whose width is not given.
-WITHOUT_HEADS_IN_THE_SHAPE = ("delta.ba", "vision.q", "vision.k", "vision.v", "audio.q", "audio.k", "audio.v")
+WITHOUT_HEADS_IN_THE_SHAPE = ("attention.qkv_ranks", "delta.ba", "vision.q", "vision.k", "vision.v", "audio.q", "audio.k", "audio.v")
 
 
 @pytest.mark.parametrize("role", ROLES.values(), ids=lambda role: role.name)
@@ -431,7 +431,7 @@ WRONG = {
     "weights:\n  a.{layer}.{layer}.weight: mlp.norm\n": r"a name cannot contain \{layer\} here",
     "weights:\n  a b.weight: mlp.norm\n": r"this is not the name of a weight",
     "weights:\n  a.*.weight: mlp.norm\n  a.0.weight: mlp.norm\n": r"one tensor could have this name and a\.0\.weight",
-    "weights:\n  a.*.weight: [mlp.norm, attention.norm]\n": r"could have this name and .*Leave one of the two, or name the layers of each",
+    "weights:\n  a.*.weight: [mlp.norm, attention.norm]\n": r"could have this name and .*name the layers or the condition of each",
     "weights:\n  a.*.weight: mlp.norm\n  a.{layer}.weight: mlp.norm\n": r"one tensor could have this name and a\.\{layer\}\.weight",
     "weights:\n  a.weight: head\n  a.weight: head\n": r"line 14: the key 'a\.weight' occurs twice",
     "weights: {}\n": r"my\.yaml: it declares no weights",

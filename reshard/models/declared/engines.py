@@ -70,11 +70,17 @@ def _parameters(node: Node) -> frozenset[tuple[str, str]]:
 
 
 def _extra_tensor(name: str, node: Node) -> ExtraTensor:
-    keys = node.mapping(("beside", "square_root_of", "until"))
-    if missing := next((key for key in ("beside", "square_root_of") if key not in keys), None):
-        raise node.error(f"it has no `{missing}`", do="Write {beside: ROLE, square_root_of: DIMENSION}")
-    until = _version(keys["until"]) if "until" in keys else None
-    return ExtraTensor(_role(keys["beside"]), name, square_root_of=_dimension(keys["square_root_of"]), until=until)
+    keys = node.mapping(("beside", "square_root_of", "zeros", "until"))
+    if "beside" not in keys or ("square_root_of" in keys) == ("zeros" in keys):
+        raise node.error(
+            "it needs `beside` and one of `square_root_of` and `zeros`",
+            do="Write {beside: ROLE, square_root_of: DIMENSION} or {beside: ROLE, zeros: SHAPE}",
+        )
+    shape = tuple(str(axis.value) for axis in keys["zeros"].items()) if "zeros" in keys else ()
+    root = _dimension(keys["square_root_of"]) if "square_root_of" in keys else ""
+    return ExtraTensor(
+        _role(keys["beside"]), name, shape=shape, square_root_of=root, until=_version(keys["until"]) if "until" in keys else None
+    )
 
 
 def _fusions(module: str, node: Node) -> Iterator[Fusion]:
@@ -118,6 +124,7 @@ def _sentence(node: Node, expected: str = "a sentence") -> str:
 
 ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "of_class": lambda node: {name: _rules(inner) for name, inner in node.mapping().items()},
+    "when": Node.condition,
     "since": _version,
     "names": _names,
     "names_in": lambda node: {layer_set(inner.inner("", name)): _names(inner) for name, inner in node.mapping().items()},
@@ -138,6 +145,7 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "least_expert_width": lambda node: node.number(1),
     "padded_rows": lambda node: {module: inner.number(1) for module, inner in node.mapping().items()},
     "quantized_steps": lambda node: {role: inner.number(1) for role, inner in node.mapping().items()},
+    "packed_expert_tiles": lambda node: tuple(size.number(1) for size in node.items()),
     "stages_need_experts": Node.flag,
     "one_stage": lambda node: node.flag() if isinstance(node.value, bool) else node.condition(),
     "layer_lists": lambda node: {layer_set(inner.inner("", name)): _engine_words(inner) for name, inner in node.mapping().items()},

@@ -397,5 +397,6 @@ def _check_names(made: Architecture, nodes: Sequence[tuple[Node, Weight]]) -> No
         alike = [one for _, one in nodes if one.name == weight.name]
         if other or (len(alike) > 1 and not all(one.layers or one.when for one in alike)):
             raise node.error(
-                f"one tensor could have this name and {other or weight.name}", do="Leave one of the two, or name the layers of each"
+                f"one tensor could have this name and {other or weight.name}",
+                do="Leave one of the two, or name the layers or the condition of each",
             )

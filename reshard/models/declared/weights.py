@@ -23,7 +23,7 @@ from reshard.models.roles import (
     heads,
 )
 
-WEIGHT_KEYS = ("role", "shape", "split", "fuses", "interleaved_by", "transposed", "stacked", "pieces", "when", "layers")
+WEIGHT_KEYS = ("role", "shape", "split", "fuses", "interleaved_by", "transposed", "stacked", "pieces", "padded", "when", "layers")
 _FUSED_ROLES = {role.fuses: role.name for role in ROLES.values() if role.fuses}
 _SPLITS = {"column": COLUMN, "row": ROW, "vocabulary": VOCABULARY, "replicate": REPLICATE, "first_rank": FIRST_RANK}
 # A number in a name, or its placeholder.
@@ -58,6 +58,7 @@ class WeightReader:
             split,
             keys["stacked"].flag() if "stacked" in keys else False,
             self._pieces(keys["pieces"]) if "pieces" in keys else None,
+            keys["padded"].flag() if "padded" in keys else False,
         )
 
     def _pieces(self, node: Node) -> str:
