@@ -17,6 +17,7 @@ from ..progress import working
 from ..tables import nbytes_text, show
 
 if TYPE_CHECKING:
+    from reshard.engine.pool import Effort
     from reshard.verbs.push import PlannedPush, PushResult
 
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     "reshard push step-1000 http://localhost:8000 --model llama-3-8b",
     "reshard push step-1000 http://localhost:8000 --dry-run",
     "reshard push step-1000 http://host-1:8000 http://host-2:8000",
+    "reshard push step-2000 http://localhost:8000 --since step-1000",
 )
 @options.checkpoint("source")
 @click.argument("servers", nargs=-1, required=True, metavar="SERVER...")
@@ -37,6 +39,13 @@ if TYPE_CHECKING:
     metavar="TEXT",
     help="What the servers call the new weights (default: the checkpoint's fingerprint, which `reshard verify` compares).",
 )
+@options.option(
+    "--changes",
+    section=options.TARGET,
+    is_flag=True,
+    help="Send only what changed since the base of a chain of deltas, if the servers hold it. They keep what they get for the next push.",
+)
+@options.option("--since", section=options.TARGET, metavar="CKPT", help="Likewise, since this checkpoint, which was pushed before.")
 @options.format_name
 @options.model
 @options.option("--dry-run", section=options.OUTPUT, is_flag=True, help="Ask the servers and show the proven plan; send nothing.")
@@ -48,6 +57,9 @@ def command(source: str, servers: tuple[str, ...], dry_run: bool, as_json: bool,
     SOURCE may have any format. It is laid out for the servers' parallel sizes and element type, each byte is read once, and no file is
     written. The servers wait for requests that run, take all weights or none, and clear their prefix caches.
 
+    With --since or --changes, only the values that differ travel, with their positions. Servers that hold other weights than the base, or
+    have kept no copy of it, get all weights.
+
     vLLM takes weights if it was started with VLLM_SERVER_DEV_MODE=1 in its environment and --weight-transfer-config '{"backend":
     "reshard"}', and reshard is installed beside it. This command needs torch.
     """
@@ -55,10 +67,10 @@ def command(source: str, servers: tuple[str, ...], dry_run: bool, as_json: bool,
     from reshard.verbs.push import planned_push
 
     effort = {name: given.pop(name) for name in ("workers", "memory", "show_progress")}
-    version = given.pop("version")
-    found = planned_push(source, servers, **given)
+    version, limits = given.pop("version"), Effort(effort["workers"], effort["memory"])
+    found = planned_push(source, servers, limits, **given)
     if dry_run:
-        show_json(plan_document(found.plan, full=full)) if as_json else _show_planned(found)
+        show_json(plan_document(found.plan, full=full)) if as_json else _show_planned(found, limits)
         return
     with working("push", found.total, effort) as keywords:
         result = found.run(Effort(**keywords), version)
@@ -70,7 +82,7 @@ def command(source: str, servers: tuple[str, ...], dry_run: bool, as_json: bool,
             show_drops(found.plan.drops)
 
 
-def _show_planned(found: PlannedPush) -> None:
+def _show_planned(found: PlannedPush, effort: Effort) -> None:
     """What would be sent, and what is cast or left out on the way."""
     plan, totals = found.plan, found.plan.totals()
     for server in found.servers:
@@ -78,6 +90,11 @@ def _show_planned(found: PlannedPush) -> None:
         show(f"{plan.source.format} -> {server.address}: {server.format} on {server.parallel}{replicas}, {server.dtype or 'as stored'}")
     show(f"  read      {nbytes_text(totals.read)}, {plural(totals.tensors, 'tensor')}")
     show(f"  send      {nbytes_text(totals.copied)} to {plural(len(plan.layout.files), 'rank')} of each replica")
+    if found.base:
+        changed, full = found.changed_bytes(effort)
+        show(f"  changes   {nbytes_text(changed)} of {nbytes_text(full)} since {found.base.path}, if the ranks have kept it")
+        if 2 * changed > full:
+            show("  note      a full update is cheaper, because it reads one checkpoint: leave out --changes and --since")
     show_casts(plan)
     show_drops(plan.drops)
     for note in found.notes:
@@ -88,7 +105,9 @@ def _show_planned(found: PlannedPush) -> None:
 def _show(result: PushResult) -> None:
     """What was sent, and what the servers hold now."""
     rate = nbytes_text(int(result.nbytes / max(result.sending_seconds, 1e-9)))
-    show(f"{', '.join(result.servers)}: {nbytes_text(result.nbytes)} in {result.seconds:.1f} s ({rate}/s), version {result.version}")
+    of_all = f" of {nbytes_text(result.full_nbytes)}, changed since {result.since}," if result.since else ""
+    sent = f"{nbytes_text(result.nbytes)}{of_all} in {result.seconds:.1f} s ({rate}/s)"
+    show(f"{', '.join(result.servers)}: {sent}, version {result.version}")
     if not current().log.quiet:
         for note in result.notes:
             show(f"  note      {note}")

@@ -14,7 +14,7 @@ from ..runs import show_events
     "watch",
     "reshard watch runs/7 --to vllm --tp 8 --into served/{step} --keep 3",
     "reshard watch runs/7 --to hf --into hf/{step} --all",
-    "reshard watch runs/7 --push http://localhost:8000",
+    "reshard watch runs/7 --push http://localhost:8000 --changes",
     "reshard watch runs/7 --delta --to hf --dtype bf16 --into kept/step-{step}",
 )
 @click.argument("run")
@@ -22,6 +22,7 @@ from ..runs import show_events
 @click.option(
     "--push", multiple=True, metavar="SERVER", help="Send the newest step's weights to this running server, such as http://localhost:8000."
 )
+@click.option("--changes", is_flag=True, help="With --push: send only what changed since the step before; the servers keep a copy.")
 @click.option("--delta", is_flag=True, help="Keep the run: full checkpoints now and then, and deltas between them.")
 @options.full_every
 @click.option("--encoding", type=click.Choice(["xor", "overwrite"]), help="With --delta: how deltas say what changed (default: xor).")

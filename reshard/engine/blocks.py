@@ -55,6 +55,8 @@ class Job:
     """The block, in the coordinates of the canonical tensor."""
     paths: frozenset[str] = frozenset()
     """The files that it writes to, where files are written from front to back."""
+    held: Values | None = None
+    """The values that the target holds already, if it gets only what changes."""
     of_inputs: tuple[bytes, ...] = ()
     """Once it is done: the digest of the block in each checkpoint that it was combined from; empty if it comes from one."""
 
@@ -64,26 +66,50 @@ class Job:
         return self.box.volume * self.route.target.dtype.itemsize
 
 
+@value(eq=False)
+class Held:
+    """What a destination holds already."""
+
+    plan: Plan
+    """The plan by which it would be written, from another checkpoint of the same tensors."""
+    sink: Sink
+    """Gets its bytes: those of each strip before the new ones."""
+    routes: Mapping[str, Route]
+    """The routes of the plan, by name."""
+    tiles: Tiles
+    """Where the codes and scales of its weights meet."""
+
+    @staticmethod
+    def of(plan: Plan, sink: Sink) -> Held:
+        """What a plan would have written."""
+        return Held(plan, sink, {route.name: route for route in plan.routes}, Tiles())
+
+    def values(self, route: Route) -> Values:
+        """The values in place of those of a route."""
+        return Values(self.routes[route.name].source, route.target.dtype, self.tiles)
+
+
 def widest_element(plan: Plan) -> int:
     """The bytes of the widest element that is read or written."""
     return max((dtype.itemsize for route in plan.routes for dtype in route.dtypes), default=1)
 
 
-def workers_of(plan: Plan, effort: Effort) -> int:
-    """The number of threads that run a plan. Raises: as `Effort.threads` does."""
+def workers_of(plan: Plan, effort: Effort, held: Plan | None = None) -> int:
+    """The number of threads that run a plan. held: a second plan, which each of them runs beside it. Raises: as `Effort.threads` does."""
     if any(route.quantized_by for route in plan.routes):
         buffers = _BUFFERS_OF_RECIPES
     else:
         buffers = 3 if any(route.is_cast or route.source.updates for route in plan.routes) else 2
-    return effort.threads(widest_element(plan), buffers=buffers)
+    return effort.threads(max(widest_element(each) for each in (plan, held or plan)), buffers=buffers * (2 if held else 1))
 
 
-def block_jobs(plan: Plan, routes: Iterable[int] | None = None, tiles: Tiles | None = None) -> Iterator[Job]:
-    """The blocks of a plan. routes: the indexes of its routes; None: of all. tiles: where the codes and scales of a weight meet."""
+def block_jobs(plan: Plan, routes: Iterable[int] | None = None, tiles: Tiles | None = None, held: Held | None = None) -> Iterator[Job]:
+    """The blocks of a plan. routes: the indexes of its routes; None: of all. tiles: where the codes and scales of a weight meet. held: what
+    the destination holds already."""
     tiles = tiles or Tiles()
     for _, group in groupby(range(len(plan.routes)) if routes is None else routes, lambda i: _weight_of(plan.routes[i]) or i):
         # The scales of a block come right after its codes, with which they are computed.
-        yield from (job for _, job in merge(*(_jobs_of(plan, i, tiles) for i in group), key=itemgetter(0)))
+        yield from (job for _, job in merge(*(_jobs_of(plan, i, tiles, held) for i in group), key=itemgetter(0)))
 
 
 def _weight_of(route: Route) -> int:
@@ -91,31 +117,44 @@ def _weight_of(route: Route) -> int:
     return id(route.source.derivation.weight) if route.source.derivation else 0
 
 
-def _jobs_of(plan: Plan, i: int, tiles: Tiles) -> Iterator[tuple[tuple[float, bool], Job]]:
+def _jobs_of(plan: Plan, i: int, tiles: Tiles, held: Held | None) -> Iterator[tuple[tuple[float, bool], Job]]:
     """The blocks of a route, each with the part of the tensor that ends with it."""
     route = plan.routes[i]
     source, target = Values(route.source, route.target.dtype, tiles), Pieces(route.target)
+    before = held.values(route) if held else None
     is_scale, done = route.source.derivation is not None and route.source.derivation.component.is_scale, 0
     for j, box in enumerate(blocks(route.target.shape)):
         done += box.volume
-        yield (done / max(1, route.target.elements), is_scale), Job((i, j), route, source, target, box)
+        yield (done / max(1, route.target.elements), is_scale), Job((i, j), route, source, target, box, held=before)
 
 
 def copied_blocks(
-    plan: Plan, sink: Sink | None, jobs: Iterable[Job], itemsize: int, workers: int, *, ahead: int | None = None
+    plan: Plan,
+    sink: Sink | None,
+    jobs: Iterable[Job],
+    itemsize: int,
+    workers: int,
+    *,
+    ahead: int | None = None,
+    held: Held | None = None,
 ) -> Iterator[tuple[Job, bytes]]:
     """Copy these blocks into the files of a sink, or only read them without one; yields each with its digest.
 
-    itemsize: the bytes of the widest element of the plan. ahead: the most bytes that are read ahead from a store.
+    itemsize: the bytes of the widest element of the plan. ahead: the most bytes that are read ahead from a store. held: what the
+    destination holds already, which is read beside it.
     """
+    shared_held = SharedPatches(held.plan.source_files, workers) if held else None
     shared = SharedPatches(plan.source_files, workers)
 
     def make_worker() -> Callable[[Job], tuple[Job, bytes]]:
         worker = Worker(plan.source_files, itemsize, sink, shared)
+        before = Worker(held.plan.source_files, widest_element(held.plan), held.sink, shared_held) if held else worker
 
         def perform(job: Job) -> tuple[Job, bytes]:
             digest, hashes = CURRENT.new(), job.source.new_hashes()
-            for strip, (source, target) in strips(job.box, job.source, job.target):
+            for strip, (source, target, *others) in strips(job.box, job.source, job.target, *filter(None, [job.held])):
+                if job.held:
+                    before.write(job.held.read(before, others[0], strip), target, strip)
                 values = job.source.read(worker, source, strip, hashes=hashes)
                 digest.update(bytes_of(values))
                 if sink:

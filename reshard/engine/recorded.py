@@ -41,6 +41,19 @@ def fingerprint_of(tensors: Mapping[str, Tensor], digests: BlockDigests, version
     return version.checkpoint({name: tensor_digest(name, tensor, digests.get(name, {}), version) for name, tensor in tensors.items()})
 
 
+def recorded_fingerprint(plan: Plan) -> str | None:
+    """The fingerprint of what a plan writes, by the digests that reshard recorded when it wrote the source; None if these do not tell it,
+    because of a cast, for example. The source may have changed since."""
+    recorded = plan.content.recorded()
+    is_told = not plan.layout.aliases and not plan.content.combined
+    for route in plan.routes if is_told else ():
+        source = route.source
+        if route.name not in recorded or route.is_cast or source.encoding or source.derivation or source.updates:
+            is_told = False
+    digests = {route.name: bytes.fromhex(recorded[route.name].removeprefix(CURRENT.prefix)) for route in plan.routes} if is_told else {}
+    return CURRENT.checkpoint(digests).root if is_told else None
+
+
 def notes_on_source(plan: Plan, digests: BlockDigests) -> Iterator[str]:
     """Compare the tensors that a conversion has read with what reshard recorded when it wrote the source. Sentences on what cannot be.
 

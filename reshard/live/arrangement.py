@@ -65,6 +65,8 @@ class RankAnswer:
     """What it receives beside its load form."""
     changes: bool = False
     """Whether it may receive changes to the update before."""
+    since: str = ""
+    """Of a stream with changes: the fingerprint of what they are changes of, which the rank has said that it holds; empty: nothing."""
 
 
 @value(eq=False)

@@ -10,6 +10,7 @@ A document of plain values goes over the channel:
     tensors     [[["model.norm.weight"], "BF16", [32]], ...]               the load form: all names of each tensor, element type, shape
     others      ["model.layers.0.self_attn.attn._k_scale", ...]            what the engine computes itself: it takes no update of these
     is_open     false                                                      whether an update has begun and has not been finished
+    holds       "blake3:01ab..."                                           the fingerprint of what its staging still holds; "": none
 
 A rank that takes no update tells {"refused": why} instead.
 """
@@ -58,6 +59,8 @@ class Hello:
     """Tensors that the engine computes itself."""
     is_open: bool
     """Whether an update has begun and has not been finished."""
+    holds: str
+    """The fingerprint of the weights that its staging still holds, of an update that was installed; empty: it holds none."""
 
     @staticmethod
     def of(document: Mapping[str, Any]) -> Hello:
@@ -66,7 +69,7 @@ class Hello:
             raise RequestError(str(document["refused"]), where="a rank of the engine")
         try:
             tensors = tuple(KeptTensor(tuple(names), dtype, tuple(shape)) for names, dtype, shape in document["tensors"])
-            values = {name: document[name] for name in ("engine", "rank", "degrees", "config", "model", "is_open")}
+            values = {name: document[name] for name in ("engine", "rank", "degrees", "config", "model", "is_open", "holds")}
             return Hello(**values, tensors=tensors, others=frozenset(document["others"]))
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(

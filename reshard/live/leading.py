@@ -75,7 +75,7 @@ class Lead:
             self._tell(self._others, {"go": True}, outcome)
             sending_seconds = self._send(send, outcome)
             is_whole = not outcome.failures
-            decision = {"install": is_whole, "reason": _joined(outcome.failures)}
+            decision = {"install": is_whole, "reason": _joined(outcome.failures), "fingerprint": outcome.fingerprint}
             self._tell([*self._others, *self._targets], decision, outcome)
             self._wait(receiving, outcome)
             finishing = [pool.submit(engine.finish) for engine in self._engines]
@@ -120,6 +120,7 @@ class Lead:
             outcome.failures += own.failures
             outcome.lost |= own.lost
             outcome.nbytes += own.nbytes
+            outcome.fingerprint = own.fingerprint
         except Exception as error:
             outcome.failures.append(reason(error))
         for peer in [*self._others, *self._targets]:

@@ -175,7 +175,7 @@ def _arranged(transport: Transport, members: Members, arrange: Arrange) -> tuple
         about: dict[str, Any] = {"targets": held_to_json(answer.targets), "fills": dict(answer.fills)}
         about["beside"] = answer.beside.to_json()
         content = answer.receives.to_bytes() if answer.receives is not None else b""
-        about |= {"expected": answer.expected, "verify": answer.verify, "changes": answer.changes}
+        about |= {"expected": answer.expected, "verify": answer.verify, "changes": answer.changes, "since": answer.since}
         transport.tell(peer, about, content)
     failures = [failure for peer in targets for failure in transport.hear(peer).document["failures"]]
     for peer in others:

@@ -8,6 +8,9 @@
 No method raises: a worker of vLLM that raises leaves replies of other workers in a queue. What failed is logged, told to source rank 0 if
 it can be told, and the live weights stay as they are. They change in `finish` alone, and only if every rank of the engine has received a
 whole update and has heard that all other ranks of the channel have, too. If source rank 0 ends before, a new `join` drops the update.
+
+The staging is given back with the channel, unless a stream with changes has filled it and it was installed: then it is kept for the changes
+of the next one, until an update fails or another one needs the memory.
 """
 
 from __future__ import annotations
@@ -65,13 +68,14 @@ class TargetRank:
 
     def __init__(self, served: Served, log: logging.Logger) -> None:
         self._served, self._log = served, log
-        self._is_open = self._is_ready = self._verify = False
+        self._is_open = self._is_ready = self._verify = self._changes = False
         self._transport: Transport | None = None
         self._exchange: Exchange | None = None
         self._staged: Staged | None = None
         self._beside = Beside()
         self._values: dict[str, torch.Tensor] = {}
         self._expected, self._channel = 0, dict[str, Any]()
+        self._fingerprint = self._holds = ""
 
     def join(self, info: Mapping[str, Any]) -> None:
         """Join the channel that the sender names, and leave the one before."""
@@ -97,13 +101,14 @@ class TargetRank:
         if self._transport is None or channel not in (None, self._channel):
             self._log.warning("reshard: the update is dropped: this rank is not in the sender's channel, another sender may have come")
             return
+        self._holds = ""
         failures = self._received()
         for failure in failures:
             self._log.warning("reshard: the update failed: %s", failure)
         try:
             self._transport.tell(SOURCE, {"failures": failures})
             decision = self._transport.hear(SOURCE).document
-            self._is_ready = bool(decision["install"]) and not failures
+            self._is_ready, self._fingerprint = bool(decision["install"]) and not failures, str(decision["fingerprint"])
             if not self._is_ready:
                 self._log.warning("reshard: the update is dropped, the weights stay as they were: %s", decision.get("reason"))
         except Exception as error:
@@ -118,6 +123,7 @@ class TargetRank:
             if self._served.all_agree(is_ready) and self._staged is not None:
                 whole = {each.name: self._values[each.name] for each in self._beside.whole}
                 self._served.install(self._staged, **({"whole": whole} if whole else {}))
+                self._holds = self._fingerprint if self._changes else ""
                 result = {"installed": True}
         except Exception as error:
             self._log.exception("reshard: the weights were not installed completely")
@@ -128,19 +134,21 @@ class TargetRank:
                 self._transport.tell(SOURCE, result)
 
     def close(self) -> None:
-        """Leave the channel, and give the staging back."""
+        """Leave the channel, and give the staging back, unless it is kept."""
         self._leave()
 
     def _described(self) -> Mapping[str, Any]:
         """What source rank 0 is told; or why this rank takes no update: it waits for an answer."""
         try:
-            return {**self._served.described(), "is_open": self._is_open}
+            return {**self._served.described(), "is_open": self._is_open, "holds": self._holds}
         except Exception as error:
             return {"refused": reason(error)}
 
     def _leave(self) -> None:
         transport = self._transport
-        self._transport = self._exchange = self._staged = None
+        self._transport = self._exchange = None
+        if not self._holds:
+            self._staged = None
         self._beside, self._values = Beside(), {}
         self._is_ready = False
         if transport is not None:
@@ -153,9 +161,9 @@ class TargetRank:
         about = answer.document
         if "refused" in about:
             raise RequestError(about["refused"])
-        self._verify, self._expected = bool(about["verify"]), int(about["expected"])
+        self._verify, self._expected, self._changes = bool(about["verify"]), int(about["expected"]), bool(about["changes"])
         try:
-            self._staged = Staged(held_from_json(about["targets"]), about["fills"])
+            self._staged = self._room_for(held_from_json(about["targets"]), about["fills"], str(about["since"]))
             self._beside = Beside.of(about["beside"])
             self._values = dict(Staged(self._beside.tensors, {}))
             if both := self._values.keys() & self._staged.keys():
@@ -163,12 +171,22 @@ class TargetRank:
             if self._beside.whole:
                 self._served.check_whole(self._beside.whole, self._staged)
             if answer.content:
-                receives, has_changes = Schedule.from_bytes(answer.content), bool(about["changes"])
-                self._exchange = Exchange(transport, members, receives, verify=self._verify, changes=has_changes)
+                receives = Schedule.from_bytes(answer.content)
+                self._exchange = Exchange(transport, members, receives, verify=self._verify, changes=self._changes)
         except Exception as error:
             transport.tell(SOURCE, {"failures": [reason(error)]})
             raise
         transport.tell(SOURCE, {"failures": []})
+
+    def _room_for(self, targets: Sequence[HeldTensor], fills: Mapping[str, float], since: str) -> Staged:
+        """A staging for these tensors: the one that is kept, if changes of what it holds will come."""
+        kept = self._staged
+        if not since:
+            self._holds, self._staged, kept = "", None, None  # its memory is free before the new one takes as much
+            return Staged(targets, fills)
+        if kept is None or self._holds != since or kept.targets != tuple(targets):
+            raise RequestError(f"the sender knows changes since {since}, and this rank does not hold it", do="Update again")
+        return kept
 
     def _received(self) -> list[str]:
         assert self._transport is not None and self._staged is not None
@@ -179,7 +197,8 @@ class TargetRank:
                 compute(self._beside.computes, self._values, self._staged)
                 merge(self._beside.merges, self._values, self._staged)
                 return []
-            receive_stream(self._transport, SOURCE, self._staged.buffer, expected=self._expected, verify=self._verify)
+            staging, how = self._staged.buffer, {"verify": self._verify, "changes": self._changes}
+            receive_stream(self._transport, SOURCE, staging, expected=self._expected, **how)
         except Exception as error:
             return [reason(error)]
         return []

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.adapter.model_files import CONFIG
+from reshard.engine.blocks import fingerprint_of_result
 from reshard.engine.conversion import Conversion
 from reshard.engine.events import event
 from reshard.engine.pool import NO_LIMITS, Effort
-from reshard.errors import RequestError, SystemRefusal
+from reshard.engine.recorded import recorded_fingerprint, with_late_comparison
+from reshard.errors import RequestError, ReshardError, SystemRefusal, printable
 from reshard.geometry.documents import document
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.value import value
@@ -21,6 +24,7 @@ from reshard.live.from_files.rank_streams import RankStreams
 from reshard.live.from_files.running_engines import RunningEngines
 from reshard.live.from_files.running_server import RunningServer, running_server
 from reshard.live.from_files.staged_rank import StagedRank, staged_ranks
+from reshard.plans.digests import is_digest
 from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
 from reshard.requests.checkpoint import Checkpoint
@@ -36,6 +40,7 @@ from reshard.requests.keywords import (
 )
 from reshard.requests.opening import open
 from reshard.requests.request import cast_of_server
+from reshard.storage.trees import chain_of
 from reshard.verbs.plan import plan
 
 if TYPE_CHECKING:
@@ -53,12 +58,18 @@ _SLOWEST = 5e6
 class PushOptions(ModelOptions, SelectionOptions, RecipeOptions, EffortOptions, total=False):
     """Keywords of `push`. Sizes and format are those of the servers."""
 
+    changes: bool
+    """Send only what changed since what the servers hold: the checkpoint of `since`, or the base or a part of a chain of deltas. They keep
+    what they get in the memory of their hosts, for the next push."""
+    since: Checkpoint | PathLike | PushResult | None
+    """The checkpoint that was pushed before, or what `push` has returned of it; implies `changes`."""
+
 
 @value
 class PushResult:
     """What a push has sent."""
 
-    JSON = "servers format parallel version bytes=nbytes seconds sending_seconds dropped notes"
+    JSON = "servers format parallel version fingerprint bytes=nbytes full_bytes=full_nbytes since seconds sending_seconds dropped notes"
 
     servers: tuple[str, ...]
     """The addresses of the servers."""
@@ -68,8 +79,16 @@ class PushResult:
     """The parallel sizes of each."""
     version: str
     """The version that the servers tell now: the fingerprint of the weights, unless another one was given."""
+    source: str
+    """The checkpoint."""
+    fingerprint: str
+    """The fingerprint of the weights as the servers' ranks hold them."""
     nbytes: int
     """The bytes of weights that were sent to all ranks."""
+    full_nbytes: int
+    """The bytes of all weights of all ranks, which travel if it is not known what they hold."""
+    since: str | None
+    """The checkpoint since which changes were sent; None: all weights were."""
     seconds: float
     """From the pause of the servers until they answered again."""
     sending_seconds: float
@@ -84,8 +103,14 @@ class PushResult:
         sizes = {"tp": self.parallel.tp, "pp": self.parallel.pp, "ep": self.parallel.ep}
         return document(self, parallel=sizes, seconds=round(self.seconds, 3), sending_seconds=round(self.sending_seconds, 3))
 
+    @property
+    def what(self) -> str:
+        """What was sent, in words."""
+        of_all = f" of {self.full_nbytes:,}, changed since {self.since}," if self.since else ""
+        return f"{self.nbytes:,} bytes{of_all} in {self.seconds:.1f} s, version {self.version}"
+
     def __str__(self) -> str:
-        return f"{', '.join(self.servers)}: {self.nbytes:,} bytes in {self.seconds:.1f} s, version {self.version}"
+        return f"{', '.join(self.servers)}: {self.what}"
 
 
 @checked_keywords
@@ -102,19 +127,37 @@ def push(
     """
     given: dict[str, Any] = dict(options)
     effort = Effort(**take(given, EffortOptions))
-    return planned_push(source, server, **given).run(effort, version)
+    return planned_push(source, server, effort, **given).run(effort, version)
+
+
+@value(eq=False)
+class Base:
+    """A checkpoint whose weights servers may hold."""
+
+    path: str
+    """Its path."""
+    plan: Plan
+    """The plan of a push of it."""
+    fingerprint: str
+    """The fingerprint of its weights as ranks would hold them."""
 
 
 @value(eq=False)
 class PlannedPush:
     """A push that has not begun: what goes where."""
 
+    source: str
+    """The checkpoint."""
     plan: Plan
     """The plan, as if files were written for the servers."""
     servers: tuple[RunningServer, ...]
     """The servers."""
     notes: tuple[str, ...] = ()
     """Remarks about the push."""
+    keeps: bool = False
+    """Whether the servers keep what they get, for the changes of the next push."""
+    base: Base | None = None
+    """The checkpoint that the servers hold, by the version that they tell, if only changes are to be sent."""
 
     @property
     def total(self) -> int:
@@ -125,9 +168,24 @@ class PlannedPush:
         """Send the weights. Raises: as `push` does."""
         return _Pushing(self, effort, version).run()
 
+    def changed_bytes(self, effort: Effort = NO_LIMITS) -> tuple[int, int]:
+        """The bytes that would be sent to one replica, and those of all its weights. Both checkpoints are read and compared, if there is a
+        base."""
+        from reshard.live.wire.stream import StreamWriter
 
-def planned_push(source: Checkpoint | PathLike, server: str | Sequence[str], **options: Any) -> PlannedPush:
-    """What a push would do; nothing is sent. Takes the keywords of `push` but those of its effort.
+        staged = staged_ranks(self.plan)
+        full = sum(each.nbytes for each in staged)
+        if self.base is None:
+            return full, full
+        streams = RankStreams(((each, [StreamWriter(None, changes=True)]) for each in staged), has_held=True)
+        for _ in Conversion(self.plan, RunningEngines(self.servers[0].address, streams, effort, self.base.plan)).run():
+            pass
+        return streams.nbytes, full
+
+
+def planned_push(source: Checkpoint | PathLike, server: str | Sequence[str], effort: Effort = NO_LIMITS, **options: Any) -> PlannedPush:
+    """What a push would do; nothing is sent. Takes the keywords of `push` but those of its effort. With `changes`, a base whose fingerprint
+    was not recorded is read.
 
     Raises: RequestError if the servers cannot take updates, or do not have the same parallel sizes.
     """
@@ -139,12 +197,56 @@ def planned_push(source: Checkpoint | PathLike, server: str | Sequence[str], **o
     for each in servers:
         server_control(each.address, _SECONDS).ranks()
     about_model = take(options, OpenOptions)
+    since, keeps = options.pop("since", None), options.pop("changes", False)
     checkpoint, notes = _opened(source, servers[0], about_model)
     _check_local_config(checkpoint, servers[0])
-    sizes = servers[0].parallel
-    dtype = options.pop("dtype", None) or cast_of_server(checkpoint.index, servers[0].dtype)
-    found = plan(checkpoint, to=servers[0].format, tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, dtype=dtype, **options)
-    return PlannedPush(found, servers, (*found.layout.notes, *notes))
+    sizes, asked = servers[0].parallel, options.pop("dtype", None)
+
+    def planned(opened: Checkpoint) -> Plan:
+        dtype = asked or cast_of_server(opened.index, servers[0].dtype)
+        return plan(opened, to=servers[0].format, tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, dtype=dtype, **options)
+
+    def base(of: Checkpoint | PathLike, fingerprint: str | None = None) -> Base:
+        opened, _ = _opened(of, servers[0], about_model)
+        found = planned(opened)
+        return Base(opened.path, found, fingerprint or recorded_fingerprint(found) or fingerprint_of_result(found, effort).root)
+
+    found = planned(checkpoint)
+    keeps = keeps or since is not None
+    is_expected = keeps and (since is not None or bool(checkpoint.deltas))
+    held, reasons = _held(servers, found, _bases(checkpoint, since, base)) if is_expected else (None, ())
+    return PlannedPush(checkpoint.path, found, servers, (*found.layout.notes, *notes, *reasons), keeps, held)
+
+
+def _bases(checkpoint: Checkpoint, since: Checkpoint | PathLike | PushResult | None, base: Callable[..., Base]) -> Iterator[Base]:
+    """The checkpoints whose weights the servers may hold: the one that was given, or what a chain of deltas was before."""
+    if isinstance(since, PushResult):
+        with suppress(ReshardError):  # a run removes its old steps
+            yield base(since.source, since.fingerprint)
+    elif since is not None:
+        yield base(since)
+    else:
+        chain = chain_of(checkpoint.path) if checkpoint.deltas else ()
+        yield from (base("+".join(chain[:length])) for length in range(len(chain) - 1, 0, -1))
+
+
+def _held(servers: Sequence[RunningServer], found: Plan, bases: Iterator[Base]) -> tuple[Base | None, tuple[str, ...]]:
+    """The checkpoint whose weights all servers hold, by the versions that they tell; or None, and a sentence that says why."""
+    versions = {server_control(each.address, _SECONDS).version() for each in servers}
+    told = ", ".join(sorted(printable(version)[:80] for version in versions))
+    if not all(map(is_digest, versions)) or len(versions) > 1:
+        return None, (f"all weights are sent: the servers tell the version {told}, which is no fingerprint of one checkpoint",)
+    others = []
+    for base in bases:
+        if base.fingerprint in versions and _targets(base.plan) == _targets(found):
+            return base, ()
+        others.append(f"{base.path} is {base.fingerprint}")
+    return None, (f"all weights are sent: the servers hold {told}, and {others[0]}",) if others else ()
+
+
+def _targets(found: Plan) -> dict[str, Any]:
+    """By name, the element types and shapes of what is sent."""
+    return {route.name: (route.target.dtype, route.target.shape) for route in found.routes}
 
 
 def _check_alike(servers: Sequence[RunningServer]) -> None:
@@ -205,6 +307,9 @@ class _Pushing:
         self._stopped: BaseException | None = None
         """Why nothing more was sent, if the reason lies here."""
         self._notes: tuple[str, ...] = planned.notes
+        self._base = planned.base
+        """The checkpoint that all ranks hold."""
+        self._fingerprint = ""
 
     def run(self) -> PushResult:
         from reshard.live.arrangement import Link
@@ -213,7 +318,7 @@ class _Pushing:
 
         session = opened(lambda: self._servers, Trainers(), self._arranged, Link(seconds=_SECONDS))
         try:
-            report = session.update(lambda: self._sent(session), lambda: None, lambda: self._version or "")
+            report = session.update(lambda: self._sent(session), lambda: None, lambda: self._version or self._fingerprint)
         except SystemRefusal as refusal:
             if self._stopped is None:
                 raise
@@ -237,7 +342,11 @@ class _Pushing:
             sizes.format,
             sizes.parallel,
             report.version,
+            self._planned.source,
+            self._fingerprint,
             report.nbytes,
+            sum(each.nbytes * len(self._targets[each.pp_rank, each.tp_rank]) for each in self._staged),
+            self._base.path if self._base else None,
             report.seconds,
             report.sending_seconds,
             drops(self._plan),
@@ -255,10 +364,14 @@ class _Pushing:
         by_rank = {(each.pp_rank, each.tp_rank): each for each in self._staged}
         for number, hello in enumerate(hellos):
             self._targets.setdefault((hello.degrees["pp_rank"], hello.degrees["tp_rank"]), []).append(number)
+        if self._base and any(hello.holds != self._base.fingerprint for hello in hellos):
+            self._notes += (f"all weights are sent: the servers have kept no copy of {self._base.path} for changes; they keep this one",)
+            self._base = None
+        since = self._base.fingerprint if self._base else ""
 
         def answer(number: int) -> RankAnswer:
             staged = by_rank[hellos[number].degrees["pp_rank"], hellos[number].degrees["tp_rank"]]
-            return RankAnswer(staged.targets, {}, None, staged.nbytes, True)
+            return RankAnswer(staged.targets, {}, None, staged.nbytes, True, changes=self._planned.keeps, since=since)
 
         return Arrangement(answer)
 
@@ -274,17 +387,14 @@ class _Pushing:
         from reshard.live.wire.line import Outcome
         from reshard.live.wire.stream import StreamWriter
 
-        streams = RankStreams(
-            (
-                each,
-                [
-                    StreamWriter(session.transport, session.members.target(i), verify=True)
-                    for i in self._targets[each.pp_rank, each.tp_rank]
-                ],
-            )
-            for each in self._staged
-        )
-        destination = RunningEngines(self._place, streams, self._effort)
+        def writers(staged: StagedRank) -> list[StreamWriter]:
+            peers = map(session.members.target, self._targets[staged.pp_rank, staged.tp_rank])
+            return [StreamWriter(session.transport, peer, verify=True, changes=self._planned.keeps) for peer in peers]
+
+        streams = RankStreams(((each, writers(each)) for each in self._staged), has_held=self._base is not None)
+        # The digests that the ranks compare say whether deltas have made what they should.
+        held = with_late_comparison(self._base.plan) if self._base else None
+        destination = RunningEngines(self._place, streams, self._effort, held)
         try:
             running = Conversion(self._plan, destination)
             for done in running.run():
@@ -295,5 +405,5 @@ class _Pushing:
             return Outcome(failures=[str(error) or type(error).__name__])
         assert running.fingerprint is not None
         self._notes += running.notes
-        self._version = self._version or running.fingerprint.root
-        return Outcome(nbytes=streams.nbytes)
+        self._fingerprint = running.fingerprint.root
+        return Outcome(nbytes=streams.nbytes, fingerprint=self._fingerprint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.errors import RequestError, ReshardError, UnsupportedError
 from reshard.geometry.quantities import plural
@@ -20,6 +20,9 @@ from reshard.verbs.convert import convert, target_place
 from reshard.verbs.plan import plan
 from reshard.verbs.steps.happened import WatchEvent, among_newest, check_written, happened, run_command
 from reshard.verbs.steps.kept import Kept, kept
+
+if TYPE_CHECKING:
+    from reshard.verbs.push import PushResult
 
 _POLL_SECONDS = 30.0
 # A step that cannot be converted is tried again after twice the time, up to this.
@@ -51,6 +54,8 @@ class WatchOptions(PlanOptions, total=False):
     """Seconds without a change after which a checkpoint without a marker counts as complete."""
     push: str | Sequence[str] | None
     """The address of a running server, or several, which get the weights of the newest step."""
+    changes: bool
+    """With `push`: send only what changed since the step that was pushed before. The servers keep a copy of what they get."""
 
 
 @checked_keywords
@@ -77,7 +82,9 @@ def watch(run: PathLike, *, to: str | None = None, into: str | None = None, **op
             raise RequestError(f"`{name}=` is only for `delta=True`", do="Add `delta=True`, or leave it out")
     part, servers = given.pop("part", None), given.pop("push", None) or ()
     servers = (servers,) if isinstance(servers, str) else tuple(servers)
-    work = _kept(run, to, into, {**given, "push": servers}) if is_kept else _work(to, into, servers, given)
+    if (changes := given.pop("changes", False)) and not servers:
+        raise RequestError("`changes=` is only for `push=`", do="Add `push=` with a server's address, or leave it out")
+    work = _kept(run, to, into, {**given, "push": servers}) if is_kept else _work(to, into, servers, given, changes=changes)
     seen = Seen()
     pauses: dict[str, tuple[float, float]] = {}
     waiting: dict[str, str] = {}
@@ -114,12 +121,12 @@ def _kept(run: PathLike, to: str | None, into: str | None, given: dict[str, Any]
     return kept(run, to, local_path(folder), name, given)
 
 
-def _work(to: str | None, into: str | None, servers: tuple[str, ...], given: dict[str, Any]) -> _Work | _Pushes:
+def _work(to: str | None, into: str | None, servers: tuple[str, ...], given: dict[str, Any], *, changes: bool) -> _Work | _Pushes:
     """What is done with each step. Raises: as `watch` does."""
     if into is None:
         if not servers:
             raise RequestError("there is nothing to do with a step", do="Give `into=OUT/{step}` and `to=`, or `push=` a server's address")
-        return _Pushes(servers, given.pop("then", None), _of_a_push({"to": to, **given}, refuse=True))
+        return _Pushes(servers, given.pop("then", None), _of_a_push({"to": to, **given}, refuse=True), changes)
     if to is None:
         raise RequestError("`to=` is missing", why="The steps are converted to a format", do="Give for example `to=hf`")
     folder, name = _pattern(into)
@@ -132,7 +139,7 @@ def _work(to: str | None, into: str | None, servers: tuple[str, ...], given: dic
             do="Leave it out",
         )
     keep, then = given.pop("keep", None), given.pop("then", None)
-    pushes = _Pushes(servers, None, _of_a_push(given)) if servers else None
+    pushes = _Pushes(servers, None, _of_a_push(given), changes) if servers else None
     return _Work(to, _outputs(folder), name, keep, then, link, given, pushes)
 
 
@@ -253,8 +260,12 @@ class _Pushes:
     """The command after each."""
     options: dict[str, Any]
     """The keywords of `push`."""
+    changes: bool
+    """Whether only what changed since the step before is sent."""
     newest: int | None = None
     """The newest step that was pushed."""
+    last: PushResult | None = None
+    """What was pushed last."""
 
     def event(self, name: str, step: Step, detail: str) -> WatchEvent:
         return happened(name, step, ", ".join(self.servers), detail)
@@ -275,5 +286,6 @@ class _Pushes:
     def push(self, step: Step, source: str) -> Iterator[WatchEvent]:
         from reshard.verbs.push import push
 
-        result = push(source, self.servers, **self.options)
-        yield self.event("pushed", step, f"{result.nbytes:,} bytes in {result.seconds:.1f} s, version {result.version}")
+        since = self.last if self.changes else None
+        self.last = push(source, self.servers, changes=self.changes, since=since, **self.options)
+        yield self.event("pushed", step, self.last.what)

@@ -4,6 +4,9 @@
 
 Threads write at the same time. Each line has two buffers: while one is sent, the other one is filled. All buffers together take at most
 MEMORY bytes, however many ranks there are.
+
+Where ranks get only what changes, the bytes that they hold are written first, into `held`, with the same calls. They lie beside the new
+ones in the buffers, and a message has the positions and values of what differs (stream.py).
 """
 
 from __future__ import annotations
@@ -30,11 +33,13 @@ _Row = tuple[int, int, int, int]
 class RankStreams:
     """The streams to all ranks of an update. Call `end` when everything was written, or `give_up`."""
 
-    def __init__(self, ranks: Iterable[tuple[StagedRank, Sequence[StreamWriter]]]) -> None:
-        """ranks: each with the streams to all engine ranks that hold the same."""
-        found = tuple(ranks)
-        capacity = min(_BUFFER, MOST_BYTES, MEMORY // max(1, len(found) * _BUFFERS))
-        self._lines = [(staged, _Line(writers, capacity)) for staged, writers in found]
+    def __init__(self, ranks: Iterable[tuple[StagedRank, Sequence[StreamWriter]]], *, has_held: bool = False) -> None:
+        """ranks: each with the streams to all engine ranks that hold the same. has_held: whether what they hold is written, too."""
+        found, rows = tuple(ranks), 2 if has_held else 1
+        capacity = min(_BUFFER, MOST_BYTES, MEMORY // max(1, len(found) * _BUFFERS * rows))
+        self.held = _Held() if has_held else None
+        """Gets what the ranks hold, where the next bytes go."""
+        self._lines = [(staged, _Line(writers, capacity, rows)) for staged, writers in found]
         self._files = {path: (places, line) for staged, line in self._lines for path, places in staged.files.items()}
         self._is_over = False
 
@@ -52,14 +57,20 @@ class RankStreams:
         if not len(buffer):
             return
         places, line = self._files[path]
+        data = np.frombuffer(buffer, np.uint8).reshape(1, -1)
+        if self.held is not None:
+            data = np.stack([data[0], self.held.taken(path, byte_offsets[0])])
         if (offsets := _in_staging(places, byte_offsets)) is not None:
-            line.add(rows_of(offsets, len(buffer) // len(byte_offsets)), np.frombuffer(buffer, np.uint8))
+            line.add(rows_of(offsets, len(buffer) // len(byte_offsets)), data)
 
     def write_constants(self) -> None:
         """Write the bytes that the format prescribes."""
         for staged, _ in self._lines:
             for each in staged.constants:
-                self.write(each.path, each.byte_offset, memoryview(each.expected * (each.nbytes // len(each.expected))))
+                content = memoryview(each.expected * (each.nbytes // len(each.expected)))
+                if self.held is not None:
+                    self.held.write(each.path, each.byte_offset, content)
+                self.write(each.path, each.byte_offset, content)
 
     def end(self) -> None:
         """Send what is left, and end the streams."""
@@ -80,17 +91,35 @@ class RankStreams:
                     writer.give_up()
 
 
-class _Line:
-    """What goes to one rank and its replicas."""
+class _Held:
+    """A Sink: what the ranks hold in the places that a thread writes next."""
 
-    def __init__(self, writers: Sequence[StreamWriter], capacity: int) -> None:
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], npt.NDArray[np.uint8]] = {}
+
+    def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        self.write_runs(path, [byte_offset], buffer)
+
+    def write_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        if len(buffer):
+            self._kept[path, byte_offsets[0]] = np.frombuffer(buffer, np.uint8).copy()
+
+    def taken(self, path: str, byte_offset: int) -> npt.NDArray[np.uint8]:
+        """The bytes of the runs that begin there, which are forgotten."""
+        return self._kept.pop((path, byte_offset))
+
+
+class _Line:
+    """What goes to one rank and its replicas. Data are arrays [1, n]: new bytes; or [2, n]: new bytes, and what the rank holds."""
+
+    def __init__(self, writers: Sequence[StreamWriter], capacity: int, rows: int) -> None:
         self.writers = writers
         self._capacity = capacity
         self._filling, self._sending = threading.Lock(), threading.Lock()
         self._spare: SimpleQueue[npt.NDArray[np.uint8]] = SimpleQueue()
         for _ in range(_BUFFERS - 1):
-            self._spare.put(np.empty(capacity, np.uint8))
-        self._buffer, self._used, self._rows = np.empty(capacity, np.uint8), 0, list[_Row]()
+            self._spare.put(np.empty((rows, capacity), np.uint8))
+        self._buffer, self._used, self._rows = np.empty((rows, capacity), np.uint8), 0, list[_Row]()
 
     def add(self, rows: Iterable[_Row], data: npt.NDArray[np.uint8]) -> None:
         """Take bytes that go to these runs, one after the other."""
@@ -98,14 +127,15 @@ class _Line:
         for row in rows:
             for part in cut(row, self._capacity):
                 nbytes = part[1] * part[2]
-                self._add(part, data[done : done + nbytes])
+                self._add(part, data[:, done : done + nbytes])
                 done += nbytes
 
     def _add(self, row: _Row, data: npt.NDArray[np.uint8]) -> None:
         with self._filling:
-            full = self._taken() if self._used + len(data) > self._capacity or len(self._rows) == MOST_RUNS else None
-            self._buffer[self._used : self._used + len(data)] = data
-            self._used += len(data)
+            nbytes = data.shape[1]
+            full = self._taken() if self._used + nbytes > self._capacity or len(self._rows) == MOST_RUNS else None
+            self._buffer[:, self._used : self._used + nbytes] = data
+            self._used += nbytes
             self._rows.append(row)
         if full:
             self._send(*full)
@@ -126,7 +156,7 @@ class _Line:
         try:
             with self._sending:
                 for writer in self.writers:
-                    writer.write(rows, buffer[:used])
+                    writer.write(rows, *buffer[:, :used])
         finally:
             self._spare.put(buffer)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from reshard.engine.blocks import Job, block_jobs, copied_blocks, widest_element, workers_of
+from reshard.engine.blocks import Held, Job, block_jobs, copied_blocks, widest_element, workers_of
 from reshard.engine.destinations.destination import Begun, FinishedBlocks
 from reshard.engine.destinations.journal import RunHeader
 from reshard.engine.pool import NO_LIMITS, Effort
@@ -30,16 +30,16 @@ class RunningEngines:
 
     is_running = None
 
-    def __init__(self, place: str, streams: RankStreams, effort: Effort = NO_LIMITS) -> None:
-        """place: how messages call them."""
-        self.place, self._streams, self._effort = place, streams, effort
+    def __init__(self, place: str, streams: RankStreams, effort: Effort = NO_LIMITS, held: Plan | None = None) -> None:
+        """place: how messages call them. held: the plan of the checkpoint whose weights they hold, if they get only what changes."""
+        self.place, self._streams, self._effort, self._held = place, streams, effort, held
 
     @property
     def files(self) -> Files:
         return VirtualFiles(self.place)
 
     def workers(self, plan: Plan, tasks: Sequence[Task]) -> int:
-        return workers_of(plan, self._effort)
+        return workers_of(plan, self._effort, self._held)
 
     def tasks(self, plan: Plan) -> tuple[Task, ...]:
         return plan.tasks()
@@ -81,8 +81,9 @@ class RunningEngines:
         return iter(())
 
     def copy(self, plan: Plan, tasks: Sequence[Task], done: Collection[BlockKey], tiles: Tiles) -> Iterator[tuple[Job, bytes]]:
-        jobs = block_jobs(plan, [i for task in tasks for i in task.routes], tiles)
-        return copied_blocks(plan, self._streams, jobs, widest_element(plan), self.workers(plan, tasks))
+        held = Held.of(self._held, self._streams.held) if self._held and self._streams.held else None
+        jobs = block_jobs(plan, [i for task in tasks for i in task.routes], tiles, held)
+        return copied_blocks(plan, self._streams, jobs, widest_element(plan), self.workers(plan, tasks), held=held)
 
     def commit(self, plan: Plan, made: Callable[[Read], Iterator[Sidecar]]) -> None:
         self._streams.end()

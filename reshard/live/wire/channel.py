@@ -22,7 +22,7 @@ from reshard.storage.server import own_address
 
 GROUP = "reshard.transports"
 """The entry points of other packages' transports: functions (store, rank, size, *, device, seconds, address) -> Transport."""
-VERSION = 3
+VERSION = 4
 """Of what the ranks say to each other. Both ends must have the same."""
 _PAUSE = 0.02
 # Who sets it has chosen the network interface for gloo.

@@ -25,6 +25,8 @@ class Outcome:
     """Bytes of weights that were sent or received."""
     failures: list[str] = field(default_factory=list)
     """What went wrong, in the order of time; empty: nothing."""
+    fingerprint: str = ""
+    """That of what was sent, if it is known."""
     lost: set[int] = field(default_factory=set)
     """Ranks of the channel whose connections ended."""
 

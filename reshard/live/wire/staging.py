@@ -1,7 +1,7 @@
 """Staged: the memory in which an engine rank collects an update, one flat buffer with a place for each tensor of the load form.
 
-It is kept between updates, and takes as many bytes as the rank's weights have, in the memory of the host by default. Until `finish` nothing
-else is written, so an update that fails leaves the live weights as they were.
+It is kept between the updates of a sender, and takes as many bytes as the rank's weights have, in the memory of the host by default. Until
+`finish` nothing else is written, so an update that fails leaves the live weights as they were.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class Staged(Mapping[str, "torch.Tensor"]):
         """fills: the value of tensors that are one constant, by name. Everything else is zero before the first update."""
         import torch
 
+        self.targets = tuple(targets)
+        """The tensors, in their order."""
         self.offsets, nbytes = places(targets)
         self.buffer: torch.Tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         """All tensors, as bytes."""

@@ -15,10 +15,11 @@ run has the count 1, and any stride. n is the sum of length * count, and at most
     head [0, 0]           ends the stream; nothing else follows
     head [-1, 0]          the sender gives up: the rank keeps its old weights; nothing else follows
 
-With `verify`, the end [0, 0] is followed by the BLAKE3 digest of all bodies, uint8 [32]. Bytes that no message writes stay as they are in
-the staging: constants and zeros before the first update, then the bytes of the update before. The rank counts: the stream must bring
-exactly as many bytes as the sender announced for it (`expected`), or the update fails. After the stream, rank and sender agree as in every
-update.
+With `changes`, a body travels as a parcel does (changes.py): a head int64 [1], and what has changed since the update before, which the
+staging still holds. With `verify`, the end [0, 0] is followed by the BLAKE3 digest of all bodies, uint8 [32], as they are without changes.
+Bytes that no message writes stay as they are in the staging: constants and zeros before the first update, then the bytes of the update
+before. The rank counts: the stream must bring exactly as many bytes as the sender announced for it (`expected`), or the update fails. After
+the stream, rank and sender agree as in every update.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import RequestError
+from reshard.live.wire.changes import WHOLE, apply, body_bytes, encode
 from reshard.live.wire.transport import Transport
 
 if TYPE_CHECKING:
@@ -47,14 +49,15 @@ Runs = Sequence[tuple[int, int, int, int]] | npt.NDArray[np.int64]
 class StreamWriter:
     """The sender's end of the stream to one engine rank."""
 
-    def __init__(self, transport: Transport, peer: int, *, verify: bool = False) -> None:
-        """peer: the engine rank's number in the channel."""
-        self._transport, self._peer, self._digest = transport, peer, _digest() if verify else None
+    def __init__(self, transport: Transport | None, peer: int = 0, *, verify: bool = False, changes: bool = False) -> None:
+        """transport: None: bytes are counted, and nothing is sent. peer: the engine rank's number in the channel."""
+        self._transport, self._peer, self._digest, self._changes = transport, peer, _digest() if verify else None, changes
         self.nbytes = 0
-        """The bytes that were written."""
+        """The bytes of weights that were sent."""
 
-    def write(self, runs: Runs, body: Any) -> None:
-        """Write bytes to runs of the staging, and wait until they have left. body: anything with the buffer protocol."""
+    def write(self, runs: Runs, body: Any, held: Any = None) -> None:
+        """Write bytes to runs of the staging, and wait until they have left. body: anything with the buffer protocol. held: with `changes`,
+        what the staging holds there; None: that is not known."""
         import torch
 
         table = np.ascontiguousarray(runs, np.int64).reshape(-1, 4)
@@ -68,8 +71,13 @@ class StreamWriter:
             data = data.copy()
         self._send(torch.tensor([len(table), len(data)], dtype=torch.int64))
         self._send(torch.from_numpy(table))
-        self._transport.send(self._peer, torch.from_numpy(data).to(self._transport.device)).wait()
-        self.nbytes += len(data)
+        parts: tuple[torch.Tensor | None, ...] = (torch.from_numpy(data),)
+        if self._changes:
+            parts = encode(torch.from_numpy(data), None if held is None else torch.from_numpy(np.frombuffer(held, np.uint8)))
+        for part in parts:
+            if part is not None:
+                self._send(part)
+                self.nbytes += part.nbytes
 
     def end(self) -> None:
         """End the stream: everything was written."""
@@ -86,11 +94,15 @@ class StreamWriter:
         self._send(torch.tensor([-1, 0], dtype=torch.int64))
 
     def _send(self, tensor: torch.Tensor) -> None:
-        self._transport.send(self._peer, tensor.to(self._transport.device)).wait()
+        if self._transport is not None:
+            self._transport.send(self._peer, tensor.to(self._transport.device)).wait()
 
 
-def receive_stream(transport: Transport, peer: int, staging: torch.Tensor, *, expected: int, verify: bool = False) -> int:
-    """Receive a stream into the staging, a flat uint8 tensor; returns the number of bytes.
+def receive_stream(
+    transport: Transport, peer: int, staging: torch.Tensor, *, expected: int, verify: bool = False, changes: bool = False
+) -> int:
+    """Receive a stream into the staging, a flat uint8 tensor; returns the number of bytes that it brought. With `changes` the staging holds
+    the update before.
 
     Raises: RequestError for what does not follow the protocol, lies outside the staging or does not come completely; then nothing more is
     received.
@@ -111,10 +123,15 @@ def receive_stream(transport: Transport, peer: int, staging: torch.Tensor, *, ex
             break
         if not (0 < count <= MOST_RUNS and 0 < length <= MOST_BYTES):
             raise _refused(f"a message claims {count:,} runs and {length:,} bytes")
-        runs, body = received(4 * count, torch.int64).reshape(count, 4).numpy(), received(length, torch.uint8)
+        parts = _parts(staging, received(4 * count, torch.int64).reshape(count, 4).numpy(), length)
+        number = int(received(1, torch.int64)) if changes else WHOLE
+        body = received(length, torch.uint8) if number == WHOLE else torch.cat([part.reshape(-1) for part in parts])
+        if number != WHOLE and (of_changes := body_bytes(length, number)):
+            apply(received(of_changes, torch.uint8), number, body)
         if digest is not None:
             digest.update(body.numpy().data)
-        _place(staging, runs, body)
+        if number:
+            _place(parts, body)
         nbytes += length
     if digest is not None and received(32, torch.uint8).numpy().tobytes() != digest.digest():
         raise _refused("the digest of the bytes that arrived is not the sender's")
@@ -123,17 +140,24 @@ def receive_stream(transport: Transport, peer: int, staging: torch.Tensor, *, ex
     return nbytes
 
 
-def _place(staging: torch.Tensor, runs: npt.NDArray[np.int64], body: torch.Tensor) -> None:
-    offset, length, count, stride = runs.T
-    last = offset + np.where(count > 1, (count - 1) * stride, 0) + length
-    fits = (offset >= 0) & (length > 0) & (count > 0) & ((stride >= length) | (count == 1)) & (last <= len(staging))
-    if not fits.all() or int((length * count).sum()) != len(body):
+def _parts(staging: torch.Tensor, runs: npt.NDArray[np.int64], length: int) -> list[torch.Tensor]:
+    """The runs of a message of so many bytes, as views [count, length of a run] of the staging."""
+    offset, size, count, stride = runs.T
+    last = offset + np.where(count > 1, (count - 1) * stride, 0) + size
+    fits = (offset >= 0) & (size > 0) & (count > 0) & ((stride >= size) | (count == 1)) & (last <= len(staging))
+    if not fits.all() or int((size * count).sum()) != length:
         raise _refused(f"runs lie outside the staging of {len(staging):,} bytes, or are not those of the bytes that came with them")
+    return [
+        staging.as_strided((times, nbytes), (step if times > 1 else nbytes, 1), staging.storage_offset() + first)
+        for first, nbytes, times, step in runs.tolist()
+    ]
+
+
+def _place(parts: Sequence[torch.Tensor], body: torch.Tensor) -> None:
     start = 0
-    for first, size, times, step in runs.tolist():
-        part = body[start : start + size * times].view(times, size)
-        staging.as_strided((times, size), (step if times > 1 else size, 1), staging.storage_offset() + first).copy_(part)
-        start += size * times
+    for part in parts:
+        part.copy_(body[start : start + part.numel()].view(part.shape))
+        start += part.numel()
 
 
 def _digest() -> Any:
