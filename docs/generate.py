@@ -58,7 +58,8 @@ def python() -> str:
     parts = [
         GENERATED,
         "# Python",
-        "`import reshard` loads nothing heavy: each name is loaded on first use. The functions do what the commands of the same name do.",
+        "`import reshard` loads nothing heavy: each name is loaded on first use. The functions do what the commands of the same name do. "
+        "Sizes are numbers of bytes, or texts such as 80GiB.",
         "## Functions",
     ]
     taken = _keyword_classes(getattr(reshard, name) for name in functions)

@@ -10,6 +10,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypedDict, TypeVar
 
 from reshard.errors import RequestError, nearest
+from reshard.geometry.quantities import parse_size
 from reshard.geometry.value import value
 
 if TYPE_CHECKING:
@@ -162,6 +163,9 @@ def checked_keywords(verb: Callable[Arguments, Result]) -> Callable[Arguments, R
             known += [option.name for option in registry.options()]
         for name in sorted(unknown.difference(known)):
             raise unknown_keyword(name, known, where=f"{verb.__qualname__}()")
+        for name in keywords.keys() & _sizes_of(verb):
+            if isinstance(given := keywords[name], str):
+                keywords[name] = parse_size(given, f"`{name}=`")
         return verb(*arguments, **keywords)
 
     checked.__signature__ = _signature_of(verb)  # type: ignore[attr-defined]
@@ -188,6 +192,12 @@ def _keywords_of(verb: Callable[..., object]) -> list[str]:
     """The parameters of a function whose last one is `**options: Unpack[SomeTypedDict]`, with the keys of that TypedDict."""
     code = verb.__code__
     return [*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *_options_of(verb).__annotations__]
+
+
+def _sizes_of(verb: Callable[..., object]) -> set[str]:
+    """The keywords of a function that are numbers of bytes. They may be given as texts, such as 80GiB."""
+    annotations = _options_of(verb).__annotations__
+    return {name for name, each in annotations.items() if hasattr(each, "__metadata__") and each.__metadata__[0].metavar == "SIZE"}
 
 
 def _options_of(verb: Callable[..., object]) -> type:

@@ -53,6 +53,14 @@ def test_the_first_question_of_a_planner_is_answered_without_a_file(tmp_path, mo
     assert "Did you mean" not in command("degrees", "my-own-run").err
 
 
+def test_python_takes_sizes_as_the_command_line_does():
+    """Messages say `gpu_memory=`, such as 80GiB."""
+    asked = reshard.degrees("llama-3-70b", to="vllm", gpu_memory="80GiB", reserve="2GB")
+    assert asked.rows == reshard.degrees("llama-3-70b", to="vllm", gpu_memory=80 * GIB, reserve=2 * GB).rows
+    with pytest.raises(reshard.RequestError, match=r"`gpu_memory=` 80: the unit is missing\. Did you mean 80GB"):
+        reshard.degrees("llama-3-70b", to="vllm", gpu_memory="80")
+
+
 def test_a_folder_of_that_name_wins(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama-3-8b").mkdir()
