@@ -33,7 +33,8 @@ def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
         raise RequestError(
             f"`dequantize=True`: the quantization method {method} is unknown" if method else "`dequantize=True`: nothing here is quantized",
             why="" if method else f"No settings of a quantization were found in {PLACES}",
-            do="Leave it out" if method else "Leave it out, or give the model's own config with `model=DIR`",
+            do="Leave it out, or give "
+            + ("this model's folder that is not quantized" if method else "the model's own config with `model=DIR`"),
         )
     model = Model(content.model.architecture, without_quantization(content.model.config)) if content.model else None
     if content.model and model:

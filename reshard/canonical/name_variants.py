@@ -39,6 +39,16 @@ NAME_VARIANTS: Mapping[str, str] = {
     "block_sparse_moe.router.{kind}": "router",
     "mixer.experts.up_proj": "expert.up",
     "mixer.experts.down_proj": "expert.down",
+    "mlp.switch_mlp.gate_proj.{kind}": "expert.gate",
+    "mlp.switch_mlp.up_proj.{kind}": "expert.up",
+    "mlp.switch_mlp.down_proj.{kind}": "expert.down",
+    "block_sparse_moe.switch_mlp.gate_proj.{kind}": "expert.gate",
+    "block_sparse_moe.switch_mlp.up_proj.{kind}": "expert.up",
+    "block_sparse_moe.switch_mlp.down_proj.{kind}": "expert.down",
+    "mlp.experts.gate_proj.{kind}": "expert.gate",
+    "mlp.experts.up_proj.{kind}": "expert.up",
+    "mlp.experts.down_proj.{kind}": "expert.down",
+    "mlp.gate.gate_proj.{kind}": "router",
     "mlp.experts.gate_up_proj_scale_inv": "expert.gate expert.up",
     "mlp.experts.down_proj_scale_inv": "expert.down",
     "mlp.gate.{kind}": "router",
@@ -206,7 +216,7 @@ class Names:
             return None
         if number or not roles[0].startswith("expert."):
             return self._joined(roles, layer, expert, None if name == inner else kind)
-        parameter = "weight_scale_inv" if name.endswith("_scale_inv") else "weight"
+        parameter = kind if name != inner else "weight_scale_inv" if name.endswith("_scale_inv") else "weight"
         numbers = range(self._model.dimensions.get("experts", 0))
         experts = [array for each in numbers if (array := self._joined(roles, layer, each, parameter)) is not None]
         return stacked(experts) if experts and len(experts) == len(numbers) else None

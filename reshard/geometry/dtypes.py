@@ -289,13 +289,19 @@ def _values_of_bytes(values: tuple[float, ...]) -> Block:
     bits = len(values).bit_length() - 1
     codes = (np.arange(256)[:, None] >> np.arange(0, 8, bits)) & (len(values) - 1)
     table = np.array(values, np.float32)[codes]
-    words: Block = table.view({2: np.complex128, 4: np.uint64, 8: np.uint32}[bits]).reshape(256)
+    words: Block = table.view({1: "V32", 2: np.complex128, 4: np.uint64, 8: np.uint32}[bits]).reshape(256)
     return words
 
 
-def fp4(*, words: tuple[int, ...] = ()) -> Packing:
-    """4-bit floats (E2M1), two in a byte."""
-    return Packing("FP4", (*_E2M1, *(-value for value in _E2M1)), (0, 1), 1, words)
+def fp4(*, count: int = 2, words: tuple[int, ...] = ()) -> Packing:
+    """4-bit floats (E2M1), `count` of them in a word: two in a byte."""
+    return Packing("FP4", (*_E2M1, *(-value for value in _E2M1)), tuple(range(count)), 1, words)
+
+
+def fp8(*, count: int) -> Packing:
+    """8-bit floats (E4M3), `count` of them in a word."""
+    positive = [math.ldexp(code % 8 + (8 if code >= 8 else 0), max(code // 8, 1) - 10) for code in range(127)] + [math.nan]
+    return Packing("FP8", (*positive, *(-value for value in positive)), tuple(range(count)), 1)
 
 
 def integers(bits: int, offset: int, *, axis: int = 1, places: tuple[int, ...] | None = None) -> Packing:

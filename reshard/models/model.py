@@ -589,8 +589,8 @@ class Model:
         """The forms in which a weight can be stored, unless the config excludes its module; none: weights of its role are not quantized."""
         if self.quantization is None:
             return []
-        tables = ("embedding", "head") if self.quantization.tables else ()
-        if not any(role in tables or (role in ROLES and ROLES[role].quantized) for role in (weight.role, *weight.fuses)):
+        is_linear = any(role in ROLES and ROLES[role].quantized for role in (weight.role, *weight.fuses))
+        if not is_linear and not (self.quantization.everything and len(weight.shape) > 1):
             return []
         return [form for form in self.quantization.forms if form.fits(pattern) and form.transposed == weight.transposed]
 

@@ -1,8 +1,8 @@
 """The quantization that a config describes: how the quantized weights of the model are stored (stored_forms.py).
 
 Sources: transformers 5.23, quantizers (finegrained_fp8, compressed_tensors, mxfp4); compressed-tensors 0.20, compressors; vLLM 0.32,
-layers/quantization; NVIDIA ModelOpt 0.47; AutoAWQ 0.2.9; GPTQModel 7.7; MLX 0.32.4 and mlx-lm; published configs of DeepSeek-V3, Qwen3-FP8,
-gpt-oss, and of four MLX folders.
+layers/quantization; NVIDIA ModelOpt 0.47; AutoAWQ 0.2.9; GPTQModel 7.7; published configs of DeepSeek-V3, Qwen3-FP8 and gpt-oss. MLX is in
+mlx.py.
 
 Where the settings stand:
 
@@ -18,13 +18,13 @@ Source: vLLM 0.32, transformers_utils/config.py (get_config) and model_loader/we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from reshard.errors import CheckpointError, RequestError
-from reshard.geometry.dtypes import bit_run, fp4, integers
-from reshard.models.stored_forms import BlockShape, Component, Quantization, StoredForm
+from reshard.geometry.dtypes import fp4, integers
+from reshard.models.stored_forms import BlockShape, Component, Quantization, StoredForm, UnknownForm
 
 SETTING = "quantization_config"
 _OLD_SETTING = "compression_config"
@@ -51,16 +51,31 @@ def settings_key(config: Mapping[str, Any]) -> str | None:
 def _places(config: Mapping[str, Any]) -> dict[str, Any]:
     inner = config.get(_INNER)
     of_inner = inner.get(SETTING) if isinstance(inner, Mapping) else None
-    of_mlx = config.get(_MLX_SETTING)
-    is_mlx = isinstance(of_mlx, Mapping) and "quant_method" not in of_mlx and {"bits", "group_size"} <= of_mlx.keys()
-    if is_mlx:
-        return {_MLX_SETTING: {**of_mlx, "quant_method": "mlx"}}  # type: ignore[dict-item]
+    if of_mlx := _settings_of_mlx(config):
+        return {_MLX_SETTING: {**of_mlx, "quant_method": "mlx"}}
     return {SETTING: config.get(SETTING), f"{_INNER}.{SETTING}": of_inner, _OLD_SETTING: config.get(_OLD_SETTING)}
+
+
+def _settings_of_mlx(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The settings of MLX in a config; None if it has none."""
+    settings = config.get(_MLX_SETTING)
+    is_mlx = isinstance(settings, Mapping) and "quant_method" not in settings and {"bits", "group_size"} <= settings.keys()
+    return settings if is_mlx else None
+
+
+def with_stored_modules(config: Mapping[str, Any] | None, names: Iterable[str]) -> Mapping[str, Any] | None:
+    """The config with the names of all quantized modules, if only the names in the files tell them, as for MLX."""
+    settings = _settings_of_mlx(config or {})
+    if config is None or settings is None:
+        return config
+    from reshard.models import mlx
+
+    return {**config, _MLX_SETTING: mlx.with_modules(settings, names)}
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the same model, not quantized."""
-    unwanted = (SETTING, _OLD_SETTING, _MLX_SETTING) if settings_key(config) == _MLX_SETTING else (SETTING, _OLD_SETTING)
+    unwanted = {SETTING, _OLD_SETTING, settings_key(config)}
     plain = {key: value for key, value in config.items() if key not in unwanted}
     inner = plain.get(_INNER)
     if isinstance(inner, Mapping) and SETTING in inner:
@@ -93,10 +108,6 @@ _WHOLE: BlockShape = (None, None)
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-class _Unknown(Exception):
-    """What about a quantization is not known, as a clause for a message."""
-
-
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     """The quantization that a config describes; None if there is none, or its method is not known (`unknown_quantization`)."""
     settings = quantization_settings(config)
@@ -104,7 +115,7 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
         return None
     try:
         return _quantization(settings, config)
-    except _Unknown:
+    except UnknownForm:
         return None
 
 
@@ -117,7 +128,7 @@ def unknown_quantization(config: Mapping[str, Any]) -> str | None:
         return repr(settings)
     try:
         _quantization(settings, config)
-    except _Unknown as reason:
+    except UnknownForm as reason:
         return f"{settings.get('quant_method')}{reason}"
     return None
 
@@ -151,6 +162,10 @@ def _is_packed(name: str, element_types: Mapping[str, str]) -> bool:
 
 def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Quantization:
     method = settings.get("quant_method")
+    if method == "mlx":
+        from reshard.models import mlx
+
+        return mlx.quantization(settings, config)
     if method == "modelopt" and isinstance(settings.get("quantization"), Mapping):
         settings = {**settings, **settings["quantization"]}
     names = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
@@ -163,16 +178,13 @@ def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Qua
         )
     read = _METHODS.get(str(method))
     if read is None:
-        raise _Unknown("")
+        raise UnknownForm("")
     is_deepseek_v4 = method == "fp8" and str(config.get("model_type")).startswith("deepseek_v4")
     forms = _deepseek_v4(settings, config) if is_deepseek_v4 else read(settings)
     entries = [entry for listed in excluded for entry in _entries(str(listed), str(method))]
     dynamic = settings.get("dynamic")  # of GPTQModel, which leaves these modules as they are
     entries += ["re:" + key.removeprefix("-:") for key in dynamic if key.startswith("-:")] if isinstance(dynamic, Mapping) else []
     scales = _cache_scales(settings, str(method))
-    if method == "mlx":
-        _check_mlx_keeps_values(config)
-        return Quantization("mlx", forms, _mlx_excluded(settings), tables=True, library="MLX")
     # compressed-tensors quantizes the modules of linear layers, and its producers make each expert such a module.
     return Quantization(str(method), forms, tuple(entries), scales, by_expert=method == "compressed-tensors")
 
@@ -185,13 +197,13 @@ def _entries(listed: str, method: str) -> tuple[str, ...]:
 
 
 def _cache_scales(settings: Mapping[str, Any], method: str) -> tuple[Component, ...]:
-    """The scales of the KV cache. Raises _Unknown if it is quantized to anything but FP8."""
+    """The scales of the KV cache. Raises UnknownForm if it is quantized to anything but FP8."""
     scheme, named = settings.get("kv_cache_scheme"), settings.get("kv_cache_quant_algo")
     if not scheme and not named:
         return ()
     is_fp8 = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) if isinstance(scheme, Mapping) else (scheme or named) == "FP8"
     if not is_fp8:
-        raise _Unknown(f" with the KV cache in {str(scheme or named)[:60]}")
+        raise UnknownForm(f" with the KV cache in {str(scheme or named)[:60]}")
     if isinstance(scheme, Mapping) and scheme.get("dynamic"):
         return ()
     if method.startswith("modelopt"):
@@ -212,7 +224,7 @@ def _deepseek_v4(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tupl
     """Experts in MXFP4, tables of n-grams in MXFP8, everything else in FP8, and each scale called `scale`
     (vllm/models/deepseek_v4/quant_config.py, deepseek_v41/common/engram.py)."""
     block = _of_fp8(
-        Component("scale", "scale", _block(settings.get("weight_block_size") or [128, 128]), exponents=True, element_type="F8_E8M0")
+        Component("scale", "scale", _block(settings.get("weight_block_size") or [128, 128]), read_as="F8_E8M0", element_type="F8_E8M0")
     )
     table = _microscaled(
         "MXFP8",
@@ -248,7 +260,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _exponents(kind: str, group: int) -> Component:
-    return Component(kind, "scale", (1, group), exponents=True, element_type="U8")
+    return Component(kind, "scale", (1, group), read_as="F8_E8M0", element_type="U8")
 
 
 def _microscaled(name: str, codes: Component, *beside: Component, **more: Any) -> StoredForm:
@@ -271,9 +283,9 @@ def _modelopt(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
         return _mixed(settings)
     form = _MODELOPT.get(algorithm)
     if form is None:
-        raise _Unknown(f" with quant_algo {algorithm[:40]}")
+        raise UnknownForm(f" with quant_algo {algorithm[:40]}")
     if form.name == "NVFP4" and (settings.get("group_size") or 16) != 16:
-        raise _Unknown(f" with groups of {str(settings['group_size'])[:20]}")
+        raise UnknownForm(f" with groups of {str(settings['group_size'])[:20]}")
     return (form,)
 
 
@@ -297,17 +309,17 @@ def _mixed(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     """The form of each algorithm, for the modules that `quantized_layers` lists with it; others are not quantized."""
     layers = settings.get("quantized_layers")
     if not isinstance(layers, Mapping) or not layers or not all(isinstance(layer, Mapping) for layer in layers.values()):
-        raise _Unknown(" with quant_algo MIXED_PRECISION and no quantized_layers")
+        raise UnknownForm(" with quant_algo MIXED_PRECISION and no quantized_layers")
     modules: dict[tuple[str, int | None], set[str]] = {}
     for name, layer in layers.items():
         group = layer.get("group_size")
         if group is not None and not isinstance(group, int):
-            raise _Unknown(f" with groups of {str(group)[:20]}")
+            raise UnknownForm(f" with groups of {str(group)[:20]}")
         modules.setdefault((str(layer.get("quant_algo")), group), set()).add(str(name))
     forms = []
     for (algorithm, group), names in modules.items():
         if algorithm.upper() == "MIXED_PRECISION":
-            raise _Unknown(" with MIXED_PRECISION in quantized_layers")
+            raise UnknownForm(" with MIXED_PRECISION in quantized_layers")
         (form,) = _modelopt({"quant_algo": algorithm, "group_size": group})
         forms.append(replace(form, modules=frozenset(names)))
     return tuple(forms)
@@ -317,7 +329,7 @@ def _awq(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     """Stored as [in, out], packed along the output features."""
     bits, version = settings.get("bits", settings.get("w_bit")), str(settings.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm" or not settings.get("zero_point", True):
-        raise _Unknown(
+        raise UnknownForm(
             f" of version {version[:20]} with {str(bits)[:20]} bits{'' if settings.get('zero_point', True) else ' without zero points'}"
         )
     group = _group(settings.get("group_size", settings.get("q_group_size")))
@@ -335,15 +347,15 @@ def _gptq(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     """
     bits = settings.get("bits")
     if bits not in (4, 8):
-        raise _Unknown(f" with {str(bits)[:20]} bits")
+        raise UnknownForm(f" with {str(bits)[:20]} bits")
     if settings.get("desc_act"):
-        raise _Unknown(" with act-order (desc_act)")
+        raise UnknownForm(" with act-order (desc_act)")
     version = "marlin" if settings.get("is_marlin_format") else str(settings.get("checkpoint_format", "gptq"))
     if version not in ("gptq", "gptq_v2"):
-        raise _Unknown(f" in the format {version[:20]}")
+        raise UnknownForm(f" in the format {version[:20]}")
     dynamic = settings.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or any(not str(key).startswith("-:") for key in dynamic):
-        raise _Unknown(" with settings of single modules (dynamic)")
+        raise UnknownForm(" with settings of single modules (dynamic)")
     group = _group(settings.get("group_size"))
     zeros = integers(bits, 1 if version == "gptq" else 0, axis=0)
     components = (
@@ -364,7 +376,7 @@ def _group(size: Any) -> int | None:
     if size in (-1, None):
         return None
     if not _is_size(size):
-        raise _Unknown(f" with groups of {str(size)[:20]}")
+        raise UnknownForm(f" with groups of {str(size)[:20]}")
     return int(size)
 
 
@@ -372,26 +384,26 @@ def _compressed(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     """The form of each group. A group of named modules comes before that of all linear layers, as compressed-tensors looks them up."""
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise _Unknown("")
+        raise UnknownForm("")
     forms = [_of_group(group, settings) for group in groups.values()]
     if len([form for form in forms if not form.targets]) > 1:
-        raise _Unknown(" with several config_groups for the same modules")
+        raise UnknownForm(" with several config_groups for the same modules")
     return tuple(sorted(forms, key=lambda form: not form.targets))
 
 
 def _of_group(group: Any, settings: Mapping[str, Any]) -> StoredForm:
     if not isinstance(group, Mapping):
-        raise _Unknown("")
+        raise UnknownForm("")
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     if not isinstance(weights, Mapping) or not isinstance(inputs, Mapping):
-        raise _Unknown("")
+        raise UnknownForm("")
     targets = group.get("targets")
     if not isinstance(targets, list) or not targets or (targets != ["Linear"] and not all(map(_names_modules, targets))):
-        raise _Unknown(f" for the modules {str(targets)[:40]}")
+        raise UnknownForm(f" for the modules {str(targets)[:40]}")
     name = group.get("format") or settings.get("format")
     read = _COMPRESSED.get(str(name))
     if read is None:
-        raise _Unknown(f" in the format {str(name)[:40]}")
+        raise UnknownForm(f" in the format {str(name)[:40]}")
     form = read(weights, inputs)
     return form if targets == ["Linear"] else replace(form, targets=tuple(targets))
 
@@ -405,7 +417,7 @@ def _compressed_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> St
     strategy, block = str(weights.get("strategy")), weights.get("block_structure")
     block_shape: BlockShape = _block(block) if strategy == "block" else {"tensor": _WHOLE, "channel": (1, None)}.get(strategy, ())
     if not block_shape or weights.get("type") != "float" or weights.get("num_bits") != 8:
-        raise _Unknown(f" with the strategy {strategy[:20]}")
+        raise UnknownForm(f" with the strategy {strategy[:20]}")
     input_scales = (replace(_INPUT_SCALE, single_shape=(1,)),) if inputs and not inputs.get("dynamic") else ()
     return _of_fp8(Component("weight_scale", "scale", block_shape, single_shape=(1,), element_type="F32"), *input_scales)
 
@@ -413,11 +425,11 @@ def _compressed_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> St
 def _compressed_integers(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredForm:
     bits, strategy = weights.get("num_bits"), weights.get("strategy")
     if bits not in (4, 8) or weights.get("type") != "int" or strategy not in ("group", "channel"):
-        raise _Unknown(f" with {str(bits)[:20]} bits and the strategy {str(strategy)[:20]}")
+        raise UnknownForm(f" with {str(bits)[:20]} bits and the strategy {str(strategy)[:20]}")
     if weights.get("actorder") in ("group", True):
-        raise _Unknown(" with act-order (actorder group)")
+        raise UnknownForm(" with act-order (actorder group)")
     if inputs:
-        raise _Unknown(" with quantized activations")
+        raise UnknownForm(" with quantized activations")
     group = _group(weights.get("group_size")) if strategy == "group" else None
     offset = -(1 << (bits - 1))
     zeros = Component("weight_zero_point", "zero point", (1, group), integers(bits, offset, axis=0), element_type="I32")
@@ -441,58 +453,6 @@ def _compressed_nvfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> 
     return _microscaled("NVFP4", *components)
 
 
-# The types whose weights mlx-lm 0.32.2 stores under the model's own names, with its own values and axes: its `sanitize` was run on named
-# random weights. Of other models it stacks experts, adds one to norms, or moves the axes of convolutions.
-_MLX_MODELS = (
-    "cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_bigcode", "granite", "hunyuan_v1_dense", "llama",
-    "mimo", "ministral3", "mistral", "nemotron", "olmo2", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
-)  # fmt: skip
-
-
-def _check_mlx_keeps_values(config: Mapping[str, Any]) -> None:
-    if (model_type := str(config.get("model_type"))) not in _MLX_MODELS:
-        raise _Unknown(f" of {model_type[:40]}, whose weights MLX stores under other names or with other values")
-
-
-def _mlx(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
-    """A form for each number of bits and each group size; the modules that the settings list by name come first.
-
-    w = scale * q + bias, with q packed along the input features: weight U32 [out, in * bits / 32], scales and biases [out, in / group].
-    """
-    if (mode := settings.get("mode", "affine")) != "affine":
-        raise _Unknown(f" in the mode {str(mode)[:20]}")
-    listed: dict[tuple[Any, Any], set[str]] = {}
-    for name, own in settings.items():
-        if isinstance(own, Mapping):
-            if own.get("mode", "affine") != "affine":
-                raise _Unknown(f" in the mode {str(own['mode'])[:20]}")
-            sizes = own.get("bits", settings["bits"]), own.get("group_size", settings["group_size"])
-            listed.setdefault(sizes, set()).update(_mlx_names(name))
-    forms = [replace(_of_mlx(*sizes), modules=frozenset(names)) for sizes, names in listed.items()]
-    return (*forms, _of_mlx(settings["bits"], settings["group_size"]))
-
-
-def _of_mlx(bits: Any, group: Any) -> StoredForm:
-    if bits not in (2, 3, 4, 5, 6, 8) or group not in (32, 64, 128):
-        raise _Unknown(f" with {str(bits)[:20]} bits and groups of {str(group)[:20]}")
-    components = (
-        Component("weight", "codes", packing=bit_run(bits)),
-        Component("scales", "scale", (1, group)),
-        Component("biases", "bias", (1, group)),
-    )
-    return StoredForm(f"INT{bits} (MLX, group {group})", f"INT{bits} group", components, ("U32",), keeps_scale_type=True)
-
-
-def _mlx_excluded(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(each for name, own in settings.items() if own is False for each in _mlx_names(name))
-
-
-def _mlx_names(name: str) -> tuple[str, ...]:
-    """The names of a module: MLX's, and that of transformers where a language model lies in a larger model."""
-    inner = name.removeprefix("language_model.")
-    return (name,) if inner == name else (name, inner, f"model.language_model.{inner.removeprefix('model.')}")
-
-
 _METHODS = {
     "fp8": _fp8,
     "compressed-tensors": _compressed,
@@ -501,7 +461,6 @@ _METHODS = {
     "modelopt_fp4": _modelopt,
     "awq": _awq,
     "gptq": _gptq,
-    "mlx": _mlx,
 }
 _COMPRESSED_MXFP4 = _microscaled("MXFP4", Component("weight_packed", "codes", packing=fp4()), _exponents("weight_scale", 32))
 _COMPRESSED: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], StoredForm]] = {

@@ -53,8 +53,9 @@ class Component:
     """Whether it has a single axis: that of the weight along which it has several values."""
     unit_axes: bool = False
     """Whether an axis of one element follows each of its axes: it is stored as [out, 1, in, 1]."""
-    exponents: bool = False
-    """Whether its bytes are exponents e of scales 2^(e - 127), whatever their element type says."""
+    read_as: str | None = None
+    """The element type whose values its bytes are, whatever their own type says: "F8_E8M0" for exponents e of scales 2^(e - 127). None:
+    its own."""
     element_type: str | None = None
     """The element type in which engines hold it; None: in that of the model's other weights, or as it is stored."""
 
@@ -62,6 +63,11 @@ class Component:
     def is_scale(self) -> bool:
         """Whether it stands beside the codes."""
         return self.use != "codes"
+
+    @property
+    def exponents(self) -> bool:
+        """Whether its bytes are exponents of powers of two."""
+        return self.read_as == "F8_E8M0"
 
     @property
     def is_implied(self) -> bool:
@@ -105,6 +111,13 @@ class Component:
         return (*stack, *(length // run * (size or 1) for length, run, size in zip(sizes, runs, self.grid, strict=True)))
 
 
+class UnknownForm(Exception):
+    """What about a quantization is not known, as a clause for a message."""
+
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
 @value
 class StoredForm:
     """How a quantized weight is stored: the components of every weight of this form."""
@@ -122,7 +135,7 @@ class StoredForm:
     targets: tuple[str, ...] = ()
     """The modules whose weights have this form, in the language of `Quantization.excluded`; empty: all."""
     modules: frozenset[str] | None = None
-    """The names of these modules, where each is listed; None: they are not."""
+    """The names of these modules, where each is listed, with "*" for any expert; None: they are not."""
     transposed: bool = False
     """Whether the model's own tensor is the transpose, [in, out] or [experts, in, out]."""
     keeps_scale_type: bool = False
@@ -159,7 +172,7 @@ class StoredForm:
     def takes(self, weight: str) -> bool:
         """Whether a weight of that name can have this form."""
         module = weight.removesuffix(".weight")
-        if self.modules is not None and self.modules.isdisjoint(_names_of(module)):
+        if self.modules is not None and self.modules.isdisjoint((*_names_of(module), *_names_of(_EXPERT.sub(".experts.*.", module)))):
             return False
         return self.fits(weight) and (not self.targets or _is_named(self.targets, module))
 
@@ -191,8 +204,8 @@ class Quantization:
     """The scales of cached keys and values, one of each in every layer's attention. Their kinds are all that follows its module's name."""
     by_expert: bool = False
     """Whether each expert has weights under names of its own, also where the same model without quantization stacks them."""
-    tables: bool = False
-    """Whether embeddings and heads are quantized like linear layers."""
+    everything: bool = False
+    """Whether any weight with two axes can be quantized: embeddings, heads and routers too, not linear layers alone."""
     library: str | None = None
     """The only library that loads such weights, such as MLX; None: serving engines load them."""
 

@@ -43,7 +43,7 @@ from reshard.models.lookup import (
     unknown_architecture,
 )
 from reshard.models.model import Model
-from reshard.models.quantization import unknown_quantization
+from reshard.models.quantization import unknown_quantization, with_stored_modules
 from reshard.plans.manifest import check_listed_files, usable_manifest
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import ModelOptions, OpenOptions, PathLike, checked_keywords
@@ -250,6 +250,7 @@ def _unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Chec
         index = replace(index, facts=replace(index.facts, notes=(*index.facts.notes, combination)))
     if index.facts.config is not None and index.facts.config != model_files.config:
         model_files = replace(model_files, config=index.facts.config, derived=True)
+    model_files = replace(model_files, config=with_stored_modules(model_files.config, (tensor.name for tensor in index.tensors)))
     model_files = _with_agreed_config(index, model_files, declared)
     if model_files.notes:
         index = replace(index, facts=replace(index.facts, notes=(*index.facts.notes, *model_files.notes)))

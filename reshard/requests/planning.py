@@ -172,11 +172,14 @@ def select(draft: Draft) -> Draft:
 
 
 def keep_names(draft: Draft) -> Draft:
-    """Go back to the names that the source has, if the target keeps them so that its run can go on."""
+    """Go back to the names that the source has, if the target keeps them so that its run can go on, or its library alone loads them."""
     stored = draft.source.of_model(draft.selection)
     notes = draft.index.facts.notes[len(stored.facts.notes) :]
-    if draft.request.to.keeps_names and draft.request.merge_adapter is None and (notes or draft.index is not stored):
-        return _with_content(replace(draft, index=stored)).noting(_NAMES_ARE_KEPT)
+    quantization = draft.source.model.quantization if draft.source.model and not draft.request.dequantize else None
+    library = quantization.library if quantization else None
+    keeps_names = draft.request.to.keeps_names or library is not None
+    if keeps_names and draft.request.merge_adapter is None and (notes or draft.index is not stored):
+        return _with_content(replace(draft, index=stored)).noting(f"names stay as {library} has them" if library else _NAMES_ARE_KEPT)
     return draft.noting(*notes)
 
 

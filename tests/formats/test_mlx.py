@@ -11,16 +11,21 @@ from helpers.fixture_places import FIXTURES
 from helpers.reshard_command import reshard as command
 
 import reshard
+from reshard.canonical.name_variants import Names
 from reshard.errors import UnsupportedError
+from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import bit_run
+from reshard.geometry.mosaics import Mosaic, stacked
 from reshard.models.lookup import find_model
+from reshard.models.mlx import MODELS
 from reshard.models.quantization import quantization_of, unknown_quantization
 
 FOLDER = FIXTURES / "hf_packed" / "llama-mlx"
+NAMES = json.loads((FIXTURES / "hf_packed" / "mlx_names.json").read_text())
 PUBLISHED = Path(__file__).resolve().parent.parent.parent.parent / "shared" / "published"
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
 def test_codes_follow_each_other_bit_by_bit(bits):
     codes = np.random.default_rng(bits).integers(0, 1 << bits, (3, 96))
     rows = [sum(int(code) << (bits * place) for place, code in enumerate(row)).to_bytes(96 * bits // 8, "little") for row in codes]
@@ -63,8 +68,9 @@ def test_engines_get_the_values_only(tmp_path):
     [
         ({"bits": 7}, "with 7 bits"),
         ({"group_size": 16}, "groups of 16"),
-        ({"mode": "mxfp4"}, "in the mode mxfp4"),
-        ({"model.layers.0.mlp.up_proj": {"mode": "nvfp4"}}, "in the mode nvfp4"),
+        ({"mode": "fp6"}, "in the mode fp6"),
+        ({"model.layers.0.mlp.up_proj": {"mode": "nvfp4", "group_size": 32}}, "in the mode nvfp4 with 4 bits and groups of 32"),
+        ({"model.layers.0.mlp.up_proj": {"mode": "nvfp4", "group_size": 16, "global_scale": True}}, "with global scales"),
     ],
 )
 def test_other_settings_are_refused_by_name(change, reason, tmp_path):
@@ -78,10 +84,54 @@ def test_other_settings_are_refused_by_name(change, reason, tmp_path):
     reshard.convert(reshard.plan(folder, to="hf"), tmp_path / "out")
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5", "qwen3_moe", "gpt2"])
-def test_models_that_mlx_stores_otherwise_are_refused(model_type):
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("qwen3_next", "adds one to the norms"),
+        ("deepseek_v3", "splits and transposes"),
+        ("ernie4_5_moe", "correction"),
+        ("gpt2", "other names"),
+    ],
+)
+def test_models_that_mlx_stores_otherwise_are_refused(model_type, reason):
     config = {"model_type": model_type, "quantization": {"bits": 4, "group_size": 64}}
-    assert f"of {model_type}, whose weights MLX stores" in unknown_quantization(config) and find_model(config) is None
+    assert f"of {model_type}, " in unknown_quantization(config) and reason in unknown_quantization(config) and find_model(config) is None
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_names_mean_what_mlx_put_there(model_type):
+    """mlx_names.json: where mlx-lm's own code put each published weight, each filled with numbers of its own."""
+    found = NAMES[model_type]
+    config = json.loads((FIXTURES / found["config"]).read_text())
+    names = Names(find_model(config.get("config", config)))
+    for stored, published in found["names"].items():
+        arrays = [Mosaic.of(name, Box.whole(names.array(name).shape)) for name in published]
+        assert names.array(stored) == (arrays[0] if len(arrays) == 1 else stacked(arrays)), stored
+
+
+def test_a_module_without_scales_is_not_quantized():
+    """As MLX's loader: the config of mlx-lm does not name modules that were left out, or whose rows are no whole groups."""
+    folder = FIXTURES / "hf_packed" / "qwen3_moe-mlx"
+    opened = reshard.open(folder)
+    stored = {name.removesuffix(".scales") for name in opened.index.element_types if name.endswith(".scales")}
+    assert "model.layers.0.mlp.gate" in stored and "model.layers.0.self_attn.o_proj" not in stored
+    weights = opened.model.weights
+    assert "model.layers.0.mlp.gate.scales" in weights and "model.layers.0.self_attn.o_proj.scales" not in weights
+    assert weights["model.layers.0.mlp.experts.2.up_proj.weight"].form.name == "INT6 (MLX, group 32)"
+    assert weights["model.layers.0.mlp.experts.2.down_proj.weight"].form is None
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe-mlx", "mixtral-mlx-mxfp4"])
+def test_a_model_with_experts_is_served_by_its_values_or_copied_as_it_is(case, tmp_path):
+    folder = FIXTURES / "hf_packed" / case
+    reshard.convert(reshard.plan(folder, to="hf"), tmp_path / "copy")
+    assert (tmp_path / "copy" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    copied, stored = (reshard.open(each).index.element_types for each in (tmp_path / "copy", folder))
+    assert copied == stored and any(".switch_mlp." in name for name in copied)
+    reshard.convert(reshard.plan(folder, to="hf", dequantize=True), tmp_path / "values")
+    reshard.convert(reshard.plan(folder, to="vllm", tp=2, dequantize=True), tmp_path / "ranks")
+    assert reshard.verify(tmp_path / "values", tmp_path / "ranks").equal
+    assert not command("doctor", folder).out.count("error")
 
 
 def test_a_module_that_is_listed_as_false_is_not_quantized():

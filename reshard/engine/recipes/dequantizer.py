@@ -26,7 +26,7 @@ import numpy as np
 from reshard.engine.casts import Block, cast, decoded, decoded_affine
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import E8M0, F32, DType
+from reshard.geometry.dtypes import F32, DType, from_safetensors
 from reshard.geometry.value import value
 from reshard.index.index import EncodedPart, Encoding
 from reshard.models.stored_forms import BlockShape
@@ -284,7 +284,8 @@ def _runs(box: Box, axes: tuple[int, ...]) -> Iterator[Box]:
 
 def component_values(part: EncodedPart, words: Block) -> Block:
     """The values of a component that is not packed, in float32. words: elements of the stored tensor."""
-    dtype = E8M0 if part.component.exponents else part.tensor.dtype
+    named = part.component.read_as
+    dtype = from_safetensors(named, where=part.tensor.name) if named else part.tensor.dtype
     return cast(np.ascontiguousarray(words).view(dtype.word), dtype, F32).view(np.float32)
 
 
