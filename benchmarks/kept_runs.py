@@ -3,8 +3,8 @@
     python fixtures/delta/make.py --hidden 768 --layers 6 --vocabulary 32000 --steps 12 --into RUN
     python benchmarks/kept_runs.py RUN [--turns 3] [--work DIR]
 
-Whole processes, starts included, on a warm cache. Every kept step is compared, byte by byte, with a conversion of the step itself.
-The table of docs/recipes/deltas.md is what this prints.
+Whole processes, starts included, on a warm cache: their processor time on all cores. Every kept step is compared, byte by byte, with a
+conversion of the step itself. The table of docs/recipes/deltas.md is what this prints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="reshard-kept-", dir=options.work) as folder:
         work = Path(folder)
         whole, out = work / "whole", work / "out"
-        print("\n| what | bytes | of all steps in bf16 | seconds | memory |\n| --- | --- | --- | --- | --- |")
+        print("\n| what | bytes | of all steps in bf16 | processor time | memory |\n| --- | --- | --- | --- | --- |")
         converted = _best([*RESHARD, "convert", options.run, whole, "--step", steps[0], *BF16], whole, options.turns, keep=True)
         one = _bytes(whole)
         _row("one step as the run saves it, fp32", _bytes(options.run / f"step-{steps[0]}"), one * len(steps), None)
@@ -44,10 +44,10 @@ def main() -> None:
         print(
             f"\nthe delta of a step: {min(deltas):,} to {max(deltas):,} bytes, {statistics.mean(deltas) / one:.2%} of the bf16 checkpoint"
         )
-        print("\n| step that is restored (`convert --step`) | seconds | memory |\n| --- | --- | --- |")
+        print("\n| step that is restored (`convert --step`) | processor time | memory |\n| --- | --- | --- |")
         for number in sorted({0, 1, 3, 7, len(steps) - 1} & {*range(len(steps))}):
             restored = _best([*RESHARD, "convert", kept, out, "--step", steps[number], "--to", "hf"], out, options.turns)
-            print(f"| base and {number} deltas | {restored.seconds:.1f} | {restored.megabytes:.0f} MB |")
+            print(f"| base and {number} deltas | {restored.processor:.1f} s | {restored.megabytes:.0f} MB |")
         for step in steps:
             measured([*RESHARD, "convert", kept, out, "--step", step, "--to", "hf"])
             measured([*RESHARD, "convert", options.run, work / "expected", "--step", step, *BF16])
@@ -58,14 +58,14 @@ def main() -> None:
 
 
 def _best(command: list[object], out: Path, turns: int, *, keep: bool = False) -> Run:
-    """The fastest of some runs. keep: leave what the last one wrote."""
+    """The run with the least processor time. keep: leave what the last one wrote."""
     runs = []
     for _ in range(turns):
         remove(out)
         runs.append(measured(command))
     if not keep:
         remove(out)
-    return min(runs, key=lambda run: run.seconds)
+    return min(runs, key=lambda run: run.processor)
 
 
 def _bytes(folder: Path) -> int:
@@ -73,7 +73,7 @@ def _bytes(folder: Path) -> int:
 
 
 def _row(what: str, nbytes: int, of_all: int, run: Run | None) -> None:
-    times = (f"{run.seconds:.1f}", f"{run.megabytes:.0f} MB") if run else ("", "")
+    times = (f"{run.processor:.1f} s", f"{run.megabytes:.0f} MB") if run else ("", "")
     print(f"| {what} | {nbytes / 1e6:,.1f} MB | {nbytes / of_all:.1%} | {times[0]} | {times[1]} |")
 
 
