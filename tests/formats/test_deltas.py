@@ -217,6 +217,30 @@ def test_parts_and_plan_files_convert_a_base_with_deltas(steps):
         reshard.load_plan(steps / "plan", chain)
 
 
+@pytest.mark.parametrize("remote", ["base", "d1", "base d1 d2"])
+def test_base_deltas_and_result_may_lie_in_stores(remote, steps):
+    import fsspec
+
+    memory, root = fsspec.filesystem("memory"), f"deltas-{steps.name}-{remote.replace(' ', '-')}"
+    reshard.delta(steps / "step-100", steps / "step-200", steps / "d1")
+    reshard.delta(f"{steps}/step-100+{steps}/d1", steps / "step-300", steps / "d2", encoding="overwrite")
+    places = {"base": steps / "step-100", "d1": steps / "d1", "d2": steps / "d2"}
+    for name in remote.split():
+        for path in places[name].iterdir():
+            memory.pipe_file(f"/{root}/{name}/{path.name}", path.read_bytes())
+        places[name] = f"memory://{root}/{name}"
+    chain = "+".join(map(str, places.values()))
+    for out in (steps / "out", f"memory://{root}/out"):
+        reshard.convert(reshard.plan(chain, to="vllm", tp=2), out)
+        reshard.verify(out, steps / "step-300").raise_if_different()
+    for part in ("0/2", "1/2"):
+        reshard.convert_part(reshard.plan(chain, to="vllm", tp=2), f"memory://{root}/parts", part)
+    reshard.verify(f"memory://{root}/parts", steps / "step-300").raise_if_different()
+    with pytest.raises(reshard.CheckpointError, match="is not what the delta"):
+        reshard.apply(places["base"], places["d2"], f"memory://{root}/wrong", to="hf")
+    assert not memory.find(f"/{root}/wrong")
+
+
 @pytest.fixture
 def long_chain(tmp_path):
     """A base and two deltas, xor and overwrite, of tensors with 5 and 3 blocks; and what they make."""
