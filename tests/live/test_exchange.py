@@ -158,6 +158,42 @@ def test_a_stream_with_another_digest_or_given_up_is_refused():
         receive_stream(target, 0, staged.buffer, expected=6)
 
 
+def test_a_stream_of_changes_changes_what_the_staging_holds():
+    _, staged = staging()
+    source, target = pair()
+    before = torch.arange(12, dtype=torch.bfloat16)
+    after = before.clone()
+    after[[1, 4]] = 40
+    runs = [[(0, 6, 2, 12)], [(6, 6, 2, 12)]]
+    for new, held, sent in ((before, None, 2 * (8 + 12)), (after, before, 2 * (8 + 4 + 4)), (after, after, 2 * 8)):
+        writer = StreamWriter(source, 1, verify=True, changes=True)
+        for first, part in enumerate(runs):
+            rows = [None if each is None else each.view(4, 3)[first::2].reshape(-1).view(torch.uint8).numpy() for each in (new, held)]
+            writer.write(part, *rows)
+        writer.end()
+        assert receive_stream(target, 0, staged.buffer, expected=24, verify=True, changes=True) == 24
+        assert torch.equal(staged["a"], new.view(4, 3)) and writer.nbytes == sent and staged["b"].tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("part, place, value, what", [
+    (2, 0, 7, "claims 7 changes"),
+    (2, 7, 0xFF, "claims -72"),
+    (3, 0, 2, "do not hold 1 changes"),
+    (3, 4, 6, "lies outside its parcel"),
+    (1, 0, 120, "lie outside the staging"),
+])  # fmt: skip
+def test_changes_that_lie_are_refused(part, place, value, what):
+    """The mail of a message: head, runs, number of changes, changes."""
+    _, staged = staging()
+    source, target = pair()
+    writer = StreamWriter(source, 1, changes=True)
+    writer.write([(0, 12, 1, 0)], bytes([1, *bytes(11)]), bytes(12))
+    source._mail[0, 1][part].view(torch.uint8)[place] = value
+    with pytest.raises(RequestError, match=what):
+        receive_stream(target, 0, staged.buffer, expected=12, changes=True)
+    assert not staged["a"].any()
+
+
 def test_messages_travel_on_gloo():
     store = dist.HashStore()
     alone = TorchDistributed.join(store, 0, 1, seconds=10)

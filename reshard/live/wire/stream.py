@@ -61,19 +61,17 @@ class StreamWriter:
         import torch
 
         table = np.ascontiguousarray(runs, np.int64).reshape(-1, 4)
-        data = np.frombuffer(body, np.uint8)
+        data = _writeable(body)
         if not len(table) or not len(data):
             return
         assert len(table) <= MOST_RUNS and len(data) <= MOST_BYTES and int((table[:, 1] * table[:, 2]).sum()) == len(data)
         if self._digest is not None:
             self._digest.update(data.data)
-        if not data.flags.writeable:
-            data = data.copy()
         self._send(torch.tensor([len(table), len(data)], dtype=torch.int64))
         self._send(torch.from_numpy(table))
         parts: tuple[torch.Tensor | None, ...] = (torch.from_numpy(data),)
         if self._changes:
-            parts = encode(torch.from_numpy(data), None if held is None else torch.from_numpy(np.frombuffer(held, np.uint8)))
+            parts = encode(torch.from_numpy(data), None if held is None else torch.from_numpy(_writeable(held)))
         for part in parts:
             if part is not None:
                 self._send(part)
@@ -138,6 +136,12 @@ def receive_stream(
     if nbytes != expected:
         raise _refused(f"{nbytes:,} bytes arrived, and {expected:,} were announced")
     return nbytes
+
+
+def _writeable(data: Any) -> npt.NDArray[np.uint8]:
+    """Bytes as an array, of which torch makes a tensor."""
+    array = np.frombuffer(data, np.uint8)
+    return array if array.flags.writeable else array.copy()
 
 
 def _parts(staging: torch.Tensor, runs: npt.NDArray[np.int64], length: int) -> list[torch.Tensor]:
