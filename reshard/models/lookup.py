@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ def find_model(config: Mapping[str, Any] | None, architecture: Architecture | No
         return None
     declared = architecture or find_architecture(_meant(model_type_of(config) or "", config))
     if declared and (named := _named_parts(declared, config)):
-        declared = None if _undeclared(declared, named) else _find(declared.model_type, tuple(named.items()))
+        declared = None if _undeclared(declared, named) else _with_parts(declared, tuple(named.items()))
     return _model(declared, config) if declared else None
 
 
@@ -80,10 +80,17 @@ def _meant(model_type: str, config: Mapping[str, Any]) -> str:
     return next((other for other, when in declared.instead.items() if model.holds(when)), model_type)
 
 
+def _with_parts(declared: Architecture, named: tuple[tuple[str, str], ...]) -> Architecture | None:
+    """An architecture with the parts that a config names."""
+    if declared.declaration is None or declared.declared_in is None:
+        return _find(declared.model_type, named)
+    return _declared_by(declared.declaration.encode(), declared.declared_in, named)
+
+
 def _named_parts(declared: Architecture, config: Mapping[str, Any]) -> dict[str, str]:
-    """The key of an inner config -> the model type that it means, for the parts of a built-in model that the declaration leaves to it, and
-    that are not the usual ones."""
-    usual = declared.chosen if not declared.declared_in else {}
+    """The key of an inner config -> the model type that it means, for the parts that the declaration leaves to it, and that are not the
+    usual ones."""
+    usual = declared.chosen
     inner = {key: value_at(config, key.split(".")) for key in usual}
     named = {key: part.get("model_type") or usual[key] for key, part in inner.items() if isinstance(part, Mapping)}
     meant = {key: _meant(name, inner[key]) for key, name in named.items() if isinstance(name, str)}
@@ -191,9 +198,14 @@ def read_architecture(path: str | os.PathLike[str]) -> Architecture:
 
 def declared_by(content: bytes | None, where: str) -> Architecture | None:
     """The architecture that the content of a user's file declares; None without a content. Raises: as `read_architecture` does."""
-    if content is None:
-        return None
-    declared = replace(parse_declaration(content, where, find_declaration), declared_in=where, declaration=content.decode())
+    return None if content is None else _declared_by(content, where)
+
+
+@lru_cache(maxsize=16)
+def _declared_by(content: bytes, where: str, named: tuple[tuple[str, str], ...] = ()) -> Architecture:
+    """The architecture that the content of a user's file declares. named: as for `_find`."""
+    declared = parse_declaration(content, where, find_declaration, dict(named))
+    declared = replace(declared, declared_in=where, declaration=content.decode())
     built_in = None if declared.engines or declared.like else find_architecture(declared.model_type)
     return replace(declared, engines=built_in.engines, frameworks=built_in.frameworks) if built_in else declared
 

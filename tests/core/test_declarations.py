@@ -1001,3 +1001,13 @@ def test_a_sum_of_primes_names_dimensions_and_a_set(wrong, message):
 def test_pieces_are_counted_by_a_dimension():
     with pytest.raises(RequestError, match="no dimension is called 'many'"):
         declared(PRIMES.replace("piece_{parts}", "piece_{many}"))
+
+
+def test_the_config_chooses_the_parts_of_a_declaration_of_the_user(tmp_path):
+    (tmp_path / "my.yaml").write_text("language: 2\nmodel_type: mine\nextends: llava\n")
+    mine = read_architecture(tmp_path / "my.yaml")
+    config = {"model_type": "mine", "text_config": {**CONFIG, "model_type": "qwen3"}, "vision_config": {"model_type": "pixtral"}}
+    model = find_model(config, mine)
+    assert "vision_tower.patch_conv.weight" in model.weights and model is find_model(config, mine)
+    assert any("q_norm" in name for name in model.weights) and model.architecture.declared_in == mine.declared_in
+    assert not any("q_norm" in name for name in find_model({**config, "text_config": CONFIG}, mine).weights)

@@ -49,6 +49,7 @@ ABSENT = {
             "keye",
             "keyevl1_5",
             "kimi_vl",
+            "minicpmo",
             "minicpmv",
             "opencua",
             "skywork_chat",
