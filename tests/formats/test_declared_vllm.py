@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from helpers.fixture_places import FIXTURES, ranks, rules_of
 from helpers.rank_contents import canonical_weights, described, laid_out, our_value, published_shapes, sizes_of, value_in_vllm
+from helpers.reshard_command import reshard as command
 
 import reshard
 from reshard.canonical.content import Selection
@@ -86,8 +87,9 @@ def test_every_rank_of_a_declared_model_holds_what_real_vllm_holds(name, tmp_pat
     assert not different, "fixtures/vllm_declared/make.py --details shows every tensor of vLLM's ranks"
     named_weights.write(tmp_path / "model", reference["config"], shapes, reference.get("zeros"), types)
     exclude = weights_without_slot(model, rules_of("vllm", model))
-    states = written(tmp_path / "model", {"tp": 2, "exclude": exclude}, tmp_path / "out")
-    assert list(map(digest_of, states)) == list(map(digest_of, laid_out(model, weights, {"tp": 2}, our_value, types)))
+    tp = 2 if "tp2" in reference["degrees"] else 4  # what was quantized on four ranks goes to four ranks
+    states = written(tmp_path / "model", {"tp": tp, "exclude": exclude}, tmp_path / "out")
+    assert list(map(digest_of, states)) == list(map(digest_of, laid_out(model, weights, {"tp": tp}, our_value, types)))
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,7 @@ def test_every_rank_of_a_declared_model_holds_what_real_vllm_holds(name, tmp_pat
     [
         *("gemma3n_text", "gemma4-experts", "minimax_m3_vl", "mimo_v2_flash", "internvl-qwen3_moe"),
         *("deepseek_v4", "deepseek_v4-published", "bailing_hybrid", "bailing_hybrid-3"),
+        *("kimi_k3", "kimi_k3-published", "mimo_v2", "mimo_v2-published"),
     ],
 )
 def test_files_with_names_of_their_own_are_read_back(name, tmp_path):
@@ -180,6 +183,56 @@ def test_packed_experts_that_a_kernel_rounds_up_are_refused(sizes):
         rules_of("vllm", model)
 
 
+@pytest.mark.parametrize("sizes", [{"routed_expert_hidden_size": 384}, {"moe_intermediate_size": 192}])
+def test_the_experts_of_kimi_k3_are_measured_by_the_width_that_they_have(sizes):
+    config = json.loads(REFERENCES["kimi_k3-published"].read_text())["config"]
+    model = find_model({**config, "text_config": {**config["text_config"], **sizes}})
+    with pytest.raises(UnsupportedError, match="their input is a multiple of 256, and a rank's part of them of 128"):
+        rules_of("vllm", model)
+
+
+def test_rows_of_padding_that_a_checkpoint_stores_are_left_out_with_a_note(tmp_path):
+    """Kimi K3 is published with 128 rows of A_log for 96 heads. Real ranks of vLLM hold the same of both forms."""
+    reference = json.loads(REFERENCES["kimi_k3"].read_text())
+    shapes = {weight.name: weight.shape for weight in find_model(reference["config"]).weights.values() if not weight.optional}
+    padded = {name: (24,) if name.endswith("A_log") else shape for name, shape in shapes.items()}
+    for folder, stored in (("own", shapes), ("padded", padded)):
+        named_weights.write(tmp_path / folder, reference["config"], stored)
+    result = reshard.convert(reshard.plan(tmp_path / "padded", to="vllm", tp=2), tmp_path / "served")
+    assert [digest_of(state) for state in ranks(tmp_path / "served").values()] == [
+        digest_of(state) for state in written(tmp_path / "own", {"tp": 2}, tmp_path / "served-own")
+    ]
+    assert any("A_log has 24 rows, of which the last 8 are padding and left out; 1 more tensors alike" in note for note in result.notes)
+    reshard.convert(reshard.plan(tmp_path / "padded", to="dcp"), tmp_path / "trained")
+    reshard.verify(tmp_path / "own", tmp_path / "trained").raise_if_different()
+
+
+def test_rows_that_a_class_adds_to_a_fused_weight_are_zeros(tmp_path):
+    """in_proj_qkvgfab of Kimi K3 has 404 rows of its parts at TP 2, and 416 in vLLM."""
+    reference = json.loads(REFERENCES["kimi_k3"].read_text())
+    model = find_model(reference["config"])
+    shapes = {weight.name: weight.shape for weight in model.weights.values() if not weight.optional}
+    named_weights.write(tmp_path / "model", reference["config"], shapes)
+    plan = reshard.plan(tmp_path / "model", to="vllm", tp=2)
+    fused = next(tensor for file in plan.layout.files for tensor in file.tensors if "layers.0.self_attn.in_proj" in tensor.tensor.name)
+    assert (fused.tensor.shape, fused.tensor.filled) == ((416, 64), 12 * 64)
+
+
+def test_weights_that_were_quantized_rank_by_rank_go_to_as_many_ranks(tmp_path):
+    """vLLM quantizes the q, k and v of MiMo-V2.5 again for any other number of ranks, and no other order of their rows has these scales."""
+    reference = json.loads(REFERENCES["mimo_v2-published"].read_text())
+    model = find_model(reference["config"])
+    check_degrees(model, rules_of("vllm", model), Parallel(4))
+    with pytest.raises(RequestError, match="2 ranks cannot share its 4 runs of rows") as refused:
+        check_degrees(model, rules_of("vllm", model), Parallel(2))
+    assert "Legal tensor-parallel sizes are 4." in str(refused.value)
+    shapes = {weight.name: weight.shape for weight in model.weights.values() if not weight.optional}
+    assert shapes["model.layers.0.self_attn.qkv_proj.weight_scale_inv"] == (4 * 6, 2), "5.5 blocks for each of 4 ranks"
+    named_weights.write(tmp_path / "model", reference["config"], shapes, types=reference["types"])
+    with pytest.raises(UnsupportedError, match="its rows in another order"):
+        reshard.plan(tmp_path / "model", to="hf", dequantize=True)
+
+
 @pytest.mark.parametrize("name", ["paddleocr_vl", "idefics3", "minicpmv4_6", "glm4v", "llama4"])
 def test_a_side_of_an_image_that_is_no_multiple_of_the_patch_is_rounded_down(name):
     """As in transformers and vLLM: SigLIP's images of 384 pixels have 27 patches of 14 on a side."""
@@ -261,6 +314,15 @@ def test_a_head_that_the_outer_config_alone_ties_is_the_embedding_if_none_is_sto
     assert len(state.keys() & {head, table}) == 1, "a tied table is stored once"
     reshard.convert(reshard.plan(tmp_path / "vllm", to="hf", dtype="bf16"), tmp_path / "back")
     assert reshard.verify(tmp_path / "hf", tmp_path / "back").equal
+
+
+@pytest.mark.parametrize("name", ["kimi_k3", "bailing_hybrid", "deepseek_v4", "mamba2", "falcon_mamba"])
+def test_a_model_without_kv_heads_is_inspected(name, tmp_path):
+    reference = json.loads(REFERENCES[name].read_text())
+    shapes = {weight.name: weight.shape for weight in find_model(reference["config"]).weights.values() if not weight.optional}
+    named_weights.write(tmp_path / "model", reference["config"], shapes, types=reference.get("types", {}))
+    shown = command("inspect", tmp_path / "model")
+    assert (shown.code, shown.err) == (0, "") and "heads, vocabulary" in shown.out
 
 
 def test_an_element_type_can_be_that_of_the_model(tmp_path):

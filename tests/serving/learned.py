@@ -37,6 +37,7 @@ from tiny_models import TYPES  # noqa: E402
 from reshard.geometry.meshes import Parallel  # noqa: E402
 from reshard.models.lookup import built_in_model_types, find_architecture, find_model  # noqa: E402
 from reshard.models.model import Model  # noqa: E402
+from reshard.models.quantization import quantization_settings  # noqa: E402
 from reshard.serving.learned.learn import LearnedLayout, learned_layout, traced_rank  # noqa: E402
 from reshard.verbs.look.learn import config_of, tracer_of, write_layout  # noqa: E402
 
@@ -99,7 +100,7 @@ def declared(python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
         reference = json.loads(path.read_text())
         degrees = [sizes_of(degree) for degree, ranks in reference["degrees"].items() if isinstance(ranks, list)]
         # vLLM has kernels for experts in MXFP4 on GPUs alone, and its loader asks for one.
-        if degrees and "quantization_config" not in reference["config"]:
+        if degrees and not quantization_settings(reference["config"]):
             models[path.stem], cases[path.stem] = reference["config"], degrees if LONG else [{"tp": 2}]
             zeros[path.stem], types[path.stem] = reference.get("zeros"), reference.get("types", {})
     missing = sorted(set(built_in_model_types()) - {name.partition("-")[0] for name in models} - UNTRACED.keys())

@@ -215,6 +215,7 @@ def _placed(tower: Architecture, key: str, name: str, node: Node) -> Architectur
         dropped={escaped[1] + pattern.removeprefix(escaped[0]): reason for pattern, reason in tower.dropped.items()},
         carried={escaped[1] + pattern.removeprefix(escaped[0]): reason for pattern, reason in tower.carried.items()},
         defaults={_whole_key(key, inner): setting for inner, setting in tower.defaults.items()},
+        layer_sets={each: replace(rule, indices=_whole_key(key, rule.indices)) for each, rule in tower.layer_sets.items() if rule.indices},
     )
 
 

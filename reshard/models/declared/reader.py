@@ -40,7 +40,7 @@ KEYS = (
     "weights", "tied", "sparse_layers", "layer_sets", "mtp_layers", "dropped", "carried", "defaults", "vocabulary_multiple",
     "quantized_as", "engines", "frameworks",
 )  # fmt: skip
-TOWER_KEYS = ("language", "tower", "extends", "without", "dimensions", "weights", "dropped", "carried", "defaults", "engines")
+TOWER_KEYS = ("language", "tower", "extends", "without", "dimensions", "weights", "layer_sets", "dropped", "carried", "defaults", "engines")
 
 
 def parse_declaration(content: bytes, where: str, find: Find, named: Named | None = None) -> Architecture:
@@ -257,11 +257,13 @@ def _fields(keys: Mapping[str, Node], parts: Composition, declared: Callable[[No
         fields[key] = {pattern: reason for part in inherited for pattern, reason in getattr(part, key).items()} | reasons
     if "sparse_layers" in keys:
         fields["sparse_layers"] = _layer_rule(keys["sparse_layers"])
+    fields["layer_sets"] = {name: rule for part in inherited for name, rule in part.layer_sets.items()}
     if "layer_sets" in keys:
-        sets = {name: _layer_rule(node) for name, node in keys["layer_sets"].mapping().items()}
+        rule_of = _rule_of_blocks if "tower" in keys else _layer_rule
+        sets = {name: rule_of(node) for name, node in keys["layer_sets"].mapping().items()}
         if strange := next((name for name in sets if name in LAYER_SETS or not re.fullmatch(r"[a-z_][a-z0-9_]*", name)), None):
             raise keys["layer_sets"].error(f"a set of layers cannot be called {strange!r}", do="Name it by another word in lower case")
-        fields["layer_sets"] = {**(base.layer_sets if base else {}), **sets}
+        fields["layer_sets"] |= sets
     if "text_config" in keys or parts.text_config:
         fields["text_config"] = keys["text_config"].config_key() if "text_config" in keys else parts.text_config
     if "instead" in keys:
@@ -321,6 +323,14 @@ def _layer_rule(node: Node) -> LayerRule:
         indices_start=keys["indices_start"].number(0) if "indices_start" in keys else 0,
         **config_keys,
     )
+
+
+def _rule_of_blocks(node: Node) -> LayerRule:
+    """Which blocks of a tower are in a set: those that a list of its config names."""
+    keys = node.mapping(("indices",))
+    if not keys:
+        raise node.error("it names no list of the config", do="Write {indices: KEY}")
+    return LayerRule(indices=keys["indices"].config_key())
 
 
 def _entry(node: Node) -> str | int:
