@@ -272,8 +272,8 @@ class EngineRank:
             return
         if is_codes and first.expert is not None and self.rules.zero_expert_biases:
             module = tensor.name.removesuffix(first.parameter)
-            shape = (tensor.shape[0], tensor.shape[-1])
-            yield constant(self._renamed(f"{module}bias", layer), compute_dtype, shape, compute_dtype.encoded(0.0))
+            biases = (tensor.shape[0], tensor.shape[-1])
+            yield constant(self._renamed(f"{module}bias", layer), compute_dtype, biases, compute_dtype.encoded(0.0))
         parent = first.pattern.rsplit(".", 2)[0]
         for extra in self.rules.extra_tensors:
             if extra.role == first.role:
