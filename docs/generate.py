@@ -225,7 +225,8 @@ def models() -> str:
             "vLLM, with its own class and loader. Every key, shape, element type and bit of every rank is what `convert --to vllm` "
             "writes, at the degrees below; degrees that vLLM refuses are refused. TP is the number of tensor-parallel ranks, PP that of "
             "stages, EP that of ranks with whole experts. *Made from published names*: transformers does not know the model, "
-            "and the small one has the names and shapes of published checkpoints. *Source of the class only*: vLLM's CPU build does not "
+            "and the small one has the names and shapes of published checkpoints. Where a class has the sizes of its tower in its "
+            "code, it was given smaller ones. *Source of the class only*: vLLM's CPU build does not "
             "load such a model. The last column names other engines whose files were "
             "compared. Of [values that vLLM computes](../architectures.md#values-that-an-engine-computes), the last bit depends on its "
             "platform.",

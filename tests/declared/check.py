@@ -40,6 +40,9 @@ ABSENT = {
     ),
     **dict.fromkeys(
         (
+            "deepseek_ocr",
+            "deepseek_vl_v2",
+            "deepseekocr",
             "dots_ocr",
             "eagle2_5_vl",
             "h2ovl_chat",
@@ -51,6 +54,7 @@ ABSENT = {
             "kimi_vl",
             "minicpmo",
             "minicpmv",
+            "molmo",
             "opencua",
             "skywork_chat",
             "ultravox",
@@ -59,6 +63,7 @@ ABSENT = {
     ),
     **dict.fromkeys(("refinedweb", "refinedwebmodel"), "falcon's first code came with the checkpoint"),
     "glm5_next_text": "transformers has its language model only inside glm5_next",
+    "deepseek_ocr2": "transformers' class is for files of other names and another config (DeepSeek-OCR-2-hf)",
     "mistral_large_3": "published under Mistral's own names",
     "step3p5": "transformers has its language model only inside step3p7",
 }
@@ -122,6 +127,7 @@ LISTED = {
     ("minicpmv4_7", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("minimax_m3_vl", "tie_word_embeddings reversed"): _OUTER,
     ("mistral3", ".*"): _OUTER,
+    ("molmo2", ".*"): "transformers saves the two tables of tokens as equal halves, and widths of the tower are those of the adapter there",
     ("nemotron_h", "defaults"): "configs with experts give their number; 8 would count as experts of models without any",
     ("olmo_hybrid", ".*"): "transformers saves the convolution in equal thirds, and a norm of some layers under its name in others",
     ("paddleocr_vl", "tie_word_embeddings reversed|all of these reversed"): "read again, the config ties: the class heeds text_config",

@@ -96,7 +96,7 @@ def test_every_rank_of_a_declared_model_holds_what_real_vllm_holds(name, tmp_pat
     "name",
     [
         *("gemma3n_text", "gemma4-experts", "minimax_m3_vl", "mimo_v2_flash", "internvl-qwen3_moe"),
-        *("deepseek_v4", "deepseek_v4-published", "bailing_hybrid", "bailing_hybrid-3"),
+        *("deepseek_v4", "deepseek_v4-published", "bailing_hybrid", "bailing_hybrid-3", "deepseek_ocr2", "deepseek_vl_v2", "molmo"),
         *("kimi_k3", "kimi_k3-published", "mimo_v2", "mimo_v2-published"),
     ],
 )

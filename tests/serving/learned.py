@@ -54,7 +54,11 @@ if LONG:
         *("phi", "cohere2", "exaone4", "stablelm", "starcoder2", "seed_oss", "llama4_text", "minimax_m2", "granitemoe", "bloom"),
     )
 WITHOUT_DECLARATION = "ministral"
-UNTRACED = {"isaac": "its class asks for the tokenizer that was published with it"}
+UNTRACED = {
+    "isaac": "its class asks for the tokenizer that was published with it",
+    **dict.fromkeys(("deepseek_ocr", "deepseek_ocr2", "deepseek_vl_v2", "molmo"), "the sizes of its tower are those of its class"),
+    **dict.fromkeys(("molmo2", "step3p7"), "its config is read by code of the checkpoint"),
+}
 # vLLM's own class fails where ranks share two KV heads.
 TWO_SIZES = ("gpt_oss",)
 Sizes = dict[str, int]
@@ -99,8 +103,9 @@ def declared(python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
     for path in sorted((FIXTURES / "vllm_declared").glob("*.json")):
         reference = json.loads(path.read_text())
         degrees = [sizes_of(degree) for degree, ranks in reference["degrees"].items() if isinstance(ranks, list)]
-        # vLLM has kernels for experts in MXFP4 on GPUs alone, and its loader asks for one.
-        if degrees and not quantization_settings(reference["config"]):
+        # vLLM has kernels for experts in MXFP4 on GPUs alone, and its loader asks for one. Classes whose sizes are written in their code
+        # are too large to be compared element by element, and some configs are read by code of the checkpoint.
+        if degrees and not quantization_settings(reference["config"]) and not reference.keys() & {"class_sizes", "config_class"}:
             models[path.stem], cases[path.stem] = reference["config"], degrees if LONG else [{"tp": 2}]
             zeros[path.stem], types[path.stem] = reference.get("zeros"), reference.get("types", {})
     missing = sorted(set(built_in_model_types()) - {name.partition("-")[0] for name in models} - UNTRACED.keys())

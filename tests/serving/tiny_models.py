@@ -125,6 +125,8 @@ OWN: dict[str, dict[str, object]] = {
         "num_key_value_heads": 2, "num_experts": 8, "moe_intermediate_size": 32}}},
     "longcat_flash": {"num_layers": 2, "ffn_hidden_size": 96, "zero_expert_num": 2},
     "zamba2": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2, "layer_types": ["mamba", "mamba", "hybrid"] * 2},
+    "molmo2_config": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "molmo2_vision": {"head_dim": 8, "num_key_value_heads": 4},
     "exaone_moe": {"layer_types": SLIDING, "is_moe_layer": [False, True, True, True], "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
 }  # fmt: skip
 # Keys that published configs have, that vLLM's classes read, and that transformers leaves out.
@@ -189,9 +191,13 @@ def config_of(model_type: str):
     own = OWN.get(model_type, {})
     if getattr(defaults, "vision_config", None) is not None and getattr(defaults, "text_config", None) is not None:
         text = {"model_type": defaults.text_config.model_type, **_small(defaults.text_config, OWN.get(f"{model_type}_text", own))}
-        vision = {key: value for key, value in VISION.items() if key in defaults.vision_config.to_dict() and value is not None}
+        known = defaults.vision_config.to_dict()
+        vision = {key: value for key, value in VISION.items() if key in known and value is not None}
+        if isinstance(known.get("image_size"), list):
+            vision["image_size"] = [VISION["image_size"]] * 2
+        vision |= OWN.get(f"{model_type}_vision", {})
         ids = {key: 10 + number for number, key in enumerate(sorted(defaults.to_dict())) if key.endswith(("token_id", "token_index"))}
-        return kind(text_config=text, vision_config=vision, **ids)
+        return kind(text_config=text, vision_config=vision, **ids, **OWN.get(f"{model_type}_config", {}))
     return kind(**_small(defaults, own))
 
 
