@@ -342,8 +342,8 @@ class Architecture:
                 declared.insert(1 + _predecessor(weight.name, names, present, kept), weight)
                 replaced.add(weight.name)
         declared = [weight for weight in declared if id(weight) not in removed]
-        own = {"like": None, "instead": {}, "engines": {}, "frameworks": {}, "class_name": None, "declared_in": None, "declaration": None}
-        fields = {**own, **fields}
+        none = dict.fromkeys(("like", "class_name", "declared_in", "declaration"))
+        fields = {**none, "instead": {}, "engines": {}, "frameworks": {}, **fields}
         return replace(self, model_type=model_type, weights=tuple(declared), dimensions={**self.dimensions, **(dimensions or {})}, **fields)
 
 
