@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.errors import MOST_NAMES
 from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
 
@@ -41,7 +42,7 @@ def show_run(run: str, steps: Sequence[Step]) -> None:
 
 
 def show_list(run: str, steps: Sequence[Step], *, on_stderr: bool = False) -> None:
-    """A table of the checkpoints of a folder."""
+    """A table of the checkpoints of a folder. Why some are incomplete stands below it, where a narrow terminal shows it, too."""
     done, numbers = sum(step.complete for step in steps), {step.number for step in steps if step.number is not None}
     of_steps = f" of {plural(len(numbers), 'step')}" if numbers else ""
     show(f"{run}: {plural(len(steps), 'checkpoint')}{of_steps}, {done:,} complete", on_stderr=on_stderr)
@@ -49,18 +50,29 @@ def show_list(run: str, steps: Sequence[Step], *, on_stderr: bool = False) -> No
     rows = [
         (
             *(("-" if step.number is None else str(step.number),) if numbers else ()),
-            step.path[len(run) :].strip("/"),
+            _folder(run, step),
             step.format or "-",
             nbytes_text(step.nbytes),
             "-" if step.age is None else age_text(step.age),
             "complete" if step.complete else "incomplete",
-            step.completeness.reason,
+            step.completeness.reason if step.complete else "",
         )
         for step in steps
     ]
     headings = (*(("step",) if numbers else ()), "folder", "format", "bytes", "age", "", "because")
     last = len(headings) - 1
     show_table(rows, headings, optional=(last, last - 2, last - 3), on_stderr=on_stderr)
+    incomplete = [step for step in steps if not step.complete]
+    if incomplete:
+        show(on_stderr=on_stderr)
+    for step in incomplete[:MOST_NAMES]:
+        show(f"  note  {_folder(run, step)}: {step.completeness.reason}", on_stderr=on_stderr)
+    if len(incomplete) > MOST_NAMES:
+        show(f"  note  {len(incomplete) - MOST_NAMES:,} more are incomplete", on_stderr=on_stderr)
+
+
+def _folder(run: str, step: Step) -> str:
+    return step.path[len(run) :].strip("/")
 
 
 def run_step(step: Step) -> dict[str, Any]:

@@ -130,7 +130,7 @@ LOST = [
 
 
 @pytest.mark.parametrize(("source", "folder", "tracker", "lost", "words"), LOST, ids=[row[1] for row in LOST])
-def test_a_file_that_was_lost_after_the_save_is_named(tmp_path, source, folder, tracker, lost, words):
+def test_a_file_that_was_lost_after_the_save_is_named(tmp_path, monkeypatch, source, folder, tracker, lost, words):
     for step in (100, 200, 300):
         copy(source, tmp_path / folder.format(step), seconds=1000)
     if tracker[0]:
@@ -139,8 +139,10 @@ def test_a_file_that_was_lost_after_the_save_is_named(tmp_path, source, folder, 
     (path,) = (tmp_path / folder.format(200)).glob(lost)
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     out = reshard("inspect", tmp_path).out
-    (row,) = [line for line in out.splitlines() if "  incomplete  " in line]
-    assert "3 checkpoints of 3 steps, 2 complete" in out and folder.format(200) in row and words in row, out
+    row, note = (line for line in out.splitlines() if line.endswith("  incomplete") or line.startswith("  note  "))
+    assert "3 checkpoints of 3 steps, 2 complete" in out and folder.format(200) in row and words in note, out
+    monkeypatch.setenv("COLUMNS", "80")
+    assert words in " ".join(reshard("inspect", tmp_path).out.split()), "a narrow terminal has no room for the column, and says it, too"
     reason = reshard("inspect", tmp_path, "--json").document["steps"][1]["reason"]
     assert words in reason and str(tmp_path) not in reason
 
