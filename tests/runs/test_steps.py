@@ -147,6 +147,18 @@ def test_a_file_that_was_lost_after_the_save_is_named(tmp_path, monkeypatch, sou
     assert words in reason and str(tmp_path) not in reason
 
 
+def test_names_that_count_their_files_tell_what_the_only_step_has_lost(tmp_path):
+    for part in ("actor", "critic"):
+        copy(VERL, tmp_path / "rl" / "global_step_7" / part, seconds=1000)
+    copy(HF / "llama-sharded", tmp_path / "sft" / "checkpoint-9", seconds=1000)
+    lost = ("rl/global_step_7/critic/model_world_size_5_rank_4.pt", "sft/checkpoint-9/model-00003-of-00003.safetensors")
+    for path in lost:
+        (tmp_path / path).unlink()
+    listed = reshard("inspect", tmp_path, "--json").document["steps"]
+    assert [each["complete"] for each in listed] == [True, False, False]
+    assert all(path.rpartition("/")[2] in each["reason"] for path, each in zip(lost, listed[1:], strict=True))
+
+
 def test_the_newest_step_is_chosen_even_if_it_has_lost_a_file(tmp_path):
     """To convert the step before it in silence would be worse than an error."""
     for step in (1, 2):
