@@ -69,10 +69,15 @@ def command(places: tuple[str, ...], run: str | None, encoding: Any, cast: bool,
         show_events(reshard.watch(run, into=into, delta=True, once=True, encoding=encoding, **of_run), as_json=as_json)
         return
     base, new, target = places
+    from reshard.requests.choice import SeveralCheckpoints
     from reshard.requests.opening import open_both
 
     about_model = options.take(given, ModelOptions)
-    a, b = open_both(base, new, **about_model)
+    try:
+        a, b = open_both(base, new, **about_model)
+    except SeveralCheckpoints as error:  # BASE and NEW are often two steps of one run, so no option chooses one
+        error.do = f"Give the path of one, such as {error.steps[-1].path}; --of RUN keeps all"
+        raise
     with working("delta", weight_bytes(b), given) as effort:
         found = reshard.delta(a, b, target, encoding=encoding, cast=cast, **effort)
     if as_json:

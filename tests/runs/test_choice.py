@@ -93,6 +93,13 @@ def test_a_command_with_step_has_an_argument_in_which_it_chooses():
             assert any(isinstance(param.type, place) for param in params), f"{name} takes --step and does not use it"
 
 
+def test_delta_asks_for_the_paths_of_two_steps(tmp_path):
+    run = trainer(tmp_path)
+    done = reshard("delta", run, HF / "llama", tmp_path / "out")
+    assert done.code == 2 and f"Give the path of one, such as {run}/checkpoint-200; --of RUN keeps all." in done.err, done.err
+    assert "2 checkpoints of 2 steps" in done.err and "--step" not in done.err
+
+
 def test_push_chooses_too(tmp_path):
     done = reshard("push", trainer(tmp_path), "http://127.0.0.1:9", "--step", "7")
     assert "--step 7: there is no such step. Steps: 200, 100; or --step latest" in done.err
