@@ -3,6 +3,7 @@ model is asked in tests/serving."""
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -321,7 +322,9 @@ sys.exit(run(["verify", *sys.argv[1:]]))
 def test_a_server_that_lies_is_refused_in_one_sentence_within_its_limits(name):
     """In a process of its own, whose address space is limited."""
     with lying(name) as (address, sent):
-        found = subprocess.run([sys.executable, "-c", ASKS, HF / "llama", address], capture_output=True, text=True, timeout=60)
+        words = [sys.executable, "-c", ASKS, HF / "llama", address]
+        # The environment is given as a whole: GNU readline, which pytest loads, puts COLUMNS where os.environ does not see it.
+        found = subprocess.run(words, capture_output=True, text=True, timeout=60, env=dict(os.environ))
     assert found.returncode in (3, 5) and found.stderr.count("\n") == 1 and "Traceback" not in found.stderr, found.stderr
     assert sum(sent) < 210 << 20
 
