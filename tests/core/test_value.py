@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import pickle
 from dataclasses import field
 
@@ -61,6 +62,27 @@ def test_it_does_what_the_standard_library_does(decorator, options):
     assert hasattr(ours(1), "__dict__") == hasattr(theirs(1), "__dict__")
     assert [each.name for each in dataclasses.fields(ours)] == ["x", "y", "note"]
     assert dataclasses.asdict(dataclasses.replace(ours(1), x=2)) == {"x": 2, "y": (), "note": ""}
+
+
+@pytest.mark.parametrize("decorator", [value, dataclasses.dataclass(frozen=True, slots=True)])
+def test_it_is_made_as_by_the_standard_library(decorator):
+    @decorator
+    class Range:
+        start: int
+        stop: int = 9
+        marks: list[int] = field(default_factory=list)
+
+        def __post_init__(self):
+            if self.stop < self.start:
+                raise ValueError(f"{self.stop} < {self.start}")
+
+    assert [dataclasses.astuple(Range(*given)) for given in ((1,), (1, 2), (1, 2, [3]))] == [(1, 9, []), (1, 2, []), (1, 2, [3])]
+    assert Range(1).marks is not Range(1).marks and Range(stop=3, start=2).stop == 3
+    assert list(inspect.signature(Range).parameters) == ["start", "stop", "marks"] and Range.__init__.__annotations__["start"] is int
+    with pytest.raises(ValueError, match="0 < 1"):
+        Range(1, 0)
+    with pytest.raises(TypeError, match=r"Range.__init__\(\) missing 1 required positional argument: 'start'"):
+        Range()
 
 
 def test_methods_of_the_class_itself_are_kept():

@@ -243,12 +243,12 @@ def test_base_deltas_and_result_may_lie_in_stores(remote, steps):
 
 @pytest.fixture
 def long_chain(tmp_path):
-    """A base and two deltas, xor and overwrite, of tensors with 5 and 3 blocks; and what they make."""
+    """A base and four deltas, xor, xor, overwrite and xor, of tensors with 5 and 3 blocks; and what they make."""
     random = np.random.default_rng(1)
     forms = {"a.weight": ("BF16", (4100, 2050), 2), "b.weight": ("F32", (1500, 3000), 4)}
     stored = {name: (dtype, shape, random.bytes(int(np.prod(shape)) * size)) for name, (dtype, shape, size) in forms.items()}
     paths = [folder_of(tmp_path / "base", stored)]
-    for version, (encoding, share) in enumerate([("xor", 0.01), ("overwrite", 0.2)]):
+    for version, (encoding, share) in enumerate([("xor", 0.01), ("xor", 0.01), ("overwrite", 0.2), ("xor", 0.01)]):
         old, stored = stored, changed(stored, share, version)
         write_delta(tmp_path / f"d{version}", old, stored, encoding, "adler32", version + 1, version)
         paths.append(tmp_path / f"d{version}")
@@ -274,6 +274,7 @@ def test_workers_may_read_in_any_order(long_chain, kept, monkeypatch):
     checkpoint = reshard.open(paths[0], deltas=paths[1:])
     random = np.random.default_rng(2)
     for tensor in checkpoint.index.tensors:
+        assert len(patches.OpenPatches(checkpoint.files).steps(tensor)) == 3  # two xor deltas in a row are one step
         shared, whole = (
             SharedPatches(checkpoint.files, 3),
             np.frombuffer(stored[tensor.name][2], tensor.dtype.word).reshape(tensor.shape),
