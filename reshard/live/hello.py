@@ -59,7 +59,7 @@ class Hello:
     """Tensors that the engine computes itself."""
     is_open: bool
     """Whether an update has begun and has not been finished."""
-    holds: str
+    holds: str = ""
     """The fingerprint of the weights that its staging still holds, of an update that was installed; empty: it holds none."""
 
     @staticmethod
