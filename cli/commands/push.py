@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     "--changes",
     section=options.TARGET,
     is_flag=True,
-    help="Send only what changed since the base of a chain of deltas, if the servers hold it. They keep what they get for the next push.",
+    help="Send what changed since the base of a chain of deltas; the servers keep a copy for the next push.",
 )
 @options.option("--since", section=options.TARGET, metavar="CKPT", help="Likewise, since this checkpoint, which was pushed before.")
 @options.format_name
