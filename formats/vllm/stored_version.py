@@ -41,10 +41,12 @@ def stored_rules(model: Model, parallel: Parallel, headers: RankHeaders) -> tupl
 def _stored_layers_per_stage(headers: RankHeaders, model: Model, pp: int) -> tuple[int, ...]:
     """The number of layers that the keys of each stage name.
 
-    A layer's number follows the word `layers` or `h`, or the word before it in the model's own names.
+    A layer's number follows the word `layers` or `h`, or the word before it in the model's own names or in vLLM's.
     """
     layers = model.dimensions["layers"]
-    words = {"layers", "h", *re.findall(r"(\w+)\.\{layer\}", " ".join(weight.name for weight in model.architecture.weights))}
+    fronts = {weight.name.partition("{layer}")[0] + "{layer}" for weight in model.architecture.weights}
+    names = [*fronts, *(rules.renamed(front) for rules in all_rules(model).values() for front in fronts)]
+    words = {"layers", "h", *re.findall(r"(\w+)\.\{layer\}", " ".join(names))}
     quirks = model.quirks_of("vllm")
     lists = {f"{module}.": sorted(model.layer_sets[of]) for of, module in (quirks.layer_lists if quirks else {}).items()}
     words |= {module.split(".")[-2] for module in lists}

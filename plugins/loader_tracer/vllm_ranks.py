@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -24,6 +25,8 @@ ENVIRONMENT = {
 }
 # The rows of a table of rotary positions. Those of towers have fewer: they count the patches of an image.
 MOST_POSITIONS = 8192
+# The classes of a model that ask for kernels when they are built. Importing them takes half a second, so only the model itself does.
+QWEN4_EXP = "vllm.models.qwen4_exp.nvidia"
 # Of image processing, and of the languages in which kernels for GPUs are written.
 STAND_INS = ("torchvision", "cutlass", "cuda")
 
@@ -185,8 +188,9 @@ def without_kernels(softened: list[str]) -> Softening:
     soften("torch.cuda", "Stream", lambda *_, **__: NoKernel())
     soften("torch.cuda", "Event", lambda *_, **__: NoKernel())
     soften("torch.nn", "Module.to", _in_dtype)
-    soften("vllm.models.qwen4_exp.nvidia.ngram_embedding", "Qwen4ExpPLEPinnedHostEmbedding", _table_on_device)
-    soften("vllm.models.qwen4_exp.nvidia.qsa", "Qwen4ExpQSAFlashAttentionImpl", NoKernel)
+    if f"{QWEN4_EXP}.model" in sys.modules:
+        soften(f"{QWEN4_EXP}.ngram_embedding", "Qwen4ExpPLEPinnedHostEmbedding", _table_on_device)
+        soften(f"{QWEN4_EXP}.qsa", "Qwen4ExpQSAFlashAttentionImpl", NoKernel)
     config: Any = importlib.import_module(f"{moe}.config")
     # Experts without a gate are asserted to be on a GPU.
     softening.replace(config, "current_platform", _WithGpuAssertions(config.current_platform))

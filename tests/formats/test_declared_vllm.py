@@ -98,6 +98,7 @@ def test_every_rank_of_a_declared_model_holds_what_real_vllm_holds(name, tmp_pat
         *("gemma3n_text", "gemma4-experts", "minimax_m3_vl", "mimo_v2_flash", "internvl-qwen3_moe"),
         *("deepseek_v4", "deepseek_v4-published", "bailing_hybrid", "bailing_hybrid-3", "deepseek_ocr2", "deepseek_vl_v2", "molmo"),
         *("kimi_k3", "kimi_k3-published", "mimo_v2", "mimo_v2-published"),
+        *("glm5_next", "qwen4_exp"),
     ],
 )
 def test_files_with_names_of_their_own_are_read_back(name, tmp_path):
@@ -231,6 +232,20 @@ def test_weights_that_were_quantized_rank_by_rank_go_to_as_many_ranks(tmp_path):
     named_weights.write(tmp_path / "model", reference["config"], shapes, types=reference["types"])
     with pytest.raises(UnsupportedError, match="its rows in another order"):
         reshard.plan(tmp_path / "model", to="hf", dequantize=True)
+
+
+def test_rows_that_a_class_leaves_unset_are_zeros():
+    """vLLM fills [input_mix_weight_down; block_inject_weight] up to 16 rows (qwen4_exp, GatedResidual): here 10 + 2 are set."""
+    config = json.loads(REFERENCES["qwen4_exp"].read_text())["config"]
+    model = find_model(config | {"text_config": config["text_config"] | {"hc_lowrank": 10}})
+    types = {".*(multipliers|sizes|offsets)": "I64"}
+    weights = canonical_weights(model, named_weights.weights_of(published_shapes(model), types=types))
+    rank = next(laid_out(model, weights, {"tp": 1}, our_value, types))
+    module = "language_model.model.layers.0.mlp_hyper_connection.input_mix_weight_down_block_inject.weight"
+    mixer = "model.language_model.layers.0.mlp_hyper_connection"
+    parts = [weights[f"{mixer}.{part}.weight"] for part in ("input_mix_weight_down", "block_inject_weight")]
+    expected = b"".join(part.tobytes() for part in parts) + bytes(4 * 128 * 2)
+    assert (rank[module]["shape"], rank[module]["sha256"]) == ([16, 128], hashlib.sha256(expected).hexdigest())
 
 
 @pytest.mark.parametrize("name", ["paddleocr_vl", "idefics3", "minicpmv4_6", "glm4v", "llama4"])
