@@ -5,7 +5,7 @@
 1. For every model of fixtures/sglang: files by a learned layout hold what real ranks hold, bit for bit, at TP 2; with --long at all sizes
    that were compared. The declared rules are compared with the same references (tests/formats/test_sglang.py).
 2. Tiny models of other kinds of loaders (tiny_models.py): the same at TP 1 and 2 against real ranks that are started here, and SGLang's own
-   ShardedStateLoader loads the files.
+   ShardedStateLoader loads the files. Those of `convert --learn`, for a type without a declaration, hold the same as real ranks, too.
 3. A layout of TP 1, 2 and 4 covers TP 8, and equals the layout that is traced there.
 4. With --long: every type that tiny_models.py makes is traced at TP 1 and 2, and the rows of docs/reference/traced-models.md are printed.
 """
@@ -51,6 +51,7 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
     """Each check as (what, passed, detail)."""
     yield from compared(reshard, python, work)
     yield from tiny(reshard, python, work)
+    yield from in_one_command(reshard, python, work)
     if LONG:
         learned.make_tiny(python, work / "types", learned.TYPES)
         folders = sorted(path.parent for path in (work / "types").glob("*/config.json"))
@@ -101,6 +102,20 @@ def tiny(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, s
     for name, real in zip(TINY, from_files, strict=True):
         yield f"{name} at TP 2: SGLang's ShardedStateLoader loads the files", real == files[name, 2][0], str(real)[-1500:]
     yield from learned.closed(python, {folder: each for folder, each in layouts.items() if isinstance(each, LearnedLayout)})
+
+
+def in_one_command(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
+    """`convert --learn` of a type without a declaration holds what real ranks hold; the second time the layout is there."""
+    name, library = learned.WITHOUT_DECLARATION, work / "library"
+    learned.make_tiny(python, work / "tiny", (name,))
+    (real,) = real_ranks(python, work, [(name, work / "tiny" / name, 2, False)])
+    for times in ("once", "again"):
+        options = ("--tp", "2", "--learn", "--engine-python", str(python), "--layout-dir", str(library))
+        found = learned.convert(reshard, work / "tiny" / name, work / "learned-at-once", "sglang", *options)
+        kept = [path.name for path in library.glob("*")]
+        what = f"{name} with --learn, {times}: files hold what real ranks hold, and one layout is kept"
+        is_error = isinstance(found, str) or isinstance(real, str)
+        yield what, found == real and not is_error and len(kept) == 1, f"{kept} {found}" if is_error else different(found, real)
 
 
 def written(
