@@ -305,6 +305,8 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
 
 def _without_padding(index: Index, model: Model) -> Index:
     """The index without the rows that follow the model's own in weights that may be stored with such rows."""
+    if not any(weight.padded for weight in model.architecture.weights):
+        return index
     own = {weight.name: weight.shape for weight in model.weights.values() if weight.declared.padded}
 
     def is_padded(tensor: Tensor) -> bool:
@@ -317,7 +319,7 @@ def _without_padding(index: Index, model: Model) -> Index:
         ((_, shards),) = located.of(tensor.shards)
         return replace(tensor, shape=shape, shards=shards, distribution=None)
 
-    padded = [tensor for tensor in index.tensors if is_padded(tensor)] if own else []
+    padded = [tensor for tensor in index.tensors if is_padded(tensor)]
     if not padded:
         return index
     first = padded[0]

@@ -122,7 +122,7 @@ def _last_used(model: Model, weight: ModelWeight, key: str) -> int:
 
 def zero_biases(model: Model, rules: EngineRules) -> tuple[str, ...]:
     """The names of the biases that the model lacks, and that the engine's class has as zeros."""
-    weights = (weight.name for weight in model.weights.values() if (weight.role, "bias") in rules.zeros)
+    weights = (weight.name for weight in model.weights.values() if (weight.role, "bias") in rules.zeros) if rules.zeros else ()
     return tuple(name.removesuffix("weight") + "bias" for name in weights if name.endswith(".weight"))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING
 
@@ -119,16 +119,22 @@ def _check_content(content: Content, model: Model, rules: EngineRules) -> None:
 def _about_left_out(left_out: Mapping[str, str], content: Content) -> tuple[str, ...]:
     """A note that says how to compare the result with its source where weights are left out."""
     left = [name for name in left_out if name in content.tensors]
-    kept = {start for name in content.tensors.keys() - left for start in _starts_of(name)}
-    globs = dict.fromkeys(next((f"{start}.*" for start in _starts_of(name) if start not in kept), name) for name in left)
+    if not left:
+        return ()
+    kept = _modules_of(content.tensors.keys() - left)
+    modules = (sorted(_modules_of([name]) - kept, key=len) for name in left)
+    globs = dict.fromkeys(f"{outer[0]}.*" if outer else name for outer, name in zip(modules, left, strict=True))
     excluded = " ".join(f"`exclude=` '{glob}'" for glob in globs)
-    return (f"weights are left out; `reshard verify {excluded}` compares all others with the source",) if globs else ()
+    return (f"weights are left out; `reshard verify {excluded}` compares all others with the source",)
 
 
-def _starts_of(name: str) -> Iterator[str]:
-    """a, a.b and a.b.c for the name a.b.c.weight."""
-    words = name.split(".")
-    return (".".join(words[:count]) for count in range(1, len(words)))
+def _modules_of(names: Iterable[str]) -> set[str]:
+    """The modules that contain weights, such as a.b and a for the name a.b.weight."""
+    found: set[str] = set()
+    for name in names:
+        while (name := name.rpartition(".")[0]) and name not in found:
+            found.add(name)
+    return found
 
 
 def _about_zeros(model: Model, rules: EngineRules) -> Iterator[str]:
