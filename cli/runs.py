@@ -42,7 +42,7 @@ def show_run(run: str, steps: Sequence[Step]) -> None:
 
 
 def show_list(run: str, steps: Sequence[Step], *, on_stderr: bool = False) -> None:
-    """A table of the checkpoints of a folder. Why some are incomplete stands below it, where a narrow terminal shows it, too."""
+    """A table of the checkpoints of a folder. Below it stands why some are incomplete: there, a narrow terminal has room for it."""
     done, numbers = sum(step.complete for step in steps), {step.number for step in steps if step.number is not None}
     of_steps = f" of {plural(len(numbers), 'step')}" if numbers else ""
     show(f"{run}: {plural(len(steps), 'checkpoint')}{of_steps}, {done:,} complete", on_stderr=on_stderr)

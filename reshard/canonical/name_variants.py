@@ -23,6 +23,7 @@ from reshard.canonical.stacked_experts import located_in, stacks
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined, stacked
+from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Kind, Tensor
 from reshard.index.shards import Shards, concatenated
 from reshard.models.model import Model, Part
@@ -323,8 +324,8 @@ def _without_padding(index: Index, model: Model) -> Index:
     if not padded:
         return index
     first = padded[0]
-    note = f"{first.name} has {first.shape[0]} rows, of which the last {first.shape[0] - own[first.name][0]} are padding and left out"
-    note += f"; {len(padded) - 1} more tensors alike" if len(padded) > 1 else ""
+    note = f"{first.name} is stored with {first.shape[0]} rows; the last {first.shape[0] - own[first.name][0]} are padding and are left out"
+    note += f", and so are those of {plural(len(padded) - 1, 'other tensor')}" if len(padded) > 1 else ""
     tensors = tuple(without(tensor) if is_padded(tensor) else tensor for tensor in index.tensors)
     return replace(index, tensors=tensors, facts=replace(index.facts, notes=(*index.facts.notes, note)))
 

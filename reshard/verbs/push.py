@@ -235,7 +235,7 @@ def _held(servers: Sequence[RunningServer], found: Plan, bases: Iterator[Base]) 
     versions = {server_control(each.address, _SECONDS).version() for each in servers}
     told = ", ".join(sorted(printable(version)[:80] for version in versions))
     if not all(map(is_digest, versions)) or len(versions) > 1:
-        return None, (f"all weights are sent: the servers tell the version {told}, which is no fingerprint of one checkpoint",)
+        return None, (f"all weights are sent: the servers tell the version {told}, which is not the fingerprint of one checkpoint",)
     others = []
     for base in bases:
         if base.fingerprint in versions and _targets(base.plan) == _targets(found):

@@ -110,7 +110,7 @@ def test_names_mean_what_mlx_put_there(model_type):
 
 
 def test_a_module_without_scales_is_not_quantized():
-    """As MLX's loader: the config of mlx-lm does not name modules that were left out, or whose rows are no whole groups."""
+    """As MLX's loader: the config of mlx-lm does not name modules that were left out, or whose rows do not divide into groups."""
     folder = FIXTURES / "hf_packed" / "qwen3_moe-mlx"
     opened = reshard.open(folder)
     stored = {name.removesuffix(".scales") for name in opened.index.element_types if name.endswith(".scales")}

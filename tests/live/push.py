@@ -6,7 +6,7 @@ The FSDP2 checkpoint of the fixtures, Megatron files of other weights of the sam
 after the other into one running server at TP 2, which was started from weights that are none of these. Fixtures by real DeepSpeed and
 Megatron have heads that vLLM's CPU kernels do not take: tests/live/test_push.py compares what their ranks get. Two prompts are longer than
 a block of the cache. Then only what differs is pushed: from one step to the next, after a wrong base, a failed update and a kill. A mixture
-of experts is pushed likewise, with --long one with attention over latents, too.
+of experts is pushed likewise, and with --long one with latent attention.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def test_all_replicas_of_all_servers_get_what_differs(tmp_path):
         # One of them gets other weights: they no longer hold one checkpoint.
         library.push(HF / "llama", second, changes=True)
         again = library.push(HF / "llama", [first, second], since=result)
-        assert again.since is None and "no fingerprint of one checkpoint" in again.notes[0]
+        assert again.since is None and "not the fingerprint of one checkpoint" in again.notes[0]
         check_held(one, folders[0])
 
 

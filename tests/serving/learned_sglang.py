@@ -5,7 +5,7 @@
 1. For every model of fixtures/sglang: files by a learned layout hold what real ranks hold, bit for bit, at TP 2; with --long at all sizes
    that were compared. The declared rules are compared with the same references (tests/formats/test_sglang.py).
 2. Tiny models of other kinds of loaders (tiny_models.py): the same at TP 1 and 2 against real ranks that are started here, and SGLang's own
-   ShardedStateLoader loads the files. Those of `convert --learn`, for a type without a declaration, hold the same as real ranks, too.
+   ShardedStateLoader loads the files. The files of `convert --learn`, for a type without a declaration, hold the same as real ranks.
 3. A layout of TP 1, 2 and 4 covers TP 8, and equals the layout that is traced there.
 4. With --long: every type that tiny_models.py makes is traced at TP 1 and 2, and the rows of docs/reference/traced-models.md are printed.
 """
