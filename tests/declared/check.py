@@ -41,6 +41,7 @@ ABSENT = {
     **dict.fromkeys(
         (
             "deepseek_ocr",
+            "deepseek_v41",
             "deepseek_vl_v2",
             "deepseekocr",
             "dots_ocr",
@@ -51,7 +52,9 @@ ABSENT = {
             "isaac",
             "keye",
             "keyevl1_5",
+            "kimi_k3",
             "kimi_vl",
+            "mimo_v2",
             "minicpmo",
             "minicpmv",
             "molmo",
