@@ -59,19 +59,19 @@ def read_memory(memory: KeyedFolder, hints: Hints) -> Index:
 
 
 def parameters_of(folder: DcpFolder, hints: Hints) -> dict[str, Shape]:
-    """The shapes of the model's floating-point tensors, in the order in which they were saved, without a tied head.
+    """The shapes of the model's floating-point tensors, in the order in which they were saved, without further names of a weight.
 
     An optimizer's numbers refer to positions in this order.
     """
     metadata = folder.metadata
     order = [fqn for fqn in metadata.planner or () if fqn in metadata.tensors] or list(metadata.tensors)
-    tied_head = hints.model.architecture.tied[0] if hints.model and hints.model.is_tied else None
+    aliases = hints.model.aliases if hints.model else {}
     roots = ModelRoots.of(metadata)
     shapes: dict[str, Shape] = {}
     for fqn in order:
         (kind, name, root), item = kind_and_name(stored_path(metadata, fqn), {}, roots), metadata.tensors[fqn]
         is_of_model = kind == "weight" and root is None and root_of(name) not in RUN_ROOTS
-        if is_of_model and item.dtype.floating and name != tied_head:
+        if is_of_model and item.dtype.floating and name not in aliases:
             shapes[name] = item.shape
     return shapes
 

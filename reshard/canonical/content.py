@@ -371,12 +371,12 @@ def _split_adapter(chosen: _Chosen, selection: Selection, adapter: Callable[[Ten
 
 
 def _known_to_model(chosen: _Chosen, index: Index, model: Model, selection: Selection) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Leave out what the architecture has no use for, and tie the head to the embedding.
+    """Leave out what the architecture has no use for, and make further names of a weight its replicas.
 
     Tensors that the declared architecture lacks are left out if they are buffers, and on request if they are weights. If it lacks all
     tensors, they stay: a prefix may hide them.
 
-    Returns the name of the head if it became a replica, and the names of the chosen weights that the architecture lacks.
+    Returns the names that became replicas, such as that of a tied head, and those of the chosen weights that the architecture lacks.
     """
     tensors, model_type = chosen.tensors, model.architecture.model_type
     names = names_besides((name for name, tensor in tensors.items() if not is_of_adapter(tensor)), index, model)
@@ -385,7 +385,7 @@ def _known_to_model(chosen: _Chosen, index: Index, model: Model, selection: Sele
     for name in names:
         if reason := model.reason_to_drop(name):
             chosen.leave_out([name], reason)
-    tied = tie(tensors, *model.architecture.tied) if model.is_tied else ()
+    tied = tuple(alias for alias, name in model.aliases.items() if tie(tensors, alias, name, model))
     unknown = unknown_names([name for name in names if name in tensors], model)
     for name in unknown if len(unknown) < len(tensors) else ():
         if tensors[name].kind in _TRAINED and selection.drop_unknown:

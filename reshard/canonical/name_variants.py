@@ -148,9 +148,7 @@ class Names:
         self._base = layered.partition(".")[0] + "."
         self._layer = re.compile(re.escape(layered.partition("{layer}")[0]) + r"(\d+)\.(.+)")
         self._shapes = {name: weight.shape for name, weight in model.weights.items()}
-        head, embedding = model.architecture.tied
-        if model.is_tied and embedding in self._shapes:
-            self._shapes[head] = self._shapes[embedding]
+        self._shapes |= {alias: self._shapes[name] for alias, name in model.aliases.items() if name in self._shapes}
         self._parts: dict[tuple[int | None, int | None, str, str | None], Part] | None = None
         self._stacks = stacks(model)
         declared = (weight.name.split(".") for weight in model.declared.weights)
@@ -345,7 +343,7 @@ def _declared(model: Model) -> re.Pattern[str]:
     """A pattern for the names in the modules that an architecture declares, with any layer, expert and parameter."""
     names = [*(weight.name for weight in model.declared.weights), *model.architecture.tied]
     modules = {re.escape(name.rpartition(".")[0]) for name in names}
-    numbered = (re.sub(r"\\{(layer|expert)\\}", r"\\d+", module) for module in sorted(modules))
+    numbered = (re.sub(r"\\{(layer|expert|use)\\}", r"\\d+", module) for module in sorted(modules))
     return re.compile(rf"(?:{'|'.join(numbered)})\.\w+")
 
 

@@ -1,4 +1,4 @@
-"""Tied heads: the head and the embedding are one tensor, and a checkpoint stores either of them, or both."""
+"""Tied weights: one tensor with several names, of which a checkpoint stores any or all, such as a head that is the embedding."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ KEY = "tie_word_embeddings"
 """The config's key that says whether the two are tied."""
 
 
-def tie(tensors: dict[str, Tensor], head: str, embedding: str) -> tuple[str, ...]:
-    """Make a stored tied head a replica of the embedding; the head becomes the embedding if that is not stored. Replicas are compared
-    whenever they are read.
+def tie(tensors: dict[str, Tensor], alias: str, name: str, model: Model) -> bool:
+    """Make what is stored under another name of a weight, such as that of a tied head, its replica; or the weight itself, if that is not
+    stored. Replicas are compared whenever they are read.
 
-    Returns the name of the head if it became a replica, otherwise (). Raises CheckpointError if the two differ in dtype or shape.
+    Returns whether it became a replica. Raises CheckpointError if the two differ in dtype or shape.
     """
-    if head not in tensors:
-        return ()
-    copy = tensors.pop(head)
-    table = tensors.get(embedding)
-    if table is None:
-        tensors[embedding] = replace(copy, name=embedding)
-        return ()
-    if (table.dtype, table.shape) != (copy.dtype, copy.shape):
+    if alias not in tensors:
+        return False
+    copy = tensors.pop(alias)
+    weight = tensors.get(name)
+    if weight is None:
+        tensors[name] = replace(copy, name=name)
+        return False
+    if (weight.dtype, weight.shape) != (copy.dtype, copy.shape):
+        is_head = alias == model.architecture.tied[0]
         raise CheckpointError(
-            f"it is {copy.dtype} {list(copy.shape)}, {embedding} is {table.dtype} {list(table.shape)}",
-            where=head,
-            why=f"The config ties the two ({KEY}), so they must be one tensor",
-            do=f"Give the right config with `model=DIR`, or set {KEY} to false in it",
+            f"it is {copy.dtype} {list(copy.shape)}, {name} is {weight.dtype} {list(weight.shape)}",
+            where=alias,
+            why=f"The config ties the two ({KEY}), so they must be one tensor" if is_head else "Layers share the two as one tensor",
+            do="Give the right config with `model=DIR`" + (f", or set {KEY} to false in it" if is_head else ""),
         )
-    tensors[embedding] = with_replica(table, copy)
-    return (head,)
+    tensors[name] = with_replica(weight, copy)
+    return True
 
 
 def with_replica(tensor: Tensor, other: Tensor) -> Tensor:

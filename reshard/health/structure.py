@@ -69,8 +69,7 @@ def config_shapes(
         tensor = weights.get(name)
         if tensor is not None and tensor.shape != weight.shape and not (weight.is_scale and tensor.elements == 1):
             yield found("wrong-shape", f"its shape is {list(tensor.shape)}, the config says {list(weight.shape)}", tensor=name)
-    tied = {model.architecture.tied[0]} if model.is_tied else set()
-    unknown = [name for name in weights if name not in expected and name not in tied and not model.reason_to_drop(name)]
+    unknown = [name for name in weights if name not in expected and name not in model.aliases and not model.reason_to_drop(name)]
     needed = (name for name, weight in expected.items() if not weight.optional and not weight.is_scale and name not in left_out)
     missing = [name for name in needed if name not in weights]
     kind = f"a {model.architecture.model_type} model"
@@ -84,11 +83,13 @@ def config_shapes(
 
 
 def _tied_shapes(weights: Mapping[str, Tensor], model: Model) -> Iterator[Finding]:
-    if model.is_tied:
-        head, table = (weights.get(name) for name in model.architecture.tied)
-        if head is not None and table is not None and (head.shape, head.dtype) != (table.shape, table.dtype):
-            detail = f"it is {head.dtype} {list(head.shape)}, {table.name} is {table.dtype} {list(table.shape)}, and the config ties them"
-            yield found("tied-mismatch", detail, tensor=head.name)
+    for pair in model.aliases.items():
+        copy, weight = map(weights.get, pair)
+        if copy is not None and weight is not None and (copy.shape, copy.dtype) != (weight.shape, weight.dtype):
+            detail = (
+                f"it is {copy.dtype} {list(copy.shape)}, {weight.name} is {weight.dtype} {list(weight.shape)}, and the config ties them"
+            )
+            yield found("tied-mismatch", detail, tensor=copy.name)
 
 
 def mixed_dtypes(weights: Mapping[str, Tensor]) -> Iterator[Finding]:

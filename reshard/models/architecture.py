@@ -17,14 +17,19 @@ from reshard.models.config_values import value_at, whole_number
 from reshard.models.engine_rules import EngineRules
 from reshard.models.roles import Split
 
+# The set of layers that hold a block of modules which other layers share.
+SHARED_BLOCK = "shared_block"
 # The sets of layers that every model has. A dense layer has one MLP, a sparse layer has experts. Layers for multi-token prediction ("mtp")
 # follow the last layer of the model; each of them is also dense or sparse. A declaration can add sets under `layer_sets`.
-LAYER_SETS = ("dense", "sparse", "mtp")
+LAYER_SETS = ("dense", "sparse", "mtp", SHARED_BLOCK)
 
 # In a shape: the number of a weight whose name counts a dimension, from 0.
 NUMBER_OF_WEIGHT = "number"
 # A dimension in braces in a name.
 COUNTED = r"\{(\w+)\}"
+# What stands in braces in a name and is no dimension: the index of the layer, of the expert, and of a use of a shared block.
+INDICES = ("layer", "expert", "use")
+USE = "{use}"
 
 
 @value
@@ -32,8 +37,9 @@ class Weight:
     """The declaration of one weight, or of one weight per layer and per expert."""
 
     name: str
-    """The canonical name. {layer} stands for the index of the layer, {expert} for the index of the expert. Another word in braces is a
-    dimension: there is one such weight for each number below it, as for the blocks of a vision tower."""
+    """The canonical name. {layer} stands for the index of the layer, {expert} for the index of the expert. {use}, in a shared block, stands
+    for the indices of the layers that use it, among all that use any such block. Another word in braces is a dimension: there is one such
+    weight for each number below it, as for the blocks of a vision tower."""
     role: str
     """What the weight does, such as "attention.q". For a fused weight: "attention.qkv", or its roles joined by "+"."""
     shape: tuple[str, ...]
@@ -79,8 +85,13 @@ class Weight:
 
     @property
     def counted_by(self) -> str | None:
-        """The dimension that the name counts, apart from layers and experts; None if it counts none."""
-        return next((word for word in re.findall(COUNTED, self.name) if word not in ("layer", "expert")), None)
+        """The dimension that the name counts, apart from layers, experts and uses; None if it counts none."""
+        return next((word for word in re.findall(COUNTED, self.name) if word not in INDICES), None)
+
+    @property
+    def in_shared_block(self) -> bool:
+        """Whether it lies in a block that several layers use."""
+        return SHARED_BLOCK in self.layers
 
     @property
     def grows(self) -> bool:
@@ -212,6 +223,21 @@ class LayerRule:
 
 
 @value
+class SharedBlocks:
+    """Layers that share blocks of modules in turn: with 2 blocks, those of the set take the blocks 0, 1, 0, 1, ...
+
+    Each block is stored once, in the first layer that uses it. The layers that hold a block are the set SHARED_BLOCK.
+    """
+
+    layers: str
+    """The set of layers that use the blocks."""
+    count: str
+    """The config's key for the number of blocks."""
+    when: str | None = None
+    """A condition on the config, as for a weight: if it does not hold, each layer holds a copy of its block. None: always shared."""
+
+
+@value
 class ConfigKey:
     """A setting whose value is that of a key of the model's config."""
 
@@ -268,6 +294,8 @@ class Architecture:
     """Which layers have experts; None: no layer."""
     layer_sets: Mapping[str, LayerRule] = field(default_factory=dict)
     """Further sets of layers by name, such as "full_attention"."""
+    shared_blocks: SharedBlocks | None = None
+    """Which layers share blocks of modules; None: no layers do."""
     text_config: str | None = None
     """The config's key for an inner config, which is that of the language model; None: the config itself is."""
     chosen: Mapping[str, str] = field(default_factory=dict)

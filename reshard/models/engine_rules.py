@@ -215,6 +215,8 @@ class EngineRules:
     """Whether the class of a quantized model quantizes the router, too, unless the config excludes it."""
     derives_head_dim: bool = False
     """Whether the class computes the head dimension as hidden size / heads and ignores the config's head_dim."""
+    ungrouped_heads: bool = False
+    """Whether the class has a KV head for each head and ignores the config's number of KV heads."""
     all_layers_sparse: bool = False
     """Whether the class has experts in every layer and ignores the config's dense layers."""
     assumed_settings: tuple[tuple[str, object], ...] = ()

@@ -25,7 +25,7 @@ from reshard.geometry.dtypes import DType, from_safetensors
 from reshard.geometry.mosaics import Mosaic, joined
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
-from reshard.models.architecture import COUNTED, NUMBER_OF_WEIGHT, Architecture, Dimension, LayerRule, PrimeSum, Weight
+from reshard.models.architecture import COUNTED, NUMBER_OF_WEIGHT, SHARED_BLOCK, USE, Architecture, Dimension, LayerRule, PrimeSum, Weight
 from reshard.models.config_values import entries, value_at, whole_number
 from reshard.models.engine_rules import EngineRules
 from reshard.models.quantization import quantization_of
@@ -382,7 +382,37 @@ class Model:
         layers = self.dimensions["layers"]
         every = frozenset(range(layers + self.mtp_layers))
         sets = {"sparse": self.sparse_layers, "mtp": every - frozenset(range(layers)), "dense": every - self.sparse_layers}
+        sets[SHARED_BLOCK] = frozenset(self.uses_of_blocks)
         return {**sets, **{f"not {name}": every - of for name, of in sets.items()}, **self._sets_among(len(every))}
+
+    @cached_property
+    def uses_of_blocks(self) -> dict[int, dict[int, int]]:
+        """The layer that holds a shared block -> the uses of the block, by their numbers among all uses -> the layer of each.
+
+        Layers 2, 5, 10 and 11 that share 2 blocks: {2: {0: 2, 2: 10}, 5: {1: 5, 3: 11}}. Where each layer holds a copy of its block, also
+        10 and 11 are keys.
+        """
+        shared = self.architecture.shared_blocks
+        if shared is None:
+            return {}
+        users = sorted(self._among(self.architecture.layer_sets[shared.layers], self.dimensions["layers"]))
+        blocks = max(1, self.count(shared.count) or 1)
+        holders = users[:blocks] if self.holds(shared.when) else users
+        return {layer: dict(list(enumerate(users))[number % blocks :: blocks]) for number, layer in enumerate(holders)}
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Further names that a checkpoint may have for a weight -> the name of the weight: that of a tied head, and those of a shared block
+        in the other layers that use it."""
+        head, embedding = self.architecture.tied
+        of_blocks = {
+            numbered(weight.pattern, layer, weight.expert): weight.name
+            for weight in (self.weights.values() if self.uses_of_blocks else ())
+            if weight.declared.in_shared_block
+            for layer in self.uses_of_blocks[weight.layer or 0].values()
+            if layer not in self.uses_of_blocks
+        }
+        return {**({head: embedding} if self.is_tied else {}), **of_blocks}
 
     def _sets_among(self, count: int) -> dict[str, frozenset[int]]:
         """The indices in the sets that the declaration adds, among so many layers or blocks."""
@@ -516,7 +546,18 @@ class Model:
                     here = self.dimensions_in(layer)
                     if id(here) not in in_layers:
                         in_layers[id(here)] = self._present(here)
-                    yield from self._numbered([item for item in in_layers[id(here)] if self._is_in(layer, item[0])], layer)
+                    yield from self._in_layer([item for item in in_layers[id(here)] if self._is_in(layer, item[0])], layer)
+
+    def _in_layer(self, weights: list[tuple[Weight, tuple[int, ...]]], layer: int) -> Iterator[ModelWeight]:
+        """The tensors of one layer. In a shared block, a list has an item for each use of the block."""
+        uses = self.uses_of_blocks.get(layer)
+        if uses is None:
+            yield from self._numbered(weights, layer)
+            return
+        for of_list, run in groupby(weights, key=lambda item: USE in item[0].name and item[0].name.partition(USE)[0]):
+            items = list(run)
+            for use in uses if of_list else (None,):
+                yield from self._numbered(items, layer, {"use": use} if use is not None else None)
 
     def _is_in(self, layer: int, weight: Weight) -> bool:
         """Whether a layer has a weight."""

@@ -135,14 +135,12 @@ def _check_base(base: Checkpoint, content: Content, facts: DeltaFacts, path: str
 
 
 def _name_of(name: str, content: Content, facts: DeltaFacts, path: str) -> str | None:
-    """The canonical tensor that a frame changes; None for a tied head, whose values are those of the embedding."""
+    """The canonical tensor that a frame changes; None for another name of a weight, such as a tied head."""
     if name in content.tensors:
         return name
     model = content.model
-    if model is not None and model.is_tied and name == model.architecture.tied[0]:
-        embedding = model.architecture.tied[1]
-        if facts.checksums.get(embedding) == facts.checksums[name]:
-            return None
+    if model is not None and (weight := model.aliases.get(name)) and facts.checksums.get(weight) == facts.checksums[name]:
+        return None
     raise CheckpointError(
         f"the delta changes it, and the base has no tensor of that name among its {plural(len(content.tensors), 'weight')}",
         where=f"{name} in {path}",

@@ -78,6 +78,12 @@ def check_served(model: Model, rules: EngineRules) -> None:
         raise UnsupportedError("the weights are quantized", why=rules.refuses_quantized, do="Add `dequantize=True`, or convert to hf")
     if rules.derives_head_dim:
         _check_head_dim(model, engine)
+    if rules.ungrouped_heads and model.dimensions["kv_heads"] != model.dimensions["heads"]:
+        raise UnsupportedError(
+            f"{what} has a KV head for each of the {model.dimensions['heads']} heads; the config gives {model.dimensions['kv_heads']}",
+            why="It does not load keys and values of other sizes",
+            do="Serve it with another engine",
+        )
     if rules.all_layers_sparse and model.dense_layers:
         raise UnsupportedError(
             f"{what} has experts in every layer, whatever the config says; layer {model.dense_layers[0]} has none",

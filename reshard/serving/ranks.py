@@ -17,6 +17,7 @@ from reshard.geometry.meshes import Parallel, stage_layers
 from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.sections import Sections, StoredTensor, constant
 from reshard.geometry.value import value
+from reshard.models.architecture import USE
 from reshard.models.engine_rules import EngineRules, Fusion
 from reshard.models.model import LayerKind, Model, Part, evaluate
 from reshard.models.splits import shard
@@ -160,7 +161,14 @@ class EngineRank:
         if module_name := self.rules.module_names.get(tensor.first.role):
             number = None if layer is None else layer - self.layers.start
             return f"{module_name.format(layer=number)}.{tensor.first.parameter}"
+        if layer is not None and self.model.weights[tensor.first.tensor].declared.in_shared_block:
+            layer = self._named_layer(layer)
         return self._renamed(tensor.name, layer)
+
+    def _named_layer(self, layer: int) -> int:
+        """The layer under whose name a shared block is stored: vLLM takes the name of a tensor that comes first in the alphabet (0.32,
+        sharded_state_loader.py, _filter_subtensors), so of layers 2 and 10 that use the block the name of layer 10."""
+        return min(self.model.uses_of_blocks[layer].values(), key=str)
 
     def _renamed(self, name: str, layer: int | None) -> str:
         """The engine's name of a tensor of a layer; in the engine's own list of such layers, if there is one."""
@@ -280,7 +288,15 @@ class EngineRank:
                 dtype = extra.dtype or compute_dtype
                 value = self.model.dimensions[extra.square_root_of] ** 0.5 if extra.square_root_of else extra.value
                 shape = tuple(evaluate(str(axis), self.model.dimensions) for axis in extra.shape)
-                yield constant(self._renamed(f"{parent}.{extra.name}", layer), dtype, shape, dtype.encoded(value))
+                for name in self._names_by_use(f"{parent}.{extra.name}", layer):
+                    yield constant(name, dtype, shape, dtype.encoded(value))
+
+    def _names_by_use(self, name: str, layer: int | None) -> Iterator[str]:
+        """The engine's name of a constant beside a weight, or its names if a shared block has one for each use of it."""
+        uses = self.model.uses_of_blocks.get(layer) if layer is not None else None
+        renamed = self._renamed(name, self._named_layer(layer) if uses and layer is not None else layer)
+        for use in uses if uses and USE in renamed else (None,):
+            yield renamed.replace(USE, str(use))
 
 
 def _stored_shape(array: Mosaic, component: Component | None) -> tuple[int, ...]:

@@ -368,6 +368,34 @@ def test_experts_belong_to_sparse_layers_which_must_be_declared():
         declared(text)
 
 
+SHARED = "layer_sets: {hybrid: {list: kinds, entries: hybrid}}\nshared_blocks: {layers: hybrid, count: blocks}\n"
+
+
+@pytest.mark.parametrize(
+    "text, error",
+    [
+        ("weights: {a.*.weight: {role: mlp.norm, layers: shared_block}}\n", "the layers that share blocks are not declared"),
+        (SHARED + "weights: {'a.{layer}.{use}.weight': mlp.norm}\n", "counts the uses of a shared block, and the weight is in none"),
+        (SHARED.replace("layers: hybrid", "layers: other") + "weights: {a.weight: head}\n", "no set of layers is called 'other'"),
+        (SHARED.replace(", count: blocks", "") + "weights: {a.weight: head}\n", "`count` the config's key for their number"),
+    ],
+)
+def test_shared_blocks_need_layers_a_number_and_a_place(text, error):
+    with pytest.raises(RequestError, match=error):
+        declared(HEAD + text)
+
+
+@pytest.mark.parametrize("tied, uses", [(True, {1: [0, 2], 2: [1]}), (False, {1: [0, 2], 2: [1], 4: [0, 2]})])
+def test_a_shared_block_has_a_weight_for_each_use_and_other_names_in_other_layers(tied, uses):
+    text = (
+        SHARED.replace("blocks}", "blocks, when: tied}") + "weights: {'a.{layer}.{use}.weight': {role: mlp.norm, layers: shared_block}}\n"
+    )
+    kinds = ["m", "hybrid", "hybrid", "m", "hybrid"]
+    model = Model(declared(HEAD + text), {**CONFIG, "num_hidden_layers": 5, "kinds": kinds, "blocks": 2, "tied": tied})
+    assert list(model.weights) == [f"a.{layer}.{use}.weight" for layer, numbers in uses.items() for use in numbers]
+    assert model.aliases == ({"a.4.0.weight": "a.1.0.weight", "a.4.2.weight": "a.1.2.weight"} if tied else {})
+
+
 def test_the_only_head_and_embedding_are_those_that_a_config_ties():
     text = HEAD + "weights:\n  a.in.weight: embedding\n  a.out.weight: head\n"
     assert declared(text).tied == ("a.out.weight", "a.in.weight")
@@ -412,7 +440,7 @@ WRONG = {
     "weights:\n  a.weight: {role: my.own, split: {heads: groups}, shape: [hidden]}\n": r"split > heads: no dimension is called 'groups'",
     "weights:\n  a.weight: {role: head, transposed: 1}\n": r"transposed: expected true or false, found 1",
     "weights:\n  a.weight: {role: head, when: no}\n": r"when: expected a key of the config.*, found False; put it into quotes",
-    "weights:\n  a.*.weight: {role: mlp.norm, layers: some}\n": r"no set of layers is called 'some'\. The sets are dense, sparse, mtp;",
+    "weights:\n  a.*.weight: {role: mlp.norm, layers: some}\n": r"layers is called 'some'\. The sets are dense, sparse, mtp, shared_block;",
     "weights:\n  a.*.weight: {role: mlp.norm, layers: 3}\n": r"layers: expected a set of layers, or `not` and a set of layers, found 3",
     "weights:\n  a.weight: head\nlayer_sets: {dense: all}\n": r"a set of layers cannot be called 'dense'",
     "weights:\n  a.weight: head\nlayer_sets: {x: {list: y}}\n": r"`list` names a list of the config and `entries` which of its entries",

@@ -21,13 +21,14 @@ from typing import Any
 
 from reshard.geometry.dtypes import FLOATING_WORDS, DType, from_user
 from reshard.geometry.functions import FUNCTIONS, INVERTIBLE
-from reshard.models.architecture import Computation, ConfigKey, LayersOf
+from reshard.models.architecture import USE, Computation, ConfigKey, LayersOf
 from reshard.models.declared.node import Node
 from reshard.models.declared.weights import layer_set, split_of
 from reshard.models.engine_rules import EngineRules, ExtraTensor, Fusion, LeftOut, Rename, Version, renames_of
 from reshard.models.roles import ROLES
 
 _WORDS = r"[\w-]+(\.[\w-]+)*"
+_ENGINE_WORDS = rf"[\w-]+(\.({USE}|[\w-]+))*"
 _PARAMETERS = ("weight", "bias")
 _NO_LAYER = (*(role.name for role in ROLES.values() if not role.in_layer), "vision", "audio")
 
@@ -59,7 +60,7 @@ def _renames(words: str, node: Node) -> Iterator[Rename]:
 
 
 def _engine_words(node: Node) -> str:
-    return node.word(_WORDS, "words of the engine's name, with dots between them")
+    return node.word(_ENGINE_WORDS, "words of the engine's name, with dots between them")
 
 
 def _parameters(node: Node) -> frozenset[tuple[str, str]]:
@@ -153,6 +154,7 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "extra_tensors": lambda node: tuple(_extra_tensor(name, inner) for name, inner in node.mapping().items()),
     "quantizes_router": Node.flag,
     "derives_head_dim": Node.flag,
+    "ungrouped_heads": Node.flag,
     "all_layers_sparse": Node.flag,
     "config_defaults": _settings,
     "assumed_settings": _settings,

@@ -22,7 +22,18 @@ from functools import partial
 from typing import Any
 
 from reshard.errors import RequestError
-from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, LayersOf, PrimeSum, Weight
+from reshard.models.architecture import (
+    LAYER_SETS,
+    SHARED_BLOCK,
+    USE,
+    Architecture,
+    Dimension,
+    LayerRule,
+    LayersOf,
+    PrimeSum,
+    SharedBlocks,
+    Weight,
+)
 from reshard.models.declared.composition import TOWERS, Composition, Find, Named, composition_of, declared, is_place, usual_parts
 from reshard.models.declared.engines import engines_of, frameworks_of
 from reshard.models.declared.node import KEY_OF_LAYER, Node, expression, parse
@@ -37,8 +48,8 @@ LANGUAGE = 2
 UNKNOWN = "?"
 KEYS = (
     "language", "model_type", "class", "extends", "like", "instead", "text_config", "without", "renamed", "dimensions", "towers",
-    "weights", "tied", "sparse_layers", "layer_sets", "mtp_layers", "dropped", "carried", "defaults", "vocabulary_multiple",
-    "quantized_as", "engines", "frameworks",
+    "weights", "tied", "sparse_layers", "layer_sets", "shared_blocks", "mtp_layers", "dropped", "carried", "defaults",
+    "vocabulary_multiple", "quantized_as", "engines", "frameworks",
 )  # fmt: skip
 TOWER_KEYS = ("language", "tower", "extends", "without", "dimensions", "weights", "layer_sets", "dropped", "carried", "defaults", "engines")
 
@@ -89,6 +100,10 @@ def _check(made: Architecture, nodes: Sequence[tuple[Node, Weight]], root: Node)
         _check_layers(weight, made, node)
     for computation in made.frameworks.values():
         _check_sets([value.layer_set for value in computation.settings.values() if isinstance(value, LayersOf)], made, root)
+    if made.shared_blocks and made.shared_blocks.layers not in made.layer_sets:
+        raise root.error(
+            f"no set of layers is called {made.shared_blocks.layers!r}, which `shared_blocks` names", do="Declare it under `layer_sets`"
+        )
     for name, dimension in made.dimensions.items():
         sets = [of for form in dimension.forms for of in (*form.in_sets, *([form.primes.layers] if form.primes else []))]
         _check_sets(sets, made, root.inner(name, None))
@@ -264,6 +279,8 @@ def _fields(keys: Mapping[str, Node], parts: Composition, declared: Callable[[No
         if strange := next((name for name in sets if name in LAYER_SETS or not re.fullmatch(r"[a-z_][a-z0-9_]*", name)), None):
             raise keys["layer_sets"].error(f"a set of layers cannot be called {strange!r}", do="Name it by another word in lower case")
         fields["layer_sets"] |= sets
+    if "shared_blocks" in keys:
+        fields["shared_blocks"] = _shared_blocks(keys["shared_blocks"])
     if "text_config" in keys or parts.text_config:
         fields["text_config"] = keys["text_config"].config_key() if "text_config" in keys else parts.text_config
     if "instead" in keys:
@@ -325,6 +342,13 @@ def _layer_rule(node: Node) -> LayerRule:
     )
 
 
+def _shared_blocks(node: Node) -> SharedBlocks:
+    keys = node.mapping(("layers", "count", "when"))
+    if not {"layers", "count"} <= keys.keys():
+        raise node.error("`layers` names the layers that share blocks and `count` the config's key for their number", do="Write both")
+    return SharedBlocks(layer_set(keys["layers"]), keys["count"].config_key(), keys["when"].condition() if "when" in keys else None)
+
+
 def _rule_of_blocks(node: Node) -> LayerRule:
     """Which blocks of a tower are in a set: those that a list of its config names."""
     keys = node.mapping(("indices",))
@@ -372,6 +396,10 @@ def _check_layers(weight: Weight, made: Architecture, node: Node) -> None:
     sets = _check_sets(weight.layers, made, node)
     if "mtp" in sets and made.mtp_layers is None:
         raise node.error("the number of layers for multi-token prediction is not declared", do="Add `mtp_layers:` and the config's key")
+    if SHARED_BLOCK in sets and made.shared_blocks is None:
+        raise node.error("the layers that share blocks are not declared", do="Add `shared_blocks: {layers: SET, count: KEY}`")
+    if USE in weight.name and not weight.in_shared_block:
+        raise node.error(f"{USE} counts the uses of a shared block, and the weight is in none", do=f"Write `layers: {SHARED_BLOCK}`")
     if "{expert}" in weight.name and "experts" not in made.dimensions:
         raise node.error(
             "the name contains the number of an expert, and no dimension is called experts", do="Add `experts:` under `dimensions`"

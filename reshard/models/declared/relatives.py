@@ -136,4 +136,4 @@ def _relative(weights: Sequence[StoredWeight], model: Model) -> Relative | None:
 
 def _is_redundant(name: str, model: Model) -> bool:
     """Whether a model does not need a stored tensor: it drops the tensor, or the tensor is a head that it ties to the embedding."""
-    return model.reason_to_drop(name) is not None or (model.is_tied and name == model.architecture.tied[0])
+    return model.reason_to_drop(name) is not None or name in model.aliases

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from reshard.errors import choices
 from reshard.geometry.value import value
-from reshard.models.architecture import COUNTED, NUMBER_OF_WEIGHT, Dimension, Weight
+from reshard.models.architecture import COUNTED, INDICES, NUMBER_OF_WEIGHT, USE, Dimension, Weight
 from reshard.models.declared.node import Node, expression
 from reshard.models.roles import (
     ABOUT_ROLES,
@@ -137,7 +137,7 @@ class WeightReader:
     def _shape(self, node: Node, keys: Mapping[str, Node], name: str, rows: Mapping[str, str], *, transposed: bool) -> tuple[str, ...]:
         """The shape that is written, or the usual shape of the roles; a bias has only the output features."""
         dimensions = self.dimensions
-        if {*re.findall(r"\{(\w+)\}", name)} - {"layer", "expert"}:
+        if {*re.findall(COUNTED, name)} - {*INDICES}:
             dimensions = {**dimensions, NUMBER_OF_WEIGHT: Dimension(())}
         if "shape" in keys:
             axes = keys["shape"].items()
@@ -187,10 +187,10 @@ def pattern_of(written: str, node: Node, dimensions: Collection[str] = ()) -> st
     """
     words = written.split(".")
     stars, braces = words.count("*"), re.findall(r"\{[^{}]*\}", written)
-    allowed = ("layer", "expert", *dimensions)
+    allowed = (*INDICES, *dimensions)
     if strange := next((brace for brace in braces if brace[1:-1] not in allowed or braces.count(brace) > 1), None):
         raise node.error(f"a name cannot contain {strange} here", do="It may contain {layer}, {expert} or a dimension, once each")
-    if len(braces) > 1 and set(braces) != {"{layer}", "{expert}"}:
+    if len(braces) > 1 and set(braces) not in ({"{layer}", "{expert}"}, {"{layer}", USE}):
         raise node.error("a name that counts a dimension cannot contain the number of a layer or an expert")
     rest = re.sub(r"\{\w+\}", "", written)
     if re.search(r"[\s{}?\[\]]", rest) or not rest:
