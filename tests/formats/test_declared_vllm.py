@@ -20,7 +20,7 @@ from helpers.reshard_command import reshard as command
 import reshard
 from reshard.canonical.content import Selection
 from reshard.canonical.name_variants import Names
-from reshard.errors import RequestError, UnsupportedError
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.dtypes import BF16, F32, from_safetensors
 from reshard.geometry.meshes import Parallel
 from reshard.models.lookup import find_model
@@ -48,6 +48,7 @@ def in_memory(model, weights, names):
     """What the name variants say about arrays that transformers holds in memory under these names. fixtures/vllm_declared/make.py says what
     its conversion mapping made of the same weights."""
     arrays = ((name, Names(model).array(name), DTYPES[entry["dtype"]]) for name, entry in names.items())
+    weights = {**weights, **{alias: weights[name] for alias, name in model.aliases.items()}}
     found = described((array.stored(name, dtype) for name, array, dtype in arrays if array), weights, our_value)
     return {name: {**entry, "sha256": entry["sha256"][:32]} for name, entry in found.items()}
 
@@ -167,7 +168,7 @@ def test_a_bias_that_only_the_class_has_is_zeros_and_the_plan_says_so(tmp_path):
     assert "8 biases" in note and "model.encoder.layers.0.self_attn.k_proj.bias" in note
     reshard.convert(plan, tmp_path / "served")
     (rank, _) = sorted((tmp_path / "served").glob("*.safetensors"))
-    tensors = safetensors.torch.load_file(rank)
+    tensors = safetensors.torch.safetensors.torch.load_file(rank)
     for name, k in (("encoder.layers.1.self_attn.qkv_proj", slice(128, 256)), ("decoder.layers.2.encoder_attn.kv_proj", slice(0, 128))):
         bias = tensors[f"model.{name}.bias"].view(torch.int16).numpy()
         assert not bias[k].any() and np.delete(bias, np.r_[k]).all()
@@ -295,6 +296,50 @@ def test_training_checkpoints_of_declared_models_are_served(name, training, tmp_
     reshard.convert(reshard.plan(tmp_path / "model", to=training), tmp_path / "trained")
     reshard.convert(reshard.plan(tmp_path / "trained", model=tmp_path / "model", to="vllm", tp=4), tmp_path / "served")
     assert [digest_of(state) for state in ranks(tmp_path / "served").values()] == reference["degrees"]["tp4"]
+
+
+def in_other_layers(folder, name, change):
+    """The weights of a folder, with one of a shared block also under its name in another layer. change: of that copy."""
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    alias = next(alias for alias, of in find_model(json.loads((folder / "config.json").read_text())).aliases.items() if of == name)
+    safetensors.torch.save_file({**weights, alias: change(weights[name])}, folder / "model.safetensors")
+    return alias
+
+
+BLOCK_WEIGHT = "model.layers.2.shared_transformer.self_attn.linear_q_adapter_list.2.1.weight"
+
+
+def test_a_copy_of_a_shared_block_under_the_name_of_another_layer_is_a_replica(tmp_path):
+    """As in a training checkpoint, whose state dict has every name of a parameter."""
+    write(tmp_path / "model", "zamba2")
+    assert in_other_layers(tmp_path / "model", BLOCK_WEIGHT, torch.clone) == BLOCK_WEIGHT.replace("layers.2.", "layers.10.")
+    reshard.convert(reshard.plan(tmp_path / "model", to="dcp"), tmp_path / "trained")
+    reshard.convert(reshard.plan(tmp_path / "trained", model=tmp_path / "model", to="vllm", tp=4), tmp_path / "served")
+    assert "model.layers.10.shared_transformer.self_attn.qkv_proj.weight" in ranks(tmp_path / "served")["rank-0"]
+    reshard.verify(tmp_path / "model", tmp_path / "served").raise_if_different()
+    in_other_layers(tmp_path / "model", BLOCK_WEIGHT, torch.zeros_like)
+    with pytest.raises(CheckpointError, match=r"layers\.10\.\S+ disagree"):
+        reshard.convert(reshard.plan(tmp_path / "model", to="vllm", tp=2), tmp_path / "other")
+    in_other_layers(tmp_path / "model", BLOCK_WEIGHT, lambda copy: copy[:1].clone())
+    with pytest.raises(CheckpointError, match="Layers share the two as one tensor"):
+        reshard.plan(tmp_path / "model", to="hf")
+
+
+def test_a_class_with_as_many_kv_heads_as_heads_takes_no_other_model(tmp_path):
+    write(tmp_path / "model", "zamba2-one", num_key_value_heads=4)
+    reshard.plan(tmp_path / "model", to="dcp")
+    with pytest.raises(UnsupportedError, match="has a KV head for each of the 8 heads; the config gives 4"):
+        reshard.plan(tmp_path / "model", to="vllm", tp=2)
+
+
+def test_a_shared_block_may_be_stored_under_the_name_of_any_layer_that_uses_it(tmp_path):
+    write(tmp_path / "model", "zamba2")
+    weights = safetensors.torch.load_file(tmp_path / "model/model.safetensors")
+    other = {name.replace("layers.2.shared", "layers.10.shared"): words for name, words in weights.items()}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_bytes((tmp_path / "model/config.json").read_bytes())
+    safetensors.torch.save_file(other, tmp_path / "other/model.safetensors")
+    reshard.verify(tmp_path / "model", tmp_path / "other").raise_if_different()
 
 
 def test_a_config_key_that_a_class_needs_is_written_into_an_inner_config(tmp_path):

@@ -124,7 +124,7 @@ OWN: dict[str, dict[str, object]] = {
         "vocab_size": 250, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 8,
         "num_key_value_heads": 2, "num_experts": 8, "moe_intermediate_size": 32}}},
     "longcat_flash": {"num_layers": 2, "ffn_hidden_size": 96, "zero_expert_num": 2},
-    "zamba2": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2, "layer_types": ["mamba", "mamba", "hybrid"] * 2},
+    "zamba2": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid"] * 3, "layer_types": ["mamba", "hybrid"] * 3, "num_mem_blocks": 2},
     "molmo2_config": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "molmo2_vision": {"head_dim": 8, "num_key_value_heads": 4},
     "exaone_moe": {"layer_types": SLIDING, "is_moe_layer": [False, True, True, True], "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
