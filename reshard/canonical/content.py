@@ -385,7 +385,7 @@ def _known_to_model(chosen: _Chosen, index: Index, model: Model, selection: Sele
     for name in names:
         if reason := model.reason_to_drop(name):
             chosen.leave_out([name], reason)
-    tied = tuple(alias for alias, name in model.aliases.items() if tie(tensors, alias, name, model))
+    tied = tuple(alias for alias, name in model.aliases.items() if tie(tensors, alias, name))
     unknown = unknown_names([name for name in names if name in tensors], model)
     for name in unknown if len(unknown) < len(tensors) else ():
         if tensors[name].kind in _TRAINED and selection.drop_unknown:

@@ -16,7 +16,7 @@ KEY = "tie_word_embeddings"
 """The config's key that says whether the two are tied."""
 
 
-def tie(tensors: dict[str, Tensor], alias: str, name: str, model: Model) -> bool:
+def tie(tensors: dict[str, Tensor], alias: str, name: str) -> bool:
     """Make what is stored under another name of a weight, such as that of a tied head, its replica; or the weight itself, if that is not
     stored. Replicas are compared whenever they are read.
 
@@ -30,12 +30,11 @@ def tie(tensors: dict[str, Tensor], alias: str, name: str, model: Model) -> bool
         tensors[name] = replace(copy, name=name)
         return False
     if (weight.dtype, weight.shape) != (copy.dtype, copy.shape):
-        is_head = alias == model.architecture.tied[0]
         raise CheckpointError(
             f"it is {copy.dtype} {list(copy.shape)}, {name} is {weight.dtype} {list(weight.shape)}",
             where=alias,
-            why=f"The config ties the two ({KEY}), so they must be one tensor" if is_head else "Layers share the two as one tensor",
-            do="Give the right config with `model=DIR`" + (f", or set {KEY} to false in it" if is_head else ""),
+            why=f"The config ties the two ({KEY}), so they must be one tensor",
+            do=f"Give the right config with `model=DIR`, or set {KEY} to false in it",
         )
     tensors[name] = with_replica(weight, copy)
     return True

@@ -439,8 +439,8 @@ def _replicas_differ(piece: SlabPiece, first: int, at: list[int], slab_pieces: S
         return ReplicasDiffer(
             f"it and {tensor.also_named} disagree, first at element {element}",
             where=tensor.name,
-            why="The model has one tensor for the two, a tied head or a block that layers share, and the checkpoint stores two",
-            do="If the head was trained by itself, set tie_word_embeddings to false in the config; if not, find out which of them is wrong",
+            why="The config ties the two (tie_word_embeddings: true), so they must be one tensor, and the checkpoint stores two",
+            do="If each was trained by itself, set tie_word_embeddings to false in the config; if not, find out which of them is wrong",
         )
     return ReplicasDiffer(
         f"two copies of {piece.box} disagree, first at element {element}: {next(filled, 'another file')} and {piece.path}",

@@ -321,7 +321,7 @@ def test_a_copy_of_a_shared_block_under_the_name_of_another_layer_is_a_replica(t
     with pytest.raises(CheckpointError, match=r"layers\.10\.\S+ disagree"):
         reshard.convert(reshard.plan(tmp_path / "model", to="vllm", tp=2), tmp_path / "other")
     in_other_layers(tmp_path / "model", BLOCK_WEIGHT, lambda copy: copy[:1].clone())
-    with pytest.raises(CheckpointError, match="Layers share the two as one tensor"):
+    with pytest.raises(CheckpointError, match="so they must be one tensor"):
         reshard.plan(tmp_path / "model", to="hf")
 
 
