@@ -350,10 +350,12 @@ def cached_elements(model: Model, layer: int, tp: int) -> int:
 
 
 def _caching_layers(model: Model) -> frozenset[int]:
-    """The layers that cache something for each token: those with keys. Linear attention and state-space models have a fixed state."""
+    """The layers that cache something for each token: those with keys, or that use a block with keys. Linear attention and state-space
+    models have a fixed state."""
     keys = {"attention.k", "mla.kv_a"}
     kinds = (kind for kind in model.layer_kinds if any(keys & {weight.role, *weight.declared.fuses} for weight in kind.weights))
-    return frozenset(layer for kind in kinds for layer in kind.layers if layer < model.dimensions["layers"])
+    holders = (layer for kind in kinds for layer in kind.layers if layer < model.dimensions["layers"])
+    return frozenset(user for layer in holders for user in model.uses_of_blocks.get(layer, {0: layer}).values())
 
 
 def _windows(model: Model) -> tuple[int | None, ...]:

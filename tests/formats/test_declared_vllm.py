@@ -325,6 +325,12 @@ def test_a_copy_of_a_shared_block_under_the_name_of_another_layer_is_a_replica(t
         reshard.plan(tmp_path / "model", to="hf")
 
 
+def test_each_layer_that_uses_a_shared_block_has_a_cache_of_its_own(tmp_path):
+    """vLLM 0.32 has an Attention object for each use of a block (zamba2.py)."""
+    write(tmp_path / "model", "zamba2")
+    assert reshard.degrees(tmp_path / "model", to="vllm").rows[0].cache_per_token == 4 * 2 * 8 * 16 * BF16.itemsize
+
+
 def test_a_class_with_as_many_kv_heads_as_heads_takes_no_other_model(tmp_path):
     write(tmp_path / "model", "zamba2-one", num_key_value_heads=4)
     reshard.plan(tmp_path / "model", to="dcp")
