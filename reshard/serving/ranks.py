@@ -161,7 +161,7 @@ class EngineRank:
         if module_name := self.rules.module_names.get(tensor.first.role):
             number = None if layer is None else layer - self.layers.start
             return f"{module_name.format(layer=number)}.{tensor.first.parameter}"
-        if layer is not None and self.model.weights[tensor.first.tensor].declared.in_shared_block:
+        if layer in self.model.uses_of_blocks and self.model.weights[tensor.first.tensor].declared.in_shared_block:
             layer = self._named_layer(layer)
         return self._renamed(tensor.name, layer)
 

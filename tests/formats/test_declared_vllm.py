@@ -168,7 +168,7 @@ def test_a_bias_that_only_the_class_has_is_zeros_and_the_plan_says_so(tmp_path):
     assert "8 biases" in note and "model.encoder.layers.0.self_attn.k_proj.bias" in note
     reshard.convert(plan, tmp_path / "served")
     (rank, _) = sorted((tmp_path / "served").glob("*.safetensors"))
-    tensors = safetensors.torch.safetensors.torch.load_file(rank)
+    tensors = safetensors.torch.load_file(rank)
     for name, k in (("encoder.layers.1.self_attn.qkv_proj", slice(128, 256)), ("decoder.layers.2.encoder_attn.kv_proj", slice(0, 128))):
         bias = tensors[f"model.{name}.bias"].view(torch.int16).numpy()
         assert not bias[k].any() and np.delete(bias, np.r_[k]).all()
