@@ -94,6 +94,12 @@ class Pattern:
         axes = None if self.axes is None else np.tile(self.axes, count)
         return Pattern(np.tile(self.offsets, (count, 1)), np.tile(self.sizes, (count, 1)), starts, np.tile(self.strides, (count, 1)), axes)
 
+    def along_first_axis(self, count: int, step: int) -> Pattern:
+        """The boxes, which have one element along their first axis, with `count`: each neighbour lies `step` stored elements further."""
+        sizes, strides = self.sizes.copy(), self.strides.copy()
+        sizes[:, 0], strides[:, 0] = count, step
+        return Pattern(self.offsets, sizes, self.starts, strides, self.axes)
+
     def with_ndim(self) -> Iterator[tuple[int, npt.NDArray[np.int64] | slice, Pattern]]:
         """The sections in groups of one number of axes: (number of axes, their rows, the group as a pattern)."""
         if self.axes is None:

@@ -25,6 +25,8 @@ LAYER_SETS = ("dense", "sparse", "mtp", SHARED_BLOCK)
 
 # In a shape: the number of a weight whose name counts a dimension, from 0.
 NUMBER_OF_WEIGHT = "number"
+# The dimension that counts the experts to which a router sends tokens.
+EXPERTS = "experts"
 # A dimension in braces in a name.
 COUNTED = r"\{(\w+)\}"
 # What stands in braces in a name and is no dimension: the index of the layer, of the expert, and of a use of a shared block.
@@ -58,8 +60,9 @@ class Weight:
     """Whether the weight is stored as [in, out], as by a Conv1D."""
     split: Split | None = None
     """How tensor-parallel ranks share the weight; None: as its role says."""
-    stacked: bool = False
-    """Whether the weights of all experts are one tensor, along its first axis. `transposed` and `fuses` are about one expert's weight."""
+    stacked: str = ""
+    """The dimension that counts the first axis, along which the weights of all experts are one tensor: "experts", or those that every token
+    uses. `transposed` and `fuses` are about one expert's weight. Empty: it is one weight."""
     pieces: str | None = None
     """The last words of the names under which published files hold runs of its rows, such as "shard_{parts}.weight", where a dimension
     counts the runs: all have the same number of rows, but the last one may be shorter. None: published files hold it whole."""
@@ -74,10 +77,10 @@ class Weight:
         """
         module, _, last = self.name.rpartition(".")
         roles = tuple(self.fuses or (self.role,))
-        if not self.stacked or not module.endswith(".experts") or _STACKED.get(last) != roles:
+        if self.stacked != EXPERTS or not module.endswith(".experts") or _STACKED.get(last) != roles:
             return ()
         rows, *inner = reversed(self.shape[1:]) if self.transposed else self.shape[1:]
-        one = replace(self, fuses={}, transposed=False, stacked=False)
+        one = replace(self, fuses={}, transposed=False, stacked="")
         return tuple(
             replace(one, name=f"{module}.{{expert}}.{_OF_EXPERT[role]}", role=role, shape=(self.fuses.get(role, rows), *inner))
             for role in roles

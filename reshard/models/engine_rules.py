@@ -176,13 +176,16 @@ class EngineRules:
     """Role -> the axes of one element that the class has in such a tensor and the model has not: [0, 1, 3] makes [n] to [1, 1, n, 1]."""
     even_rows_first: Mapping[str, str] = field(default_factory=dict)
     """Role -> a dimension, such as "head_dim". In each run of so many rows of such a weight, the class stores the rows 0, 2, 4, ... before
-    the rows 1, 3, 5, ...: the pairs that rotary embeddings turn become halves."""
+    the rows 1, 3, 5, ...: the pairs that rotary embeddings turn become halves. "all": in all rows that a rank holds."""
+    side_by_side: frozenset[str] = frozenset()
+    """Roles whose stacked weights [experts, out, in] the class stores as one matrix [out, experts * in]."""
     vocabulary_multiple: int | None = None
     """The rows of vocabulary tables are padded to a multiple of this; None: of tp."""
     pads_vocabulary_for_tp: bool = False
     """Whether the rows are padded to a multiple of vocabulary_multiple * tp where tp does not divide the padded rows."""
     padded_rows: Mapping[str, int] = field(default_factory=dict)
-    """Name of a fused module -> the class makes its rows a multiple of this and leaves the rows that it adds unset; here they are zeros."""
+    """Role -> the class makes the rows of such a weight, or of a fused one that begins with it, a multiple of this, and leaves those that it
+    adds unset or zero; here they are zeros."""
     quantized_steps: Mapping[str, int] = field(default_factory=dict)
     """Role -> rows or input features, of which each rank of a quantized model holds a multiple; the last ranks are filled up with zeros."""
 

@@ -25,7 +25,18 @@ from reshard.geometry.dtypes import DType, from_safetensors
 from reshard.geometry.mosaics import Mosaic, joined
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
-from reshard.models.architecture import COUNTED, NUMBER_OF_WEIGHT, SHARED_BLOCK, USE, Architecture, Dimension, LayerRule, PrimeSum, Weight
+from reshard.models.architecture import (
+    COUNTED,
+    EXPERTS,
+    NUMBER_OF_WEIGHT,
+    SHARED_BLOCK,
+    USE,
+    Architecture,
+    Dimension,
+    LayerRule,
+    PrimeSum,
+    Weight,
+)
 from reshard.models.config_values import entries, value_at, whole_number
 from reshard.models.engine_rules import EngineRules
 from reshard.models.quantization import quantization_of
@@ -667,8 +678,9 @@ class Model:
         if not weight.declared.stacked:
             yield from self._parts_of_array(weight, whole, weight.expert, keep_fused)
             return
-        for expert in range(weight.shape[0]):
-            yield from self._parts_of_array(weight, whole.item(expert), expert, keep_fused)
+        for number in range(weight.shape[0]):
+            expert = number if weight.declared.stacked == EXPERTS else None
+            yield from self._parts_of_array(weight, whole.item(number), expert, keep_fused)
 
     def _parts_of_array(self, weight: ModelWeight, array: Mosaic, expert: int | None, keep_fused: bool) -> Iterator[Part]:
         """The parts of a weight, or of one expert's weight in a tensor of all experts."""

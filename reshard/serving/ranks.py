@@ -17,7 +17,7 @@ from reshard.geometry.meshes import Parallel, stage_layers
 from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.sections import Sections, StoredTensor, constant
 from reshard.geometry.value import value
-from reshard.models.architecture import USE
+from reshard.models.architecture import EXPERTS, USE
 from reshard.models.engine_rules import EngineRules, Fusion
 from reshard.models.model import LayerKind, Model, Part, evaluate
 from reshard.models.splits import shard
@@ -187,7 +187,7 @@ class EngineRank:
         if component and component.use == "shape":
             parts = parts[-1:]
         array = self._joined_shards(parts)
-        if step := self.rules.padded_rows.get(name.rpartition(".")[0].rpartition(".")[2]):
+        if step := self.rules.padded_rows.get(parts[0].role):
             array = array.padded(0, -(-array.shape[0] // step) * step)
         shape = list(_stored_shape(array, component))
         for axis in self.rules.unit_axes.get(parts[0].role, ()):
@@ -207,7 +207,7 @@ class EngineRank:
         array = shard(with_split(part, self.rules), tp, self.tp_rank if tp > 1 else 0, padding)
         run = self.rules.even_rows_first.get(part.role)
         if run and part.parameter in _IN_ORDER_OF_ROWS and part.block_shape[0]:
-            array = self._with_even_rows_first(part, array, part.dimensions[run])
+            array = self._with_even_rows_first(part, array, array.shape[0] if run == "all" else part.dimensions[run])
         is_number = part.form is not None and part.is_scale and not any(part.block_shape) and math.prod(array.shape) == 1
         return array.flattened() if is_number else array
 
@@ -235,7 +235,12 @@ class EngineRank:
         stored = [parts[-1:] if keeps_one else parts for parts in by_expert.values()]
         first = stored[0]
         array = self._joined_shards(first)
-        if all(len(parts) == len(first) and all(map(Part.is_like, first, parts)) for parts in stored):
+        is_stacked = self.model.weights[group[0].tensor].declared.stacked == EXPERTS
+        if is_stacked and component is None and array.tiles:
+            of_one = self._sections(array, first)
+            shape = (len(stored), *_stored_shape(array, None))
+            sections = Sections(of_one.names, of_one.pattern.along_first_axis(len(stored), math.prod(array.shape)))
+        elif all(len(parts) == len(first) and all(map(Part.is_like, first, parts)) for parts in stored):
             of_one = self._sections(array, first)
             shape, sections = (len(stored), *_stored_shape(array, first[0].component)), _repeated(of_one, math.prod(array.shape), stored)
         else:
@@ -243,7 +248,6 @@ class EngineRank:
             shape, sections = _stored_shape(array, first[0].component), self._sections(array, [part for parts in stored for part in parts])
         if len(shape) == 2 and shape[1] == 1 and group[0].is_scale:
             shape = shape[:1]  # one scale for each expert
-        is_stacked = self.model.weights[group[0].tensor].declared.stacked
         module = group[0].pattern.rpartition("." if is_stacked else ".{expert}.")[0]
         origins = tuple(part.layer_pattern for parts in by_expert.values() for part in parts)
         return RankTensor(f"{module}.{fusion.component}_{group[0].parameter}", in_order[0], shape, sections, origins)
@@ -253,8 +257,17 @@ class EngineRank:
         before ranks share the rows."""
         if parts[0].split.is_padded:
             parts = [replace(parts[0], array=joined([part.array for part in parts]))]
-        array, component = joined([self._shard(part) for part in parts]), parts[0].component
+        arrays, component = [self._shard(part) for part in parts], parts[0].component
+        if parts[0].role in self.rules.side_by_side:
+            array = joined(arrays, axis=1)
+        else:
+            array = stacked(arrays) if self._stacks_others(parts[0]) else joined(arrays)
         return array.transposed() if component and component.transposed and not component.is_single else array
+
+    def _stacks_others(self, part: Part) -> bool:
+        """Whether the tensor of a part stacks the weights of experts that every token uses."""
+        weight = self.model.weights.get(part.tensor)
+        return weight is not None and weight.declared.stacked not in ("", EXPERTS)
 
     def _tied_embedding(self, part: Part) -> Iterator[RankTensor]:
         """The tied embedding, if this stage holds it, under the name or names that the engine stores."""

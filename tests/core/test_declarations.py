@@ -445,6 +445,8 @@ WRONG = {
     "weights:\n  a.weight: head\nlayer_sets: {dense: all}\n": r"a set of layers cannot be called 'dense'",
     "weights:\n  a.weight: head\nlayer_sets: {x: {list: y}}\n": r"`list` names a list of the config and `entries` which of its entries",
     "weights:\n  a.weight: {role: mlp.up, stacked: true}\n": r"no dimension is called 'experts'",
+    "weights:\n  a.weight: {role: mlp.up, stacked: shared}\n": r"no dimension is called 'shared'",
+    "weights:\n  a.weight: {role: mlp.up, stacked: 2}\n": r"stacked: expected true, or the dimension that counts the experts, found 2",
     "weights:\n  a.{hidden}.*.weight: mlp.norm\n": r"it is not clear which number each \* stands for",
     "weights:\n  a.{hidden}.{layer}.weight: mlp.norm\n": r"a name that counts a dimension cannot contain the number of a layer",
     "weights: {a.weight: head}\nrenamed: {a: b}\n": r"line 13: renamed: `renamed` is about the weights of the model that `extends:` names",

@@ -41,7 +41,9 @@ def test_a_section_is_read_into_quirks():
     every_stage: [final_norm, head]
     unsupported: [attention.o.bias]
     assumed_settings: {a: 1}
-    extra_tensors: {normalizer: {beside: embedding, square_root_of: hidden, until: "0.9.2"}}
+    extra_tensors:
+      normalizer: {beside: embedding, square_root_of: hidden, until: "0.9.2"}
+      scale: {beside: attention.q, ones: [hidden], dtype: fp32}
     notes: one
 """
     ).engines["vllm"]
@@ -51,7 +53,8 @@ def test_a_section_is_read_into_quirks():
     assert [renamed("lm_head.weight", quirks, (0, minor)) for minor in (8, 9, 30)] == ["lm_head.weight", "out.weight", "head.weight"]
     assert [quirks.at((0, minor)).keep_fused.keys() for minor in (30, 31)] == [set(), {"attention.qkv"}]
     normalizer = ExtraTensor("embedding", "normalizer", square_root_of="hidden", until=(0, 9, 2))
-    assert [quirks.at(version).extra_tensors for version in ((0, 9, 1), (0, 9, 2))] == [(normalizer,), ()]
+    scale = ExtraTensor("attention.q", "scale", 1.0, F32, ("hidden",))
+    assert [quirks.at(version).extra_tensors for version in ((0, 9, 1), (0, 9, 2))] == [(normalizer, scale), (scale,)]
 
 
 def test_engines_are_taken_over_by_like_and_not_by_extends():

@@ -71,16 +71,23 @@ def _parameters(node: Node) -> frozenset[tuple[str, str]]:
 
 
 def _extra_tensor(name: str, node: Node) -> ExtraTensor:
-    keys = node.mapping(("beside", "square_root_of", "zeros", "until"))
-    if "beside" not in keys or ("square_root_of" in keys) == ("zeros" in keys):
+    values = ("square_root_of", "zeros", "ones")
+    keys = node.mapping(("beside", *values, "dtype", "until"))
+    stated = [key for key in values if key in keys]
+    if "beside" not in keys or len(stated) != 1:
         raise node.error(
-            "it needs `beside` and one of `square_root_of` and `zeros`",
-            do="Write {beside: ROLE, square_root_of: DIMENSION} or {beside: ROLE, zeros: SHAPE}",
+            "it needs `beside` and one of `square_root_of`, `zeros` and `ones`",
+            do="Write {beside: ROLE, square_root_of: DIMENSION}, {beside: ROLE, zeros: SHAPE} or {beside: ROLE, ones: SHAPE}",
         )
-    shape = tuple(str(axis.value) for axis in keys["zeros"].items()) if "zeros" in keys else ()
-    root = _dimension(keys["square_root_of"]) if "square_root_of" in keys else ""
+    root = _dimension(keys["square_root_of"]) if stated == ["square_root_of"] else ""
     return ExtraTensor(
-        _role(keys["beside"]), name, shape=shape, square_root_of=root, until=_version(keys["until"]) if "until" in keys else None
+        _role(keys["beside"]),
+        name,
+        float(stated == ["ones"]),
+        _dtype(keys["dtype"]) if "dtype" in keys else None,
+        () if root else tuple(str(axis.value) for axis in keys[stated[0]].items()),
+        root,
+        until=_version(keys["until"]) if "until" in keys else None,
     )
 
 
@@ -131,6 +138,7 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "names_in": lambda node: {layer_set(inner.inner("", name)): _names(inner) for name, inner in node.mapping().items()},
     "fusions": lambda node: tuple(fusion for module, inner in node.mapping().items() for fusion in _fusions(module, inner)),
     "even_rows_first": lambda node: {role: _dimension(inner) for role, inner in node.mapping().items()},
+    "side_by_side": lambda node: frozenset(map(_role, node.items())),
     "unit_axes": lambda node: {role: tuple(axis.number(0) for axis in inner.items()) for role, inner in node.mapping().items()},
     "dtypes": lambda node: {role: _dtype(inner) for role, inner in node.mapping().items()},
     "values": lambda node: {role: inner.one_of(FUNCTIONS) for role, inner in node.mapping().items()},
@@ -143,8 +151,9 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "left_out": lambda node: tuple(_left_out(names, inner) for names, inner in node.mapping().items()),
     "zeros": _parameters,
     "tp_at_most_experts": Node.flag,
+    "equal_experts": Node.flag,
     "least_expert_width": lambda node: node.number(1),
-    "padded_rows": lambda node: {module: inner.number(1) for module, inner in node.mapping().items()},
+    "padded_rows": lambda node: {role: inner.number(1) for role, inner in node.mapping().items()},
     "quantized_steps": lambda node: {role: inner.number(1) for role, inner in node.mapping().items()},
     "packed_expert_tiles": lambda node: tuple(size.number(1) for size in node.items()),
     "stages_need_experts": Node.flag,

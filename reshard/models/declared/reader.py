@@ -404,8 +404,11 @@ def _check_layers(weight: Weight, made: Architecture, node: Node) -> None:
         raise node.error(
             "the name contains the number of an expert, and no dimension is called experts", do="Add `experts:` under `dimensions`"
         )
-    if weight.stacked and "experts" not in made.dimensions:
-        raise node.error("its first axis counts the experts, and no dimension is called experts", do="Add `experts:` under `dimensions`")
+    if weight.stacked and weight.stacked not in made.dimensions:
+        raise node.error(
+            f"its first axis counts the experts, and no dimension is called {weight.stacked}",
+            do=f"Add `{weight.stacked}:` under `dimensions`",
+        )
     if ("sparse" in sets or weight.stacked or "{expert}" in weight.name) and made.sparse_layers is None:
         raise node.error(
             "it belongs to a sparse layer, and the sparse layers are not declared",

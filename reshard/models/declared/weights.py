@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from reshard.errors import choices
 from reshard.geometry.value import value
-from reshard.models.architecture import COUNTED, INDICES, NUMBER_OF_WEIGHT, USE, Dimension, Weight
+from reshard.models.architecture import COUNTED, EXPERTS, INDICES, NUMBER_OF_WEIGHT, USE, Dimension, Weight
 from reshard.models.declared.node import Node, expression
 from reshard.models.roles import (
     ABOUT_ROLES,
@@ -56,7 +56,7 @@ class WeightReader:
             self._interleaved_by(keys) if "interleaved_by" in keys else None,
             transposed,
             split,
-            keys["stacked"].flag() if "stacked" in keys else False,
+            _stacked(keys),
             self._pieces(keys["pieces"]) if "pieces" in keys else None,
             keys["padded"].flag() if "padded" in keys else False,
         )
@@ -143,11 +143,11 @@ class WeightReader:
             axes = keys["shape"].items()
             if len(axes) > 5:
                 raise keys["shape"].error(f"expected at most 5 axes, found {len(axes)}")
-            own = len(axes) - (1 if "stacked" in keys else 0)
+            own = len(axes) - (1 if _stacked(keys) else 0)
             if "fuses" in keys and transposed and own != 2:
                 raise keys["shape"].error(f"a fused weight that is transposed has 2 axes, found {own}")
             return tuple(expression(axis, dimensions, optional=True) for axis in axes)
-        stacked = "stacked" in keys and keys["stacked"].flag()
+        stacked = _stacked(keys)
         parameter = name.rpartition(".")[2]
         if stacked:  # such as experts.down_proj and experts.down_proj_bias
             parameter = "bias" if parameter.endswith("bias") else "weight"
@@ -159,9 +159,17 @@ class WeightReader:
             raise node.error(f"it has no `shape`, and {first} and {different} have different input features", do="Add `shape:`")
         shape = (" + ".join(rows.values()), *inputs[first])
         shape = shape[::-1] if transposed else shape
-        shape = ("experts", *shape) if stacked else shape
+        shape = (stacked, *shape) if stacked else shape
         why = f"The usual shape of {first} is [{', '.join(shape)}]; `shape:` sets another one"
         return tuple(expression(node.inner("shape", axis), self.dimensions, why=why, optional=True) for axis in shape)
+
+
+def _stacked(keys: Mapping[str, Node]) -> str:
+    """The dimension that counts the experts along the first axis; empty if there is no such axis."""
+    node = keys.get("stacked")
+    if node is None or isinstance(node.value, bool):
+        return EXPERTS if node is not None and node.flag() else ""
+    return node.word(r"[a-z_][a-z0-9_]*", "true, or the dimension that counts the experts")
 
 
 def split_of(node: Node) -> Split:
