@@ -47,6 +47,7 @@ ACTIVE = {
     "Phi-3.5-MoE": 6.6,
     "AI21-Jamba-Mini-1.6": 12,
     "Moonlight-16B-A3B": 3,
+    "Inkling-Small": 12,
 }
 
 

@@ -114,6 +114,7 @@ LISTED = {
     ("glm5_next", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
     ("glmasr", "small|(attention|mlp)_bias reversed|settings of other classes"): _OUTER,
     ("idefics3", "tie_word_embeddings reversed|all of these reversed"): _OUTER,
+    ("inkling_mm_model", "defaults"): "24 projections in the tower, where published models have four; configs give the number",
     ("internvl", ".*"): _OUTER,
     ("kimi_k25", ".*"): "transformers saves `layers` of the language model as `blocks`, which the published files do not",
     ("kimi_linear", ".*"): "transformers saves dense layers as `block_sparse_moe`, which the published files do not",

@@ -26,6 +26,7 @@ from reshard.geometry.meshes import Parallel
 from reshard.models.lookup import find_model
 from reshard.models.model import Model
 from reshard.serving.legality import check_degrees, check_served
+from reshard.serving.ranks import rank_tensors
 from reshard.serving.weights import left_out_by_class, stored_dtypes, weights_without_slot
 
 sys.path.insert(0, str(FIXTURES))
@@ -99,7 +100,7 @@ def test_every_rank_of_a_declared_model_holds_what_real_vllm_holds(name, tmp_pat
         *("gemma3n_text", "gemma4-experts", "minimax_m3_vl", "mimo_v2_flash", "internvl-qwen3_moe"),
         *("deepseek_v4", "deepseek_v4-published", "bailing_hybrid", "bailing_hybrid-3", "deepseek_ocr2", "deepseek_vl_v2", "molmo"),
         *("kimi_k3", "kimi_k3-published", "mimo_v2", "mimo_v2-published"),
-        *("glm5_next", "qwen4_exp"),
+        *("glm5_next", "qwen4_exp", "inkling_mm_model"),
     ],
 )
 def test_files_with_names_of_their_own_are_read_back(name, tmp_path):
@@ -110,6 +111,17 @@ def test_files_with_names_of_their_own_are_read_back(name, tmp_path):
     reshard.convert(reshard.plan(tmp_path / "model", to="vllm", tp=4), tmp_path / "served")
     reshard.convert(reshard.plan(tmp_path / "served", to="hf"), tmp_path / "back")
     reshard.verify(tmp_path / "model", tmp_path / "back", cast=True).raise_if_different()
+
+
+@pytest.mark.parametrize("experts", [8, 64])
+def test_the_boxes_of_one_tensor_for_all_experts_do_not_grow_with_the_experts(experts):
+    """Inkling has 256 experts in each of 64 layers, with 6,144 rows that change places: a box for each row of each is 100 million boxes."""
+    config = json.loads(REFERENCES["inkling_mm_model"].read_text())["config"]
+    model = find_model({**config, "text_config": {**config["text_config"], "n_routed_experts": experts}})
+    tensors = rank_tensors(model, dict.fromkeys(model.weights, BF16), rules_of("vllm", model), Parallel(tp=2), 0, 0)
+    boxes = {tensor.name: len(tensor.sections) for tensor in tensors}
+    assert boxes["model.layers.1.mlp.experts.routed_experts.w13_weight"] == 2 * 128 // 2
+    assert boxes["model.layers.1.mlp.experts.routed_experts.w2_weight"] == 1
 
 
 def write(folder, name, **changes):

@@ -127,6 +127,9 @@ OWN: dict[str, dict[str, object]] = {
     "zamba2": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid"] * 3, "layer_types": ["mamba", "hybrid"] * 3, "num_mem_blocks": 2},
     "molmo2_config": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "molmo2_vision": {"head_dim": 8, "num_key_value_heads": 4},
+    "inkling_mm_model_text": {"layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"], "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "swa_num_attention_heads": 16,
+                              "swa_num_key_value_heads": 4, "swa_head_dim": 6, "d_rel": 6, "rel_extent": 24, "sliding_window_size": 16, "n_shared_experts": 3},
+    "inkling_mm_model_vision": {"n_layers": 4, "patch_size": 24},
     "exaone_moe": {"layer_types": SLIDING, "is_moe_layer": [False, True, True, True], "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
 }  # fmt: skip
 # Keys that published configs have, that vLLM's classes read, and that transformers leaves out.
