@@ -184,8 +184,8 @@ class EngineRules:
     pads_vocabulary_for_tp: bool = False
     """Whether the rows are padded to a multiple of vocabulary_multiple * tp where tp does not divide the padded rows."""
     padded_rows: Mapping[str, int] = field(default_factory=dict)
-    """Role -> the class makes the rows of such a weight, or of a fused one that begins with it, a multiple of this, and leaves those that it
-    adds unset or zero; here they are zeros."""
+    """Role -> the class makes the rows of such a weight, or of a fused one that begins with it, a multiple of this, and leaves the added
+    ones unset or zero; here they are zeros."""
     quantized_steps: Mapping[str, int] = field(default_factory=dict)
     """Role -> rows or input features, of which each rank of a quantized model holds a multiple; the last ranks are filled up with zeros."""
 
