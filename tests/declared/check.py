@@ -65,6 +65,7 @@ ABSENT = {
         "its code comes with the checkpoint",
     ),
     **dict.fromkeys(("refinedweb", "refinedwebmodel"), "falcon's first code came with the checkpoint"),
+    "deepseek_v41": "transformers has no class of it",
     "glm5_next_text": "transformers has its language model only inside glm5_next",
     "deepseek_ocr2": "transformers' class is for files of other names and another config (DeepSeek-OCR-2-hf)",
     "mistral_large_3": "published under Mistral's own names",
