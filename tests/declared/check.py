@@ -41,7 +41,6 @@ ABSENT = {
     **dict.fromkeys(
         (
             "deepseek_ocr",
-            "deepseek_v41",
             "deepseek_vl_v2",
             "deepseekocr",
             "dots_ocr",
