@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import shutil
 import subprocess
@@ -39,20 +40,25 @@ class Environment:
         return ROOT / f".venv-{self.framework.lower()}"
 
     def python(self) -> Path:
-        """The interpreter, made now if it is not there."""
+        """The interpreter, made now if it is not there. Parts of .ci/run that run beside each other share it, so one makes it at a time."""
         ready, python = self.folder / "installed", self.folder / "bin" / "python"
-        if not ready.exists():
-            began = time.monotonic()
-            shutil.rmtree(self.folder, ignore_errors=True)
-            subprocess.run([sys.executable, "-m", "venv", self.folder], check=True)
-            pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            # torch first: it must be the build for CPUs, which a framework's requirements could replace.
-            if self.with_torch:
-                subprocess.run([*pip, "torch==2.13.0"], check=True)
-            subprocess.run([*pip, *self.options, "-r", self.requirements], check=True, env={**os.environ, **self.variables})
-            ready.touch()
-            print(f"made the {self.framework} environment in {time.monotonic() - began:.0f} s", flush=True)
+        with self.folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not ready.exists():
+                self._make(python)
+                ready.touch()
         return python
+
+    def _make(self, python: Path) -> None:
+        began = time.monotonic()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", self.folder], check=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        # torch first: it must be the build for CPUs, which a framework's requirements could replace.
+        if self.with_torch:
+            subprocess.run([*pip, "torch==2.13.0"], check=True)
+        subprocess.run([*pip, *self.options, "-r", self.requirements], check=True, env={**os.environ, **self.variables})
+        print(f"made the {self.framework} environment in {time.monotonic() - began:.0f} s", flush=True)
 
 
 def run_checks(checks: Checks, environment: Environment, about: str) -> int:

@@ -58,6 +58,9 @@ UNTRACED = {
     "isaac": "its class asks for the tokenizer that was published with it",
     **dict.fromkeys(("deepseek_ocr", "deepseek_ocr2", "deepseek_vl_v2", "molmo"), "the sizes of its tower are those of its class"),
     **dict.fromkeys(("molmo2", "step3p7"), "its config is read by code of the checkpoint"),
+    "glm5_next_text": "its reference is quantized; glm5_next contains the language model",
+    "qwen4_exp_text": "it was not compared; qwen4_exp contains the language model",
+    "minicpmo": "no config class of vLLM's reads its config",
 }
 # vLLM's own class fails where ranks share two KV heads.
 TWO_SIZES = ("gpt_oss",)
