@@ -59,8 +59,10 @@ def prepare() -> None:
 
 
 def stand_in_for_tokenizers() -> None:
-    """Let model classes find the numbers of tokens without a tokenizer: no token is computed. Called before they are imported."""
+    """Let model classes find the numbers of tokens without a tokenizer: no token is computed. Called before they are imported. What makes
+    processors of images keeps vLLM's own function: without a tokenizer no processor is made, and none is needed."""
     with contextlib.suppress(ImportError):
+        importlib.import_module("vllm.multimodal.registry")
         tokenizers: Any = importlib.import_module("vllm.tokenizers")
         tokenizers.cached_tokenizer_from_config = lambda *_, **__: Anything()
 
