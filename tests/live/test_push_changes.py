@@ -168,7 +168,9 @@ def test_what_the_servers_do_not_hold_is_no_base(pushed, tmp_path):
 def test_a_version_of_your_own_is_no_fingerprint(pushed):
     server, address, new, (_, files) = pushed
     library.push(HF / "llama", address, since=HF / "llama", version="7")
-    check_full(reshard("push", new, address, "--since", HF / "llama", "--json"), "the servers tell the version 7, which is not the fingerprint")
+    check_full(
+        reshard("push", new, address, "--since", HF / "llama", "--json"), "the servers tell the version 7, which is not the fingerprint"
+    )
     check_held(server, files)
 
 
