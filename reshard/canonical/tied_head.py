@@ -1,4 +1,4 @@
-"""Tied weights: one tensor with several names, of which a checkpoint stores any or all, such as a head that is the embedding."""
+"""Tied weights: one tensor with several names, such as a head that is the embedding. A checkpoint stores it under one or more of them."""
 
 from __future__ import annotations
 

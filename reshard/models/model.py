@@ -463,7 +463,7 @@ class Model:
     def pieces(self) -> dict[str, Mosaic]:
         """The runs of rows of weights that published files hold in pieces, by the names that they have there, in order."""
         found: dict[str, Mosaic] = {}
-        for weight in self.weights.values():
+        for weight in self.weights.values() if any(each.pieces for each in self.declared.weights) else ():
             ending = weight.declared.pieces
             if ending is None or weight.is_scale:
                 continue
