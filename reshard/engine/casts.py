@@ -24,7 +24,7 @@ Block = npt.NDArray[Any]
 _NUMPY = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U64": "u8", "U32": "u4", "U16": "u2",
           "U8": "u1", "BOOL": "?", "C64": "c8", "C128": "c16"}  # fmt: skip
 # The number of elements whose intermediate results stay in a processor's cache.
-_STRIP = 1 << 16
+_STRIP = 1 << 17
 # The largest values of types to which torch 2.13 casts with saturation.
 _SATURATING = {"F8_E4M3": 448.0}
 _QUIET_BF16, _INFINITY_F32 = 0x7FC0, 0x7F800000

@@ -231,11 +231,13 @@ class _Combined:
                 check_finite(words, each, strip.box)
         return result.reshape(strip.sizes)
 
-    def _words(self, worker: Worker, pieces: SlabPieces, strip: Strip, hashes: Sequence[Hash]) -> list[Block]:
-        """The elements of a strip of each input, as words."""
-        found = []
-        for values, each, of_input in zip(self.inputs, self._combination.inputs, pieces.of_inputs, strict=True):
-            found.append(values.read(worker, of_input, strip, np.empty(strip.sizes, each.tensor.values_dtype.word)))
+    def _words(self, worker: Worker, pieces: SlabPieces, strip: Strip, hashes: Sequence[Hash]) -> Sequence[Block]:
+        """The elements of a strip of each input, as words: together one array, if all have one type."""
+        types = [each.tensor.values_dtype for each in self._combination.inputs]
+        is_one_type = {*types} == {types[0]}
+        found = np.empty((len(types), *strip.sizes), types[0].word) if is_one_type else [np.empty(strip.sizes, each.word) for each in types]
+        for values, of_input, words in zip(self.inputs, pieces.of_inputs, found, strict=True):
+            values.read(worker, of_input, strip, words)
         for running, words in zip(hashes, found, strict=False):
             running.update(bytes_of(words))
         return found

@@ -8,6 +8,7 @@ import shutil
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from itertools import pairwise
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -163,7 +164,7 @@ def long_tensors(tmp_path, count):
 @pytest.mark.parametrize("count", [2, 3, 9, 40])
 def test_long_tensors_are_combined_part_by_part(count, tmp_path):
     paths, inputs = long_tensors(tmp_path, count)
-    assert inputs[0]["w"].size > 4 * combiner._STRIP
+    assert inputs[0]["w"].size > 2 * combiner._STRIP
     reshard.convert(reshard.plan(paths, to="hf", average=True), tmp_path / "mean")
     total = averaged(inputs, (1 / count,) * count, "w")
     assert (bits(written(tmp_path / "mean")["w"]) == bits(nearest(total, "BF16"))).all()
@@ -175,6 +176,38 @@ def test_long_tensors_are_combined_part_by_part(count, tmp_path):
         difference = tensors["w"].astype(np.float64) - start
         total = total + np.float64(scale) * difference
     assert (bits(written(tmp_path / "task")["w"]) == bits(nearest(total, "BF16"))).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.sampled_from([1, 2, 4, 8, 64]))
+def test_a_mean_of_powers_of_two_has_the_bits_of_float64(data, count):
+    """Any words that are finite: zeros of both signs, subnormal numbers, the largest ones, exponents just near and too far apart."""
+    finite = st.one_of(st.integers(0, 0x7F7F), st.sampled_from([0, 1, 0x7F, 0x80, 0x3F80, 0x3F81, 0x7F7F]))
+    near = st.tuples(finite, st.lists(st.integers(-17, 17), min_size=count, max_size=count), st.integers(0, (1 << count) - 1))
+    columns = data.draw(st.lists(near, min_size=1, max_size=12))
+    words = np.zeros((count, len(columns)), np.uint16)
+    for at, (word, steps_of_exponent, signs) in enumerate(columns):
+        for i, step in enumerate(steps_of_exponent):
+            words[i, at] = min(max(word + 128 * step, 0), 0x7F7F) | (signs >> i & 1) << 15
+    tensor = SimpleNamespace(values_dtype=dtype_table.BF16)
+    combination = SimpleNamespace(rule="average", inputs=[SimpleNamespace(tensor=tensor)] * count)
+    found, _ = combiner.combine(combination, (1 / count,) * count, words, dtype_table.BF16)
+    expected, _ = combiner.combine(combination, (1 / count,) * count, list(words), dtype_table.BF16)
+    assert (found == expected).all()
+
+
+def test_a_small_rest_that_float32_loses_decides_a_tie(tmp_path):
+    """(1 + 2^-7) + 1 + 2^-17 (1 + 2^-7) - 2^-17: without the 2^-24, which float32 cannot hold, a quarter of it is a tie of bfloat16."""
+    rows = [1 + 2.0**-7, 1, 2.0**-17 * (1 + 2.0**-7), -(2.0**-17)]
+    paths = []
+    for i, number in enumerate(rows):
+        (tmp_path / f"{i}").mkdir()
+        array = np.array([number, -number], ml_dtypes.bfloat16)
+        safetensors.numpy.save_file({"w": array}, tmp_path / f"{i}" / "model.safetensors", {"format": "pt"})
+        paths.append(tmp_path / f"{i}")
+    reshard.convert(reshard.plan(paths, to="hf", average=True), tmp_path / "mean")
+    above = 0.5 + 2.0**-8
+    assert written(tmp_path / "mean")["w"].astype(np.float64).tolist() == [above, -above]
 
 
 def test_a_tie_that_float64_misses_by_little_is_rounded_to_its_side(tmp_path):

@@ -19,17 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.engine.casts import Block, cast_once, numpy_type
+from reshard.engine.recipes.exact_sums import exact_sums, is_exact
 from reshard.errors import CheckpointError
 from reshard.geometry import precise
 from reshard.geometry.boxes import Box, blocks
-from reshard.geometry.dtypes import DType
+from reshard.geometry.dtypes import BF16, DType
 from reshard.index.index import Combination, CombinedInput
 
 Float64 = npt.NDArray[np.float64]
 Sums = tuple[float, float, float]
 """Of a part of two tensors: the sum of x*y, of x*x and of y*y."""
 # Elements that are combined at once, so that their sums and products stay in the processor's cache.
-_STRIP = 1 << 16
+_STRIP = 1 << 17
 _ALMOST_PARALLEL = 0.9995
 """If the cosine of the angle is larger than this, or smaller than its negative, slerp is the straight line."""
 
@@ -38,8 +39,30 @@ def combine(combination: Combination, coefficients: Sequence[float], inputs: Seq
     """(the words of the combined elements in an element type, whether all of them were finite before they were rounded). Not for the rule
     "equal".
 
-    coefficients: the factor of each input. inputs: the words of the same elements of each.
+    coefficients: the factor of each input. inputs: the words of the same elements of each; together one array, if all have one type.
     """
+    is_bfloat16 = isinstance(inputs, np.ndarray) and dtype == BF16 == combination.inputs[0].tensor.values_dtype
+    if is_bfloat16 and combination.rule == "average" and is_exact(coefficients):
+        return _in_float32(combination, coefficients, np.reshape(inputs, (len(inputs), -1)))
+    return _in_float64(combination, coefficients, inputs, dtype)
+
+
+def _in_float32(combination: Combination, coefficients: Sequence[float], inputs: Block) -> tuple[Block, bool]:
+    """The combined elements, of which few are computed in float64."""
+    size, is_finite = inputs.shape[1], True
+    result = np.empty(size, BF16.word)
+    with np.errstate(all="ignore"):
+        for start in range(0, size, _STRIP):
+            part, words = inputs[:, start : start + _STRIP], result[start : start + _STRIP]
+            doubtful = exact_sums(coefficients[0], part, words)
+            if len(doubtful):
+                words[doubtful], are_finite = _in_float64(combination, coefficients, np.take(part, doubtful, axis=1), BF16)
+                is_finite = is_finite and are_finite
+    return result, is_finite
+
+
+def _in_float64(combination: Combination, coefficients: Sequence[float], inputs: Sequence[Block], dtype: DType) -> tuple[Block, bool]:
+    """The combined elements, by the definition."""
     values = [words.reshape(-1).view(numpy_type(each.tensor.values_dtype)) for words, each in zip(inputs, combination.inputs, strict=True)]
     size, is_finite, is_task = values[0].size, True, combination.rule == "task-arithmetic"
     result = np.empty(size, dtype.word)
@@ -60,7 +83,8 @@ def combine(combination: Combination, coefficients: Sequence[float], inputs: Seq
                     np.subtract(part, base, out=part)
                 np.multiply(part, factor, out=part)
                 np.add(sums, part, out=sums)
-            is_finite = is_finite and bool(np.isfinite(sums).all())
+            # One number that is not finite makes the sum of all not finite.
+            is_finite = is_finite and bool(np.isfinite(np.add.reduce(sums)) or np.isfinite(sums).all())
             result[rows] = cast_once(sums, dtype)
     return result, is_finite
 
