@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from heapq import merge
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 
 from reshard.engine.events import event
@@ -103,13 +104,26 @@ def workers_of(plan: Plan, effort: Effort, held: Plan | None = None) -> int:
     return effort.threads(max(widest_element(each) for each in (plan, held or plan)), buffers=buffers * (2 if held else 1))
 
 
-def block_jobs(plan: Plan, routes: Iterable[int] | None = None, tiles: Tiles | None = None, held: Held | None = None) -> Iterator[Job]:
+def block_jobs(
+    plan: Plan, routes: Iterable[int] | None = None, tiles: Tiles | None = None, held: Held | None = None, *, side_by_side: int = 1
+) -> Iterator[Job]:
     """The blocks of a plan. routes: the indexes of its routes; None: of all. tiles: where the codes and scales of a weight meet. held: what
-    the destination holds already."""
+    the destination holds already. side_by_side: the number of weights whose blocks take turns.
+
+    One thread at a time decodes what a delta changes in a tensor: threads that copy different tensors do not wait for each other.
+    """
     tiles = tiles or Tiles()
-    for _, group in groupby(range(len(plan.routes)) if routes is None else routes, lambda i: _weight_of(plan.routes[i]) or i):
-        # The scales of a block come right after its codes, with which they are computed.
-        yield from (job for _, job in merge(*(_jobs_of(plan, i, tiles, held) for i in group), key=itemgetter(0)))
+    groups = groupby(range(len(plan.routes)) if routes is None else routes, lambda i: _weight_of(plan.routes[i]) or i)
+    # The scales of a block come right after its codes, with which they are computed.
+    of_weights = (merge(*[_jobs_of(plan, i, tiles, held) for i in group], key=itemgetter(0)) for _, group in groups)
+    taking_turns = deque(islice(of_weights, side_by_side))
+    while taking_turns:
+        jobs = taking_turns.popleft()
+        if (found := next(jobs, None)) is None:
+            taking_turns.extend(islice(of_weights, 1))
+        else:
+            taking_turns.append(jobs)
+            yield found[1]
 
 
 def _weight_of(route: Route) -> int:

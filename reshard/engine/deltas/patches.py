@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
 
 # Bytes that are decoded at a time, and compressed bytes that are read at a time.
-_PART, _READ = 1 << 18, 1 << 17
+_PART, _READ = 1 << 20, 1 << 17
 # Level 1 has windows of 512 KiB. A frame that needs more memory than this is refused.
 _LARGEST_WINDOW = 1 << 23
 # The tensors whose frames stay open, for each worker: codes and scales of a quantized tensor are read by turns.
@@ -225,22 +225,23 @@ class _Step:
                 return None
             while found is None or found.stop <= start:
                 assert self._frame
-                found = self._frame.next()
+                found = self._frame.next(start if self._decoded < start else stop)
                 self._decoded = found.stop
                 if self._decoded == self._frame.nbytes:
                     self._frame = None  # each of its decoders has a megabyte
                 if found.stop <= start:
                     self._keep(found)
-            before, found = found.cut(start)
-            found, after = found.cut(stop)
-            self._keep(before)
-            self._keep(after)
+            if found.start < start:
+                before, found = found.cut(start)
+                self._keep(before)
+            if found.stop > stop:
+                found, after = found.cut(stop)
+                self._keep(after)
             return found
 
     def _keep(self, part: _Part) -> None:
         """Keep a part, and forget those that lie too far behind."""
-        if part.start < part.stop:
-            self._kept = [each for each in (*self._kept, part) if each.stop > self._decoded - max(self._window, 1)]
+        self._kept = [each for each in (*self._kept, part) if each.stop > self._decoded - max(self._window, 1)]
 
 
 def _frames_of(tensor: Tensor, files: Files) -> Iterator[_Xor | _Overwrite]:
@@ -263,9 +264,9 @@ class _Xor:
             if frame.size != nbytes:
                 raise frame.refusal(f"its frame holds {frame.size:,} bytes, the tensor has {nbytes:,}")
 
-    def next(self) -> _Part:
-        """What the frames together say of the next bytes of the tensor."""
-        start, self._at = self._at, min(self._at + _PART, self.nbytes)
+    def next(self, stop: int) -> _Part:
+        """What the frames together say of the next bytes of the tensor, at most up to byte `stop`."""
+        start, self._at = self._at, min(self._at + _PART, stop)
         first, *others = self._frames
         values = first.read(self._at - start)
         for each in others:
@@ -284,7 +285,7 @@ class _Overwrite:
             raise self._positions.refusal(f"its frame has {size:,} bytes and the count {count:,}; the tensor has {nbytes:,} bytes")
         self.nbytes, self._left, self._stop, self._skip = nbytes, count, 0, 4 + 4 * count
 
-    def next(self) -> _Part:
+    def next(self, _: int) -> _Part:
         """What the frame says of the next bytes of the tensor. Raises CheckpointError if its positions do not ascend, or lie beyond the
         end of the tensor."""
         start, count = self._stop, min(_PART // 16, self._left)

@@ -34,6 +34,9 @@ from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.staging import Staging
 from reshard.storage.system_calls import system_errors
 
+# Tensors with deltas that are decoded at a time: four decode faster than a disk writes, and each frame of a chain takes a megabyte.
+_MOST_SIDE_BY_SIDE = 4
+
 
 class LocalFolder:
     """A directory as a `Destination`. replaces: called when no other run can write there any more."""
@@ -192,7 +195,9 @@ class LocalFolder:
         return read_back(self._staging.files(), jobs, digests, widest_element(plan), self.workers(plan, ()))
 
     def copy(self, plan: Plan, tasks: Sequence[Task], done: Collection[BlockKey], tiles: Tiles) -> Iterator[tuple[Job, bytes]]:
-        jobs = (job for job in block_jobs(plan, [i for task in tasks for i in task.routes], tiles) if job.key not in done)
+        routes, workers = [i for task in tasks for i in task.routes], self.workers(plan, tasks)
+        found = block_jobs(plan, routes, tiles, side_by_side=min(workers, _MOST_SIDE_BY_SIDE) if plan.content.deltas else 1)
+        jobs = (job for job in found if job.key not in done)
         if self._is_alone:
             self._log_begin(plan)
             if self._resumed and self._resumed.committing:
@@ -205,7 +210,7 @@ class LocalFolder:
             self._prepare(plan, resume=True)
             journal = Journal(self._staging, source_trace(plan), None, path=journal_of_part(self._staging))
         try:
-            for job, digest in copied_blocks(plan, self._staging, jobs, widest_element(plan), self.workers(plan, tasks)):
+            for job, digest in copied_blocks(plan, self._staging, jobs, widest_element(plan), workers):
                 journal.add(job.key, digest, job.nbytes)
                 yield job, digest
             if not self._is_alone:
