@@ -67,17 +67,17 @@ class Server:
             )
         return document(body, self.address)
 
-    def answer(self, path: str, question: dict[str, Any] | None = None, *, seconds: float = _SECONDS) -> tuple[int, str, bytes]:
+    def answer(self, path: str, question: dict[str, Any] | None = None, *, seconds: float | None = None) -> tuple[int, str, bytes]:
         """The status, its reason and the body that the server answers to a GET of a path, or to a POST if there is a question.
 
-        seconds: the longest wait for the whole answer.
+        seconds: the longest wait for the whole answer; None: ten minutes.
 
         Raises: SystemRefusal if the server cannot be reached, CheckpointError for an answer that is not HTTP or beyond a limit.
         """
         try:
             with connected(self.address) as connection:
                 connection.sendall(_request(self.address, path, question))
-                answer = Answer(connection, self.address, most_bytes=_MOST_BYTES, seconds=seconds)
+                answer = Answer(connection, self.address, most_bytes=_MOST_BYTES, seconds=_SECONDS if seconds is None else seconds)
                 return *answer.status(), answer.body()
         except (OSError, UnicodeError) as error:
             raise self._unreached(error) from None

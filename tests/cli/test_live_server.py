@@ -8,12 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 from helpers.fixture_places import HF
 from helpers.reshard_command import reshard
-from helpers.weight_servers import LIES, SLOW_LIES, answering, held, lying, served_model, server, vllm
+from helpers.weight_servers import LIES, SECONDS, SLOW_LIES, answering, held, lying, served_model, server, vllm
 from safetensors.torch import load_file, save_file
 
 import reshard as library
@@ -334,8 +335,10 @@ def test_a_server_that_keeps_a_client_waiting_is_given_up(name, monkeypatch):
     """The limits in seconds are those of minutes, made short: the clock is asked wherever a server can drip."""
     monkeypatch.setattr(server_module, "_SECONDS", 1.5)
     monkeypatch.setattr(http_answer, "SECONDS_WITHOUT_PROGRESS", 0.7)
+    began = time.monotonic()
     with lying(name) as (address, _):
         result = reshard("verify", HF / "llama", address)
+    assert time.monotonic() - began < SECONDS / 2, "the server had to end its lie"
     assert result.code in (3, 5) and result.err.count("\n") == 1 and "Traceback" not in result.err, result.err
 
 

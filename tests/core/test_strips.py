@@ -78,7 +78,7 @@ def test_one_hash_serves_both_sides_until_they_differ(differing):
     assert digests.result() == tuple(CURRENT.block(memoryview(b"".join(map(bytes, side)))) for side in (left, right))
 
 
-def test_no_write_is_longer_than_an_eighth_of_a_mebibyte(tmp_path, monkeypatch):
+def test_no_write_is_longer_than_a_quarter_of_a_mebibyte(tmp_path, monkeypatch):
     written, real = [], os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: (written.append((at, len(data))), real(descriptor, data, at))[1])
     data = np.random.default_rng(0).integers(0, 256, (3 << 20) + 5, np.uint8)
@@ -89,7 +89,7 @@ def test_no_write_is_longer_than_an_eighth_of_a_mebibyte(tmp_path, monkeypatch):
         assert staging.read("file", 7, len(data)) == data.tobytes()
         staging.abandon()
     sizes = [size for at, size in written if at >= 7]  # the lock file is written at 0
-    assert max(sizes) == 1 << 17 and sum(sizes) == len(data)
+    assert max(sizes) == 1 << 18 and sum(sizes) == len(data)
 
 
 def test_the_disk_begins_while_a_file_is_being_written(tmp_path, monkeypatch):
