@@ -22,6 +22,7 @@ read together, so `read_runs` reads them one by one.
 from __future__ import annotations
 
 import math
+import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -270,7 +271,7 @@ class SharedPatches:
 class Worker:
     """The buffers of one thread. Reads from `files`; writes into `sink`.
 
-    Each buffer has room for a block of `itemsize` bytes per element. The system provides memory only for what strips use of it.
+    Each buffer has room for a block of `itemsize` bytes per element.
 
     shared: the frames of deltas on these files, which it decodes together with other workers.
     """
@@ -279,7 +280,7 @@ class Worker:
         np.empty(_KEPT_BY_GLIBC, np.uint8)
         self._files, self._sink, self._shared = files, sink, shared
         self._patches: PatchReaders | None = None
-        self._block, self._scratch, self._converted = (np.empty(BLOCK_ELEMENTS * itemsize, np.uint8) for _ in range(3))
+        self._block, self._scratch, self._converted = (_room(BLOCK_ELEMENTS * itemsize) for _ in range(3))
 
     def converted(self, sizes: tuple[int, ...], dtype: DType) -> Block:
         """An array for elements that were cast. It is overwritten by the next cast of this worker."""
@@ -454,6 +455,17 @@ def _replicas_differ(piece: SlabPiece, first: int, at: list[int], slab_pieces: S
 def bytes_of(part: Block) -> memoryview:
     """The bytes of a row-major array. They share its memory."""
     return part.reshape(-1).view(np.uint8).data
+
+
+def _room(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Bytes of which the system provides those that are used. (An array of numpy's may lie where an earlier one was, all in memory.)
+
+    Raises: MemoryError.
+    """
+    try:
+        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    except OSError as error:
+        raise MemoryError(str(error)) from None
 
 
 def _array(buffer: npt.NDArray[np.uint8], sizes: tuple[int, ...], dtype: DType, strides: tuple[int, ...] | None = None) -> Block:

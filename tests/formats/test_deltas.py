@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import zstandard
 from helpers.fixture_places import FIXTURES, HF
 from helpers.reshard_command import reshard as command
@@ -652,3 +653,27 @@ def test_memory_does_not_grow_with_the_tensor(encoding, tmp_path):
     written = np.memmap(tmp_path / "out" / "model.safetensors", np.uint16, "r")[-values.size :]
     assert np.array_equal(written, values.reshape(-1))
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the system does not tell a process's memory")
+def test_memory_does_not_grow_with_the_verbs_that_a_process_runs(tmp_path):
+    """A run of ten steps is kept and read in one process: what workers do not use of their buffers is in memory of no earlier worker."""
+    random, values = np.random.default_rng(1), np.ones(8_000_000, np.float32)
+    for step in range(10):
+        values[random.integers(0, values.size, 80_000)] += 1
+        (tmp_path / "run" / f"step-{step}").mkdir(parents=True)
+        safetensors.numpy.save_file(
+            {"a.weight": values.reshape(2_000, 4_000)}, tmp_path / "run" / f"step-{step}" / "model.safetensors", {"format": "pt"}
+        )
+    script = """
+import sys, reshard
+root = sys.argv[1]
+def memory():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+for event in reshard.watch(root + "/run", into=root + "/kept/step-{step}", delta=True, once=True, quiet=0, to="hf"):
+    if event.event == "delta":
+        print(memory())
+"""
+    found = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
+    first, *_, last = map(int, found.stdout.split())
+    assert last < first + 30_000, found.stdout  # kB
