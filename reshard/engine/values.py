@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.engine.casts import cast, numpy_type
-from reshard.engine.recipes.combiner import Turn, check_equal, check_finite, combine
+from reshard.engine.recipes.combiner import Turn, Words, check_equal, check_finite, combine
 from reshard.engine.recipes.dequantizer import Dequantizer, StoredWords
 from reshard.engine.recipes.quantizer import RECIPES, Quantizer, Tiles
 from reshard.engine.transfer import Block, FileRange, Pieces, SlabPieces, Strip, Worker, bytes_of, strips
@@ -231,8 +231,8 @@ class _Combined:
                 check_finite(words, each, strip.box)
         return result.reshape(strip.sizes)
 
-    def _words(self, worker: Worker, pieces: SlabPieces, strip: Strip, hashes: Sequence[Hash]) -> Sequence[Block]:
-        """The elements of a strip of each input, as words: together one array, if all have one type."""
+    def _words(self, worker: Worker, pieces: SlabPieces, strip: Strip, hashes: Sequence[Hash]) -> Words:
+        """The elements of a strip of each input."""
         types = [each.tensor.values_dtype for each in self._combination.inputs]
         is_one_type = {*types} == {types[0]}
         found = np.empty((len(types), *strip.sizes), types[0].word) if is_one_type else [np.empty(strip.sizes, each.word) for each in types]

@@ -27,6 +27,8 @@ from reshard.geometry.dtypes import BF16, DType
 from reshard.index.index import Combination, CombinedInput
 
 Float64 = npt.NDArray[np.float64]
+Words = Sequence[Block] | Block
+"""The words of the same elements of each input: one array, if all have one type."""
 Sums = tuple[float, float, float]
 """Of a part of two tensors: the sum of x*y, of x*x and of y*y."""
 # Elements that are combined at once, so that their sums and products stay in the processor's cache.
@@ -35,11 +37,11 @@ _ALMOST_PARALLEL = 0.9995
 """If the cosine of the angle is larger than this, or smaller than its negative, slerp is the straight line."""
 
 
-def combine(combination: Combination, coefficients: Sequence[float], inputs: Sequence[Block], dtype: DType) -> tuple[Block, bool]:
+def combine(combination: Combination, coefficients: Sequence[float], inputs: Words, dtype: DType) -> tuple[Block, bool]:
     """(the words of the combined elements in an element type, whether all of them were finite before they were rounded). Not for the rule
     "equal".
 
-    coefficients: the factor of each input. inputs: the words of the same elements of each; together one array, if all have one type.
+    coefficients: the factor of each input.
     """
     is_bfloat16 = isinstance(inputs, np.ndarray) and dtype == BF16 == combination.inputs[0].tensor.values_dtype
     if is_bfloat16 and combination.rule == "average" and is_exact(coefficients):
@@ -61,7 +63,7 @@ def _in_float32(combination: Combination, coefficients: Sequence[float], inputs:
     return result, is_finite
 
 
-def _in_float64(combination: Combination, coefficients: Sequence[float], inputs: Sequence[Block], dtype: DType) -> tuple[Block, bool]:
+def _in_float64(combination: Combination, coefficients: Sequence[float], inputs: Words, dtype: DType) -> tuple[Block, bool]:
     """The combined elements, by the definition."""
     values = [words.reshape(-1).view(numpy_type(each.tensor.values_dtype)) for words, each in zip(inputs, combination.inputs, strict=True)]
     size, is_finite, is_task = values[0].size, True, combination.rule == "task-arithmetic"
