@@ -20,7 +20,7 @@ from functools import cache
 
 from reshard.canonical.renaming import base_name, is_of_adapter, renamed
 from reshard.canonical.stacked_experts import located_in, stacks
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, some
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.quantities import plural
@@ -385,9 +385,8 @@ def _canonical(tensor: Tensor, array: Callable[[str], Mosaic | None], others: Ma
         yield tensor
     else:
         raise CheckpointError(
-            f"its shape is {list(tensor.shape)}; by its name it holds {', '.join(mosaic.names[:3])}"
-            + (f" and {len(mosaic.names) - 3} more" if len(mosaic.names) > 3 else "")
-            + f", which together have the shape {list(mosaic.shape)}",
+            f"its shape is {list(tensor.shape)}; by its name it holds {some(mosaic.names, most=3)}"
+            f", which together have the shape {list(mosaic.shape)}",
             where=tensor.name,
             why="The config belongs to another model, or a library stores the tensor in an unknown order",
             do="Give the config that this model was trained with: `model=DIR`",

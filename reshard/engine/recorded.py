@@ -16,7 +16,7 @@ import numpy as np
 
 from reshard.canonical.content import AppliedDelta
 from reshard.engine.record import samples
-from reshard.errors import CheckpointError, ReshardError
+from reshard.errors import CheckpointError, ReshardError, some
 from reshard.geometry.boxes import blocks
 from reshard.geometry.quantities import grouped, plural
 from reshard.index.index import Combination, Tensor
@@ -28,6 +28,8 @@ from reshard.storage.files import Files, read_range
 
 BlockDigests = dict[str, dict[int, bytes]]
 """Tensor -> number of the block -> digest."""
+# The most files that an error names.
+_MOST_FILES = 4
 Error = TypeVar("Error", bound=ReshardError)
 
 
@@ -180,24 +182,24 @@ def mismatch(error: type[Error], files: Files, different: Sequence[Tensor], comp
     return error(
         f"it does not match {MANIFEST} ({len(different)} of {plural(compared, 'tensor')} do not)",
         where=different[0].name,
-        why=f"Since reshard wrote {files.root}, {'; '.join(_changes(files, different))}",
+        why=f"Since reshard wrote {files.root}, {_changes(files, different)}",
         do=f"Copy the files again from where they were written, or remove {MANIFEST} if another program has written here since",
     )
 
 
-def _changes(files: Files, different: Sequence[Tensor]) -> list[str]:
-    """Sentences that name the files which hold something else than reshard wrote."""
+def _changes(files: Files, different: Sequence[Tensor]) -> str:
+    """The files that hold something else than reshard wrote, in words."""
     manifest = read_manifest(files)
     changes = changed_files(files, read_digests(files, manifest).files) if manifest else {}
     if changes:
-        return _some([f"{path} {change}" for path, change in changes.items()])
-    return [f"bytes have changed in {files_of(different[0])}"]
+        return some([f"{path} {change}" for path, change in changes.items()], most=_MOST_FILES)
+    return f"bytes have changed in {files_of(different[0])}"
 
 
 def files_of(tensor: Tensor) -> str:
     """The files that hold a tensor, for messages."""
     shards = tensor.shards
-    return ", ".join(_some([shards.paths[i] for i in np.unique(shards.files).tolist()]))
+    return some([shards.paths[i] for i in np.unique(shards.files).tolist()], most=_MOST_FILES)
 
 
 def changed_files(files: Files, records: Mapping[str, FileRecord]) -> dict[str, str]:
@@ -223,7 +225,3 @@ def changed_files(files: Files, records: Mapping[str, FileRecord]) -> dict[str, 
         else:
             found[path] = "holds something else"
     return found
-
-
-def _some(sentences: list[str], most: int = 4) -> list[str]:
-    return sentences if len(sentences) <= most else [*sentences[:most], f"and {len(sentences) - most} more"]

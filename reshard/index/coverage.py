@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from reshard.errors import CheckpointError, IncompleteTensor
+from reshard.errors import CheckpointError, IncompleteTensor, some
 from reshard.geometry.boxes import Box
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, distinct
@@ -139,7 +139,7 @@ def check_coverage(tensor: Tensor) -> None:
             raise IncompleteTensor(
                 f"{box} of {list(tensor.shape)} is in no file",
                 where=tensor.name,
-                why=f"The {len(rows)} stored boxes are in {_some(sorted({shards.path(int(row)) for row in rows}))}; "
+                why=f"The {len(rows)} stored boxes are in {some(sorted({shards.path(int(row)) for row in rows}), most=4)}; "
                 "a part of the weight would be left unset",
                 do="Copy the missing rank's file from where the checkpoint was written, or save it again",
             )
@@ -190,10 +190,6 @@ def _first_fault(starts: Columns, stops: Columns, rows: Columns, region: Box, ax
         if fault := _first_fault(starts[covering], stops[covering], rows[covering], slab, axis + 1):
             return fault
     return None
-
-
-def _some(names: list[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def sharding_text(tensor: Tensor) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from reshard.canonical.content import Content
 from reshard.canonical.quantizing import QUANTIZE, form_of_settings
 from reshard.canonical.renaming import is_of_adapter
-from reshard.errors import RequestError, UnsupportedError
+from reshard.errors import RequestError, UnsupportedError, some
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.quantities import plural
 from reshard.index.index import Tensor
@@ -147,9 +147,8 @@ def check_same_model(
     if (theirs := served.get("model_type")) != (ours := own.get("model_type")):
         changed.insert(0, f"model_type {theirs} -> {ours}")
     if changed:
-        more = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
         raise RequestError(
-            f"the {sender}'s model is not the engine's: {', '.join(changed[:_SHOWN])}{more} (the engine's value -> the {sender}'s)",
+            f"the {sender}'s model is not the engine's: {some(changed, most=_SHOWN)} (the engine's value -> the {sender}'s)",
             where=where,
             why="The weights of one do not fit into the other; nothing was sent, and the engine goes on with the weights that it has",
             do=f"Give a {sender} of the model that the engine serves, or start the engine with the {sender}'s model",

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, some
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import from_safetensors
 from reshard.geometry.value import value
@@ -93,7 +93,7 @@ def check(hello: Hello, targets: Sequence[HeldTensor], *, has_whole: bool = Fals
             if theirs != ours:
                 raise _differs(hello, target.name, f"the engine holds {theirs[0]} {theirs[1]}, the plan brings {ours[0]} {ours[1]}")
     if surplus := [name for name in planned if name not in hello.others]:
-        raise _differs(hello, surplus[0], f"the plan brings it, and {len(surplus) - 1} more, that the engine does not hold")
+        raise _differs(hello, surplus[0], f"the plan brings {some(surplus, most=1)}, and the engine does not hold it")
 
 
 def _differs(hello: Hello, name: str, what: str) -> RequestError:

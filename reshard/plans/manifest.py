@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from reshard.errors import CheckpointError, ReshardError, UnsupportedError
+from reshard.errors import CheckpointError, ReshardError, UnsupportedError, some
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.plans.digests import CURRENT, VERSIONS, DigestVersion, Hash, content_digest, is_digest
@@ -90,9 +90,8 @@ class Manifest:
         ]
         weights = [f"{each['weight']:.6g}" if isinstance(each.get("weight"), float) else "?" for each in sources if isinstance(each, dict)]
         named = [f"{step} ({weight})" for step, weight in zip(steps, weights, strict=True)]
-        shown = named if len(named) <= 12 else [*named[:11], f"and {len(named) - 11} more"]
         about = f"{found.get('rule')} ({found.get('asked')})"[:200]
-        return f"{about} of {plural(len(named), 'checkpoint')}: {', '.join(shown)}; {MANIFEST} has their paths and fingerprints"
+        return f"{about} of {plural(len(named), 'checkpoint')}: {some(named, most=11)}; {MANIFEST} has their paths and fingerprints"
 
     @property
     def is_unchanged(self) -> bool:

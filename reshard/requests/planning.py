@@ -33,7 +33,7 @@ from reshard.canonical.globs import check_globs
 from reshard.canonical.quantizing import quantized, requantized
 from reshard.canonical.renaming import adapter_name, adapters_of, is_of_adapter, with_adapter_names
 from reshard.canonical.stacked_experts import by_expert
-from reshard.errors import CheckpointError, RequestError, UnsupportedError, blaming
+from reshard.errors import CheckpointError, RequestError, UnsupportedError, blaming, some
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor, about_left_out
@@ -368,8 +368,7 @@ def _notes_on_combination(draft: Draft, formula: Formula, steps: Sequence[int | 
     base = "the base, " if formula.rule == "task-arithmetic" else ""
     paths = [each.path for each in (draft.source, *draft.others)]
     shown = [f"{base if i == 0 else ''}{path}" + ("" if base and i == 0 else f" ({weights[i]:.6g})") for i, path in enumerate(paths)]
-    shown = shown if len(shown) <= 8 else [*shown[:7], f"and {len(shown) - 7} more"]
-    yield f"{formula}: {', '.join(shown)}; computed in float64, rounded once"
+    yield f"{formula}: {some(shown, most=7)}; computed in float64, rounded once"
     if note := steps_note(steps, formula):
         yield note
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, some
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel, stage_layers
 from reshard.geometry.quantities import plural
@@ -333,8 +333,7 @@ def _assumptions(model: Model, cache_dtype: DType, memory: GpuMemory | None, rul
         sentences.append(f"{reserve}, the rest for weights and KV cache")
         sentences.append("tokens are not rounded to the blocks of the KV cache")
     if rules and (names := weights_without_slot(model, rules)):
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        sentences.append(f"not counted, since {rules.engine} has no slot for them: {names[0]}{others}")
+        sentences.append(f"not counted, since {rules.engine} has no slot for them: {some(names, most=1)}")
     return tuple(sentences)
 
 

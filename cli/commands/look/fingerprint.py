@@ -63,9 +63,10 @@ def _digested(path: str, digest_version: int | None, given: dict[str, Any], *, f
 
 def _notes(content: Content) -> Iterator[str]:
     """Why a checkpoint of the same weights may have another fingerprint."""
+    from reshard.errors import some
+
     if implied := content.implied:
         yield (
-            f"without {implied[0]}"
-            + (f" and {len(implied) - 1} more" if len(implied) > 1 else "")
-            + ", which follow from the shapes of the weights and are not stored here; where they are stored, the fingerprint differs"
+            f"without {some(implied, most=1)}, which follow from the shapes of the weights and are not stored here; "
+            "where they are stored, the fingerprint differs"
         )
