@@ -463,7 +463,7 @@ def _room(nbytes: int) -> npt.NDArray[np.uint8]:
     Raises: MemoryError.
     """
     try:
-        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        return np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     except OSError as error:
         raise MemoryError(str(error)) from None
 
