@@ -28,6 +28,8 @@ from reshard.storage.files import Change, Files
 
 # What a recipe holds beside the buffers of a worker: the values of a tile, and its intermediate results.
 _BUFFERS_OF_RECIPES = 6
+# The most tensors whose deltas are decoded by turns. Four decode faster than a disk writes, and each frame of a chain takes a megabyte.
+_MOST_SIDE_BY_SIDE = 4
 
 
 @value
@@ -105,18 +107,19 @@ def workers_of(plan: Plan, effort: Effort, held: Plan | None = None) -> int:
 
 
 def block_jobs(
-    plan: Plan, routes: Iterable[int] | None = None, tiles: Tiles | None = None, held: Held | None = None, *, side_by_side: int = 1
+    plan: Plan, routes: Iterable[int] | None = None, tiles: Tiles | None = None, held: Held | None = None, *, workers: int = 1
 ) -> Iterator[Job]:
     """The blocks of a plan. routes: the indexes of its routes; None: of all. tiles: where the codes and scales of a weight meet. held: what
-    the destination holds already. side_by_side: the number of weights whose blocks take turns.
+    the destination holds already. workers: the number of threads that copy them.
 
-    One thread at a time decodes what a delta changes in a tensor: threads that copy different tensors do not wait for each other.
+    One thread at a time decodes the deltas of a tensor. If there are deltas, the blocks of several tensors take turns, so that threads do
+    not wait for each other.
     """
     tiles = tiles or Tiles()
     groups = groupby(range(len(plan.routes)) if routes is None else routes, lambda i: _weight_of(plan.routes[i]) or i)
     # The scales of a block come right after its codes, with which they are computed.
     of_weights = (merge(*[_jobs_of(plan, i, tiles, held) for i in group], key=itemgetter(0)) for _, group in groups)
-    taking_turns = deque(islice(of_weights, side_by_side))
+    taking_turns = deque(islice(of_weights, min(workers, _MOST_SIDE_BY_SIDE) if plan.content.deltas else 1))
     while taking_turns:
         jobs = taking_turns.popleft()
         if (found := next(jobs, None)) is None:

@@ -458,7 +458,8 @@ def bytes_of(part: Block) -> memoryview:
 
 
 def _room(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Bytes of which the system provides those that are used. (An array of numpy's may lie where an earlier one was, all in memory.)
+    """A buffer. The system provides memory for each page when it is first used. (numpy would take pages of an earlier array, all of which
+    are in memory already.)
 
     Raises: MemoryError.
     """

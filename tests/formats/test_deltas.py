@@ -657,7 +657,7 @@ def test_memory_does_not_grow_with_the_tensor(encoding, tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the system does not tell a process's memory")
 def test_memory_does_not_grow_with_the_verbs_that_a_process_runs(tmp_path):
-    """A run of ten steps is kept and read in one process: what workers do not use of their buffers is in memory of no earlier worker."""
+    """Keep ten steps of a run in one process. The unused parts of a worker's buffers must take no memory."""
     random, values = np.random.default_rng(1), np.ones(8_000_000, np.float32)
     for step in range(10):
         values[random.integers(0, values.size, 80_000)] += 1

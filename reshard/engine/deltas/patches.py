@@ -32,7 +32,7 @@ from reshard.storage.files import Files
 if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
 
-# Bytes that are decoded at a time, and compressed bytes that are read at a time.
+# The most bytes that are decoded at a time, and compressed bytes that are read at a time.
 _PART, _READ = 1 << 20, 1 << 17
 # Level 1 has windows of 512 KiB. A frame that needs more memory than this is refused.
 _LARGEST_WINDOW = 1 << 23
@@ -182,8 +182,7 @@ class _Part:
     """The positions of changed bytes in the tensor, ascending."""
 
     def cut(self, at: int) -> tuple[_Part, _Part]:
-        """The part before a byte, and the part from it on."""
-        at = min(max(at, self.start), self.stop)
+        """The part before a byte that lies inside it, and the part from that byte on."""
         count = at - self.start if self.positions is None else int(np.searchsorted(self.positions, at))
         left, right = (None, None) if self.positions is None else (self.positions[:count], self.positions[count:])
         return _Part(self.start, at, self.values[:count], left), _Part(at, self.stop, self.values[count:], right)
@@ -286,8 +285,8 @@ class _Overwrite:
         self.nbytes, self._left, self._stop, self._skip = nbytes, count, 0, 4 + 4 * count
 
     def next(self, _: int) -> _Part:
-        """What the frame says of the next bytes of the tensor. Raises CheckpointError if its positions do not ascend, or lie beyond the
-        end of the tensor."""
+        """What the frame says of the next bytes of the tensor, as far as its next positions reach. Raises CheckpointError if its positions
+        do not ascend, or lie beyond the end of the tensor."""
         start, count = self._stop, min(_PART // 16, self._left)
         found = self._positions.read(4 * count).view(_POSITION).astype(np.int64)
         ascends = not count or (found[0] >= start and found[-1] < self.nbytes and bool((found[1:] > found[:-1]).all()))

@@ -34,9 +34,6 @@ from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.staging import Staging
 from reshard.storage.system_calls import system_errors
 
-# Tensors with deltas that are decoded at a time: four decode faster than a disk writes, and each frame of a chain takes a megabyte.
-_MOST_SIDE_BY_SIDE = 4
-
 
 class LocalFolder:
     """A directory as a `Destination`. replaces: called when no other run can write there any more."""
@@ -196,8 +193,7 @@ class LocalFolder:
 
     def copy(self, plan: Plan, tasks: Sequence[Task], done: Collection[BlockKey], tiles: Tiles) -> Iterator[tuple[Job, bytes]]:
         routes, workers = [i for task in tasks for i in task.routes], self.workers(plan, tasks)
-        found = block_jobs(plan, routes, tiles, side_by_side=min(workers, _MOST_SIDE_BY_SIDE) if plan.content.deltas else 1)
-        jobs = (job for job in found if job.key not in done)
+        jobs = (job for job in block_jobs(plan, routes, tiles, workers=workers) if job.key not in done)
         if self._is_alone:
             self._log_begin(plan)
             if self._resumed and self._resumed.committing:

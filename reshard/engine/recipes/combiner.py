@@ -50,7 +50,7 @@ def combine(combination: Combination, coefficients: Sequence[float], inputs: Wor
 
 
 def _in_float32(combination: Combination, coefficients: Sequence[float], inputs: Block) -> tuple[Block, bool]:
-    """The combined elements, of which few are computed in float64."""
+    """The combined elements, summed in float32. Those whose sum may be inexact there are computed in float64."""
     size, is_finite = inputs.shape[1], True
     result = np.empty(size, BF16.word)
     with np.errstate(all="ignore"):

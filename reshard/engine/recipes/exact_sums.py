@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from reshard.engine.casts import Block, numpy_type
-from reshard.geometry.dtypes import BF16
+from reshard.engine.casts import Block, cast, numpy_type
+from reshard.geometry.dtypes import BF16, F32
 
 _MOST_INPUTS = 1 << 12
 _EXPONENT, _STEP = np.uint16(0x7F80), 1 << 7
-# The largest exponent of which so many numbers have a finite sum in float32.
+# The largest exponent at which the sum of _MOST_INPUTS numbers is finite in float32.
 _LARGEST = np.uint16((254 - 13) * _STEP)
 
 
@@ -40,14 +40,7 @@ def exact_sums(weight: float, inputs: Block, result: Block) -> npt.NDArray[np.in
     for each in values[1:]:
         np.add(sums, each, out=sums)
     np.multiply(sums, np.float32(weight), out=sums)
-    words, rounded = sums.view(np.uint32), values[-1].view(np.uint32) if len(values) > 1 else np.empty(sums.shape, np.uint32)
-    # Half of a step of bfloat16, less one where the last bit that stays is even.
-    np.right_shift(words, np.uint32(16), out=rounded)
-    np.bitwise_and(rounded, np.uint32(1), out=rounded)
-    np.add(rounded, np.uint32(0x7FFF), out=rounded)
-    np.add(words, rounded, out=words)
-    np.right_shift(words, np.uint32(16), out=words)
-    np.copyto(result, words, casting="unsafe")
+    cast(sums.view(F32.word), F32, BF16, result)
 
     exponents = np.bitwise_and(inputs, _EXPONENT)
     largest = np.maximum.reduce(exponents)
