@@ -20,15 +20,15 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 # This folder is a package here: tests/serving has files of its names.
-sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path or ".").resolve() != HERE)]
+sys.path[:] = [str(HERE.parent), str(ROOT / "examples" / "live"), *(path for path in sys.path if Path(path or ".").resolve() != HERE)]
 
 import torch  # noqa: E402
 from helpers.framework_environments import Environment, run_checks  # noqa: E402
+from mooncake_placements import mooncake_placements  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 import reshard  # noqa: E402
 from reshard.live.memory.computed import computed_memory  # noqa: E402
-from reshard.live.plan.mooncake import mooncake_placements  # noqa: E402
 
 MOONCAKE = Environment("Mooncake", HERE / "mooncake_requirements.txt", options=("--no-deps",), with_torch=False)
 ROWS, COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")

@@ -1,14 +1,17 @@
 """Placements for Mooncake: what they say, and what they refuse. tests/live/on_mooncake.py asks Mooncake itself."""
 
 import json
+import sys
 
 import pytest
-from helpers.fixture_places import HF
+from helpers.fixture_places import FIXTURES, HF
 
 import reshard
 from reshard.errors import UnsupportedError
 from reshard.live.memory.computed import computed_memory
-from reshard.live.plan.mooncake import mooncake_placements
+
+sys.path.append(str(FIXTURES.parent / "examples" / "live"))
+from mooncake_placements import mooncake_placements
 
 
 def placements(model="llama", ranks=2, of="fsdp", **target):
