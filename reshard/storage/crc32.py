@@ -57,10 +57,12 @@ class PiecesCrc32:
     Neighbours are joined at once: memory is that of the gaps between pieces.
     """
 
-    __slots__ = ("_crcs", "_lock", "_starts", "_stops", "nbytes")
+    __slots__ = ("_crcs", "_lock", "_starts", "_stops", "nbytes", "seen")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+        self.seen = 0
+        """The bytes of all pieces."""
         self._lock = threading.Lock()
         # Disjoint runs in ascending order, no two of them adjacent.
         self._starts: list[int] = []
@@ -83,12 +85,18 @@ class PiecesCrc32:
             i = bisect_left(self._starts, start)
             if start >= stop or (i and self._stops[i - 1] > start) or (i < len(self._starts) and self._starts[i] < stop):
                 return
+            self.seen += stop - start
             first, last = i, i
             if i < len(self._starts) and self._starts[i] == stop:
                 stop, crc, last = self._stops[i], combine(crc, self._crcs[i], self._stops[i] - stop), i + 1
             if i and self._stops[i - 1] == start:
                 start, crc, first = self._starts[i - 1], combine(self._crcs[i - 1], crc, stop - start), i - 1
             self._starts[first:last], self._stops[first:last], self._crcs[first:last] = [start], [stop], [crc]
+
+    @property
+    def runs(self) -> int:
+        """The number of runs of neighbouring pieces."""
+        return len(self._starts)
 
     @property
     def crc(self) -> int | None:
