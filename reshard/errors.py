@@ -158,6 +158,10 @@ class SystemRefusal(RequestError):
     id = "system"
 
 
+class LostObject(SystemRefusal):
+    """A file that was just written is not in the store: the store has lost it, or another process has removed it."""
+
+
 class DifferenceFound(ReshardError):
     """Two checkpoints that should be equal are not."""
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import struct
 import zlib
+from array import array
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import NoReturn
-
-import numpy as np
 
 from reshard.containers import magic_bytes
 from reshard.errors import CheckpointError, TruncatedFile, WrongChecksum
@@ -182,8 +181,8 @@ def wrong_crc32(where: str, member: str, crc: int, expected: int, why: str | Non
 def listing(source: Range) -> Listing:
     """The members of the zip that fills `source`, as columns. Raises: as `read_directory` does."""
     members = sorted(read_directory(source).members.values(), key=attrgetter("header_offset"))
-    offsets, lengths, crcs = ([getattr(member, name) for member in members] for name in ("header_offset", "nbytes", "crc32"))
-    return source.start + np.array(offsets, np.int64), np.array(lengths, np.int64), np.array(crcs, np.int64)
+    headers = array("q", [source.start + member.header_offset for member in members])
+    return headers, array("q", [member.nbytes for member in members]), array("I", [member.crc32 for member in members])
 
 
 def member_name(source: Range) -> str:

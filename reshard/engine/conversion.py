@@ -28,7 +28,7 @@ from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Provenance, Read, records
 from reshard.engine.recorded import InputDigests, notes_on_source, with_late_comparison
-from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse
+from reshard.errors import CheckpointError, LostObject, RequestError, TargetError, TargetInUse
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
 from reshard.plans.layout import Sidecar
@@ -36,7 +36,6 @@ from reshard.plans.manifest import CHECKSUMS
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey, Task
 from reshard.storage.claims import SourceChecks
-from reshard.storage.stores.store import LostObject
 from reshard.storage.system_calls import is_url
 
 Executor = Callable[[Sequence[Task]], Iterator[tuple[Task, SourceChecks]]]

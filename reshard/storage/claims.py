@@ -9,12 +9,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-
-from reshard.geometry.sections import Columns
 from reshard.geometry.value import value
 
-Listing = tuple[Columns, Columns, Columns]
+Listing = tuple["array[int]", "array[int]", "array[int]"]
 """[n] each: the byte offset of a storage's header in the file, ascending; the length of the storage in bytes; its CRC-32."""
 
 
@@ -99,9 +96,9 @@ class Claims:
             self._listing = self._listing()
         assert self._listing is not None
         headers, lengths, crcs = self._listing
-        row = int(np.searchsorted(headers, self._headers[i]))
-        if row < len(headers) and int(headers[row]) == self._headers[i]:
-            self._stops[i], self._crcs[i] = self._starts[i] + int(lengths[row]), int(crcs[row])
+        row = bisect_left(headers, self._headers[i])
+        if row < len(headers) and headers[row] == self._headers[i]:
+            self._stops[i], self._crcs[i] = self._starts[i] + lengths[row], crcs[row]
         else:
             self._stops[i] = self._starts[i]  # it is not listed, and nothing is claimed
 
