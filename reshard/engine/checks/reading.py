@@ -11,7 +11,6 @@ is lacking of a storage of which almost everything was read, such as the padding
 from __future__ import annotations
 
 import threading
-import zlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from reshard.errors import CheckpointError, some
 from reshard.index.index import Index, Tensor
 from reshard.plans.plan import Plan
 from reshard.storage.claims import Claim, Claims, SourceChecks
-from reshard.storage.crc32 import PiecesCrc32
+from reshard.storage.crc32 import PiecesCrc32, crc32
 from reshard.storage.files import Files
 from reshard.storage.trees import FilesElsewhere
 
@@ -189,7 +188,7 @@ class _SeenFiles(FilesElsewhere):
         for claim in file.claims.meeting(byte_offset, byte_offset + len(data)):
             start, stop = max(claim.start, byte_offset), min(claim.stop, byte_offset + len(data))
             if (start, stop) == (claim.start, claim.stop) and claim.crc32 and not file.is_done(claim):
-                self._compare(file, path, claim, zlib.crc32(data[start - byte_offset : stop - byte_offset]))
+                self._compare(file, path, claim, crc32(data[start - byte_offset : stop - byte_offset]))
                 continue
             if not (storage := self._wanting(file, claim)):
                 continue
@@ -200,7 +199,7 @@ class _SeenFiles(FilesElsewhere):
             while gaps := storage.pieces.lacks(start - claim.start, stop - claim.start):
                 for first, last in gaps:
                     shift = claim.start - byte_offset
-                    storage.pieces.add(first, last, zlib.crc32(data[first + shift : last + shift]))
+                    storage.pieces.add(first, last, crc32(data[first + shift : last + shift]))
             if storage.lacking <= 0:
                 self._fill(file, path, storage)
 
@@ -226,7 +225,7 @@ class _SeenFiles(FilesElsewhere):
             for start, stop in storage.pieces.lacks(0, storage.pieces.nbytes):
                 for at, buffer in _buffers(start, stop):
                     self._main.read_into(path, storage.claim.start + at, buffer)
-                    storage.pieces.add(at, at + len(buffer), zlib.crc32(buffer))
+                    storage.pieces.add(at, at + len(buffer), crc32(buffer))
             crc = storage.pieces.crc
             assert crc is not None
             self._compare(file, path, storage.claim, crc)
