@@ -96,3 +96,5 @@ def _show(found: DeltaResult) -> None:
     show(f"  size      {nbytes_text(found.nbytes)} for {nbytes_text(found.checkpoint_bytes)}{smaller}, in {found.seconds:.1f} s")
     show(f"  base      {found.base.root}")
     show(f"  result    {found.result.root}")
+    for note in found.source_checks.notes():
+        show(f"  note      {note}")
