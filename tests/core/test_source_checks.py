@@ -18,7 +18,7 @@ from reshard.engine.checks.reading import Reading
 from reshard.engine.pool import Effort
 from reshard.errors import CheckpointError, TargetError, WrongChecksum
 from reshard.storage.files import LocalFiles
-from reshard.verbs.convert import conversion
+from reshard.verbs.convert import Sharing, conversion
 
 # Three blocks of 2^21 elements, and a small tensor.
 LONG, SHORT = torch.arange(6000 * 1024, dtype=torch.float32).reshape(6000, 1024), torch.arange(12, dtype=torch.float32)
@@ -184,7 +184,7 @@ def test_a_damaged_part_leaves_its_task_open_until_the_file_is_copied_again(sour
             for number in ("0/2", "1/2"):
                 reshard.convert_part(plan(), tmp_path / "out", number)
     with pytest.raises(TargetError, match="are missing"):
-        list(conversion(plan(), tmp_path / "out", sharing=reshard.verbs.convert.Sharing(finish=True)).run())
+        conversion(plan(), tmp_path / "out", sharing=Sharing(finish=True))
     shutil.copy2(file_of(tmp_path / "good"), file_of(source))
     results = [reshard.convert_part(plan(), tmp_path / "out", number) for number in ("0/2", "1/2")]
     assert results[-1].complete and reshard.verify(tmp_path / "good", tmp_path / "out").equal
@@ -247,3 +247,58 @@ def test_bytes_that_are_read_again_and_in_any_order_count_once(tmp_path):
         covered[first:last] = True
         assert buffer == raw[start + first : start + last]
     assert (reading.checks.checked, reading.checks.partial) == (1, 0)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_watch_tells_of_a_damaged_step_and_goes_on_with_the_next(saved, tmp_path, delta):
+    for step in (10, 20, 30):
+        shutil.copytree(saved / "dcp", tmp_path / "run" / f"step-{step}")
+    flip(file_of(tmp_path / "run" / "step-20"), "data/0", at=11)
+    into = str(tmp_path / "out" / "step-{step}")
+    events = [*reshard.watch(tmp_path / "run", to="hf", into=into, once=True, delta=delta)]
+    assert [(each.step, "CRC-32" in each.detail) for each in events if each.event == "failed"] == [(20, True)]
+    assert [each.step for each in events if each.event == "finished"] == [10, 30]
+
+
+def test_a_step_that_is_written_while_it_is_kept_is_not_kept(saved, tmp_path, monkeypatch):
+    for step in (10, 20):
+        shutil.copytree(saved / "dcp", tmp_path / "run" / f"step-{step}")
+    made_frames = reshard.verbs.delta.made_frames
+
+    def slowly(*arguments):
+        for frame in made_frames(*arguments):
+            os.utime(file_of(tmp_path / "run" / "step-20"), (1, 1))
+            yield frame
+
+    monkeypatch.setattr(reshard.verbs.delta, "made_frames", slowly)
+    events = [*reshard.watch(tmp_path / "run", to="hf", into=str(tmp_path / "kept" / "step-{step}"), once=True, delta=True)]
+    assert [each.step for each in events if each.event == "finished"] == [10]
+    assert ["the file was written while it was read" in each.detail for each in events if each.event == "failed"] == [True]
+    assert not (tmp_path / "kept" / "step-20").exists()
+
+
+def test_a_part_whose_damage_is_seen_at_its_end_leaves_its_task_open(tmp_path):
+    torch.save({"a.weight": torch.arange(1 << 16, dtype=torch.float32)[: (1 << 16) - 4096].reshape(-1, 1024)}, tmp_path / "model.pt")
+    flip(tmp_path / "model.pt", "data/0", at=100)  # the last 16 KiB of the storage are read when all blocks are copied
+    for _ in range(2):
+        with pytest.raises(WrongChecksum):
+            reshard.convert_part(reshard.plan(tmp_path / "model.pt", to="hf"), tmp_path / "out", "0/1")
+        with pytest.raises(TargetError, match="are missing"):
+            conversion(reshard.plan(tmp_path / "model.pt", to="hf"), tmp_path / "out", sharing=Sharing(finish=True))
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_many_short_runs_are_counted_and_then_read_from_front_to_back(tmp_path, damaged):
+    content = np.random.default_rng(2).bytes(400 * 1000)
+    (tmp_path / "file").write_bytes(content)
+    files, reading = LocalFiles(tmp_path), Reading()
+    files.claims("file").add(0, 0, (len(content), zlib.crc32(content) ^ damaged))
+    seen, columns = reading.of(files, tuple), bytearray(200 * 1000)
+    seen.read_runs("file", [400 * row for row in range(1000)], memoryview(columns))
+    assert (reading.checks.checked, reading.checks.partial) == (0, 1)
+    if damaged:
+        with pytest.raises(WrongChecksum):
+            seen.read_runs("file", [400 * row + 200 for row in range(1000)], memoryview(columns))
+    else:
+        seen.read_runs("file", [400 * row + 200 for row in range(1000)], memoryview(columns))
+        assert (reading.checks.checked, reading.checks.partial) == (1, 0)
