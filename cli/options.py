@@ -140,6 +140,8 @@ def _of_keyword(name: str, annotation: Any, section: str, verb: str, type: Any) 
     settings: dict[str, Any] = {"help": keyword.help.format(take=verb.lower(), Take=verb), "default": keyword.default}
     words = [word for each in (python, *get_args(python)) if get_origin(each) is Literal for word in get_args(each)]
     flag = "--" + name.replace("_", "-")
+    if python is bool and keyword.default:
+        return option(f"--no-{flag.removeprefix('--')}", name, section=section, is_flag=True, flag_value=False, **settings)
     if python is bool:
         settings |= {"is_flag": True, "default": False}
     elif python == bool | None:
@@ -450,7 +452,7 @@ parts = together(
 )
 
 effort = together(
-    keywords(EffortOptions, "workers", "memory", section=EFFORT),
+    keywords(EffortOptions, "workers", "memory", "source_checksums", section=EFFORT),
     option(
         "--progress/--no-progress",
         "show_progress",

@@ -23,6 +23,7 @@ from reshard.requests.outlook import Outlook
 from reshard.requests.run_folders import Step
 from reshard.serving.capacity import DegreeReport, DegreeRow
 from reshard.training.memory import Strategy
+from reshard.storage.claims import SourceChecks
 from reshard.verbs.delta import DeltaResult
 from reshard.verbs.look.diff import Diff
 from reshard.verbs.look.explain import Explanation
@@ -58,7 +59,7 @@ _SERVER = {
 }  # fmt: skip
 _RESULT = {
     "path": str, "files": [StoredFile], "dropped": [DropSummary], "notes": [str], "findings": [Finding], "fingerprint": str,
-    "seconds": float, "unchanged": bool,
+    "seconds": float, "unchanged": bool, "source_checks": SourceChecks,
 }  # fmt: skip
 _LEARNED_SIZE = {"tp": [int], "pp": int, "ep": bool, "withheld": NUMBER}
 _STORED = {
@@ -202,6 +203,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
         "reshard convert --part --json",
         {
             "path": str, "part": str, "tasks": int, "bytes": int, "resumed_bytes": int, "seconds": float, "complete": bool,
+            "source_checks": SourceChecks,
             "result": (_RESULT, None),
         },
     ),
@@ -220,7 +222,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
             "comparison": (_SERVER, None),
         },
     ),
-    "cache-get": ("reshard cache get --json", CacheEntry),
+    "cache-get": ("reshard cache get --json", Extended(CacheEntry, {"source_checks": SourceChecks})),
     "cache-list": ("reshard cache list --json", {"root": str, "entries": [CacheEntry]}),
     "cache-clean": ("reshard cache clean --json", {"root": str, "removed": bool, "entries": [CacheEntry]}),
     "doctor": ("reshard doctor --json", Report),
@@ -228,7 +230,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "env": ("reshard env --json", _ENV),
     "fingerprint-several": (
         "reshard fingerprint A B --json",
-        {"checkpoints": [{"path": str, "fingerprint": str, "notes": [str], "tensors?": {str: str}}]},
+        {"checkpoints": [{"path": str, "fingerprint": str, "notes": [str], "source_checks": SourceChecks, "tensors?": {str: str}}]},
     ),
     "inspect-several": ("reshard inspect A B --json", {"checkpoints": [ANY_OBJECT]}),
     "errors": (
@@ -241,7 +243,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
         "reshard export --json",
         {"path": str, "bytes": int, "tensors": [{"name": str, "dtype": str, "shape": [int], "bytes": int}], "note": TEXT},
     ),
-    "fingerprint": ("reshard fingerprint --json", {"fingerprint": str, "notes": [str], "tensors?": {str: str}}),
+    "fingerprint": ("reshard fingerprint --json", {"fingerprint": str, "notes": [str], "source_checks": SourceChecks, "tensors?": {str: str}}),
     "formats": ("reshard formats --json", {"formats": [{"name": str, "reads": bool, "writes": bool, "summary": str}]}),
     "inspect": ("reshard inspect --json", _INSPECT),
     "inspect-RUN": ("reshard inspect RUN --json", {"path": str, "steps": [Extended(Step, {"age_seconds": (float, None)})]}),
@@ -259,7 +261,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
         {"lossless": bool, "materialized": bool, "tensors": int, "boxes": int, "bytes": int, "losses": [str]},
     ),
     "serve-check": ("reshard serve-check --json", Report),
-    "stats": ("reshard stats --json", {"path": str, "bytes": int, "tensors": [TensorStatistics]}),
+    "stats": ("reshard stats --json", {"path": str, "bytes": int, "tensors": [TensorStatistics], "source_checks": SourceChecks}),
     "verify": ("reshard verify --json", Extended(Comparison, {"server": (_SERVER, None)})),
     "push": ("reshard push --json", Extended(PushResult, {"parallel": _SIZES, "plan?": ANY_OBJECT})),
     "watch": ("reshard watch --json, one line", WatchEvent),

@@ -21,6 +21,7 @@ ERROR_IDS: dict[str, tuple[int, str]] = {
     "source-incomplete": (3, "a file or a part of the source is missing"),
     "source-truncated": (3, "a file of the source ends before its content does"),
     "source-mixed": (3, "the files of the source are from different saves, steps or runs"),
+    "wrong-checksum": (3, "bytes of the source do not have the checksum that was stored with them"),
     "source-replicas": (3, "two stored copies of the same elements differ"),
     "target-exists": (4, "the target holds files already"),
     "target-in-use": (4, "another run is writing the target, or was interrupted there"),
@@ -113,6 +114,12 @@ class MixedSaves(CheckpointError):
     id = "source-mixed"
 
 
+class WrongChecksum(CheckpointError):
+    """Bytes of a file do not have the checksum that was stored with them."""
+
+    id = "wrong-checksum"
+
+
 class ReplicasDiffer(CheckpointError):
     """Two stored copies of the same elements differ."""
 
@@ -149,6 +156,10 @@ class SystemRefusal(RequestError):
     """The operating system refuses: no space, no permission, a read-only file system, too many open files."""
 
     id = "system"
+
+
+class LostObject(SystemRefusal):
+    """A file that was just written is not in the store: the store has lost it, or another process has removed it."""
 
 
 class DifferenceFound(ReshardError):

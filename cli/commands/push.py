@@ -66,8 +66,8 @@ def command(source: str, servers: tuple[str, ...], dry_run: bool, as_json: bool,
     from reshard.engine.pool import Effort
     from reshard.verbs.push import planned_push
 
-    effort = {name: given.pop(name) for name in ("workers", "memory", "show_progress")}
-    version, limits = given.pop("version"), Effort(effort["workers"], effort["memory"])
+    effort = {name: given.pop(name) for name in ("workers", "memory", "source_checksums", "show_progress")}
+    version, limits = given.pop("version"), Effort(effort["workers"], effort["memory"], source_checksums=effort["source_checksums"])
     found = planned_push(source, servers, limits, **given)
     if dry_run:
         show_json(plan_document(found.plan, full=full)) if as_json else _show_planned(found, limits)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor
-from reshard.containers.zip_directory import Directory, Range, members_of, payload, read_records
+from reshard.containers.zip_directory import Directory, Range, content, members_of, read_records
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.sections import Columns
@@ -163,17 +163,17 @@ def _raw(files: Files, path: str) -> _Raw | None:
         source = Range(files, path)
         count, start, directory = read_records(source)
         first = {member.name.rpartition("/")[2]: member for member in islice(members_of(source, directory, count), 8)}
-        content = {
-            name: source.read(payload(source, Directory({}, start), first[name]), first[name].nbytes)
+        parts = {
+            name: content(source, Directory({}, start), first[name])
             for name in ("data.pkl", "byteorder")
             if name in first and first[name].nbytes < _LONGEST_PICKLE
         }
     except CheckpointError:
         return None
-    if len(content) < 2:
+    if len(parts) < 2:
         return None
     root = first["data.pkl"].name.removesuffix("data.pkl").encode()
-    return _Raw(source, content["data.pkl"], content["byteorder"], count, directory, start, root)
+    return _Raw(source, parts["data.pkl"], parts["byteorder"], count, directory, start, root)
 
 
 def numbered_bytes(known: bytes, number: int, others: Mapping[int, bytes]) -> Callable[[int], bytes] | None:

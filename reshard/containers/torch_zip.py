@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from reshard.containers import magic_bytes
 from reshard.containers.inert_pickle import DTypeName, Function, Inert, Rebuild, StorageClass, end_of_pickle, load, sealed, shown
-from reshard.containers.zip_directory import Directory, Member, Range, payload, payload_start, read_directory
+from reshard.containers.zip_directory import Directory, Range, content, listing, payload, payload_start, read_directory
 from reshard.geometry.dtypes import DType, from_storage, from_torch
 from reshard.geometry.value import value
 from reshard.storage.files import Files
@@ -127,7 +127,8 @@ class Locations:
         Raises: CheckpointError if no storage lies there.
         """
         if (path, member) not in self._starts:
-            self._starts[path, member] = member + payload_start(Range(self._files, path, member), 0, "/data/")
+            start = self._starts[path, member] = member + payload_start(Range(self._files, path, member), 0, "/data/")
+            self._files.claims(path).add(start, member, lambda: listing(Range(self._files, path)))
         return self._starts[path, member]
 
 
@@ -161,13 +162,10 @@ class _Storage(NamedTuple):
 def _read_zip(source: Range, *, locate: bool, attributes: Attributes | None = None) -> Any:
     directory = read_directory(source)
     root = _root(source, directory)
-
-    def content(member: Member) -> bytes:
-        return source.read(payload(source, directory, member), member.nbytes)
-
-    pickle = content(directory.members[root + "data.pkl"])  # read first, because the same read fetches the members that follow it
+    # The pickle is read first, because the same read fetches the members that follow it.
+    pickle = content(source, directory, directory.members[root + "data.pkl"])
     order = directory.members.get(root + "byteorder")
-    if order and order.nbytes < 100 and (text := content(order)) != b"little":
+    if order and order.nbytes < 100 and (text := content(source, directory, order)) != b"little":
         source.refuse(f"the file's byte order is {text.decode('latin1')!r}; reshard reads little-endian files only", do=_SAVE_AGAIN)
     storages: dict[str, _Storage] = {}
 
@@ -178,6 +176,8 @@ def _read_zip(source: Range, *, locate: bool, attributes: Attributes | None = No
             if member is None:
                 source.refuse(f"the storage {key!r} of a tensor is not in the file: there is no member {root}data/{key}")
             at = payload(source, directory, member) if locate else member.header_offset
+            if locate:
+                source.claims.add(source.start + at, source.start + member.header_offset, (member.nbytes, member.crc32))
             storages[key] = _Storage(key, dtype, source.start + at, member.nbytes, is_member=not locate)
         return _claimed(storages[key], dtype, count, source)
 

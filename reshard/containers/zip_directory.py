@@ -10,13 +10,17 @@ be a byte range of a larger file, such as an entry of a DCP file. Measured on to
 from __future__ import annotations
 
 import struct
+import zlib
+from array import array
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import NoReturn
 
 from reshard.containers import magic_bytes
-from reshard.errors import CheckpointError, TruncatedFile
+from reshard.errors import CheckpointError, TruncatedFile, WrongChecksum
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
+from reshard.storage.claims import Claims, Listing
 from reshard.storage.files import Files, cut_short, missing, read_range
 
 _END, _END64, _LOCATOR, _CENTRAL, _LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
@@ -61,6 +65,11 @@ class Range:
     def where(self) -> str:
         """The name of the range in messages."""
         return self.path if not self.start else f"{self.path} (bytes {self.start:,}..{self.start + self.nbytes:,})"
+
+    @property
+    def claims(self) -> Claims:
+        """What is claimed of the file."""
+        return self._files.claims(self.path)
 
     def read(self, byte_offset: int, nbytes: int, *, ahead: int = _AHEAD) -> bytes:
         """Bytes [byte_offset, byte_offset + nbytes) of the range; the caller has checked that they lie in it.
@@ -149,6 +158,37 @@ def payload(source: Range, directory: Directory, member: Member) -> int:
             f"the payloads end at {directory.byte_offset:,}"
         )
     return int(start)
+
+
+def content(source: Range, directory: Directory, member: Member) -> bytes:
+    """The payload of a small member. Raises: as `payload` does; WrongChecksum if it does not have its CRC-32."""
+    data = source.read(payload(source, directory, member), member.nbytes)
+    if member.crc32 and (crc := zlib.crc32(data)) != member.crc32:
+        raise wrong_crc32(source.where, member.name, crc, member.crc32)
+    return data
+
+
+def wrong_crc32(where: str, member: str, crc: int, expected: int, why: str | None = None) -> WrongChecksum:
+    """The error for a member of a zip whose bytes have another CRC-32 than the zip's directory says. why: what uses these bytes."""
+    return WrongChecksum(
+        f"its bytes have the CRC-32 {crc:08x}, and {expected:08x} was saved with them",
+        where=f"{member} in {where}",
+        why=why or "The file has changed since it was saved",
+        do="Copy the file again from where it was written; `reshard doctor --deep` reads all checksums of a checkpoint",
+    )
+
+
+def listing(source: Range) -> Listing:
+    """The members of the zip that fills `source`, as columns. Raises: as `read_directory` does."""
+    members = sorted(read_directory(source).members.values(), key=attrgetter("header_offset"))
+    headers = array("q", [source.start + member.header_offset for member in members])
+    return headers, array("q", [member.nbytes for member in members]), array("I", [member.crc32 for member in members])
+
+
+def member_name(source: Range) -> str:
+    """The name of the member whose local header lies at the start of `source`, for messages."""
+    header = source.read(0, min(30 + 256, source.nbytes), ahead=0)
+    return header[30 : 30 + int.from_bytes(header[26:28], "little")].decode("utf-8", "replace")
 
 
 def payload_start(source: Range, header_offset: int, holding: str) -> int:

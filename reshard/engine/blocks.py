@@ -10,6 +10,7 @@ from heapq import merge
 from itertools import groupby, islice
 from operator import itemgetter
 
+from reshard.engine.checks.reading import Reading
 from reshard.engine.events import event
 from reshard.engine.pool import NO_LIMITS, Effort, run_jobs
 from reshard.engine.read_ahead import run_reading
@@ -24,7 +25,7 @@ from reshard.geometry.value import value
 from reshard.plans.digests import CURRENT, Fingerprint
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey, Route
-from reshard.storage.files import Change, Files
+from reshard.storage.files import Files
 
 # What a recipe holds beside the buffers of a worker: the values of a tile, and its intermediate results.
 _BUFFERS_OF_RECIPES = 6
@@ -154,17 +155,22 @@ def copied_blocks(
     *,
     ahead: int | None = None,
     held: Held | None = None,
+    reading: Reading | None = None,
 ) -> Iterator[tuple[Job, bytes]]:
     """Copy these blocks into the files of a sink, or only read them without one; yields each with its digest.
 
     itemsize: the bytes of the widest element of the plan. ahead: the most bytes that are read ahead from a store. held: what the
-    destination holds already, which is read beside it.
+    destination holds already, which is read beside it. reading: compares what is read with the checksums of the source.
+
+    Raises: WrongChecksum, before the last block that uses a damaged storage, or at the end.
     """
+    reading = reading or Reading(checks=False)
+    files = reading.of_plan(plan)
     shared_held = SharedPatches(held.plan.source_files, workers) if held else None
-    shared = SharedPatches(plan.source_files, workers)
+    shared = SharedPatches(files, workers)
 
     def make_worker() -> Callable[[Job], tuple[Job, bytes]]:
-        worker = Worker(plan.source_files, itemsize, sink, shared)
+        worker = Worker(files, itemsize, sink, shared)
         before = Worker(held.plan.source_files, widest_element(held.plan), held.sink, shared_held) if held else worker
 
         def perform(job: Job) -> tuple[Job, bytes]:
@@ -181,7 +187,8 @@ def copied_blocks(
 
         return perform
 
-    return run_reading(jobs, make_worker, workers, (plan.source_files, lambda job: (job.source, job.box)), memory=ahead)
+    yield from run_reading(jobs, make_worker, workers, (plan.source_files, lambda job: (job.source, job.box)), memory=ahead)
+    reading.complete()
 
 
 def read_back(
@@ -204,21 +211,8 @@ def read_back(
 
 
 def check_source_is_unchanged(plan: Plan, digests: Mapping[BlockKey, bytes], workers: int) -> None:
-    """Raises CheckpointError if a source file was written after its metadata was read.
-
-    A file that was replaced, renamed or linked, or whose mode changed, may hold the same bytes: the blocks are compared with it again.
-    digests: of the blocks that were copied.
-    """
-    changes: dict[Change, str] = {plan.source_files.changed(file.path): file.path for file in plan.source.files}
-    if "written" not in changes and "touched" in changes and not _is_source_of(plan, digests, workers):
-        changes["written"] = changes["touched"]
-    if "written" in changes:
-        raise CheckpointError(
-            "the file was written while it was converted",
-            where=changes["written"],
-            why="A part of the result would be from before and a part from after, so nothing was kept",
-            do="Wait until the checkpoint has been saved, then convert it again",
-        )
+    """Raises CheckpointError if a source file was written after its metadata was read. digests: of the blocks that were copied."""
+    Reading.check_unchanged(plan.source_files, plan.source, lambda: _is_source_of(plan, digests, workers), verb="converted")
 
 
 def source_trace(plan: Plan) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import is_master_key
 from reshard.engine.casts import cast
+from reshard.engine.checks.reading import Reading
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recorded import BlockDigests, mismatch, tensor_digest
 from reshard.engine.transfer import Block, bytes_of
@@ -23,6 +24,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import Tabular, mutable, value
 from reshard.index.index import Constant, Index, Tensor
 from reshard.plans.digests import CURRENT
+from reshard.storage.claims import SourceChecks
 from reshard.storage.files import Files, read_range
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ class Difference:
 class Comparison(Tabular):
     """The result of comparing two checkpoints, or one with the manifest that reshard wrote beside it."""
 
-    JSON = "equal tensors bytes=nbytes differences notes"
+    JSON = "equal tensors bytes=nbytes differences notes source_checks"
 
     tensors: int = 0
     """The number of tensors that both have."""
@@ -71,6 +73,15 @@ class Comparison(Tabular):
     """The differences; empty if both hold the same weights."""
     notes: list[str] = field(default_factory=list)
     """Sentences about what was not compared."""
+    source_checks: SourceChecks = SourceChecks()
+    """What of both was compared with the checksums that their files hold."""
+
+    def end(self, reading: Reading, *sides: Side) -> None:
+        """Note what was checked. Raises CheckpointError if a file of a side was written meanwhile."""
+        for side in sides:
+            reading.check_unchanged(side.files, side.index)
+        self.source_checks = reading.checks
+        self.notes.extend(self.source_checks.notes())
 
     @property
     def equal(self) -> bool | None:
@@ -120,14 +131,15 @@ def _not_as_recorded(side: Side, recorded: Mapping[str, str], digests: BlockDige
 
 
 def compare(left: Side, right: Side, result: Comparison, *, with_cast: bool = False, effort: Effort = NO_LIMITS) -> None:
-    """Compare every element of every tensor, including replicas and constants, and fill `result`.
+    """Compare every element of every tensor, including replicas and constants, with the checksums of the files, too, and fill `result`.
 
     with_cast: if element types differ, cast the left values to the right type, as torch does, and compare the bits. Where one side holds
     the values of a function of the weights, they are computed of the other side.
 
-    Raises: CheckpointError if a file cannot be read or replicas of one side differ, RequestError if the memory of `effort` is too small.
+    Raises: CheckpointError if a file cannot be read or was written meanwhile, or replicas of one side differ; WrongChecksum. RequestError
+    if the memory of `effort` is too small.
     """
-    pairs = list(comparable(left, right, result, with_cast=with_cast))
+    pairs, reading = list(comparable(left, right, result, with_cast=with_cast)), Reading(checks=effort.source_checksums)
     result.differences.extend(difference for side in (left, right) for difference in wrong_constants(side.files, side.index.constants))
     result.nbytes += sum(tensor.nbytes for _, tensor in pairs)
     recorded = left.content.recorded(), right.content.recorded()
@@ -149,7 +161,7 @@ def compare(left: Side, right: Side, result: Comparison, *, with_cast: bool = Fa
                 element = _first_difference(a, b, box)
         return element, digests_of_block.result()
 
-    for (i, j, _), (element, hashed) in walk(pairs, (left.files, right.files), lambda: measure, effort=effort):
+    for (i, j, _), (element, hashed) in walk(pairs, (left.files, right.files), lambda: measure, effort=effort, reading=reading):
         name = pairs[i][0].name
         if element is not None:
             different.setdefault(name, {})[j] = element
@@ -166,6 +178,7 @@ def compare(left: Side, right: Side, result: Comparison, *, with_cast: bool = Fa
                 Difference(tensor.name, "recorded", f"{side.files.root} does not match {side.content.recorded_in}") for tensor in changed
             ]
             result.notes.append(str(error))
+    result.end(reading, left, right)
 
 
 class PairDigests:

@@ -20,6 +20,7 @@ from reshard.engine.blocks import (
     digests_by_tensor,
     fingerprint_of_blocks,
 )
+from reshard.engine.checks.reading import Reading
 from reshard.engine.destinations.destination import Destination, FinishedBlocks, Replaces
 from reshard.engine.destinations.journal import RunHeader
 from reshard.engine.events import event
@@ -27,18 +28,19 @@ from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Provenance, Read, records
 from reshard.engine.recorded import InputDigests, notes_on_source, with_late_comparison
-from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse
+from reshard.errors import CheckpointError, LostObject, RequestError, TargetError, TargetInUse
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
 from reshard.plans.layout import Sidecar
 from reshard.plans.manifest import CHECKSUMS
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey, Task
-from reshard.storage.stores.store import LostObject
+from reshard.storage.claims import SourceChecks
 from reshard.storage.system_calls import is_url
 
-Executor = Callable[[Sequence[Task]], Iterator[Task]]
-"""Copies tasks in other processes, and yields each that is done. Without one, the threads of this process copy them."""
+Executor = Callable[[Sequence[Task]], Iterator[tuple[Task, SourceChecks]]]
+"""Copies tasks in other processes, and yields each that is done and what of the source was checked. Without one, the threads of this
+process copy them."""
 _NO_PROVENANCE = Provenance()
 
 
@@ -47,7 +49,7 @@ class Conversion:
 
     tasks: those that this process converts, unless another process has, while other processes convert others; None: all, and alone.
     executor: copies the tasks instead of this process. resume: finish an interrupted run. provenance: what the caller wants to be recorded
-    beside the result.
+    beside the result. source_checksums: compare what is read with the checksums of the source.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Conversion:
         executor: Executor | None = None,
         resume: bool = False,
         provenance: Provenance = _NO_PROVENANCE,
+        source_checksums: bool = True,
     ) -> None:
         self.plan, self.destination = with_late_comparison(plan), destination
         self._everything = Task(0, range(len(plan.routes)), 0, tuple(file.path for file in plan.layout.files))
@@ -70,6 +73,7 @@ class Conversion:
         """The bytes of the tasks that were there already."""
         self.notes: tuple[str, ...] = ()
         """Sentences about the run for the user; complete when `run` has ended."""
+        self._reading, self._checks_elsewhere = Reading(checks=source_checksums), SourceChecks()
         self._is_alone, self._executor, self._resume, self._provenance = tasks is None, executor, resume, provenance
         self._identity, self._began = plan.identity(), time.monotonic()
         self._workers = destination.workers(self.plan, self.tasks)
@@ -83,6 +87,11 @@ class Conversion:
     def total(self) -> int:
         """The bytes that `run` reports in all."""
         return self._nbytes({i for task in self.tasks for i in task.routes})
+
+    @property
+    def source_checks(self) -> SourceChecks:
+        """What of the source was compared with its checksums, in this process and by its executor."""
+        return self._reading.checks + self._checks_elsewhere
 
     def _nbytes(self, routes: Collection[int]) -> int:
         return sum(self.plan.routes[i].target.nbytes for i in routes)
@@ -206,7 +215,9 @@ class Conversion:
             else:
                 lost += job.nbytes
         copied: dict[BlockKey, bytes] = {}
-        for job, digest in self.destination.copy(plan, tasks, done, tiles):
+        of_earlier = (job for job in block_jobs(plan, sorted(routes) if done else ()) if job.key in done)
+        self._reading.see_again(plan, (part for job in of_earlier for part in job.source.ranges(job.box, 0)))
+        for job, digest in self.destination.copy(plan, tasks, done, tiles, self._reading):
             is_new = job.key not in copied
             copied[job.key] = digest
             self._inputs.add(job.route.name, job.key[1], job.of_inputs)
@@ -235,7 +246,8 @@ class Conversion:
                 finished = done(task)
                 self.resumed_bytes += finished.nbytes
                 yield finished
-        for task in executor([task for task in self.tasks if task in missing]):
+        for task, checks in executor([task for task in self.tasks if task in missing]):
+            self._checks_elsewhere += checks
             yield done(task)
 
     def _commit(self, fingerprint: Fingerprint) -> None:

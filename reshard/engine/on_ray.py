@@ -19,6 +19,7 @@ from reshard.errors import ReshardError, SystemRefusal, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import Task
+from reshard.storage.claims import SourceChecks
 from reshard.storage.stores.urls import current_options, storage_options
 
 _RETRIES = 3
@@ -36,9 +37,9 @@ def ray_executor(shipped: ShippedPlan, sources: tuple[str, ...], target: str, ef
 
     shipped: the plan for the tasks. effort: of each task. For each of its threads, Ray reserves a processor (default: 1).
     """
-    each = Effort(effort.workers or 1, effort.memory)
+    each = Effort(effort.workers or 1, effort.memory, source_checksums=effort.source_checksums)
 
-    def run(tasks: Sequence[Task]) -> Iterator[Task]:
+    def run(tasks: Sequence[Task]) -> Iterator[tuple[Task, SourceChecks]]:
         ray, storage = connected(), dict(current_options())
         content = ray.put(shipped)
         remote = ray.remote(
@@ -53,8 +54,7 @@ def ray_executor(shipped: ShippedPlan, sources: tuple[str, ...], target: str, ef
             while running:
                 (done,), _ = ray.wait(list(running), num_returns=1)
                 task = running.pop(done)
-                _result(ray, done)
-                yield task
+                yield task, _result(ray, done)
         finally:
             for under_way in running:
                 ray.cancel(under_way, force=True)
@@ -93,10 +93,10 @@ def _check_answers(address: str | None) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
-def _result(ray: Any, done: Any) -> None:
-    """Raises the error of a task that has failed."""
+def _result(ray: Any, done: Any) -> SourceChecks:
+    """What a task has checked. Raises the error of a task that has failed."""
     try:
-        ray.get(done)
+        return ray.get(done)  # type: ignore[no-any-return]
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ReshardError):
             raise error.cause from None
@@ -114,12 +114,14 @@ def _result(ray: Any, done: Any) -> None:
 
 def _convert_task(
     shipped: ShippedPlan, sources: tuple[str, ...], target: str, number: int, effort: Effort, storage: Mapping[str, str]
-) -> None:
+) -> SourceChecks:
     """Convert one task. Runs in a worker process of Ray."""
     with storage_options(storage):
         plan, tasks = _tasks_on_node(shipped, sources, target)
-        for _ in Conversion(plan, destination_at(target, effort), tasks=[tasks[number]]).copy():
+        running = Conversion(plan, destination_at(target, effort), tasks=[tasks[number]], source_checksums=effort.source_checksums)
+        for _ in running.copy():
             pass
+        return running.source_checks
 
 
 @lru_cache(maxsize=1)

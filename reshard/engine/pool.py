@@ -27,6 +27,7 @@ class Effort:
     workers: int | None = None
     memory: int | None = None
     progress: Callable[[int], None] | None = None
+    source_checksums: bool = True
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:

@@ -4,8 +4,11 @@ measures a block gets it strip by strip, while the strip is still in the process
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import TypeVar
 
+from reshard.engine.checks.reading import Reading
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.read_ahead import BoxOfTensor, run_reading
 from reshard.engine.recorded import BlockDigests
@@ -33,13 +36,14 @@ def walk(
     *,
     effort: Effort,
     is_wanted: Callable[[int], bool] = lambda number: True,
+    reading: Reading | None = None,
 ) -> Iterator[tuple[BlockPlace, Result]]:
     """The measure of every block of every group, in the order in which they are finished. Reports the bytes of the last file's tensors.
 
     groups: tensors of one shape, one for each of `files`. make_measure: called once in each thread. is_wanted: whether the next block of a
-    group is still to be read.
+    group is still to be read. reading: compares what is read with the checksums of the files.
 
-    Raises: what the measure raises; RequestError if the memory of `effort` is too small.
+    Raises: WrongChecksum; what the measure raises; RequestError if the memory of `effort` is too small.
     """
     itemsize = max((tensor.dtype.itemsize for group in groups for tensor in group), default=1)
 
@@ -49,7 +53,7 @@ def walk(
             yield from (((i, j, box), pieces) for j, box in enumerate(blocks(group[0].shape)) if is_wanted(i))
 
     def make_worker() -> Callable[[tuple[BlockPlace, tuple[Pieces, ...]]], tuple[BlockPlace, Result]]:
-        readers = tuple(Worker(each, itemsize, shared=opened) for each, opened in zip(files, shared, strict=True))
+        readers = tuple(Worker(each, itemsize, shared=opened) for each, opened in zip(seen, shared, strict=True))
         measure = make_measure()
 
         def read(box: Box, pieces: tuple[Pieces, ...]) -> Read:
@@ -67,10 +71,13 @@ def walk(
         return files[side], lambda job: (job[1][side], job[0][2])
 
     threads = effort.threads(itemsize, buffers=2 * len(files))
-    shared = [SharedPatches(each, threads) for each in files]
+    reading = reading or Reading(checks=False)
+    seen = [reading.of(each, partial(map, itemgetter(side), groups)) for side, each in enumerate(files)]
+    shared = [SharedPatches(each, threads) for each in seen]
     for place, result in run_reading(jobs(), make_worker, threads, *map(reads, range(len(files)))):
         effort.report(place[2].volume * groups[place[0]][-1].dtype.itemsize)
         yield place, result
+    reading.complete()
 
 
 def block_digests(
@@ -80,10 +87,12 @@ def block_digests(
     *,
     version: DigestVersion = CURRENT,
     unreadable: dict[str, CheckpointError] | None = None,
+    reading: Reading | None = None,
 ) -> BlockDigests:
     """The digest of every block of every tensor.
 
     unreadable: gets the error of each tensor of which a block cannot be read, or whose replicas differ; None: the first one is raised.
+    reading: as for `walk`.
     """
     names, found = list(tensors), BlockDigests()
 
@@ -98,7 +107,7 @@ def block_digests(
             return error
         return running.digest()
 
-    for (i, j, _), digest in walk([(tensor,) for tensor in tensors.values()], (files,), lambda: measure, effort=effort):
+    for (i, j, _), digest in walk([(tensor,) for tensor in tensors.values()], (files,), lambda: measure, effort=effort, reading=reading):
         if isinstance(digest, bytes):
             found.setdefault(names[i], {})[j] = digest
         elif unreadable is not None:

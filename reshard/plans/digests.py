@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field
 from typing import Protocol
 
 from blake3 import blake3
@@ -24,6 +25,7 @@ from blake3 import blake3
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
+from reshard.storage.claims import SourceChecks
 
 
 @value
@@ -34,6 +36,8 @@ class Fingerprint:
     """The digest of the whole content."""
     tensors: Mapping[str, str]
     """The digest of each tensor by name; empty if only the root was recorded."""
+    source_checks: SourceChecks = field(default=SourceChecks(), compare=False)
+    """What was compared with the checksums that the files hold, if the verb `fingerprint` read them."""
 
     def __str__(self) -> str:
         return self.root

@@ -125,6 +125,7 @@ class EffortOptions(TypedDict, total=False):
     workers: Annotated[int | None, Keyword("Threads (default: one per processor, at most 8).", "N")]
     memory: Annotated[int | None, Keyword("Maximum size of all buffers (default: 256MiB; 1GiB for stores).", "SIZE")]
     progress: Annotated[Progress | None, Keyword("Called with the number of bytes done since the last call.")]
+    source_checksums: Annotated[bool, Keyword("Do not compare what is read with the CRC-32 that the source holds of it.", "", True)]
 
 
 def usual_values(keywords: type) -> dict[str, Any]:
@@ -136,7 +137,8 @@ def _usual_value(annotation: Any) -> Any:
     """The value of a keyword that is not given; None if it is not declared as a Keyword."""
     if not hasattr(annotation, "__metadata__"):
         return None
-    return False if annotation.__origin__ is bool else annotation.__metadata__[0].default
+    default = annotation.__metadata__[0].default
+    return bool(default) if annotation.__origin__ is bool else default
 
 
 def take(given: dict[str, Any], keywords: type) -> dict[str, Any]:

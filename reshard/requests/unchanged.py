@@ -11,8 +11,6 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 
-from reshard.engine.checks.written_files import check_nothing_was_added, check_small_files
-from reshard.engine.compare import Comparison
 from reshard.engine.record import request_digest, source_state
 from reshard.engine.recorded import changed_files
 from reshard.errors import CheckpointError, TargetError
@@ -97,6 +95,9 @@ def _change(plan: Plan, manifest: Manifest) -> str | None:
 
 def damage_of(files: Files, manifest: Manifest, *, checksums: bool = False) -> str | None:
     """What is not as reshard wrote it, or is lacking, in a target; None if nothing is. checksums: whether SHA256SUMS is wanted, too."""
+    from reshard.engine.checks.written_files import check_nothing_was_added, check_small_files
+    from reshard.engine.compare import Comparison
+
     digests, result = read_digests(files, manifest), Comparison()
     if checksums and CHECKSUMS not in digests.small_files:
         return f"there is no {CHECKSUMS}"

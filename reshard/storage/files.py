@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
 
 from reshard.errors import CheckpointError, MissingFile, ReshardError, SystemRefusal, TruncatedFile
+from reshard.storage.claims import Claims, HasClaims
 from reshard.storage.decoded_ranges import DecodedRanges
 from reshard.storage.system_calls import existing_path, open_files_at_once, read_at, read_runs_at, system_errors, system_refusal
 
@@ -83,6 +84,9 @@ class Files(Protocol):
 
         Raises: as `read_into` does.
         """
+
+    def claims(self, path: str) -> Claims:
+        """The checksums that readers of the file's container have seen so far (claims.py). Readers add to them."""
 
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
         """The path under which bytes [start, start + nbytes) of a file can be read decoded (decoded_ranges.py).
@@ -219,7 +223,7 @@ def _open_regular(path: Path, flags: int) -> int:
     return descriptor
 
 
-class LocalFiles:
+class LocalFiles(HasClaims):
     """`Files` of a local directory, or of one local file. Raises RequestError if the path does not exist."""
 
     store = None
@@ -379,7 +383,7 @@ def _stamp(status: os.stat_result) -> _Stamp:
     return _Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
-class VirtualFiles:
+class VirtualFiles(HasClaims):
     """`Files` that are planned. Their sizes are known, and some of their bytes, such as headers; weights have no bytes yet."""
 
     is_file, store = False, None

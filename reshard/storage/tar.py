@@ -8,6 +8,7 @@ import posixpath
 from collections.abc import Iterator, Sequence
 
 from reshard.errors import CheckpointError
+from reshard.storage.claims import HasClaims
 from reshard.storage.files import Files, LocalFiles, entries_of, read_each_run
 from reshard.storage.system_calls import is_url
 from reshard.storage.trees import FilesElsewhere, chain_of
@@ -48,7 +49,7 @@ def open_files(path: str | os.PathLike[str]) -> Files:
     return RemoteFiles(os.fspath(path))
 
 
-class TarFiles(FilesElsewhere):
+class TarFiles(HasClaims, FilesElsewhere):
     """`Files` of a tar archive: its regular members. Raises CheckpointError if the file is not a tar, or is compressed."""
 
     is_file = False

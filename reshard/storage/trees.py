@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from reshard.storage.claims import Claims
 from reshard.storage.files import Change, Files
 from reshard.storage.system_calls import is_url
 
@@ -89,6 +90,10 @@ class FilesElsewhere(ABC):
     def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
         files, inner = self._find(path)
         files.read_runs(inner, byte_offsets, buffer)
+
+    def claims(self, path: str) -> Claims:
+        files, inner = self._find(path)
+        return files.claims(inner)
 
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
         files, inner = self._find(path)

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Unpack
 
@@ -29,6 +30,7 @@ from reshard.plans.summary import DropSummary, drops
 from reshard.plans.tasks import PartNumber, imbalance, tasks_of_part
 from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
 from reshard.requests.unchanged import files_of_target, own_files, reason_to_convert
+from reshard.storage.claims import SourceChecks
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import is_url, local_path, system_errors
 from reshard.storage.trees import trees_of
@@ -64,7 +66,7 @@ _IMBALANCE = 0.1
 class Result:
     """What a conversion has written, and what it has left out."""
 
-    JSON = "path files dropped notes findings fingerprint=fingerprint.root seconds unchanged"
+    JSON = "path files dropped notes findings fingerprint=fingerprint.root seconds unchanged source_checks"
 
     path: str
     """The target directory."""
@@ -82,6 +84,8 @@ class Result:
     """What its engines will miss, such as a tokenizer."""
     unchanged: bool = False
     """Whether the target was the result of this conversion already, so that nothing was written (`if_changed`)."""
+    source_checks: SourceChecks = SourceChecks()
+    """What of the source was compared with the checksums that its files hold, by this process and by those of Ray."""
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values with stable keys."""
@@ -100,7 +104,7 @@ class Result:
 class PartResult:
     """What one part of a conversion has done, and the result if the target is complete."""
 
-    JSON = "path part tasks bytes=nbytes resumed_bytes seconds complete result"
+    JSON = "path part tasks bytes=nbytes resumed_bytes seconds complete result source_checks"
 
     path: str
     """The target directory."""
@@ -116,6 +120,8 @@ class PartResult:
     """How long it took."""
     result: Result | None
     """The result of the conversion, if the target is complete; None if tasks of other parts are missing or another process completes it."""
+    source_checks: SourceChecks = SourceChecks()
+    """What of the source this part compared with the checksums that its files hold."""
 
     @property
     def complete(self) -> bool:
@@ -128,7 +134,8 @@ class PartResult:
 
     def __str__(self) -> str:
         state = f"complete, fingerprint {self.result.fingerprint.root}" if self.result else "not complete yet"
-        return f"{self.path}: part {self.part}, {plural(self.tasks, 'task')}, {self.nbytes:,} bytes in {self.seconds:.1f} s; {state}"
+        done = f"part {self.part}, {plural(self.tasks, 'task')}, {self.nbytes:,} bytes in {self.seconds:.1f} s"
+        return "; ".join((f"{self.path}: {done}", state, *self.source_checks.notes()))
 
 
 @checked_keywords
@@ -201,13 +208,15 @@ def result_of(running: Conversion, target: PathLike, seconds: float) -> Result:
             where=os.fspath(target),
             do="Wait until it has ended, then run the same command with `finish=True`",
         )
-    return _result(running.plan, target, seconds, running.fingerprint, running.notes)
+    notes = (*running.notes, *running.source_checks.notes())
+    return replace(_result(running.plan, target, seconds, running.fingerprint, notes), source_checks=running.source_checks)
 
 
 def part_result(running: Conversion, target: PathLike, part: PartNumber, seconds: float) -> PartResult:
     """The result of a part that has run to its end."""
     result = result_of(running, target, seconds) if running.fingerprint else None
-    return PartResult(os.fspath(target), part, len(running.tasks), running.total, running.resumed_bytes, seconds, result)
+    done = len(running.tasks), running.total, running.resumed_bytes, seconds
+    return PartResult(os.fspath(target), part, *done, result, running.source_checks)
 
 
 def _result(
@@ -281,13 +290,13 @@ def conversion(
     destination = _destination(plan, target, "resume" if sharing.finish else existing, effort)
     if sharing.finish:
         check_nothing_is_missing(plan, destination)
-        return Conversion(plan, destination, resume=True, provenance=provenance)
+        return Conversion(plan, destination, resume=True, provenance=provenance, source_checksums=effort.source_checksums)
     begun = destination.begun() if existing == "update" else None
     resume = existing == "resume" or (begun is not None and begun.header.identity == plan.identity())
     # Asked now, before anything is created, and again when no other run can write there. Whoever writes there now is named by `run`.
     if not destination.is_running:
         may_replace(destination, plan, "resume" if resume else existing)
-    return Conversion(plan, destination, resume=resume, provenance=provenance)
+    return Conversion(plan, destination, resume=resume, provenance=provenance, source_checksums=effort.source_checksums)
 
 
 def _shared_conversion(
@@ -310,7 +319,9 @@ def _shared_conversion(
         connected(sharing.ray_address)
         assert plan.order is not None, "a plan that can be run was asked for"
         executor = ray_executor(PlanFile.of(plan), (plan.order.source, *plan.order.others), destination.place, effort)
-        return Conversion(plan, destination, tasks=tasks, executor=executor, provenance=provenance)
+        return Conversion(
+            plan, destination, tasks=tasks, executor=executor, provenance=provenance, source_checksums=effort.source_checksums
+        )
     more = imbalance([task.weight for task in tasks], sharing.part.of)
     if more > _IMBALANCE and is_url(target):
         event(
@@ -321,7 +332,8 @@ def _shared_conversion(
             tasks=len(tasks),
             parts=sharing.part.of,
         )
-    return Conversion(plan, destination, tasks=tasks_of_part(tasks, sharing.part), provenance=provenance)
+    of_part, checks = tasks_of_part(tasks, sharing.part), effort.source_checksums
+    return Conversion(plan, destination, tasks=of_part, provenance=provenance, source_checksums=checks)
 
 
 def _destination(plan: Plan, target: PathLike, existing: Existing, effort: Effort) -> Destination:

@@ -8,17 +8,21 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Unpack
 
 from reshard.adapter.save_folders import step_of
 from reshard.canonical.content import Content, check_selected
 from reshard.containers import safetensors
+from reshard.engine.checks.reading import Reading
 from reshard.engine.compare import Comparison, Side, check_recorded, comparable
 from reshard.engine.deltas.frames import CHECKSUM, MadeFrame, made_frames
 from reshard.engine.events import event
 from reshard.engine.pool import Effort
 from reshard.engine.recorded import BlockDigests, fingerprint_of
+from reshard.engine.walk import block_digests
 from reshard.errors import RequestError, TargetError, UnsupportedError, check_word
 from reshard.geometry.documents import document
 from reshard.geometry.dtypes import from_torch
@@ -30,6 +34,8 @@ from reshard.plans.digests import Fingerprint, content_digest
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import EffortOptions, ModelOptions, PathLike, PlanOptions, checked_keywords, take
 from reshard.requests.opening import open_both
+from reshard.storage.claims import SourceChecks
+from reshard.storage.files import Files
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.staging import Staging
 from reshard.storage.system_calls import is_url, local_path, system_errors
@@ -48,7 +54,7 @@ class DeltaResult:
 
     JSON = (
         "path version base_version encoding base_fingerprint=base.root fingerprint=result.root tensors changed_tensors elements "
-        "changed_elements bytes=nbytes checkpoint_bytes seconds"
+        "changed_elements bytes=nbytes checkpoint_bytes seconds source_checks"
     )
 
     path: str
@@ -77,6 +83,8 @@ class DeltaResult:
     """The bytes of the weights of the new checkpoint."""
     seconds: float
     """How long it took."""
+    source_checks: SourceChecks = SourceChecks()
+    """What of both checkpoints was compared with the checksums that their files hold."""
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values with stable keys."""
@@ -113,7 +121,8 @@ def delta(
     types differ, cast the values of `new` to the type of `base`, as torch does.
 
     Raises: RequestError if names, shapes or element types differ; DifferenceFound if reshard wrote one of the two and it has changed since;
-    TargetError if something lies in the target.
+    CheckpointError if a file was written meanwhile, or its bytes do not have the checksum that was saved with them; TargetError if
+    something lies in the target.
     """
     check_word("`encoding=`", encoding, ("xor", "overwrite"))
     given: dict[str, Any] = dict(options)
@@ -123,14 +132,17 @@ def delta(
     if not (isinstance(base, Checkpoint) and isinstance(new, Checkpoint)):
         base, new = _opened(base, new, about_model)
     contents = base.content(), new.content()
-    pairs = _pairs(base, new, contents, cast=cast)
+    pairs, reading = _pairs(base, new, contents, cast=cast), Reading(checks=effort.source_checksums)
     staging = Staging(root)
     with staging.locked(content_digest(f"delta\0{base.path}\0{new.path}\0{encoding}".encode()), lambda: "a delta is being written"):
         staging.remove(_incomplete_files(root))
         staging.clean()
-        found = sorted(made_frames(pairs, (base.files, new.files), encoding, effort, staging.work), key=lambda frame: frame.number)
+        made = made_frames(pairs, (base.files, new.files), encoding, effort, staging.work, reading)
+        found = sorted(made, key=attrgetter("number"))
         frames = [(pairs[frame.number][1].name, frame) for frame in found if frame.nbytes]
         prints = tuple(_fingerprint(side, pairs, found) for side in enumerate(zip((base, new), contents, strict=True)))
+        for number, side in enumerate((base, new)):
+            reading.check_unchanged(side.files, side.index, partial(_is_same, number, pairs, found, side.files))
         counts = sum(frame.changed for frame in found), element_count(old for old, _ in pairs)
         metadata = _metadata(base, new, prints, counts) | {"delta_encoding": encoding, "reshard_tensors": len(frames)}
         nbytes = _write(staging, frames, metadata)
@@ -148,6 +160,7 @@ def delta(
         nbytes=nbytes,
         checkpoint_bytes=sum(old.nbytes for old, _ in pairs),
         seconds=time.monotonic() - began,
+        source_checks=reading.checks,
     )
     event("delta", str(result), **result.to_json())
     return result
@@ -206,6 +219,12 @@ def _pairs(base: Checkpoint, new: Checkpoint, contents: tuple[Content, Content],
                 f"{dtypes[1]} is not cast to {dtypes[0]}, which needs scales", where=name, do="Convert one of the two first"
             )
     return pairs
+
+
+def _is_same(number: int, pairs: Sequence[tuple[Tensor, Tensor]], frames: Sequence[MadeFrame], files: Files) -> bool:
+    """Whether the checkpoint of that number still has the bytes of which frames were made."""
+    found = block_digests(files, {pair[0].name: pair[number] for pair in pairs if pair[0].dtype == pair[number].dtype})
+    return all(found.get(pairs[frame.number][0].name) in (None, frame.digests[number]) for frame in frames)
 
 
 def _metadata(base: Checkpoint, new: Checkpoint, prints: tuple[Fingerprint, ...], counts: tuple[int, int]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from reshard.requests.order import PlanFile, planned
 from reshard.requests.request import ConversionRequest
 from reshard.requests.run_folders import run_at
 from reshard.storage.files import LocalFiles, read_whole
-from reshard.storage.output_file import OutputFile
 from reshard.storage.system_calls import gc_paused
 
 _MOST_BYTES = 1 << 30
@@ -104,6 +103,8 @@ def save_plan(plan: Plan, path: PathLike) -> int:
 
     Raises: UnsupportedError if an option names another checkpoint, SystemRefusal if the file cannot be written.
     """
+    from reshard.storage.output_file import OutputFile
+
     check_whole(plan)
     return OutputFile.at(path).write(PlanFile.of(plan).content)
 

@@ -40,6 +40,7 @@ from reshard.requests.keywords import (
 )
 from reshard.requests.opening import open
 from reshard.requests.request import cast_of_server
+from reshard.storage.claims import SourceChecks
 from reshard.storage.trees import chain_of
 from reshard.verbs.plan import plan
 
@@ -69,7 +70,10 @@ class PushOptions(ModelOptions, SelectionOptions, RecipeOptions, EffortOptions, 
 class PushResult:
     """What a push has sent."""
 
-    JSON = "servers format parallel version fingerprint bytes=nbytes full_bytes=full_nbytes since seconds sending_seconds dropped notes"
+    JSON = (
+        "servers format parallel version fingerprint bytes=nbytes full_bytes=full_nbytes since seconds sending_seconds dropped notes "
+        "source_checks"
+    )
 
     servers: tuple[str, ...]
     """The addresses of the servers."""
@@ -97,6 +101,8 @@ class PushResult:
     """What was left out, by reason and kind."""
     notes: tuple[str, ...] = ()
     """Remarks about what was sent."""
+    source_checks: SourceChecks = SourceChecks()
+    """What of the source was compared with the checksums that its files hold."""
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values with stable keys."""
@@ -178,7 +184,8 @@ class PlannedPush:
         if self.base is None:
             return full, full
         streams = RankStreams(((each, [StreamWriter(None, changes=True)]) for each in staged), has_held=True)
-        for _ in Conversion(self.plan, RunningEngines(self.servers[0].address, streams, effort, self.base.plan)).run():
+        destination = RunningEngines(self.servers[0].address, streams, effort, self.base.plan)
+        for _ in Conversion(self.plan, destination, source_checksums=effort.source_checksums).run():
             pass
         return streams.nbytes, full
 
@@ -307,6 +314,7 @@ class _Pushing:
         self._stopped: BaseException | None = None
         """Why nothing more was sent, if the reason lies here."""
         self._notes: tuple[str, ...] = planned.notes
+        self._checks = SourceChecks()
         self._base = planned.base
         """The checkpoint that all ranks hold."""
         self._fingerprint = ""
@@ -351,6 +359,7 @@ class _Pushing:
             report.sending_seconds,
             drops(self._plan),
             self._notes,
+            self._checks,
         )
 
     def _arranged(self, hellos: Sequence[Hello]) -> Arrangement:
@@ -396,7 +405,7 @@ class _Pushing:
         held = with_late_comparison(self._base.plan) if self._base else None
         destination = RunningEngines(self._place, streams, self._effort, held)
         try:
-            running = Conversion(self._plan, destination)
+            running = Conversion(self._plan, destination, source_checksums=self._effort.source_checksums)
             for done in running.run():
                 self._effort.report(done.nbytes)
         except BaseException as error:  # Ctrl-C, too: the servers are to answer again
@@ -404,6 +413,7 @@ class _Pushing:
             streams.give_up()
             return Outcome(failures=[str(error) or type(error).__name__])
         assert running.fingerprint is not None
-        self._notes += running.notes
+        self._notes += (*running.notes, *running.source_checks.notes())
+        self._checks = running.source_checks
         self._fingerprint = running.fingerprint.root
         return Outcome(nbytes=streams.nbytes, fingerprint=self._fingerprint)

@@ -19,6 +19,7 @@ from reshard.containers import dcp_metadata, torch_zip
 from reshard.containers.torch_zip import LocatedTensor
 from reshard.errors import CheckpointError
 from reshard.geometry import dtypes
+from reshard.storage.claims import HasClaims
 from reshard.storage.files import Files, LocalFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -199,7 +200,7 @@ def test_stored_tensors_go_to_other_processes(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- entries of DCP files
 
 
-class Counting:
+class Counting(HasClaims):
     """Files that note every read."""
 
     def __init__(self, files: Files) -> None:

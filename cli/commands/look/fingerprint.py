@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.geometry.documents import to_json
+
 from ... import options
 from ...json_output import show_json
 from ...progress import working
@@ -58,7 +60,8 @@ def _digested(path: str, digest_version: int | None, given: dict[str, Any], *, f
     content = opened.content(selection)
     with working("fingerprint", sum(tensor.nbytes for tensor in content.tensors.values()), given) as effort:
         found = reshard.fingerprint(opened, selection=selection, digest_version=digest_version, **effort)
-    return {"fingerprint": found.root, "notes": list(_notes(content)), **({"tensors": dict(found.tensors)} if full else {})}
+    about = {"fingerprint": found.root, "notes": [*_notes(content), *found.source_checks.notes()]}
+    return {**about, "source_checks": to_json(found.source_checks), **({"tensors": dict(found.tensors)} if full else {})}
 
 
 def _notes(content: Content) -> Iterator[str]:

@@ -51,13 +51,16 @@ def command(checkpoint: str, globs: tuple[str, ...], optimizer: bool, sort: str,
     opened = reshard.open(checkpoint, **options.take(given, OpenOptions))
     total = sum(tensor.nbytes for tensor in wanted(opened, globs, optimizer=optimizer))
     with working("stats", total, given) as effort:
-        rows = [*reshard.stats(opened, globs, optimizer=optimizer, **effort)]
+        found = reshard.stats(opened, globs, optimizer=optimizer, **effort)
+    rows = [*found]
     if sort in _ORDERS:
         rows.sort(key=_ORDERS[sort])
     if as_json:
-        show_json({"path": checkpoint, "bytes": total, "tensors": to_json(rows)})
-    else:
-        _show(rows, total, limit)
+        show_json({"path": checkpoint, "bytes": total, "tensors": to_json(rows), "source_checks": to_json(found.source_checks)})
+        return
+    _show(rows, total, limit)
+    for note in found.source_checks.notes():
+        show(f"  note      {note}")
 
 
 def _show(rows: list[TensorStatistics], total: int, limit: int) -> None:

@@ -69,7 +69,7 @@ def _get(source: str, to: str, root: str | None, max_size: int | None, as_json: 
     plan = reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
     with working("convert", sum(file.nbytes for file in plan.layout.files), effort) as working_with:
         entry = reshard.cache(plan, root=root, max_size=max_size, **working_with)
-    show_json(document(entry)) if as_json else show(entry.path)
+    show_json(document(entry, source_checks=entry.source_checks)) if as_json else show(entry.path)
 
 
 def _list(cache: Cache, as_json: bool) -> None:

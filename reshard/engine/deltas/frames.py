@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from reshard.engine.checks.reading import Reading
 from reshard.engine.compare import PairDigests
 from reshard.engine.deltas.patches import new_checksum
 from reshard.engine.pool import Effort, run_jobs
@@ -64,12 +67,18 @@ class MadeFrame:
 
 
 def made_frames(
-    pairs: Sequence[tuple[Tensor, Tensor]], files: tuple[Files, Files], encoding: DeltaEncoding, effort: Effort, folder: Path
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    files: tuple[Files, Files],
+    encoding: DeltaEncoding,
+    effort: Effort,
+    folder: Path,
+    reading: Reading,
 ) -> Iterator[MadeFrame]:
     """What changed in each pair of tensors (old, new) of one name and shape, in the order in which they are finished. New values are cast
     to the element type of the old ones.
 
-    files: of the old and the new checkpoint. folder: where there is room for the frames.
+    files: of the old and the new checkpoint. folder: where there is room for the frames. reading: compares what is read with the checksums
+    of the files.
 
     Raises: UnsupportedError for `overwrite` and a tensor of 4 GiB or more; what reading raises.
     """
@@ -83,8 +92,10 @@ def made_frames(
         )
     itemsize = max((tensor.dtype.itemsize for pair in pairs for tensor in pair), default=1)
 
+    seen = [reading.of(each, partial(map, itemgetter(side), pairs)) for side, each in enumerate(files)]
+
     def make_worker() -> Callable[[int], MadeFrame]:
-        readers, spool = [Worker(each, itemsize) for each in files], _temporary(folder)
+        readers, spool = [Worker(each, itemsize) for each in seen], _temporary(folder)
 
         def perform(number: int) -> MadeFrame:
             start = spool.seek(0, 2)
@@ -101,6 +112,7 @@ def made_frames(
     for made in run_jobs(order, make_worker, effort.threads(itemsize, buffers=4)):
         effort.report(pairs[made.number][1].nbytes)
         yield made
+    reading.complete()
 
 
 def _compared(

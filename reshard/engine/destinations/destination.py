@@ -14,6 +14,7 @@ from dataclasses import field
 from typing import Protocol
 
 from reshard.engine.blocks import Job
+from reshard.engine.checks.reading import Reading
 from reshard.engine.destinations.journal import RunHeader
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Read
@@ -115,10 +116,15 @@ class Destination(Protocol):
     def read_back(self, plan: Plan, jobs: Iterable[Job], digests: Mapping[BlockKey, bytes]) -> Iterator[tuple[Job, bool]]:
         """Each of these finished blocks, and whether it still has the bytes of its digest."""
 
-    def copy(self, plan: Plan, tasks: Sequence[Task], done: Collection[BlockKey], tiles: Tiles) -> Iterator[tuple[Job, bytes]]:
+    def copy(
+        self, plan: Plan, tasks: Sequence[Task], done: Collection[BlockKey], tiles: Tiles, reading: Reading
+    ) -> Iterator[tuple[Job, bytes]]:
         """Copy the blocks of these tasks that are not done, in the order that suits the destination; yields each with its digest.
 
-        tiles: where the codes and scales of a weight meet. Blocks may come more than once.
+        tiles: where the codes and scales of a weight meet. reading: compares what is read with the checksums of the source. Blocks may
+        come more than once.
+
+        Raises: WrongChecksum; then none of the blocks of this call count as finished for other processes.
         """
 
     def commit(self, plan: Plan, made: Callable[[Read], Iterator[Sidecar]]) -> None:

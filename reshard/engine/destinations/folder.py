@@ -15,13 +15,14 @@ from operator import attrgetter
 from pathlib import Path
 
 from reshard.engine.blocks import Job, block_jobs, copied_blocks, read_back, source_trace, widest_element, workers_of
+from reshard.engine.checks.reading import Reading
 from reshard.engine.destinations.destination import Begun, FinishedBlocks, Replaces, check_empty, check_same, complete_result
 from reshard.engine.destinations.journal import Journal, RunHeader, Unfinished, journal_of_part, progress, read_header, read_journal
 from reshard.engine.events import event
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Read
-from reshard.errors import RequestError, TargetError, TargetInUse
+from reshard.errors import RequestError, TargetError, TargetInUse, WrongChecksum
 from reshard.geometry.boxes import blocks
 from reshard.geometry.quantities import grouped, plural
 from reshard.plans.layout import Sidecar
@@ -191,7 +192,9 @@ class LocalFolder:
     def read_back(self, plan: Plan, jobs: Iterable[Job], digests: Mapping[BlockKey, bytes]) -> Iterator[tuple[Job, bool]]:
         return read_back(self._staging.files(), jobs, digests, widest_element(plan), self.workers(plan, ()))
 
-    def copy(self, plan: Plan, tasks: Sequence[Task], done: Collection[BlockKey], tiles: Tiles) -> Iterator[tuple[Job, bytes]]:
+    def copy(
+        self, plan: Plan, tasks: Sequence[Task], done: Collection[BlockKey], tiles: Tiles, reading: Reading
+    ) -> Iterator[tuple[Job, bytes]]:
         routes, workers = [i for task in tasks for i in task.routes], self.workers(plan, tasks)
         jobs = (job for job in block_jobs(plan, routes, tiles, workers=workers) if job.key not in done)
         if self._is_alone:
@@ -206,12 +209,14 @@ class LocalFolder:
             self._prepare(plan, resume=True)
             journal = Journal(self._staging, source_trace(plan), None, path=journal_of_part(self._staging))
         try:
-            for job, digest in copied_blocks(plan, self._staging, jobs, widest_element(plan), workers):
+            for job, digest in copied_blocks(plan, self._staging, jobs, widest_element(plan), workers, reading=reading):
                 journal.add(job.key, digest, job.nbytes)
                 yield job, digest
             if not self._is_alone:
                 journal.end()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, WrongChecksum) and not self._is_alone:
+                journal.withdraw()
             journal.stop()
             raise
 

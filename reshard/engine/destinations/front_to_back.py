@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from reshard.engine.blocks import Job, copied_blocks, widest_element
+from reshard.engine.checks.reading import Reading
 from reshard.engine.destinations.visit_order import Pass, most_open
 from reshard.engine.read_ahead import MEMORY_OF_STORES
 from reshard.errors import RequestError
@@ -60,7 +61,7 @@ class Budget:
         self.at_once = min(_MOST_AT_ONCE, 1 + rest * 3 // 8 // (self.part * is_open))
 
 
-def filled(plan: Plan, store: Store, work: Pass, budget: Budget, workers: int, end: End) -> Iterator[tuple[Job, bytes]]:
+def filled(plan: Plan, store: Store, work: Pass, budget: Budget, workers: int, end: End, reading: Reading) -> Iterator[tuple[Job, bytes]]:
     """Fill the files of a pass, and end each when its last block has been written. Yields each block with its digest."""
     files, jobs = work
     constants = grouped(plan.target_index.constants, attrgetter("path"))
@@ -80,7 +81,9 @@ def filled(plan: Plan, store: Store, work: Pass, budget: Budget, workers: int, e
     try:
         ending += [store.later(partial(end_file, path)) for path in blocks_of if not left[path]]
         turn = _Turn(fronts, budget.waiting)
-        for job, digest in copied_blocks(plan, fronts, turn.taking(jobs), widest_element(plan), workers, ahead=budget.reading):
+        for job, digest in copied_blocks(
+            plan, fronts, turn.taking(jobs), widest_element(plan), workers, ahead=budget.reading, reading=reading
+        ):
             turn.done()
             digests[job.key] = digest
             yield job, digest

@@ -157,6 +157,14 @@ class Journal:
         with suppress(Exception):
             self.end()
 
+    def withdraw(self) -> None:
+        """Stop, and remove the journal: its blocks do not count as finished."""
+        self._stop.set()
+        self._thread.join()
+        self._pending = []
+        with system_errors("removed", self._path):
+            self._path.unlink(missing_ok=True)
+
     def begin_commit(self) -> None:
         """Write the pending blocks and the line that says that the commit begins, and stop. Raises: as `end` does."""
         self.end({"commit": "begun"})

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from reshard.engine.blocks import Job, source_trace, workers_of
+from reshard.engine.checks.reading import Reading
 from reshard.engine.destinations.destination import Begun, FinishedBlocks, Replaces, check_empty, check_same, complete_result
 from reshard.engine.destinations.front_to_back import Budget, filled
 from reshard.engine.destinations.journal import RunHeader, blocks_of
@@ -31,7 +32,7 @@ from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Read
 from reshard.engine.transfer import Pieces
-from reshard.errors import CheckpointError, TargetError, TargetInUse
+from reshard.errors import CheckpointError, TargetError, TargetInUse, WrongChecksum
 from reshard.geometry.boxes import blocks
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
@@ -275,20 +276,27 @@ class StoreFolder:
     def read_back(self, plan: Plan, jobs: Iterable[Job], digests: Mapping[BlockKey, bytes]) -> Iterator[tuple[Job, bool]]:
         return ((job, True) for job in jobs)  # the stamps of their files tell that nobody has written them since
 
-    def copy(self, plan: Plan, tasks: Sequence[Task], done: Collection[BlockKey], tiles: Tiles) -> Iterator[tuple[Job, bytes]]:
+    def copy(
+        self, plan: Plan, tasks: Sequence[Task], done: Collection[BlockKey], tiles: Tiles, reading: Reading
+    ) -> Iterator[tuple[Job, bytes]]:
         paths = {path for task in tasks for path in task.paths}
         budget, workers, trace = self._budget(plan, tasks), self.workers(plan, tasks), source_trace(plan)
         self._log_begin([file for file in plan.layout.files if file.path in paths], budget, workers)
-        routes = sorted({i for task in tasks for i in task.routes})
+        routes, ended = sorted({i for task in tasks for i in task.routes}), list[str]()
 
         def end(path: str, complete: Callable[[], Entry], digests: Iterable[tuple[BlockKey, bytes]]) -> None:
             self._check_begun()
             entry = complete()
+            ended.append(f"{_FILES}{path}.json")
             self._record(trace, entry, digests)
             self._complete[path] = entry
 
-        for each in list(passes(plan, paths - self._complete.keys(), routes, budget.most_open, tiles)):
-            yield from filled(plan, self.store, each, budget, workers, end)
+        try:
+            for each in list(passes(plan, paths - self._complete.keys(), routes, budget.most_open, tiles)):
+                yield from filled(plan, self.store, each, budget, workers, end, reading)
+        except WrongChecksum:
+            self.store.remove(ended)
+            raise
 
     def _log_begin(self, files: Sequence[TargetFile], budget: Budget, workers: int) -> None:
         complete = sum(file.path in self._complete for file in files)

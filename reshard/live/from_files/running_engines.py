@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, nullcontext
 
 from reshard.engine.blocks import Held, Job, block_jobs, copied_blocks, widest_element, workers_of
+from reshard.engine.checks.reading import Reading
 from reshard.engine.destinations.destination import Begun, FinishedBlocks
 from reshard.engine.destinations.journal import RunHeader
 from reshard.engine.pool import NO_LIMITS, Effort
@@ -80,10 +81,12 @@ class RunningEngines:
     def read_back(self, plan: Plan, jobs: Iterable[Job], digests: Mapping[BlockKey, bytes]) -> Iterator[tuple[Job, bool]]:
         return iter(())
 
-    def copy(self, plan: Plan, tasks: Sequence[Task], done: Collection[BlockKey], tiles: Tiles) -> Iterator[tuple[Job, bytes]]:
+    def copy(
+        self, plan: Plan, tasks: Sequence[Task], done: Collection[BlockKey], tiles: Tiles, reading: Reading
+    ) -> Iterator[tuple[Job, bytes]]:
         held = Held.of(self._held, self._streams.held) if self._held and self._streams.held else None
         jobs = block_jobs(plan, [i for task in tasks for i in task.routes], tiles, held)
-        return copied_blocks(plan, self._streams, jobs, widest_element(plan), self.workers(plan, tasks), held=held)
+        return copied_blocks(plan, self._streams, jobs, widest_element(plan), self.workers(plan, tasks), held=held, reading=reading)
 
     def commit(self, plan: Plan, made: Callable[[Read], Iterator[Sidecar]]) -> None:
         self._streams.end()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import RequestError
 from reshard.geometry.value import mutable
+from reshard.storage.claims import HasClaims
 from reshard.storage.decoded_ranges import DecodedRanges
 from reshard.storage.files import Change, cut_short, entries_of, missing, read_each_run
 from reshard.storage.stores.similar_files import SimilarFiles
@@ -44,7 +45,7 @@ class Fetched:
     content: Future[memoryview]
 
 
-class RemoteFiles:
+class RemoteFiles(HasClaims):
     """`Files` of a folder in a store, or of one file there. Raises RequestError if there is nothing at the URL."""
 
     MERGED_GAP = 1 << 20

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from reshard.errors import CheckpointError, ReshardError, SystemRefusal, TargetError
+from reshard.errors import CheckpointError, LostObject, ReshardError, SystemRefusal, TargetError
 from reshard.geometry.value import mutable, value
 
 if TYPE_CHECKING:
@@ -110,10 +110,6 @@ class StoreTraffic:
     def __str__(self) -> str:
         repeated = f", {self.repeated:,} repeated" if self.repeated else ""
         return f"{self.requests:,} requests, {self.read:,} bytes read, {self.written:,} bytes written{repeated}"
-
-
-class LostObject(SystemRefusal):
-    """A file that was just written is not in the store: the store has lost it, or another process has removed it."""
 
 
 class Store:

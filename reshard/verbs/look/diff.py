@@ -8,6 +8,7 @@ from dataclasses import field
 from typing import Unpack
 
 from reshard.canonical.content import Selection
+from reshard.engine.checks.reading import Reading
 from reshard.engine.compare import Comparison, Difference, Side, comparable
 from reshard.engine.pool import Effort
 from reshard.engine.walk import BlockPlace, Read, walk
@@ -51,7 +52,7 @@ _COLUMNS = "name layer role elements changed share relative largest mean cosine 
 class Diff(Comparison):
     """What changed between two checkpoints."""
 
-    JSON = "equal tensors bytes=nbytes not_finite differences beyond_threshold layers=by_layer roles=by_role total notes"
+    JSON = "equal tensors bytes=nbytes not_finite differences beyond_threshold layers=by_layer roles=by_role total notes source_checks"
 
     changes: list[Change] = field(default_factory=list)
     """How each tensor changed, in the order of the model; empty if only headers were compared. Tensors without a change are listed, too."""
@@ -153,9 +154,10 @@ def _measure(result: Diff, pairs: Sequence[tuple], sides: tuple[Side, Side], eff
             change.add(change_of(left, right, *dtypes))
         return change
 
-    files = sides[0].files, sides[1].files
-    for (number, _, _), change in walk(pairs, files, lambda: measure, effort=effort):
+    files, reading = (sides[0].files, sides[1].files), Reading(checks=effort.source_checksums)
+    for (number, _, _), change in walk(pairs, files, lambda: measure, effort=effort, reading=reading):
         result.changes[number].add(change)
+    result.end(reading, *sides)
     result.nbytes += sum(tensor.nbytes for _, tensor in pairs)
     result.differences += [Difference(each.name, "values", _sentence(each)) for each in result.changes if each.changed]
 

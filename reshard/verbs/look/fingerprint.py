@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Unpack
 
 from reshard.canonical.content import Selection, check_selected
+from reshard.engine.checks.reading import Reading
 from reshard.engine.compare import Side, check_recorded
 from reshard.engine.pool import Effort
 from reshard.engine.recorded import fingerprint_of
@@ -28,7 +30,8 @@ def fingerprint(
 
     digest_version: 2 for BLAKE3 (the default), 1 for the SHA-256 of reshard 0.1.
 
-    Raises: DifferenceFound if reshard wrote the checkpoint, and the weights are not those that it wrote (`reshard.json`).
+    Raises: DifferenceFound if reshard wrote the checkpoint, and the weights are not those that it wrote (`reshard.json`). CheckpointError
+    if a file was written meanwhile, or its bytes do not have the checksum that was saved with them.
     """
     if digest_version is not None and digest_version not in VERSIONS:
         raise RequestError(f"`digest_version={digest_version}`: unknown version", do=f"Use one of {', '.join(map(str, VERSIONS))}")
@@ -37,7 +40,9 @@ def fingerprint(
     side = Side(checkpoint.files, checkpoint.index, checkpoint.content(selection))
     check_selected(side.content)
     tensors = side.content.tensors
-    digests = block_digests(side.files, tensors, effort, version=version)
+    reading = Reading(checks=effort.source_checksums)
+    digests = block_digests(side.files, tensors, effort, version=version, reading=reading)
     if version is CURRENT:
         check_recorded(side, digests)
-    return fingerprint_of(tensors, digests, version)
+    reading.check_unchanged(side.files, side.index, lambda: block_digests(side.files, tensors, version=version) == digests)
+    return replace(fingerprint_of(tensors, digests, version), source_checks=reading.checks)

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs, check_globs, matches
+from reshard.engine.checks.reading import Reading
 from reshard.engine.pool import Effort
 from reshard.engine.walk import BlockPlace, Read, walk
 from reshard.geometry.boxes import blocks
@@ -18,6 +19,7 @@ from reshard.measures.distribution import ValueDistribution, measure_distributio
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords, take
 from reshard.requests.opening import open
+from reshard.storage.claims import SourceChecks
 
 BINS = 16
 """The intervals of a histogram."""
@@ -75,6 +77,8 @@ class StatisticsReport(Tabular):
 
     tensors: tuple[TensorStatistics, ...]
     """One for each tensor."""
+    source_checks: SourceChecks = SourceChecks()
+    """What was compared with the checksums that the files hold."""
 
     def table(self) -> Table:
         """A row for each tensor."""
@@ -117,13 +121,15 @@ def stats(
         tensor = tensors[place[0]]
         return measure_distribution(((box, strip) for box, (strip,) in read), tensor.dtype, tensor.shape)
 
-    files = (checkpoint.files,)
-    for (number, _, _), part in walk([(tensor,) for tensor in tensors], files, lambda: measure, effort=effort):
+    files, reading = (checkpoint.files,), Reading(checks=effort.source_checksums)
+    for (number, _, _), part in walk([(tensor,) for tensor in tensors], files, lambda: measure, effort=effort, reading=reading):
         parts[number].add(part)
         left[number] -= 1
         if not left[number]:  # only the tensors that are being read keep their counts
             found[number] = _statistics(tensors[number], parts.pop(number))
-    return StatisticsReport(tuple(found.get(number) or _statistics(tensor, ValueDistribution()) for number, tensor in enumerate(tensors)))
+    reading.check_unchanged(checkpoint.files, checkpoint.index)
+    measured = tuple(found.get(number) or _statistics(tensor, ValueDistribution()) for number, tensor in enumerate(tensors))
+    return StatisticsReport(measured, reading.checks)
 
 
 _MEASURED = ("smallest", "largest", "mean", "deviation")

@@ -35,6 +35,7 @@ from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
 from reshard.requests.unchanged import damage_of
 from reshard.serving.learned.fit import coverage
 from reshard.serving.learned.library import Library
+from reshard.storage.claims import SourceChecks
 from reshard.storage.files import LocalFiles
 from reshard.storage.lock import Lock
 from reshard.storage.output_file import OutputFile
@@ -68,6 +69,8 @@ class CacheEntry:
     """The seconds since it was asked for last."""
     used: bool = False
     """Whether it was in the cache already."""
+    source_checks: SourceChecks = SourceChecks()
+    """What of the source was compared with the checksums that its files hold, if it was converted now."""
 
 
 @checked_keywords
@@ -160,9 +163,8 @@ class Cache:
         place = plan.source_files.root
         about = {"entry": entry.name, "source": place if is_url(place) else os.path.abspath(place)}
         OutputFile.at(links / asked).write(json.dumps(about).encode())
-        return CacheEntry(
-            str(entry), result.fingerprint.root, f"{plan.layout.format} {plan.layout.parallel}", _nbytes(entry), about["source"], 0.0
-        )
+        made, checks = f"{plan.layout.format} {plan.layout.parallel}", result.source_checks
+        return CacheEntry(str(entry), result.fingerprint.root, made, _nbytes(entry), about["source"], 0.0, source_checks=checks)
 
     def entries(self) -> list[CacheEntry]:
         """All entries, the one that was used last first."""
