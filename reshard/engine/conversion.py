@@ -30,7 +30,7 @@ from reshard.engine.recorded import InputDigests, notes_on_source, with_late_com
 from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
-from reshard.plans.layout import Sidecar
+from reshard.plans.layout import Sidecar, TargetFile
 from reshard.plans.manifest import CHECKSUMS
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey, Task
@@ -241,8 +241,9 @@ class Conversion:
     def _commit(self, fingerprint: Fingerprint) -> None:
         began, plan, place = time.monotonic(), self.plan, self.destination.place
 
-        def made(read: Read) -> Iterator[Sidecar]:
-            return records(plan, self._identity, fingerprint, read, self._provenance, self._workers, self._inputs.fingerprints())
+        def made(files: Sequence[TargetFile], read: Read) -> Iterator[Sidecar]:
+            of_inputs = self._inputs.fingerprints()
+            return records(plan, files, self._identity, fingerprint, read, self._provenance, self._workers, of_inputs)
 
         self.destination.commit(plan, made)
         self.fingerprint = fingerprint
