@@ -101,7 +101,7 @@ def frame(root: str, pickle: bytes, storages: Sequence[Plain | bytes], *, start:
 
     root: the folder inside the zip. storages: element i is the content of storage <root>/data/i: the tensor that fills it, or its bytes.
     """
-    return _Zip(root, start).whole(pickle, [content.nbytes or b"" if isinstance(content, Plain) else content for content in storages])
+    return _Zip(root, start).whole(pickle, [content.nbytes if isinstance(content, Plain) else content for content in storages])
 
 
 class _Zip:
@@ -151,7 +151,8 @@ class _Zip:
         byte_offset = self._start + self._at
         if isinstance(content, int):
             self._skip(nbytes)
-            self._described.append((len(self._directory), byte_offset, byte_offset + nbytes))
+            if nbytes:  # the CRC-32 of nothing is 0
+                self._described.append((len(self._directory), byte_offset, byte_offset + nbytes))
             self._write(struct.pack("<4sLQQ" if wide else "<4sLLL", b"PK\7\x08", 0, nbytes, nbytes))
         else:
             self._write(content)

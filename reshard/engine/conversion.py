@@ -9,7 +9,7 @@ Processes that share a conversion do not talk to each other: the last one finds 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from reshard.engine.blocks import (
@@ -241,7 +241,7 @@ class Conversion:
     def _commit(self, fingerprint: Fingerprint) -> None:
         began, plan, place = time.monotonic(), self.plan, self.destination.place
 
-        def made(files: Sequence[TargetFile], read: Read) -> Iterator[Sidecar]:
+        def made(files: Iterable[TargetFile], read: Read) -> Iterator[Sidecar]:
             of_inputs = self._inputs.fingerprints()
             return records(plan, files, self._identity, fingerprint, read, self._provenance, self._workers, of_inputs)
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from operator import attrgetter
@@ -59,7 +59,7 @@ class Provenance:
 
 def records(
     plan: Plan,
-    files: Sequence[TargetFile],
+    files: Iterable[TargetFile],
     identity: str,
     fingerprint: Fingerprint,
     read: Read,
@@ -78,9 +78,9 @@ def records(
         small_files.append(Sidecar(CHECKSUMS, _checksums(layout.files, layout.sidecars, read, workers)))
         yield small_files[-1]
     planned = _fixed_bytes(plan, layout.files)
-    fixed = planned | _fixed_bytes(plan, [file for file in files if file.checksums])
+    fixed = planned | _fixed_bytes(plan, (file for file in files if file.checksums))
     digests = Digests(
-        files={file.path: FileRecord(file.nbytes, *fixed[file.path], samples(file.path, file.nbytes, read)) for file in files},
+        files={file.path: FileRecord(file.nbytes, *fixed[file.path], samples(file.path, file.nbytes, read)) for file in layout.files},
         small_files={sidecar.path: content_digest(sidecar.content) for sidecar in small_files},
         tensors=dict(fingerprint.tensors),
         aliases={alias: name for alias, name in layout.aliases.items() if alias in fingerprint.tensors},
@@ -144,7 +144,7 @@ def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
     return content_digest(json.dumps(request, sort_keys=True, default=str).encode())
 
 
-def _fixed_bytes(plan: Plan, files: Sequence[TargetFile]) -> _FixedBytes:
+def _fixed_bytes(plan: Plan, files: Iterable[TargetFile]) -> _FixedBytes:
     constants, found = grouped(plan.target_index.constants, attrgetter("path")), {}
     for file in files:
         of_file = constants.get(file.path, ())

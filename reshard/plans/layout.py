@@ -25,7 +25,7 @@ from reshard.geometry.quantities import grouped, plural
 from reshard.geometry.sections import Columns, Pattern, Sections, StoredTensor
 from reshard.geometry.value import value
 from reshard.index.index import Tensor
-from reshard.storage.checksums import Checksum, FilledFraming
+from reshard.storage.checksums import Checksum, FileChecksums
 
 
 @value
@@ -128,8 +128,9 @@ class TargetFile:
     """The checksums in its framing of tensors, in ascending order. The framing has zeros in their places."""
 
     def sealed(self, known: Sequence[int | None]) -> TargetFile:
-        """The file with its checksums in its framing. known: their values, as far as they are known."""
-        return replace(self, literals=FilledFraming(self.literals, self.checksums, known)) if self.checksums else self
+        """The file with its checksums in its framing. known: their values."""
+        checksums = FileChecksums(self.checksums, known)
+        return replace(self, literals=tuple((at, checksums.filled_in(at, data)) for at, data in self.literals))
 
     @property
     def form(self) -> FileForm | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from reshard.geometry.value import value
@@ -70,19 +70,3 @@ class FileChecksums:
                 first, last = max(place, byte_offset), min(place + 4, stop)
                 content[first - byte_offset : last - byte_offset] = crc.to_bytes(4, "little")[first - place : last - place]
         return data if content is None else bytes(content)
-
-
-@value(eq=False)
-class FilledFraming:
-    """The framing of a file with its checksums."""
-
-    literals: Iterable[tuple[int, bytes]]
-    """The framing without them, as (byte offset, bytes)."""
-    checksums: Sequence[Checksum]
-    """The checksums."""
-    known: Sequence[int | None]
-    """Their values, as far as they are known."""
-
-    def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        file = FileChecksums(self.checksums, self.known)
-        return ((byte_offset, file.filled_in(byte_offset, data)) for byte_offset, data in self.literals)

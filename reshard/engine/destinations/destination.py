@@ -28,7 +28,7 @@ from reshard.storage.files import Files
 
 Replaces = Callable[[], Iterable[str]]
 """Returns the files of an older checkpoint that a conversion removes. Raises TargetError if it may not write there."""
-Records = Callable[[Sequence[TargetFile], Read], Iterator[Sidecar]]
+Records = Callable[[Iterable[TargetFile], Read], Iterator[Sidecar]]
 """Makes the files that record a conversion, from its files with their checksums and a function that reads them."""
 
 

@@ -203,11 +203,10 @@ class LocalFolder:
         if self._is_alone:
             self._log_begin(plan)
             self._sealing = sealing
-            # What is read back may have changed since, and its checksums are computed again. Files that are committed have all of theirs.
-            if self._resumed and (self._resumed.committing or not self._reads_back):
-                sealing.take_over()
+            if self._resumed and (self._resumed.committing or not self._reads_back):  # every block is there
+                sealing.complete(workers, trusts=True)
             if self._resumed and self._resumed.committing:
-                self._check_is_all_there(plan, jobs)
+                self._check_is_all_there(plan, jobs, sealing.sealed())
             elif self._resumed:
                 self._write_framing(plan, sealing.sealed(), again=True)
             assert self._journal is not None
@@ -240,11 +239,10 @@ class LocalFolder:
             workers=workers,
         )
 
-    def _check_is_all_there(self, plan: Plan, jobs: Iterator[Job]) -> None:
+    def _check_is_all_there(self, plan: Plan, jobs: Iterator[Job], sealed: Iterable[TargetFile]) -> None:
         """Raises TargetError if blocks or framing are lacking, although the files were about to get their final names."""
-        assert self._sealing is not None
-        files, fixed = self._staging.files(), _fixed_bytes(plan, self._sealing.sealed())
-        if next(jobs, None) or any(read_range(files, path, at, len(data)) != data for path, at, data in fixed):
+        files = self._staging.files()
+        if next(jobs, None) or any(read_range(files, path, at, len(data)) != data for path, at, data in _fixed_bytes(plan, sealed)):
             raise TargetError(
                 "bytes have changed since the interrupted run wrote them",
                 where=self.place,
@@ -252,7 +250,7 @@ class LocalFolder:
                 do="Start again with `overwrite=True`",
             )
 
-    def _write_framing(self, plan: Plan, files: Sequence[TargetFile], *, again: bool = False) -> None:
+    def _write_framing(self, plan: Plan, files: Iterable[TargetFile], *, again: bool = False) -> None:
         """Write the bytes of these files that the plan knows. again: zeros, too, with which new files are already filled."""
         for path, byte_offset, data in _fixed_bytes(plan, files):
             if again or data.strip(b"\0"):
@@ -262,7 +260,7 @@ class LocalFolder:
         # The old checkpoint goes, then the new one comes. Index, config and manifest are the first to go and the last to come.
         staging = self._staging
         assert self._journal is not None and self._sealing is not None
-        self._sealing.complete(self.workers(plan, ()))
+        self._sealing.complete(self.workers(plan, ()), trusts=False)
         staging.sync()
         sidecars = (*plan.layout.sidecars, *made(self._sealing.sealed(), staging.read))
         for sidecar in sidecars:
@@ -281,7 +279,7 @@ class LocalFolder:
         self._journal = self._resumed = self._sealing = None
 
 
-def _fixed_bytes(plan: Plan, files: Sequence[TargetFile]) -> Iterator[tuple[str, int, bytes]]:
+def _fixed_bytes(plan: Plan, files: Iterable[TargetFile]) -> Iterator[tuple[str, int, bytes]]:
     """The bytes of these files that a plan knows, such as headers and padding, in parts: (path, byte offset, bytes)."""
     constants = grouped(plan.target_index.constants, attrgetter("path"))
     return ((file.path, *part) for file in files for part in fixed_bytes(file, constants.get(file.path, ())))

@@ -72,41 +72,35 @@ class Sealing:
             self._write(self._files[path].checksums[i], path, checksums.known[i] or 0)
         return checksums
 
-    def take_over(self) -> None:
-        """Take the checksums that other processes, or an earlier run, have stored."""
-        files = self._staging.files()
-        for path, file in self._files.items():
-            stored = ({read_range(files, path, place, 4) for place in checksum.places} for checksum in file.checksums)
-            known = [int.from_bytes(values.pop(), "little") if len(values) == 1 else 0 for values in stored]
-            self._open[path] = FileChecksums(file.checksums, [crc or None for crc in known])
+    def complete(self, workers: int, *, trusts: bool) -> None:
+        """Compute the checksums that are missing from the staged bytes. trusts: take those that other processes have stored."""
 
-    def complete(self, workers: int) -> None:
-        """Compute the checksums that are missing from the staged bytes, and write them."""
+        def make_worker() -> Callable[[tuple[str, int]], None]:
+            files, buffer = self._staging.files(), memoryview(bytearray(_STEP))
+
+            def perform(job: tuple[str, int]) -> None:
+                (path, i), checksum, crc = job, self._files[job[0]].checksums[job[1]], 0
+                stored = {int.from_bytes(read_range(files, path, place, 4), "little") for place in checksum.places}
+                if trusts and len(stored) == 1 and 0 not in stored:
+                    (crc,) = stored
+                else:
+                    for start in range(checksum.start, checksum.stop, _STEP):
+                        part = buffer[: min(_STEP, checksum.stop - start)]
+                        files.read_into(path, start, part)
+                        crc = crc32(part, crc)
+                self._open[path].known[i] = crc
+                if stored != {crc}:  # what is committed already cannot be written
+                    self._write(checksum, path, crc)
+
+            return perform
+
         missing = ((path, i) for path in self._files for i, crc in enumerate(self._of(path).known) if crc is None)
-        for (path, i), crc in run_jobs(missing, self._summer, workers):
-            checksum, files = self._files[path].checksums[i], self._staging.files()
-            self._open[path].known[i] = crc
-            if any(read_range(files, path, place, 4) != crc.to_bytes(4, "little") for place in checksum.places):
-                self._write(checksum, path, crc)
+        for _ in run_jobs(missing, make_worker, workers):
+            pass
 
-    def _summer(self) -> Callable[[tuple[str, int]], tuple[tuple[str, int], int]]:
-        """What computes a checksum from the staged bytes, for one thread."""
-        files, buffer = self._staging.files(), memoryview(bytearray(_STEP))
-
-        def perform(job: tuple[str, int]) -> tuple[tuple[str, int], int]:
-            path, i = job
-            checksum, crc = self._files[path].checksums[i], 0
-            for start in range(checksum.start, checksum.stop, _STEP):
-                part = buffer[: min(_STEP, checksum.stop - start)]
-                files.read_into(path, start, part)
-                crc = crc32(part, crc)
-            return job, crc
-
-        return perform
-
-    def sealed(self) -> list[TargetFile]:
+    def sealed(self) -> Iterator[TargetFile]:
         """The files of the plan with their checksums, as far as they are known."""
-        return [file.sealed(self._of(file.path).known) if file.checksums else file for file in self._plan.layout.files]
+        return (file.sealed(self._of(file.path).known) if file.checksums else file for file in self._plan.layout.files)
 
 
 def _parts(constant: Constant) -> Iterator[tuple[int, bytes]]:

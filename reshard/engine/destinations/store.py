@@ -338,7 +338,7 @@ class StoreFolder:
 
         for sidecar in plan.layout.sidecars:
             store.create(sidecar.path, sidecar.content)
-        for record in made([file.sealed(self._checksums.get(file.path, ())) for file in plan.layout.files], read):
+        for record in made((file.sealed(self._checksums.get(file.path, ())) for file in plan.layout.files), read):
             store.create(record.path, record.content)
             assert record.path != MANIFEST or not sampled
         self._end(f"{_FILES}{path}.json" for path in self._complete)
