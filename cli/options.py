@@ -450,7 +450,7 @@ parts = together(
 )
 
 effort = together(
-    keywords(EffortOptions, "workers", "memory", section=EFFORT),
+    keywords(EffortOptions, "workers", "memory", "verify_source", section=EFFORT),
     option(
         "--progress/--no-progress",
         "show_progress",

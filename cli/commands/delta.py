@@ -53,11 +53,12 @@ def command(places: tuple[str, ...], run: str | None, encoding: Any, cast: bool,
     refuses another base.
     """
     import reshard
-    from reshard.requests.keywords import EffortOptions, ModelOptions
+    from reshard.requests.keywords import EffortOptions, ModelOptions, usual_values
 
+    usual = usual_values(EffortOptions)
     of_run = {name: given.pop(name) for name in ("full_every", "to", "dtype", "part")}
     wrong = {name: given[name] for name in EffortOptions.__annotations__ if name in given} if run is not None else of_run
-    if unfit := next((name for name, each in wrong.items() if each is not None), None):
+    if unfit := next((name for name, each in wrong.items() if each != usual.get(name)), None):
         when = "has no meaning with" if run is not None else "has a meaning only with"
         raise click.UsageError(f"--{unfit.replace('_', '-')} {when} --of", click.get_current_context())
     if len(places) != (3 if run is None else 1):

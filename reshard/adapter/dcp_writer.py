@@ -15,7 +15,7 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.sections import StoredTensor
 from reshard.geometry.value import mutable, value
 from reshard.plans.layout import PlacedTensor, TargetFile
-from reshard.storage.checksums import Checksum
+from reshard.storage.checksums import StoredChecksum
 
 Shape = tuple[int, ...]
 
@@ -52,7 +52,7 @@ class DcpFile:
     """The framing so far: (byte offset, bytes)."""
     placed: list[PlacedTensor] = field(default_factory=list)
     """The tensors so far, with their byte offsets."""
-    checksums: list[Checksum] = field(default_factory=list)
+    checksums: list[StoredChecksum] = field(default_factory=list)
     """The checksums in the framing so far."""
     entries: list[DcpEntry] = field(default_factory=list)
     """The entries so far, for the metadata."""

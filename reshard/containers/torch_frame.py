@@ -25,7 +25,7 @@ from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
-from reshard.storage.checksums import Checksum
+from reshard.storage.checksums import StoredChecksum
 
 ALIGNMENT = 64
 _WIDE = 0xFFFFFFFF
@@ -89,7 +89,7 @@ class TorchFrame:
     """The byte offset of each storage."""
     nbytes: int
     """The byte offset at which the zip ends. This is the length of the file only if the zip starts at byte 0."""
-    checksums: tuple[Checksum, ...] = ()
+    checksums: tuple[StoredChecksum, ...] = ()
     """Those of the storages that are filled later, in ascending order."""
 
     def __repr__(self) -> str:
@@ -159,12 +159,12 @@ class _Zip:
         self._directory.append(_central(full, flags, crc, nbytes, header_offset))
         return byte_offset
 
-    def _end(self) -> tuple[Checksum, ...]:
+    def _end(self) -> tuple[StoredChecksum, ...]:
         """Add the directory. Returns the checksums that are not known."""
         start, count = self._at, len(self._directory)
         records = [self._start + at for at in accumulate(map(len, self._directory), initial=start)]
         checksums = tuple(
-            Checksum(payload, descriptor, (descriptor + _CRC_IN_DESCRIPTOR, records[number] + _CRC_IN_RECORD))
+            StoredChecksum(payload, descriptor, (descriptor + _CRC_IN_DESCRIPTOR, records[number] + _CRC_IN_RECORD))
             for number, payload, descriptor in self._described
         )
         self._write(b"".join(self._directory))

@@ -20,6 +20,7 @@ from reshard.engine.blocks import (
     digests_by_tensor,
     fingerprint_of_blocks,
 )
+from reshard.engine.checks.recorded_digests import FileDigests
 from reshard.engine.destinations.destination import Destination, FinishedBlocks, Replaces
 from reshard.engine.destinations.journal import RunHeader
 from reshard.engine.events import event
@@ -70,6 +71,8 @@ class Conversion:
         """The bytes of the tasks that were there already."""
         self.notes: tuple[str, ...] = ()
         """Sentences about the run for the user; complete when `run` has ended."""
+        self.source_digests = FileDigests()
+        """How many files of the source were compared with recorded digests before the run."""
         self._is_alone, self._executor, self._resume, self._provenance = tasks is None, executor, resume, provenance
         self._identity, self._began = plan.identity(), time.monotonic()
         self._workers = destination.workers(self.plan, self.tasks)

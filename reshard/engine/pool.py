@@ -27,6 +27,7 @@ class Effort:
     workers: int | None = None
     memory: int | None = None
     progress: Callable[[int], None] | None = None
+    verify_source: bool = False
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:

@@ -125,6 +125,9 @@ class EffortOptions(TypedDict, total=False):
     workers: Annotated[int | None, Keyword("Threads (default: one per processor, at most 8).", "N")]
     memory: Annotated[int | None, Keyword("Maximum size of all buffers (default: 256MiB; 1GiB for stores).", "SIZE")]
     progress: Annotated[Progress | None, Keyword("Called with the number of bytes done since the last call.")]
+    verify_source: Annotated[
+        bool, Keyword("First read the files whole and compare them with recorded SHA-256: integrity.json, Hugging Face downloads.")
+    ]
 
 
 def usual_values(keywords: type) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from reshard.storage.crc32 import PiecesCrc32, crc32
 
 
 @value
-class Checksum:
+class StoredChecksum:
     """The CRC-32 of the bytes [start, stop) of a file, which is stored in the file. Until it is known, zeros lie there."""
 
     start: int
@@ -33,7 +33,7 @@ class FileChecksums:
     checksums: in ascending order. known: their values, as far as they are known.
     """
 
-    def __init__(self, checksums: Sequence[Checksum], known: Iterable[int | None] = ()) -> None:
+    def __init__(self, checksums: Sequence[StoredChecksum], known: Iterable[int | None] = ()) -> None:
         self._checksums = checksums
         self._starts = array("q", [checksum.start for checksum in checksums])
         self._pieces: dict[int, PiecesCrc32] = {}

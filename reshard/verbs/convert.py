@@ -6,11 +6,14 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Literal, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG, DECLARATION
+from reshard.engine.checks.recorded_digests import FileDigests, check_digests
 from reshard.engine.conversion import Conversion, check_nothing_is_missing, destination_at
 from reshard.engine.destinations.destination import Destination
 from reshard.engine.events import event
@@ -64,7 +67,7 @@ _IMBALANCE = 0.1
 class Result:
     """What a conversion has written, and what it has left out."""
 
-    JSON = "path files dropped notes findings fingerprint=fingerprint.root seconds unchanged"
+    JSON = "path files dropped notes findings fingerprint=fingerprint.root seconds unchanged source_digests"
 
     path: str
     """The target directory."""
@@ -82,6 +85,8 @@ class Result:
     """What its engines will miss, such as a tokenizer."""
     unchanged: bool = False
     """Whether the target was the result of this conversion already, so that nothing was written (`if_changed`)."""
+    source_digests: FileDigests = FileDigests()
+    """How many files of the source were compared with recorded digests (`verify_source`)."""
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values with stable keys."""
@@ -201,7 +206,8 @@ def result_of(running: Conversion, target: PathLike, seconds: float) -> Result:
             where=os.fspath(target),
             do="Wait until it has ended, then run the same command with `finish=True`",
         )
-    return _result(running.plan, target, seconds, running.fingerprint, running.notes)
+    notes = (*running.notes, *running.source_digests.notes())
+    return replace(_result(running.plan, target, seconds, running.fingerprint, notes), source_digests=running.source_digests)
 
 
 def part_result(running: Conversion, target: PathLike, part: PartNumber, seconds: float) -> PartResult:
@@ -274,8 +280,17 @@ def conversion(
     """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end.
 
     Raises: TargetError if something lies there that may not be replaced, or parts are missing that are to be finished; UnsupportedError for
-    a web server, which is only read, and if Ray is not installed; SystemRefusal if no cluster answers.
+    a web server, which is only read, and if Ray is not installed; SystemRefusal if no cluster answers; CheckpointError for a file of the
+    source that does not have its recorded digest (`verify_source`).
     """
+    running = _conversion(plan, target, existing, effort, provenance, sharing)
+    sources = [plan.routes[i].source for i in {i for task in running.tasks for i in task.routes}]
+    updates = (tensor for source in sources for update in source.updates for tensor in update.tensors)
+    running.source_digests = check_digests(effort, (plan.source_files, chain(sources, updates)))
+    return running
+
+
+def _conversion(plan: Plan, target: PathLike, existing: Existing, effort: Effort, provenance: Provenance, sharing: Sharing) -> Conversion:
     if sharing.part or sharing.ray:
         return _shared_conversion(plan, target, existing, effort, provenance, sharing)
     destination = _destination(plan, target, "resume" if sharing.finish else existing, effort)

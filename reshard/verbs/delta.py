@@ -14,6 +14,7 @@ from typing import Any, Unpack
 from reshard.adapter.save_folders import step_of
 from reshard.canonical.content import Content, check_selected
 from reshard.containers import safetensors
+from reshard.engine.checks.recorded_digests import FileDigests, check_digests
 from reshard.engine.compare import Comparison, Side, check_recorded, comparable
 from reshard.engine.deltas.frames import CHECKSUM, MadeFrame, made_frames
 from reshard.engine.events import event
@@ -48,7 +49,7 @@ class DeltaResult:
 
     JSON = (
         "path version base_version encoding base_fingerprint=base.root fingerprint=result.root tensors changed_tensors elements "
-        "changed_elements bytes=nbytes checkpoint_bytes seconds"
+        "changed_elements bytes=nbytes checkpoint_bytes seconds source_digests"
     )
 
     path: str
@@ -77,6 +78,8 @@ class DeltaResult:
     """The bytes of the weights of the new checkpoint."""
     seconds: float
     """How long it took."""
+    source_digests: FileDigests = FileDigests()
+    """How many files of both were compared with recorded digests (`verify_source`)."""
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values with stable keys."""
@@ -128,6 +131,7 @@ def delta(
     with staging.locked(content_digest(f"delta\0{base.path}\0{new.path}\0{encoding}".encode()), lambda: "a delta is being written"):
         staging.remove(_incomplete_files(root))
         staging.clean()
+        digests = check_digests(effort, *((side.files, side.index.tensors) for side in (base, new)))
         found = sorted(made_frames(pairs, (base.files, new.files), encoding, effort, staging.work), key=lambda frame: frame.number)
         frames = [(pairs[frame.number][1].name, frame) for frame in found if frame.nbytes]
         prints = tuple(_fingerprint(side, pairs, found) for side in enumerate(zip((base, new), contents, strict=True)))
@@ -148,6 +152,7 @@ def delta(
         nbytes=nbytes,
         checkpoint_bytes=sum(old.nbytes for old, _ in pairs),
         seconds=time.monotonic() - began,
+        source_digests=digests,
     )
     event("delta", str(result), **result.to_json())
     return result

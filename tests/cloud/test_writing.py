@@ -56,7 +56,7 @@ def test_a_conversion_that_is_resumed_records_the_checksums_of_earlier_files(tmp
     plan = reshard.plan(FIXTURES / "hf/llama-tied", to="megatron", tp=2, pp=2)
     reshard.convert(plan, tmp_path / "out")
     running = conversion(plan, "s3://bucket/out", effort=Effort(workers=1)).run()
-    for _ in range(len(plan.routes) * 2 // 3):
+    for _ in range(len(plan.routes) - 1):
         next(running)
     running.close()
     assert s3.keys("bucket", "out/.reshard/files/"), "a file was complete"

@@ -19,7 +19,7 @@ from reshard.geometry.quantities import grouped
 from reshard.index.index import Constant
 from reshard.plans.layout import TargetFile
 from reshard.plans.plan import Plan
-from reshard.storage.checksums import Checksum, FileChecksums
+from reshard.storage.checksums import FileChecksums, StoredChecksum
 from reshard.storage.crc32 import crc32
 from reshard.storage.files import read_range
 from reshard.storage.staging import Staging
@@ -57,7 +57,7 @@ class Sealing:
         for i in checksums.add(byte_offset, data):
             self._write(self._files[path].checksums[i], path, checksums.known[i] or 0)
 
-    def _write(self, checksum: Checksum, path: str, crc: int) -> None:
+    def _write(self, checksum: StoredChecksum, path: str, crc: int) -> None:
         for place in checksum.places:
             self._staging.write(path, place, memoryview(crc.to_bytes(4, "little")))
 

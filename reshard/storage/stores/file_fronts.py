@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from reshard.geometry.value import value
-from reshard.storage.checksums import Checksum, FileChecksums
+from reshard.storage.checksums import FileChecksums, StoredChecksum
 from reshard.storage.stores.store import CheckedUpload, Entry, Store
 
 SMALLEST_PART = 8 << 20
@@ -37,7 +37,7 @@ class FrontFile:
     """Its length."""
     fixed: Callable[[], Iterator[tuple[int, bytes]]]
     """The bytes that nobody writes because they are known: (byte offset, bytes), in order."""
-    checksums: Sequence[Checksum] = ()
+    checksums: Sequence[StoredChecksum] = ()
     """The checksums that are filled in among them."""
 
 
