@@ -14,18 +14,18 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from operator import itemgetter
 
 from reshard.adapter.model_files import CARRIED, CONFIG
 from reshard.engine.events import event
 from reshard.engine.pool import Effort, run_jobs
-from reshard.errors import CheckpointError, ReshardError, UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.quantities import grouped, plural
 from reshard.geometry.value import value
 from reshard.index.index import Tensor
-from reshard.storage.files import Files, LocalFiles, inside, missing, read_whole
+from reshard.storage.files import Files, LocalFiles, inside, missing, read_range, read_whole
 from reshard.storage.trees import numbered, tree_at, trees_of
 
 INTEGRITY = "integrity.json"
@@ -82,89 +82,71 @@ def recorded(files: Files, paths: Iterable[str]) -> dict[str, str]:
 
     Raises: CheckpointError if an integrity.json is damaged, UnsupportedError if it is of another algorithm.
     """
-    digests: dict[str, str] = {}
-    for folder in {path.rpartition("/")[0] for path in paths}:
-        digests |= listed_digests(files, f"{folder}/" if folder else "")
+    folders = {path[: len(path) - len(path.rpartition("/")[2])] for path in paths}
+    digests = {path: digest for folder in folders for path, digest in listed_digests(files, folder).items()}
     return digests | {path: etag for path in paths if path not in digests and (etag := _etag(files, path))}
 
 
-def listed_digests(files: Files, folder: str) -> Mapping[str, str]:
-    """What the integrity.json of a folder lists; empty if there is none. Raises: as `recorded` does."""
+def listed_digests(files: Files, folder: str) -> dict[str, str]:
+    """What the integrity.json of a folder lists; empty if there is none. folder: empty, or with a slash. Raises: as `recorded` does."""
     place = folder + INTEGRITY
     if files.size(place) is None:
         return {}
     try:
         content = json.loads(read_whole(files, place, limit=_MOST_BYTES))
-        algorithm, listed = content["algorithm"], content["files"]
-        digests = {inside(folder + name, where=place): _digest_in(digest) for name, digest in listed.items()}
+        if content["algorithm"] != "sha256":
+            raise UnsupportedError(
+                f"its digests are of the algorithm {str(content['algorithm'])[:100]!r}, and SHA-256 is compared",
+                where=place,
+                do="Compare the files with the program that wrote it, and leave out `verify_source=True`",
+            )
+        digests = {inside(folder + name, where=place): digest for name, digest in content["files"].items()}
+        if not all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests.values()):
+            raise ValueError("a digest is not of SHA-256")
+        return digests
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise _no_digests(place) from None
-    if algorithm != "sha256":
-        raise UnsupportedError(
-            f"its digests are of the algorithm {str(algorithm)[:100]!r}, and SHA-256 is compared",
-            where=place,
-            do="Compare the files with the program that wrote it, and leave out `verify_source=True`",
-        )
-    if not all(len(digest) == 64 for digest in digests.values()):
-        raise _no_digests(place)
-    return digests
+        what = 'it does not hold SHA-256 digests of files: {"algorithm": "sha256", "files": {name: digest}}'
+        raise CheckpointError(what, where=place, do="Copy the file again from where the checkpoint was saved") from None
 
 
-def compared(files: Files, digests: Mapping[str, str], effort: Effort) -> Iterator[tuple[str, ReshardError | None]]:
+def compared(files: Files, digests: Mapping[str, str], effort: Effort) -> Iterator[tuple[str, CheckpointError | None]]:
     """Every file with what is wrong with it: it has another digest, or cannot be read."""
 
-    def make_worker() -> Callable[[str], tuple[str, ReshardError | None]]:
-        buffer = memoryview(bytearray(_STEP))
+    def perform(path: str) -> tuple[str, CheckpointError | None]:
+        try:
+            stored = _digest(files, path, is_git=len(digests[path]) == 40)
+        except CheckpointError as error:
+            return path, error
+        if stored == digests[path]:
+            return path, None
+        return path, CheckpointError(
+            f"its {'SHA-256' if len(stored) == 64 else 'git SHA-1'} is {stored}, {digests[path]} was recorded",
+            where=path,
+            why="The file is damaged, or was changed after it was saved or downloaded",
+            do="Copy or download the file again",
+            id="wrong-digest",
+        )
 
-        def perform(path: str) -> tuple[str, ReshardError | None]:
-            try:
-                return path, _difference(files, path, digests[path], buffer)
-            except CheckpointError as error:
-                return path, error
-
-        return perform
-
-    return run_jobs(digests, make_worker, effort.threads(1, buffers=1))
+    return run_jobs(digests, lambda: perform, effort.threads(1, buffers=1))
 
 
-def _difference(files: Files, path: str, expected: str, buffer: memoryview) -> CheckpointError | None:
-    """The error for a file that does not have its digest."""
+def _digest(files: Files, path: str, *, is_git: bool) -> str:
+    """The SHA-256 of a file, or the SHA-1 of the git blob that it is."""
     size = files.size(path)
     if size is None:
-        return missing(files, path)
-    running = hashlib.sha256() if len(expected) == 64 else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        raise missing(files, path)
+    running = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False) if is_git else hashlib.sha256()
     for start in range(0, size, _STEP):
-        part = buffer[: min(_STEP, size - start)]
-        files.read_into(path, start, part)
-        running.update(part)
-    if running.hexdigest() == expected:
-        return None
-    return CheckpointError(
-        f"its {'SHA-256' if len(expected) == 64 else 'git SHA-1'} is {running.hexdigest()}, {expected} was recorded",
-        where=path,
-        why="The file is damaged, or was changed after it was saved or downloaded",
-        do="Copy or download the file again",
-        id="wrong-digest",
-    )
+        running.update(read_range(files, path, start, min(_STEP, size - start)))
+    return running.hexdigest()
 
 
 def _etag(files: Files, path: str) -> str:
     """The digest that huggingface_hub has recorded of a file; empty if there is none."""
-    place = f"{_DOWNLOADS}{path}.metadata"
+    place, etag = f"{_DOWNLOADS}{path}.metadata", ""
     if files.size(place) is not None:
-        return _digest_in(read_whole(files, place, limit=_STEP).decode("utf-8", "replace").partition("\n")[2].partition("\n")[0])
-    if isinstance(files, LocalFiles) and os.path.islink(files.folder / path):
-        folder, _, name = os.readlink(files.folder / path).replace("\\", "/").rpartition("/")
-        return _digest_in(name) if folder.rpartition("/")[2] == "blobs" else ""
-    return ""
-
-
-def _digest_in(text: object) -> str:
-    """A text that is a SHA-256 or SHA-1, in lower case; empty if it is not."""
-    digest = text.strip().strip('"').lower() if isinstance(text, str) else ""
-    return digest if re.fullmatch("[0-9a-f]{64}|[0-9a-f]{40}", digest) else ""
-
-
-def _no_digests(place: str) -> CheckpointError:
-    what = 'it does not hold SHA-256 digests of files: {"algorithm": "sha256", "files": {name: digest}}'
-    return CheckpointError(what, where=place, do="Copy the file again from where the checkpoint was saved")
+        _, _, etag = read_whole(files, place, limit=_STEP).decode("utf-8", "replace").partition("\n")
+    elif isinstance(files, LocalFiles) and os.path.islink(files.folder / path):
+        etag = os.readlink(files.folder / path).replace("\\", "/").rpartition("blobs/")[2]
+    etag = etag.partition("\n")[0].strip().strip('"').lower()
+    return etag if re.fullmatch("[0-9a-f]{64}|[0-9a-f]{40}", etag) else ""

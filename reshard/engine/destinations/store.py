@@ -94,7 +94,7 @@ class _FinishedFile:
     """The digests of the blocks that it holds parts of."""
     source: str
     """The trace of the source that they were copied from (`source_trace`)."""
-    checksums: tuple[int, ...]
+    checksums: Sequence[int | None]
     """The values of the checksums in its framing."""
 
 
@@ -107,10 +107,8 @@ class StoreFolder:
         self._identity = ""
         self._listed: dict[str, Entry] | None = None
         self._records: dict[str, _FinishedFile | None] = {}
-        self._complete: dict[str, Entry] = {}
+        self._complete: dict[str, _FinishedFile] = {}
         """The files that are complete."""
-        self._checksums: dict[str, Sequence[int | None]] = {}
-        """The values of their checksums."""
 
     @property
     def files(self) -> Files:
@@ -131,7 +129,6 @@ class StoreFolder:
         self._listed = None
         self._records.clear()
         self._complete.clear()
-        self._checksums.clear()
 
     def workers(self, plan: Plan, tasks: Sequence[Task]) -> int:
         self._budget(plan, tasks)
@@ -247,9 +244,7 @@ class StoreFolder:
 
     def finished(self, plan: Plan, tasks: Sequence[Task]) -> FinishedBlocks:
         paths = {path for task in tasks for path in task.paths}
-        files = self._finished_files(plan, self._identity, paths)
-        self._complete = {path: file.entry for path, file in files.items()}
-        self._checksums = {path: file.checksums for path, file in files.items()}
+        files = self._complete = self._finished_files(plan, self._identity, paths)
         left, trace = paths - files.keys(), source_trace(plan)
         digests = {key: digest for file in files.values() for key, digest in file.blocks.items()}
         others = {key: digest for file in files.values() if trace and file.source != trace for key, digest in file.blocks.items()}
@@ -293,7 +288,7 @@ class StoreFolder:
             self._check_begun()
             entry, checksums = complete()
             self._record(trace, entry, digests, checksums)
-            self._complete[path], self._checksums[path] = entry, checksums
+            self._complete[path] = _FinishedFile(entry, {}, trace, checksums)
 
         for each in list(passes(plan, paths - self._complete.keys(), routes, budget.most_open, tiles)):
             yield from filled(plan, self.store, each, budget, workers, end)
@@ -328,8 +323,8 @@ class StoreFolder:
         store = self.store
         sampled = {
             (path, start, stop - start): store.later(partial(self._read, path, start, stop - start))
-            for path, entry in self._complete.items()
-            for start, stop in sample_ranges(entry.nbytes)
+            for path, file in self._complete.items()
+            for start, stop in sample_ranges(file.entry.nbytes)
         }
 
         def read(path: str, byte_offset: int, nbytes: int) -> bytes:
@@ -338,7 +333,7 @@ class StoreFolder:
 
         for sidecar in plan.layout.sidecars:
             store.create(sidecar.path, sidecar.content)
-        for record in made((file.sealed(self._checksums.get(file.path, ())) for file in plan.layout.files), read):
+        for record in made((file.sealed(self._finished(file.path).checksums) for file in plan.layout.files), read):
             store.create(record.path, record.content)
             assert record.path != MANIFEST or not sampled
         self._end(f"{_FILES}{path}.json" for path in self._complete)
@@ -348,11 +343,15 @@ class StoreFolder:
         self.store.remove(records)
         self.store.remove([BEGUN])
 
+    def _finished(self, path: str) -> _FinishedFile:
+        """A file that is complete. Raises TargetInUse if its record is not there any more."""
+        if path not in self._complete:
+            raise TargetInUse(f"another process has removed the record of {path}", where=self.place, do="Wait until it has ended")
+        return self._complete[path]
+
     def _read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
         """Bytes of a file that is complete. Raises TargetInUse if another process has written it again, or has completed the target."""
-        entry = self._complete.get(path)
-        if entry is None:
-            raise TargetInUse(f"another process has removed the record of {path}", where=self.place, do="Wait until it has ended")
+        entry = self._finished(path).entry
         try:
             return bytes(self.store.read(entry, byte_offset, byte_offset + nbytes))
         except CheckpointError as error:
