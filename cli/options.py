@@ -452,7 +452,7 @@ parts = together(
 )
 
 effort = together(
-    keywords(EffortOptions, "workers", "memory", "source_checksums", section=EFFORT),
+    keywords(EffortOptions, "workers", "memory", "source_checksums", "verify_source", section=EFFORT),
     option(
         "--progress/--no-progress",
         "show_progress",

@@ -22,8 +22,8 @@ from reshard.plans.summary import DropSummary, ExpertSummary, KindSummary
 from reshard.requests.outlook import Outlook
 from reshard.requests.run_folders import Step
 from reshard.serving.capacity import DegreeReport, DegreeRow
-from reshard.training.memory import Strategy
 from reshard.storage.claims import SourceChecks
+from reshard.training.memory import Strategy
 from reshard.verbs.delta import DeltaResult
 from reshard.verbs.look.diff import Diff
 from reshard.verbs.look.explain import Explanation
@@ -243,7 +243,10 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
         "reshard export --json",
         {"path": str, "bytes": int, "tensors": [{"name": str, "dtype": str, "shape": [int], "bytes": int}], "note": TEXT},
     ),
-    "fingerprint": ("reshard fingerprint --json", {"fingerprint": str, "notes": [str], "source_checks": SourceChecks, "tensors?": {str: str}}),
+    "fingerprint": (
+        "reshard fingerprint --json",
+        {"fingerprint": str, "notes": [str], "source_checks": SourceChecks, "tensors?": {str: str}},
+    ),
     "formats": ("reshard formats --json", {"formats": [{"name": str, "reads": bool, "writes": bool, "summary": str}]}),
     "inspect": ("reshard inspect --json", _INSPECT),
     "inspect-RUN": ("reshard inspect RUN --json", {"path": str, "steps": [Extended(Step, {"age_seconds": (float, None)})]}),

@@ -23,6 +23,7 @@ ERROR_IDS: dict[str, tuple[int, str]] = {
     "source-mixed": (3, "the files of the source are from different saves, steps or runs"),
     "wrong-checksum": (3, "bytes of the source do not have the checksum that was stored with them"),
     "source-replicas": (3, "two stored copies of the same elements differ"),
+    "wrong-digest": (3, "a file of the source does not have the SHA-256 that was recorded for it"),
     "target-exists": (4, "the target holds files already"),
     "target-in-use": (4, "another run is writing the target, or was interrupted there"),
     "system": (5, "the operating system refuses: permission, a read-only file system, too many open files"),

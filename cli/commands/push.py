@@ -66,7 +66,7 @@ def command(source: str, servers: tuple[str, ...], dry_run: bool, as_json: bool,
     from reshard.engine.pool import Effort
     from reshard.verbs.push import planned_push
 
-    effort = {name: given.pop(name) for name in ("workers", "memory", "source_checksums", "show_progress")}
+    effort = {name: given.pop(name) for name in ("workers", "memory", "source_checksums", "verify_source", "show_progress")}
     version, limits = given.pop("version"), Effort(effort["workers"], effort["memory"], source_checksums=effort["source_checksums"])
     found = planned_push(source, servers, limits, **given)
     if dry_run:

@@ -137,7 +137,8 @@ def _files_of_alike_ranks(stem: str, alike: list[int], described: Callable[[int]
         form = FileForm(placed, steps, tuple((offset, len(data)) for offset, data in frame.literals))
         for rank in named:
             framing = LazyFraming(form.framing, partial(_framing, f"{stem}{rank}", pickles, rank, storages))
-            yield TargetFile(f"{stem}{rank}.pt", frame.nbytes, framing, AlikeTensors(form, rank - first), {"dp": rank})
+            alike_tensors = AlikeTensors(form, rank - first)
+            yield TargetFile(f"{stem}{rank}.pt", frame.nbytes, framing, alike_tensors, {"dp": rank}, frame.checksums)
 
 
 def _framing(root: str, pickles: Callable[[int], bytes], rank: int, storages: Sequence[Plain | bytes]) -> Sequence[tuple[int, bytes]]:

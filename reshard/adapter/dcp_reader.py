@@ -132,14 +132,17 @@ def _read(files: Files, path: str) -> DcpMetadata:
 
 def _checked_files(files: Files, folder: str, metadata: DcpMetadata, paths: tuple[str, ...]) -> Iterator[StoredFile]:
     """The files that the metadata names. Raises CheckpointError if a file is missing, or ends before its last entry."""
-    needed = np.zeros(len(paths), np.int64)
+    ends = np.zeros(len(paths), np.int64)
     for item in metadata.tensors.values():
         chunks = item.chunks
-        np.maximum.at(needed, chunks.files, chunks.entry_offsets + chunks.entry_nbytes)
-    for path, nbytes in zip(paths, needed.tolist(), strict=True):
+        np.maximum.at(ends, chunks.files, chunks.entry_offsets + chunks.entry_nbytes)
+    needed, numbers = ends.tolist(), {path: number for number, path in enumerate(metadata.paths)}
+    for value in metadata.objects.values():
+        number = numbers[value.path]
+        needed[number] = max(needed[number], value.entry_offset + value.entry_nbytes)
+    for number, (path, nbytes) in enumerate(zip(paths, needed, strict=True)):
         size = files.size(path)
         if size is None or size < nbytes:
-            number = paths.index(path)
             names = [name for name, item in metadata.tensors.items() if (item.chunks.files == number).any()]
             content = f"it holds parts of {len(names)} tensors, such as {names[0]}" if names else "it holds no tensor"
             error = MissingFile if size is None else TruncatedFile

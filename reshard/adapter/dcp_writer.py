@@ -15,6 +15,7 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.sections import StoredTensor
 from reshard.geometry.value import mutable, value
 from reshard.plans.layout import PlacedTensor, TargetFile
+from reshard.storage.checksums import StoredChecksum
 
 Shape = tuple[int, ...]
 
@@ -51,6 +52,8 @@ class DcpFile:
     """The framing so far: (byte offset, bytes)."""
     placed: list[PlacedTensor] = field(default_factory=list)
     """The tensors so far, with their byte offsets."""
+    checksums: list[StoredChecksum] = field(default_factory=list)
+    """The checksums in the framing so far."""
     entries: list[DcpEntry] = field(default_factory=list)
     """The entries so far, for the metadata."""
 
@@ -67,10 +70,12 @@ class DcpFile:
 
     def close(self, ranks: Mapping[str, int] | None = None, *, folder: str = "") -> TargetFile:
         """The finished file. folder: the folder of the .metadata in the target, with a slash at its end. ranks: see TargetFile."""
-        return TargetFile(folder + self.path, self.nbytes, tuple(self.literals), tuple(self.placed), ranks or {})
+        literals, placed, checksums = tuple(self.literals), tuple(self.placed), tuple(self.checksums)
+        return TargetFile(folder + self.path, self.nbytes, literals, placed, ranks or {}, checksums)
 
     def _append(self, frame: torch_frame.TorchFrame, fqn: str, *tensor: Any) -> None:
         self.literals.extend(frame.literals)
+        self.checksums.extend(frame.checksums)
         self.entries.append(DcpEntry(fqn, self.path, self.nbytes, frame.nbytes - self.nbytes, *tensor))
         self.nbytes = frame.nbytes
 

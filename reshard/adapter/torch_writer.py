@@ -35,4 +35,4 @@ class TorchFile:
         name = self._path.rpartition("/")[2].removesuffix(".pt")
         frame = torch_frame.frame(name, pickle_writer.dumps(root), self._tensors.storages)
         placed = tuple(PlacedTensor(stored, at) for stored, at in zip(self._stored, frame.storages, strict=True))
-        return TargetFile(self._path, frame.nbytes, frame.literals, placed, self._ranks)
+        return TargetFile(self._path, frame.nbytes, frame.literals, placed, self._ranks, frame.checksums)

@@ -6,8 +6,9 @@ torch.Tensor.__reduce_ex__ makes them (torch/_tensor.py).
     <root>/data.pkl  <root>/.format_version  <root>/.storage_alignment  <root>/byteorder  <root>/data/0 ...  <root>/version  directory
 
 The members are those of torch 2.13, in the same order. Their payloads start at multiples of 64 bytes, counted from the start of the zip.
-The checksums of storages are 0, as with torch.serialization.set_crc32_options(False): they would be needed before
-the bytes are known, and torch does not check them (caffe2/serialize builds its reader without checksums).
+The checksum of a storage is known when its bytes have been written. So its local header has zeros (flag bit 3), and the checksum stands in
+a data descriptor behind the payload, as torch writes it, and in the directory (APPNOTE.TXT 6.3.10, 4.3.9). torch reads no checksum; zipfile
+and `unzip -t` do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
+from itertools import accumulate
 
 from reshard.containers import pickle_writer
 from reshard.containers.pickle_writer import Call, Name, PersistentId
@@ -23,11 +25,14 @@ from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
+from reshard.storage.checksums import StoredChecksum
 
 ALIGNMENT = 64
 _WIDE = 0xFFFFFFFF
 _MOST_BYTES = (1 << 63) - 1
-_UTF8 = 0x0800
+_UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008
+# Where the CRC-32 stands in a record of the directory and in a data descriptor.
+_CRC_IN_RECORD, _CRC_IN_DESCRIPTOR = 16, 4
 
 
 @value(eq=False)
@@ -84,6 +89,8 @@ class TorchFrame:
     """The byte offset of each storage."""
     nbytes: int
     """The byte offset at which the zip ends. This is the length of the file only if the zip starts at byte 0."""
+    checksums: tuple[StoredChecksum, ...] = ()
+    """Those of the storages that are filled later, in ascending order."""
 
     def __repr__(self) -> str:
         return f"TorchFrame({plural(len(self.storages), 'storage')}, ends at byte {self.nbytes:,})"
@@ -107,6 +114,8 @@ class _Zip:
         self._pending_at = 0
         self._literals: list[tuple[int, bytes]] = []
         self._directory: list[bytes] = []
+        self._described: list[tuple[int, int, int]] = []
+        """The members with a data descriptor: (number, where the payload starts, where the descriptor starts)."""
 
     def whole(self, pickle: bytes, storages: Sequence[int | bytes]) -> TorchFrame:
         self._member("data.pkl", pickle)
@@ -115,14 +124,17 @@ class _Zip:
         self._member("byteorder", b"little")
         byte_offsets = [self._member(f"data/{key}", content) for key, content in enumerate(storages)]
         self._member("version", b"3\n")
-        self._end()
+        checksums = self._end()
         self._flush()
-        return TorchFrame(tuple(self._literals), tuple(byte_offsets), self._start + self._at)
+        return TorchFrame(tuple(self._literals), tuple(byte_offsets), self._start + self._at, checksums)
 
     def _member(self, name: str, content: int | bytes) -> int:
         """Add a member, and return the byte offset of its payload in the file. content: its bytes, or only their number."""
         full, header_offset = f"{self._root}/{name}".encode(), self._at
-        nbytes, crc = (content, 0) if isinstance(content, int) else (len(content), zlib.crc32(content))
+        if isinstance(content, int):
+            nbytes, told, crc, flags = content, 0, 0, _UTF8 | _HAS_DESCRIPTOR
+        else:
+            nbytes, told, crc, flags = len(content), len(content), zlib.crc32(content), _UTF8
         if nbytes > _MOST_BYTES - self._at:
             raise RequestError(
                 f"its torch.save file would have more than {_MOST_BYTES:,} bytes",
@@ -130,28 +142,38 @@ class _Zip:
                 why="No file can; a size in the source or in the request is wrong",
                 do="Compare the model's config with the sizes that were asked for",
             )
-        wide = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if nbytes >= _WIDE else b""
+        wide = struct.pack("<HHQQ", 1, 16, told, told) if nbytes >= _WIDE else b""
         payload = header_offset + 30 + len(full) + len(wide) + 4
         padding = -payload % ALIGNMENT
         extra = wide + struct.pack("<HH", 0x4246, padding) + b"Z" * padding
-        narrow = min(nbytes, _WIDE)
-        self._write(struct.pack("<4s5HLLLHH", b"PK\3\4", 0, _UTF8, 0, 0, 0, crc, narrow, narrow, len(full), len(extra)) + full + extra)
+        narrow = _WIDE if wide else told
+        self._write(struct.pack("<4s5HLLLHH", b"PK\3\4", 0, flags, 0, 0, 0, crc, narrow, narrow, len(full), len(extra)) + full + extra)
         byte_offset = self._start + self._at
         if isinstance(content, int):
-            self._skip(content)
+            self._skip(nbytes)
+            if nbytes:  # the CRC-32 of nothing is 0
+                self._described.append((len(self._directory), byte_offset, byte_offset + nbytes))
+            self._write(struct.pack("<4sLQQ" if wide else "<4sLLL", b"PK\7\x08", 0, nbytes, nbytes))
         else:
             self._write(content)
-        self._directory.append(_central(full, crc, nbytes, header_offset))
+        self._directory.append(_central(full, flags, crc, nbytes, header_offset))
         return byte_offset
 
-    def _end(self) -> None:
+    def _end(self) -> tuple[StoredChecksum, ...]:
+        """Add the directory. Returns the checksums that are not known."""
         start, count = self._at, len(self._directory)
+        records = [self._start + at for at in accumulate(map(len, self._directory), initial=start)]
+        checksums = tuple(
+            StoredChecksum(payload, descriptor, (descriptor + _CRC_IN_DESCRIPTOR, records[number] + _CRC_IN_RECORD))
+            for number, payload, descriptor in self._described
+        )
         self._write(b"".join(self._directory))
         size, stop = self._at - start, self._at
         self._write(struct.pack("<4sQHHLLQQQQ", b"PK\6\6", 44, 0x31E, 45, 0, 0, count, count, size, start))
         self._write(struct.pack("<4sLQL", b"PK\6\7", 0, stop, 1))
         narrow_count = min(count, 0xFFFF)
         self._write(struct.pack("<4s4HLLH", b"PK\5\6", 0, 0, narrow_count, narrow_count, min(size, _WIDE), min(start, _WIDE), 0))
+        return checksums
 
     def _write(self, data: bytes) -> None:
         self._pending += data
@@ -169,7 +191,7 @@ class _Zip:
         self._pending_at = self._at
 
 
-def _central(name: bytes, crc: int, nbytes: int, header_offset: int) -> bytes:
+def _central(name: bytes, flags: int, crc: int, nbytes: int, header_offset: int) -> bytes:
     """The entry of a member in the central directory."""
     wide = b""
     if nbytes >= _WIDE:
@@ -178,5 +200,5 @@ def _central(name: bytes, crc: int, nbytes: int, header_offset: int) -> bytes:
         wide += struct.pack("<Q", header_offset)
     extra = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
     narrow = min(nbytes, _WIDE)
-    fixed = (0, 0, _UTF8, 0, 0, 0, crc, narrow, narrow, len(name), len(extra), 0, 0, 0, 0, min(header_offset, _WIDE))
+    fixed = (0, 0, flags, 0, 0, 0, crc, narrow, narrow, len(name), len(extra), 0, 0, 0, 0, min(header_offset, _WIDE))
     return struct.pack("<4s6H3L5H2L", b"PK\1\2", *fixed) + name + extra

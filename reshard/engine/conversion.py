@@ -9,7 +9,7 @@ Processes that share a conversion do not talk to each other: the last one finds 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from reshard.engine.blocks import (
@@ -21,6 +21,7 @@ from reshard.engine.blocks import (
     fingerprint_of_blocks,
 )
 from reshard.engine.checks.reading import Reading
+from reshard.engine.checks.recorded_digests import FileDigests
 from reshard.engine.destinations.destination import Destination, FinishedBlocks, Replaces
 from reshard.engine.destinations.journal import RunHeader
 from reshard.engine.events import event
@@ -31,7 +32,7 @@ from reshard.engine.recorded import InputDigests, notes_on_source, with_late_com
 from reshard.errors import CheckpointError, LostObject, RequestError, TargetError, TargetInUse
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
-from reshard.plans.layout import Sidecar
+from reshard.plans.layout import Sidecar, TargetFile
 from reshard.plans.manifest import CHECKSUMS
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey, Task
@@ -74,6 +75,8 @@ class Conversion:
         self.notes: tuple[str, ...] = ()
         """Sentences about the run for the user; complete when `run` has ended."""
         self._reading, self._checks_elsewhere = Reading(checks=source_checksums), SourceChecks()
+        self.source_digests = FileDigests()
+        """How many files of the source were compared with recorded digests before the run."""
         self._is_alone, self._executor, self._resume, self._provenance = tasks is None, executor, resume, provenance
         self._identity, self._began = plan.identity(), time.monotonic()
         self._workers = destination.workers(self.plan, self.tasks)
@@ -253,8 +256,9 @@ class Conversion:
     def _commit(self, fingerprint: Fingerprint) -> None:
         began, plan, place = time.monotonic(), self.plan, self.destination.place
 
-        def made(read: Read) -> Iterator[Sidecar]:
-            return records(plan, self._identity, fingerprint, read, self._provenance, self._workers, self._inputs.fingerprints())
+        def made(files: Iterable[TargetFile], read: Read) -> Iterator[Sidecar]:
+            of_inputs = self._inputs.fingerprints()
+            return records(plan, files, self._identity, fingerprint, read, self._provenance, self._workers, of_inputs)
 
         self.destination.commit(plan, made)
         self.fingerprint = fingerprint

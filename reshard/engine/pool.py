@@ -28,6 +28,7 @@ class Effort:
     memory: int | None = None
     progress: Callable[[int], None] | None = None
     source_checksums: bool = True
+    verify_source: bool = False
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from operator import attrgetter
@@ -59,6 +59,7 @@ class Provenance:
 
 def records(
     plan: Plan,
+    files: Iterable[TargetFile],
     identity: str,
     fingerprint: Fingerprint,
     read: Read,
@@ -68,15 +69,16 @@ def records(
 ) -> Iterator[Sidecar]:
     """The files that record a conversion. reshard.json comes last and completes the result.
 
-    identity: of the plan. read: reads the written files, of which a few parts are sampled, and all if checksums are wanted. of_inputs: the
-    fingerprints of the checkpoints that were combined, as far as they are known.
+    files: those of the plan, with their checksums. identity: of the plan. read: reads the written files, of which a few parts are sampled,
+    and all if checksums are wanted. of_inputs: the fingerprints of the checkpoints that were combined, as far as they are known.
     """
     layout = plan.layout
     small_files = list(layout.sidecars)
     if provenance.checksums:
         small_files.append(Sidecar(CHECKSUMS, _checksums(layout.files, layout.sidecars, read, workers)))
         yield small_files[-1]
-    fixed = _fixed_bytes(plan)
+    planned = _fixed_bytes(plan, layout.files)
+    fixed = planned | _fixed_bytes(plan, (file for file in files if file.checksums))
     digests = Digests(
         files={file.path: FileRecord(file.nbytes, *fixed[file.path], samples(file.path, file.nbytes, read)) for file in layout.files},
         small_files={sidecar.path: content_digest(sidecar.content) for sidecar in small_files},
@@ -87,7 +89,7 @@ def records(
     yield Sidecar(DIGESTS, content)
     document = {
         **_document(plan, identity, provenance, of_inputs),
-        "request": _request_digest(plan, fixed),
+        "request": _request_digest(plan, planned),
         "fingerprint": fingerprint.root,
         "digests": content_digest(content),
     }
@@ -117,7 +119,7 @@ def source_state(plan: Plan) -> str:
 def request_digest(plan: Plan) -> str:
     """A digest of what determines the result besides the content of the source files: the options, the model, and all bytes of the result
     that the plan knows, such as headers and small files."""
-    return _request_digest(plan, _fixed_bytes(plan))
+    return _request_digest(plan, _fixed_bytes(plan, plan.layout.files))
 
 
 _FixedBytes = dict[str, tuple[Ranges, str]]
@@ -142,9 +144,9 @@ def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
     return content_digest(json.dumps(request, sort_keys=True, default=str).encode())
 
 
-def _fixed_bytes(plan: Plan) -> _FixedBytes:
+def _fixed_bytes(plan: Plan, files: Iterable[TargetFile]) -> _FixedBytes:
     constants, found = grouped(plan.target_index.constants, attrgetter("path")), {}
-    for file in plan.layout.files:
+    for file in files:
         of_file = constants.get(file.path, ())
         running = CURRENT.new()
         for _, part in fixed_bytes(file, of_file):

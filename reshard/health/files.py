@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 
 from reshard.adapter.dcp_reader import DcpFolder
 from reshard.adapter.format import Format
 from reshard.containers import safetensors
 from reshard.containers.zip_directory import Directory, Member, Range, payload, read_directory
-from reshard.engine.pool import run_jobs
-from reshard.errors import CheckpointError
+from reshard.engine.checks.recorded_digests import INTEGRITY, compared, listed_digests, recorded
+from reshard.engine.pool import Effort, run_jobs
+from reshard.errors import CheckpointError, ReshardError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found, of_error
 from reshard.storage.files import Files
@@ -55,6 +57,33 @@ def unused_files(format: Format, used: Collection[str], files: Files, paths: Seq
             and any(fnmatchcase(name, glob) for glob in format.owns)
         ):
             yield found("unused-file", f"it is called like a weight file of the format {format.name}, but no tensor lies in it", file=path)
+
+
+def integrity(files: Files, paths: Sequence[str], *, deep: bool) -> Iterator[Finding]:
+    """What integrity.json says of the files of its folder, without reading them: files that it lists and that are missing, and others."""
+    for folder in sorted({path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] == INTEGRITY}):
+        place = f"{folder}/{INTEGRITY}" if folder else INTEGRITY
+        try:
+            digests = listed_digests(files, place.removesuffix(INTEGRITY))
+        except ReshardError as error:
+            yield found("integrity-not-checked", error.what, file=place)
+            continue
+        yield from (found("missing-file", f"{place} lists it", file=path) for path in digests if files.size(path) is None)
+        for path in files.list(folder):
+            if path not in digests and path != place and not path.endswith("/"):
+                yield found("unlisted-file", f"{place} does not list it", file=path)
+        if not deep:
+            yield found("integrity-not-checked", f"it lists the SHA-256 of {plural(len(digests), 'file')}, which were not read", file=place)
+
+
+def wrong_digests(files: Files, paths: Sequence[str], effort: Effort) -> Iterator[Finding]:
+    """Files that do not have the digest that was recorded for them."""
+    with suppress(UnsupportedError, CheckpointError):  # a finding of `integrity`
+        digests = recorded(files, paths)
+        for path, error in compared(files, {path: digest for path, digest in digests.items() if files.size(path) is not None}, effort):
+            effort.report(files.size(path) or 0)
+            if error:
+                yield found("wrong-digest", error.what, file=path)
 
 
 # The bytes of one zip, a file of torch.save or an entry of a DCP file, and its directory.

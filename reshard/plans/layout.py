@@ -25,6 +25,7 @@ from reshard.geometry.quantities import grouped, plural
 from reshard.geometry.sections import Columns, Pattern, Sections, StoredTensor
 from reshard.geometry.value import value
 from reshard.index.index import Tensor
+from reshard.storage.checksums import FileChecksums, StoredChecksum
 
 
 @value
@@ -123,6 +124,13 @@ class TargetFile:
     """The tensors that it holds."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """The rank that reads it, such as {"pp": 0, "tp": 3}; empty if the file belongs to no rank."""
+    checksums: Sequence[StoredChecksum] = ()
+    """The checksums in its framing of tensors, in ascending order. The framing has zeros in their places."""
+
+    def sealed(self, known: Sequence[int | None]) -> TargetFile:
+        """The file with its checksums in its framing. known: their values."""
+        checksums = FileChecksums(self.checksums, known)
+        return replace(self, literals=tuple((at, checksums.filled_in(at, data)) for at, data in self.literals))
 
     @property
     def form(self) -> FileForm | None:

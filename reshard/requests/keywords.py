@@ -126,6 +126,9 @@ class EffortOptions(TypedDict, total=False):
     memory: Annotated[int | None, Keyword("Maximum size of all buffers (default: 256MiB; 1GiB for stores).", "SIZE")]
     progress: Annotated[Progress | None, Keyword("Called with the number of bytes done since the last call.")]
     source_checksums: Annotated[bool, Keyword("Do not compare what is read with the CRC-32 that the source holds of it.", "", True)]
+    verify_source: Annotated[
+        bool, Keyword("First read the files whole and compare them with recorded SHA-256: integrity.json, Hugging Face downloads.")
+    ]
 
 
 def usual_values(keywords: type) -> dict[str, Any]:

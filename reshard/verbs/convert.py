@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Literal, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG, DECLARATION
+from reshard.engine.checks.recorded_digests import FileDigests, check_digests
 from reshard.engine.conversion import Conversion, check_nothing_is_missing, destination_at
 from reshard.engine.destinations.destination import Destination
 from reshard.engine.events import event
@@ -66,7 +68,7 @@ _IMBALANCE = 0.1
 class Result:
     """What a conversion has written, and what it has left out."""
 
-    JSON = "path files dropped notes findings fingerprint=fingerprint.root seconds unchanged source_checks"
+    JSON = "path files dropped notes findings fingerprint=fingerprint.root seconds unchanged source_checks source_digests"
 
     path: str
     """The target directory."""
@@ -86,6 +88,8 @@ class Result:
     """Whether the target was the result of this conversion already, so that nothing was written (`if_changed`)."""
     source_checks: SourceChecks = SourceChecks()
     """What of the source was compared with the checksums that its files hold, by this process and by those of Ray."""
+    source_digests: FileDigests = FileDigests()
+    """How many files of the source were compared with recorded digests (`verify_source`)."""
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values with stable keys."""
@@ -208,8 +212,9 @@ def result_of(running: Conversion, target: PathLike, seconds: float) -> Result:
             where=os.fspath(target),
             do="Wait until it has ended, then run the same command with `finish=True`",
         )
-    notes = (*running.notes, *running.source_checks.notes())
-    return replace(_result(running.plan, target, seconds, running.fingerprint, notes), source_checks=running.source_checks)
+    checks, digests = running.source_checks, running.source_digests
+    result = _result(running.plan, target, seconds, running.fingerprint, (*running.notes, *checks.notes(), *digests.notes()))
+    return replace(result, source_checks=checks, source_digests=digests)
 
 
 def part_result(running: Conversion, target: PathLike, part: PartNumber, seconds: float) -> PartResult:
@@ -283,8 +288,17 @@ def conversion(
     """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end.
 
     Raises: TargetError if something lies there that may not be replaced, or parts are missing that are to be finished; UnsupportedError for
-    a web server, which is only read, and if Ray is not installed; SystemRefusal if no cluster answers.
+    a web server, which is only read, and if Ray is not installed; SystemRefusal if no cluster answers; CheckpointError for a file of the
+    source that does not have its recorded digest (`verify_source`).
     """
+    running = _conversion(plan, target, existing, effort, provenance, sharing)
+    sources = [plan.routes[i].source for i in {i for task in running.tasks for i in task.routes}]
+    updates = (tensor for source in sources for update in source.updates for tensor in update.tensors)
+    running.source_digests = check_digests(effort, (plan.source_files, chain(sources, updates)))
+    return running
+
+
+def _conversion(plan: Plan, target: PathLike, existing: Existing, effort: Effort, provenance: Provenance, sharing: Sharing) -> Conversion:
     if sharing.part or sharing.ray:
         return _shared_conversion(plan, target, existing, effort, provenance, sharing)
     destination = _destination(plan, target, "resume" if sharing.finish else existing, effort)

@@ -17,6 +17,7 @@ from reshard.adapter.save_folders import step_of
 from reshard.canonical.content import Content, check_selected
 from reshard.containers import safetensors
 from reshard.engine.checks.reading import Reading
+from reshard.engine.checks.recorded_digests import FileDigests, check_digests
 from reshard.engine.compare import Comparison, Side, check_recorded, comparable
 from reshard.engine.deltas.frames import CHECKSUM, MadeFrame, made_frames
 from reshard.engine.events import event
@@ -54,7 +55,7 @@ class DeltaResult:
 
     JSON = (
         "path version base_version encoding base_fingerprint=base.root fingerprint=result.root tensors changed_tensors elements "
-        "changed_elements bytes=nbytes checkpoint_bytes seconds source_checks"
+        "changed_elements bytes=nbytes checkpoint_bytes seconds source_checks source_digests"
     )
 
     path: str
@@ -85,6 +86,8 @@ class DeltaResult:
     """How long it took."""
     source_checks: SourceChecks = SourceChecks()
     """What of both checkpoints was compared with the checksums that their files hold."""
+    source_digests: FileDigests = FileDigests()
+    """How many files of both were compared with recorded digests (`verify_source`)."""
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values with stable keys."""
@@ -137,6 +140,7 @@ def delta(
     with staging.locked(content_digest(f"delta\0{base.path}\0{new.path}\0{encoding}".encode()), lambda: "a delta is being written"):
         staging.remove(_incomplete_files(root))
         staging.clean()
+        digests = check_digests(effort, *((side.files, side.index.tensors) for side in (base, new)))
         made = made_frames(pairs, (base.files, new.files), encoding, effort, staging.work, reading)
         found = sorted(made, key=attrgetter("number"))
         frames = [(pairs[frame.number][1].name, frame) for frame in found if frame.nbytes]
@@ -161,6 +165,7 @@ def delta(
         checkpoint_bytes=sum(old.nbytes for old, _ in pairs),
         seconds=time.monotonic() - began,
         source_checks=reading.checks,
+        source_digests=digests,
     )
     event("delta", str(result), **result.to_json())
     return result

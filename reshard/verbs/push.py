@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.adapter.model_files import CONFIG
 from reshard.engine.blocks import fingerprint_of_result
+from reshard.engine.checks.recorded_digests import check_digests
 from reshard.engine.conversion import Conversion
 from reshard.engine.events import event
 from reshard.engine.pool import NO_LIMITS, Effort
@@ -172,7 +174,8 @@ class PlannedPush:
 
     def run(self, effort: Effort = NO_LIMITS, version: str | None = None) -> PushResult:
         """Send the weights. Raises: as `push` does."""
-        return _Pushing(self, effort, version).run()
+        digests = check_digests(effort, (self.plan.source_files, self.plan.source.tensors))
+        return _Pushing(replace(self, notes=(*self.notes, *digests.notes())), effort, version).run()
 
     def changed_bytes(self, effort: Effort = NO_LIMITS) -> tuple[int, int]:
         """The bytes that would be sent to one replica, and those of all its weights. Both checkpoints are read and compared, if there is a

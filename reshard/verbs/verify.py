@@ -10,6 +10,7 @@ from typing import Unpack
 from reshard.adapter import registry
 from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.content import Content, Selection, check_selected, content_of, tensors_by_key
+from reshard.engine.checks.recorded_digests import check_digests
 from reshard.engine.checks.written_files import (
     KnownDigests,
     check_fixed_bytes,
@@ -61,6 +62,8 @@ def verify(
             raise RequestError("a cast needs a second checkpoint", why="A server is compared in the element type to which it casts weights")
         from reshard.verbs.verify_server import verify_server
 
+        left = opened(left)
+        check_digests(effort, (left.files, left.index.tensors))
         return verify_server(left, str(right), selection=selection, progress=effort.progress)
     if right is None:
         if cast or selection is not None:
@@ -68,6 +71,7 @@ def verify(
         return verify_written(left, effort)
     left_side, right_side = sides_of(left, right, selection)
     result = Comparison()
+    result.notes.extend(check_digests(effort, *((side.files, side.index.tensors) for side in (left_side, right_side))).notes())
     compare(left_side, right_side, result, with_cast=cast, effort=effort)
     compare_counts(left_side, right_side, result)
     _forgive_implied(result, left_side, right_side)
@@ -170,6 +174,7 @@ def verify_written(
     try:
         named: OpenOptions = {**options, "format": manifest.format}
         checkpoint = source if isinstance(source, Checkpoint) else _unchecked(source, named)
+        result.notes.extend(check_digests(effort, (files, checkpoint.index.tensors)).notes())
         _compare_tensors(checkpoint, manifest, digests, result, effort, known)
     except (CheckpointError, RequestError) as error:
         if isinstance(error, RequestError) and result.equal:

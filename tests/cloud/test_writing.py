@@ -19,6 +19,7 @@ from helpers.sampled import sampled
 import reshard
 from reshard.engine.destinations import front_to_back
 from reshard.engine.destinations.store import StoreFolder
+from reshard.engine.pool import Effort
 from reshard.errors import CheckpointError, RequestError, SystemRefusal, TargetError
 from reshard.plans.manifest import MANIFEST
 from reshard.storage.stores import file_fronts
@@ -48,6 +49,19 @@ def test_the_files_in_a_store_are_those_of_a_folder(source, options, tmp_path, s
     stored = reshard.convert(plan, "s3://bucket/out")
     assert content_in(s3, "bucket", "out") == content(tmp_path / "out")
     assert stored.fingerprint.root == local.fingerprint.root and not s3.uploads
+    assert reshard.verify("s3://bucket/out").equal
+
+
+def test_a_conversion_that_is_resumed_records_the_checksums_of_earlier_files(tmp_path, s3):
+    plan = reshard.plan(FIXTURES / "hf/llama-tied", to="megatron", tp=2, pp=2)
+    reshard.convert(plan, tmp_path / "out")
+    running = conversion(plan, "s3://bucket/out", effort=Effort(workers=1)).run()
+    for _ in range(len(plan.routes) - 1):
+        next(running)
+    running.close()
+    assert s3.keys("bucket", "out/.reshard/files/"), "a file was complete"
+    reshard.convert(plan, "s3://bucket/out", resume=True)
+    assert content_in(s3, "bucket", "out") == content(tmp_path / "out")
     assert reshard.verify("s3://bucket/out").equal
 
 

@@ -1,12 +1,17 @@
 """DCP directories: what is in them, what is missing in them, and what real torch makes of those that were written."""
 
+import os
+import pickle
+import re
 import shutil
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from helpers.fixture_places import DCP, open_case
 
 import reshard
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, MissingFile, RequestError, TruncatedFile
 
 
 def test_opening_reads_metadata_one_step_count_and_the_end_of_each_file(monkeypatch):
@@ -78,6 +83,28 @@ def test_a_truncated_file_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match=r"__2_0\.distcp.*bytes"):
         reshard.open(copy)
+
+
+@pytest.mark.parametrize("moved_to", ["__0_0.distcp", "__9_0.distcp"], ids=["behind the tensors", "in a file of its own"])
+def test_a_file_that_is_cut_within_an_object_is_named(moved_to, tmp_path):
+    """Megatron writes its objects behind the tensors. torch cannot load the entry."""
+    folder = tmp_path / "c"
+    dcp.save({"weight": torch.arange(6.0), "scheduler": {"epochs": [1, 2]}}, checkpoint_id=folder, no_dist=True)
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    (entry,) = [entry for index, entry in metadata.storage_data.items() if index.fqn == "scheduler.epochs"]
+    content = (folder / entry.relative_path).read_bytes()[entry.offset : entry.offset + entry.length]
+    with open(folder / moved_to, "ab") as file:
+        entry.offset, entry.relative_path = file.tell(), moved_to
+        file.write(content)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert reshard.open(folder).index.tensors and not [each for each in reshard.doctor(folder).findings if each.severity == "error"]
+    os.truncate(folder / moved_to, entry.offset + entry.length - 8)
+    with pytest.raises(TruncatedFile, match=re.escape(moved_to)):
+        reshard.open(folder)
+    assert [each.id for each in reshard.doctor(folder).findings if each.severity == "error"] == ["truncated-file"]
+    (folder / moved_to).unlink()
+    with pytest.raises(MissingFile, match=re.escape(moved_to)):
+        reshard.open(folder)
 
 
 def test_an_unfinished_save_is_refused_with_the_reason(tmp_path):

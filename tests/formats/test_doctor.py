@@ -511,6 +511,7 @@ def test_a_weight_that_only_one_save_has(tmp_path: Path):
 def test_every_kind_of_finding_has_a_test():
     tested = {"missing-moment", "moment-shape", "lone-moment", "incomplete-tensor"}
     tested |= {"missing-tokenizer", "missing-config"}  # in test_hf.py
+    tested |= {"wrong-digest", "unlisted-file", "integrity-not-checked"}  # in test_recorded_digests.py
     two_saves = {"never-moved", "frozen", "nothing-moved", "other-weights"}
     of_engines = {kind.id for kind in KINDS.values() if kind.needs == "serve-check"}  # in tests/cli/test_serve_check.py
     assert DAMAGES.keys() | tested | two_saves | of_engines == KINDS.keys()

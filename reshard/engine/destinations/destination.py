@@ -21,7 +21,7 @@ from reshard.engine.record import Read
 from reshard.errors import TargetError
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
-from reshard.plans.layout import Sidecar
+from reshard.plans.layout import Sidecar, TargetFile
 from reshard.plans.manifest import Manifest, listed_files, usable_manifest
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey, Task
@@ -29,6 +29,8 @@ from reshard.storage.files import Files
 
 Replaces = Callable[[], Iterable[str]]
 """Returns the files of an older checkpoint that a conversion removes. Raises TargetError if it may not write there."""
+Records = Callable[[Iterable[TargetFile], Read], Iterator[Sidecar]]
+"""Makes the files that record a conversion, from its files with their checksums and a function that reads them."""
 
 
 @value
@@ -127,10 +129,9 @@ class Destination(Protocol):
         Raises: WrongChecksum; then none of the blocks of this call count as finished for other processes.
         """
 
-    def commit(self, plan: Plan, made: Callable[[Read], Iterator[Sidecar]]) -> None:
-        """Add the small files and the records, of which the manifest is the last: with it, the result is complete.
-
-        made: the records, from a function that reads the files. Raises: TargetInUse if another process still writes.
+    def commit(self, plan: Plan, made: Records) -> None:
+        """Add what is missing of the checksums, the small files and the records, of which the manifest is the last: with it, the result is
+        complete. Raises: TargetInUse if another process still writes.
         """
 
     def abandon(self) -> None:

@@ -7,7 +7,7 @@ the directory's lock each; a block that two of them convert gets the same bytes 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -16,16 +16,16 @@ from pathlib import Path
 
 from reshard.engine.blocks import Job, block_jobs, copied_blocks, read_back, source_trace, widest_element, workers_of
 from reshard.engine.checks.reading import Reading
-from reshard.engine.destinations.destination import Begun, FinishedBlocks, Replaces, check_empty, check_same, complete_result
+from reshard.engine.destinations.destination import Begun, FinishedBlocks, Records, Replaces, check_empty, check_same, complete_result
 from reshard.engine.destinations.journal import Journal, RunHeader, Unfinished, journal_of_part, progress, read_header, read_journal
+from reshard.engine.destinations.sealing import Sealing
 from reshard.engine.events import event
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recipes.quantizer import Tiles
-from reshard.engine.record import Read
 from reshard.errors import RequestError, TargetError, TargetInUse, WrongChecksum
 from reshard.geometry.boxes import blocks
 from reshard.geometry.quantities import grouped, plural
-from reshard.plans.layout import Sidecar
+from reshard.plans.layout import TargetFile
 from reshard.plans.manifest import MANIFEST, Manifest, fixed_bytes
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey, Task
@@ -51,6 +51,10 @@ class LocalFolder:
         self._header = RunHeader()
         self._journal: Journal | None = None
         """The journal of a conversion that is run alone."""
+        self._sealing: Sealing | None = None
+        """The checksums of a conversion that is run alone."""
+        self._reads_back = False
+        """Whether what earlier runs have written is read again."""
 
     @property
     def files(self) -> Files:
@@ -126,7 +130,7 @@ class LocalFolder:
             return
         self._prepare_anew(header, plan, earlier, resume=resume)
         self._journal = Journal(self._staging, source_trace(plan), self._header)
-        self._write_framing(plan)
+        self._write_framing(plan, plan.layout.files)
 
     def _prepare_anew(self, header: RunHeader, plan: Plan, earlier: Unfinished | None, *, resume: bool = False) -> None:
         self._header = replace(header, replaces=tuple(self._replaces()))
@@ -156,7 +160,7 @@ class LocalFolder:
             if not begins:
                 raise TargetError("the conversion that this task belongs to has ended", where=self.place, id="target-in-use")
             self._prepare_anew(header, plan, read_journal(self.root))
-            self._write_framing(plan)
+            self._write_framing(plan, plan.layout.files)
             self._staging.sync()
             Journal(self._staging, source_trace(plan), self._header).stop()
             self._staging.close()
@@ -190,6 +194,7 @@ class LocalFolder:
         return found
 
     def read_back(self, plan: Plan, jobs: Iterable[Job], digests: Mapping[BlockKey, bytes]) -> Iterator[tuple[Job, bool]]:
+        self._reads_back = True
         return read_back(self._staging.files(), jobs, digests, widest_element(plan), self.workers(plan, ()))
 
     def copy(
@@ -197,19 +202,23 @@ class LocalFolder:
     ) -> Iterator[tuple[Job, bytes]]:
         routes, workers = [i for task in tasks for i in task.routes], self.workers(plan, tasks)
         jobs = (job for job in block_jobs(plan, routes, tiles, workers=workers) if job.key not in done)
+        sealing = Sealing(plan, self._staging)
         if self._is_alone:
             self._log_begin(plan)
+            self._sealing = sealing
+            if self._resumed and (self._resumed.committing or not self._reads_back):  # every block is there
+                sealing.complete(workers, trusts=True)
             if self._resumed and self._resumed.committing:
-                self._check_is_all_there(plan, jobs)
+                self._check_is_all_there(plan, jobs, sealing.sealed())
             elif self._resumed:
-                self._write_framing(plan, again=True)
+                self._write_framing(plan, sealing.sealed(), again=True)
             assert self._journal is not None
             journal = self._journal
         else:
             self._prepare(plan, resume=True)
             journal = Journal(self._staging, source_trace(plan), None, path=journal_of_part(self._staging))
         try:
-            for job, digest in copied_blocks(plan, self._staging, jobs, widest_element(plan), workers, reading=reading):
+            for job, digest in copied_blocks(plan, sealing, jobs, widest_element(plan), workers, reading=reading):
                 journal.add(job.key, digest, job.nbytes)
                 yield job, digest
             if not self._is_alone:
@@ -235,10 +244,10 @@ class LocalFolder:
             workers=workers,
         )
 
-    def _check_is_all_there(self, plan: Plan, jobs: Iterator[Job]) -> None:
+    def _check_is_all_there(self, plan: Plan, jobs: Iterator[Job], sealed: Iterable[TargetFile]) -> None:
         """Raises TargetError if blocks or framing are lacking, although the files were about to get their final names."""
         files = self._staging.files()
-        if next(jobs, None) or any(read_range(files, path, at, len(data)) != data for path, at, data in _fixed_bytes(plan)):
+        if next(jobs, None) or any(read_range(files, path, at, len(data)) != data for path, at, data in _fixed_bytes(plan, sealed)):
             raise TargetError(
                 "bytes have changed since the interrupted run wrote them",
                 where=self.place,
@@ -246,18 +255,19 @@ class LocalFolder:
                 do="Start again with `overwrite=True`",
             )
 
-    def _write_framing(self, plan: Plan, *, again: bool = False) -> None:
-        """Write the bytes that the plan knows. again: zeros, too, with which new files are already filled."""
-        for path, byte_offset, data in _fixed_bytes(plan):
+    def _write_framing(self, plan: Plan, files: Iterable[TargetFile], *, again: bool = False) -> None:
+        """Write the bytes of these files that the plan knows. again: zeros, too, with which new files are already filled."""
+        for path, byte_offset, data in _fixed_bytes(plan, files):
             if again or data.strip(b"\0"):
                 self._staging.write(path, byte_offset, memoryview(data))
 
-    def commit(self, plan: Plan, made: Callable[[Read], Iterator[Sidecar]]) -> None:
+    def commit(self, plan: Plan, made: Records) -> None:
         # The old checkpoint goes, then the new one comes. Index, config and manifest are the first to go and the last to come.
         staging = self._staging
-        assert self._journal is not None
+        assert self._journal is not None and self._sealing is not None
+        self._sealing.complete(self.workers(plan, ()), trusts=False)
         staging.sync()
-        sidecars = (*plan.layout.sidecars, *made(staging.read))
+        sidecars = (*plan.layout.sidecars, *made(self._sealing.sealed(), staging.read))
         for sidecar in sidecars:
             staging.add(sidecar.path, sidecar.content)
         self._journal.begin_commit()
@@ -271,10 +281,10 @@ class LocalFolder:
     def _stop(self) -> None:
         if self._journal:
             self._journal.stop()
-        self._journal = self._resumed = None
+        self._journal = self._resumed = self._sealing = None
 
 
-def _fixed_bytes(plan: Plan) -> Iterator[tuple[str, int, bytes]]:
-    """The bytes that a plan knows, such as headers and padding, in parts: (path, byte offset, bytes)."""
+def _fixed_bytes(plan: Plan, files: Iterable[TargetFile]) -> Iterator[tuple[str, int, bytes]]:
+    """The bytes of these files that a plan knows, such as headers and padding, in parts: (path, byte offset, bytes)."""
     constants = grouped(plan.target_index.constants, attrgetter("path"))
-    return ((file.path, *part) for file in plan.layout.files for part in fixed_bytes(file, constants.get(file.path, ())))
+    return ((file.path, *part) for file in files for part in fixed_bytes(file, constants.get(file.path, ())))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _MOST_AT_ONCE = 8
 _LEAST_READING = 32 << 20
 
-End = Callable[[str, Callable[[], Entry], Iterable[tuple[BlockKey, bytes]]], None]
+End = Callable[[str, Callable[[], tuple[Entry, Sequence[int | None]]], Iterable[tuple[BlockKey, bytes]]], None]
 """Ends a file of which every byte has come: (its path, what completes it, the digests of the blocks that it holds parts of)."""
 
 
@@ -65,7 +65,10 @@ def filled(plan: Plan, store: Store, work: Pass, budget: Budget, workers: int, e
     """Fill the files of a pass, and end each when its last block has been written. Yields each block with its digest."""
     files, jobs = work
     constants = grouped(plan.target_index.constants, attrgetter("path"))
-    front_files = {file.path: FrontFile(file.path, file.nbytes, partial(fixed_bytes, file, constants.get(file.path, ()))) for file in files}
+    front_files = {
+        file.path: FrontFile(file.path, file.nbytes, partial(fixed_bytes, file, constants.get(file.path, ())), file.checksums)
+        for file in files
+    }
     fronts = FileFronts(store, front_files, at_once=budget.at_once)
     blocks_of: dict[str, list[BlockKey]] = {file.path: [] for file in files}
     for job in jobs:

@@ -2,7 +2,8 @@
 
     .reshard/begun.json             which plan is written here, and its files; created exclusively when a run begins, removed when it ends
     .reshard/files/<path>.json      one for each file that is complete:
-                                    {"plan", "bytes", "stamp", "source", "blocks": [[route, block, digest], ...]}
+                                    {"plan", "bytes", "stamp", "source", "blocks": [[route, block, digest], ...],
+                                     "checksums": [CRC-32, ...]}
 
 A file's record is written after the file. It counts only if plan, length and stamp (ETag) are those of the file that is there. So an
 interrupted conversion is resumed by file.
@@ -23,20 +24,19 @@ from typing import Any
 
 from reshard.engine.blocks import Job, source_trace, workers_of
 from reshard.engine.checks.reading import Reading
-from reshard.engine.destinations.destination import Begun, FinishedBlocks, Replaces, check_empty, check_same, complete_result
+from reshard.engine.destinations.destination import Begun, FinishedBlocks, Records, Replaces, check_empty, check_same, complete_result
 from reshard.engine.destinations.front_to_back import Budget, filled
-from reshard.engine.destinations.journal import RunHeader, blocks_of
+from reshard.engine.destinations.journal import RunHeader, blocks_of, natural
 from reshard.engine.destinations.visit_order import passes
 from reshard.engine.events import event
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recipes.quantizer import Tiles
-from reshard.engine.record import Read
 from reshard.engine.transfer import Pieces
 from reshard.errors import CheckpointError, TargetError, TargetInUse, WrongChecksum
 from reshard.geometry.boxes import blocks
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
-from reshard.plans.layout import Layout, Sidecar, TargetFile
+from reshard.plans.layout import Layout, TargetFile
 from reshard.plans.manifest import CHECKSUMS, DIGESTS, MANIFEST, Manifest, listed_files, sample_ranges, usable_manifest
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey, Task, by_files
@@ -95,6 +95,8 @@ class _FinishedFile:
     """The digests of the blocks that it holds parts of."""
     source: str
     """The trace of the source that they were copied from (`source_trace`)."""
+    checksums: Sequence[int | None]
+    """The values of the checksums in its framing."""
 
 
 class StoreFolder:
@@ -106,7 +108,7 @@ class StoreFolder:
         self._identity = ""
         self._listed: dict[str, Entry] | None = None
         self._records: dict[str, _FinishedFile | None] = {}
-        self._complete: dict[str, Entry] = {}
+        self._complete: dict[str, _FinishedFile] = {}
         """The files that are complete."""
 
     @property
@@ -243,8 +245,7 @@ class StoreFolder:
 
     def finished(self, plan: Plan, tasks: Sequence[Task]) -> FinishedBlocks:
         paths = {path for task in tasks for path in task.paths}
-        files = self._finished_files(self._identity, paths)
-        self._complete = {path: file.entry for path, file in files.items()}
+        files = self._complete = self._finished_files(plan, self._identity, paths)
         left, trace = paths - files.keys(), source_trace(plan)
         digests = {key: digest for file in files.values() for key, digest in file.blocks.items()}
         others = {key: digest for file in files.values() if trace and file.source != trace for key, digest in file.blocks.items()}
@@ -252,16 +253,17 @@ class StoreFolder:
 
     def missing(self, plan: Plan, identity: str) -> Mapping[Task, int]:
         sizes = {file.path: file.nbytes for file in plan.layout.files}
-        finished = self._finished_files(identity, sizes.keys())
+        finished = self._finished_files(plan, identity, sizes.keys())
         lacking = {task: [sizes[path] for path in task.paths if path not in finished] for task in self.tasks(plan)}
         return {task: sum(nbytes) for task, nbytes in lacking.items() if nbytes}
 
-    def _finished_files(self, identity: str, paths: Collection[str]) -> dict[str, _FinishedFile]:
+    def _finished_files(self, plan: Plan, identity: str, paths: Collection[str]) -> dict[str, _FinishedFile]:
         """Those of these files that earlier runs of the plan have completed."""
         asked = [path for path in paths if path in self.listed and f"{_FILES}{path}.json" in self.listed and path not in self._records]
         futures = {path: self.store.later(partial(self._finished_file, path, identity)) for path in asked}
         self._records.update((path, future.result()) for path, future in futures.items())
-        return {path: file for path in paths if (file := self._records.get(path))}
+        files = ((file.path, len(file.checksums), self._records.get(file.path)) for file in plan.layout.files if file.path in paths)
+        return {path: record for path, checksums, record in files if record and len(record.checksums) == checksums}
 
     def _finished_file(self, path: str, identity: str) -> _FinishedFile | None:
         """A file, if its record is of this plan and of the file that is there."""
@@ -269,7 +271,8 @@ class StoreFolder:
         if (record.get("plan"), record.get("bytes"), record.get("stamp")) != (identity, entry.nbytes, entry.stamp):
             return None
         try:
-            return _FinishedFile(entry, dict(blocks_of(record)), str(record.get("source", "")))
+            checksums = tuple(natural(crc) & 0xFFFFFFFF for crc in record.get("checksums", ()))
+            return _FinishedFile(entry, dict(blocks_of(record)), str(record.get("source", "")), checksums)
         except (ValueError, TypeError):
             return None
 
@@ -284,12 +287,12 @@ class StoreFolder:
         self._log_begin([file for file in plan.layout.files if file.path in paths], budget, workers)
         routes, ended = sorted({i for task in tasks for i in task.routes}), list[str]()
 
-        def end(path: str, complete: Callable[[], Entry], digests: Iterable[tuple[BlockKey, bytes]]) -> None:
+        def end(path: str, complete: Callable[[], tuple[Entry, Sequence[int | None]]], digests: Iterable[tuple[BlockKey, bytes]]) -> None:
             self._check_begun()
-            entry = complete()
+            entry, checksums = complete()
             ended.append(f"{_FILES}{path}.json")
-            self._record(trace, entry, digests)
-            self._complete[path] = entry
+            self._record(trace, entry, digests, checksums)
+            self._complete[path] = _FinishedFile(entry, {}, trace, checksums)
 
         try:
             for each in list(passes(plan, paths - self._complete.keys(), routes, budget.most_open, tiles)):
@@ -311,7 +314,7 @@ class StoreFolder:
             workers=workers,
         )
 
-    def _record(self, source: str, entry: Entry, digests: Iterable[tuple[BlockKey, bytes]]) -> None:
+    def _record(self, source: str, entry: Entry, digests: Iterable[tuple[BlockKey, bytes]], checksums: Sequence[int | None]) -> None:
         """Record that a file is complete. source: the trace of the source."""
         content = {
             "plan": self._identity,
@@ -319,16 +322,17 @@ class StoreFolder:
             "stamp": entry.stamp,
             "source": source,
             "blocks": [[*key, digest.hex()] for key, digest in digests],
+            "checksums": checksums,
         }
         self.store.put(f"{_FILES}{entry.path}.json", json.dumps(content).encode())
 
-    def commit(self, plan: Plan, made: Callable[[Read], Iterator[Sidecar]]) -> None:
+    def commit(self, plan: Plan, made: Records) -> None:
         # The manifest comes last: a folder with a manifest is complete.
         store = self.store
         sampled = {
             (path, start, stop - start): store.later(partial(self._read, path, start, stop - start))
-            for path, entry in self._complete.items()
-            for start, stop in sample_ranges(entry.nbytes)
+            for path, file in self._complete.items()
+            for start, stop in sample_ranges(file.entry.nbytes)
         }
 
         def read(path: str, byte_offset: int, nbytes: int) -> bytes:
@@ -337,7 +341,7 @@ class StoreFolder:
 
         for sidecar in plan.layout.sidecars:
             store.create(sidecar.path, sidecar.content)
-        for record in made(read):
+        for record in made((file.sealed(self._finished(file.path).checksums) for file in plan.layout.files), read):
             store.create(record.path, record.content)
             assert record.path != MANIFEST or not sampled
         self._end(f"{_FILES}{path}.json" for path in self._complete)
@@ -347,11 +351,15 @@ class StoreFolder:
         self.store.remove(records)
         self.store.remove([BEGUN])
 
+    def _finished(self, path: str) -> _FinishedFile:
+        """A file that is complete. Raises TargetInUse if its record is not there any more."""
+        if path not in self._complete:
+            raise TargetInUse(f"another process has removed the record of {path}", where=self.place, do="Wait until it has ended")
+        return self._complete[path]
+
     def _read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
         """Bytes of a file that is complete. Raises TargetInUse if another process has written it again, or has completed the target."""
-        entry = self._complete.get(path)
-        if entry is None:
-            raise TargetInUse(f"another process has removed the record of {path}", where=self.place, do="Wait until it has ended")
+        entry = self._finished(path).entry
         try:
             return bytes(self.store.read(entry, byte_offset, byte_offset + nbytes))
         except CheckpointError as error:
@@ -418,7 +426,7 @@ class StoreFolder:
         if entry is None or entry.nbytes > _MOST_BYTES:
             return {}
         record = json_object(self._content(entry) or b"")
-        return record if record.keys() - {"source"} == _KEYS_OF_FILE else {}  # version 0.1.0 does not say the source
+        return record if record.keys() - {"source", "checksums"} == _KEYS_OF_FILE else {}  # version 0.1.0 does not say these two
 
     def _content(self, entry: Entry) -> bytes | None:
         """A record that lay there at first, or what has replaced it; None if another process has removed it since."""

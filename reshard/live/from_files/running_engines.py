@@ -7,19 +7,17 @@ commit   the end of the streams: the ranks then agree, and install what came (se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from reshard.engine.blocks import Held, Job, block_jobs, copied_blocks, widest_element, workers_of
 from reshard.engine.checks.reading import Reading
-from reshard.engine.destinations.destination import Begun, FinishedBlocks
+from reshard.engine.destinations.destination import Begun, FinishedBlocks, Records
 from reshard.engine.destinations.journal import RunHeader
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recipes.quantizer import Tiles
-from reshard.engine.record import Read
 from reshard.errors import UnsupportedError
 from reshard.live.from_files.rank_streams import RankStreams
-from reshard.plans.layout import Sidecar
 from reshard.plans.manifest import Manifest
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey, Task
@@ -88,7 +86,7 @@ class RunningEngines:
         jobs = block_jobs(plan, [i for task in tasks for i in task.routes], tiles, held)
         return copied_blocks(plan, self._streams, jobs, widest_element(plan), self.workers(plan, tasks), held=held, reading=reading)
 
-    def commit(self, plan: Plan, made: Callable[[Read], Iterator[Sidecar]]) -> None:
+    def commit(self, plan: Plan, made: Records) -> None:
         self._streams.end()
 
     def abandon(self) -> None:

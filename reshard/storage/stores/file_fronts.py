@@ -2,7 +2,8 @@
 
     written at any offset -> waits until everything before it has come -> appended to the upload of its file
 
-Blocks come almost in the order of the files, so that little waits. The bytes that the plan knows (headers, padding) come on their own.
+Blocks come almost in the order of the files, so that little waits. The bytes that the plan knows (headers, padding) come on their own, with
+the checksums of what came before them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from reshard.geometry.value import value
+from reshard.storage.checksums import FileChecksums, StoredChecksum
 from reshard.storage.stores.store import CheckedUpload, Entry, Store
 
 SMALLEST_PART = 8 << 20
@@ -35,6 +37,8 @@ class FrontFile:
     """Its length."""
     fixed: Callable[[], Iterator[tuple[int, bytes]]]
     """The bytes that nobody writes because they are known: (byte offset, bytes), in order."""
+    checksums: Sequence[StoredChecksum] = ()
+    """The checksums that are filled in among them."""
 
 
 class FileFronts:
@@ -64,11 +68,13 @@ class FileFronts:
         for i, byte_offset in enumerate(byte_offsets):
             self.write(path, byte_offset, buffer[i * length : (i + 1) * length])
 
-    def complete(self, path: str) -> Entry:
-        """Complete a file of which every byte has been written. Raises SystemRefusal if the store does not have it in full."""
+    def complete(self, path: str) -> tuple[Entry, Sequence[int | None]]:
+        """Complete a file of which every byte has been written. Returns also the values of its checksums.
+
+        Raises: SystemRefusal if the store does not have it in full.
+        """
         entry = self._fronts[path].complete()
-        del self._fronts[path]
-        return entry
+        return entry, self._fronts.pop(path).checksums.known
 
     def abort(self) -> None:
         """Give up all files that are not complete. Nothing of them is left in the store."""
@@ -85,6 +91,7 @@ class _Front:
 
     def __init__(self, store: Store, file: FrontFile, at_once: int, account: Callable[[int], None]) -> None:
         self._store, self._file, self._at_once, self._account = store, file, at_once, account
+        self.checksums = FileChecksums(file.checksums)
         self._upload: CheckedUpload | None = None
         self._at = 0
         self._waiting: dict[int, bytes] = {}
@@ -128,7 +135,8 @@ class _Front:
             self._next_fixed = next(self._fixed, None)
 
     def _append(self, data: bytes) -> None:
-        self._begun().write(data)
+        self.checksums.add(self._at, data)
+        self._begun().write(self.checksums.filled_in(self._at, data))
         self._at += len(data)
 
     def _begun(self) -> CheckedUpload:

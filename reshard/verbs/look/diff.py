@@ -9,6 +9,7 @@ from typing import Unpack
 
 from reshard.canonical.content import Selection
 from reshard.engine.checks.reading import Reading
+from reshard.engine.checks.recorded_digests import check_digests
 from reshard.engine.compare import Comparison, Difference, Side, comparable
 from reshard.engine.pool import Effort
 from reshard.engine.walk import BlockPlace, Read, walk
@@ -134,6 +135,7 @@ def diff(
     effort = Effort(**options)
     sides = sides_of(left, right, selection)
     result = Diff()
+    result.notes.extend(check_digests(effort, *((side.files, side.index.tensors) for side in sides)).notes())
     pairs = list(comparable(*sides, result, with_cast=not headers))
     compare_counts(*sides, result)
     if not headers:

@@ -55,6 +55,8 @@ class Patient:
     """How much of the machine its checks may use."""
     read: Effort
     """The same, which also counts the bytes of tensors that are read."""
+    deep: bool
+    """Whether its files and values are read."""
 
     @property
     def files(self) -> Files:
@@ -183,7 +185,9 @@ CHECKS: tuple[tuple[str, Callable[[Patient], Iterator[Finding]]], ...] = (
     ("opened", _missing_scales),
     ("opened", lambda patient: structure.uneven_steps(patient.index, patient.files)),
     ("opened", lambda patient: structure.optimizer_state(patient.index)),
+    ("", lambda patient: files.integrity(patient.files, patient.paths, deep=patient.deep)),
     ("deep", _wrong_checksums),
+    ("deep", lambda patient: files.wrong_digests(patient.files, patient.paths, patient.effort)),
     ("opened deep", _faults),
     ("opened deep", lambda patient: elements.bad_numbers(patient.measured)),
     ("opened deep", lambda patient: elements.lifeless_tensors(patient.measured)),
@@ -208,14 +212,14 @@ def doctor(path: PathLike, *, deep: bool = False, since: PathLike | None = None,
     Raises: RequestError if there is no checkpoint at the path, or an option does not apply.
     """
     given: dict[str, Any] = dict(options)
-    effort, nbytes = Effort(**take(given, EffortOptions)), 0
+    effort, nbytes = replace(Effort(**take(given, EffortOptions)), verify_source=False), 0  # `deep` compares all digests
 
     def count(more: int) -> None:
         nonlocal nbytes
         nbytes += more
         effort.report(more)
 
-    patient = Patient(*_opened(path, given), since or "", effort, replace(effort, progress=count))
+    patient = Patient(*_opened(path, given), since or "", effort, replace(effort, progress=count), deep)
     format = patient.checkpoint.format or None
     has = {word for word, applies in (("opened", format), ("deep", deep), ("since", since is not None)) if applies}
     findings = [finding for needs, find in CHECKS if has.issuperset(needs.split()) for finding in find(patient)]

@@ -7,6 +7,7 @@ from typing import Unpack
 
 from reshard.canonical.content import Selection, check_selected
 from reshard.engine.checks.reading import Reading
+from reshard.engine.checks.recorded_digests import check_digests
 from reshard.engine.compare import Side, check_recorded
 from reshard.engine.pool import Effort
 from reshard.engine.recorded import fingerprint_of
@@ -37,6 +38,7 @@ def fingerprint(
         raise RequestError(f"`digest_version={digest_version}`: unknown version", do=f"Use one of {', '.join(map(str, VERSIONS))}")
     version = CURRENT if digest_version is None else VERSIONS[digest_version]
     effort, checkpoint = Effort(**options), opened(source)
+    check_digests(effort, (checkpoint.files, checkpoint.index.tensors))
     side = Side(checkpoint.files, checkpoint.index, checkpoint.content(selection))
     check_selected(side.content)
     tensors = side.content.tensors

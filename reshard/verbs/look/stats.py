@@ -8,6 +8,7 @@ from typing import Any, Unpack
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs, check_globs, matches
 from reshard.engine.checks.reading import Reading
+from reshard.engine.checks.recorded_digests import check_digests
 from reshard.engine.pool import Effort
 from reshard.engine.walk import BlockPlace, Read, walk
 from reshard.geometry.boxes import blocks
@@ -112,6 +113,7 @@ def stats(
     given: dict[str, Any] = dict(options)
     effort = Effort(**take(given, EffortOptions))
     checkpoint = source if isinstance(source, Checkpoint) else open(source, **given)
+    check_digests(effort, (checkpoint.files, checkpoint.index.tensors))
     tensors = wanted(checkpoint, as_globs(globs), optimizer=optimizer)
     found: dict[int, TensorStatistics] = {}
     parts = {number: ValueDistribution() for number in range(len(tensors))}
