@@ -22,7 +22,7 @@ from reshard.plans.plan import Plan
 from reshard.storage.claims import Claim, Claims, SourceChecks
 from reshard.storage.crc32 import PiecesCrc32, crc32
 from reshard.storage.files import Files
-from reshard.storage.trees import FilesElsewhere
+from reshard.storage.trees import JoinedFiles
 
 # Gaps of a storage, or runs of one call, beyond which pieces are only counted.
 _MOST_PIECES = 64
@@ -66,7 +66,7 @@ class Reading:
     def check_unchanged(files: Files, index: Index, is_same: Callable[[], bool] = lambda: True, *, verb: str = "read") -> None:
         """Raises CheckpointError if a file was written after its metadata was read.
 
-        A file that was replaced, renamed or linked, or whose mode changed, may hold the same bytes: is_same: reads them again.
+        is_same: reads again what a file holds that was replaced, renamed or linked, or whose mode changed: it may be the same.
         """
         changes = {files.changed(file.path): file.path for file in index.files}
         if "written" not in changes and "touched" in changes and not is_same():
@@ -118,32 +118,21 @@ class _SeenFile:
             return None if self.is_done(claim) else self.open.setdefault(claim.start, self.open.get(claim.start) or _Storage(claim))
 
 
-class _SeenFiles(FilesElsewhere):
+class _SeenFiles(JoinedFiles):
     """`Files` whose bytes are compared with the checksums that their readers claim."""
 
     def __init__(self, files: Files, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        self._main, self.root, self._tensors, self._files = files, files.root, tensors, dict[str, _SeenFile]()
-
-    @property
-    def is_file(self) -> bool:
-        return self._main.is_file
-
-    def parent(self) -> Files | None:
-        return self._main.parent()
-
-    def list(self, folder: str = "") -> tuple[str, ...]:
-        return self._main.list(folder)
-
-    def _find(self, path: str) -> tuple[Files, str]:
-        return self._main, path
+        super().__init__(files, ())
+        # The files are kept, so that no others get their identity.
+        self._unseen, self._tensors, self._files = files, tensors, dict[str, _SeenFile]()
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        self._main.read_into(path, byte_offset, buffer)
+        super().read_into(path, byte_offset, buffer)
         if file := self._claimed(path):
             self._see(file, path, byte_offset, buffer)
 
     def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
-        self._main.read_runs(path, byte_offsets, buffer)
+        super().read_runs(path, byte_offsets, buffer)
         if not (file := self._claimed(path)):
             return
         length = len(buffer) // len(byte_offsets)
@@ -169,10 +158,10 @@ class _SeenFiles(FilesElsewhere):
     def see_again(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         parts: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for path, start, stop in ranges:
-            for claim in self._main.claims(path).meeting(start, stop):
+            for claim in self.claims(path).meeting(start, stop):
                 parts.setdefault((path, claim.start), []).append((max(start, claim.start), min(stop, claim.stop)))
         for (path, start), of_storage in parts.items():
-            (claim,) = self._main.claims(path).meeting(start, start + 1)
+            (claim,) = self.claims(path).meeting(start, start + 1)
             if sum(last - first for first, last in of_storage) < claim.stop - claim.start:
                 for first, last in of_storage:
                     for at, buffer in _buffers(first, last):
@@ -180,7 +169,7 @@ class _SeenFiles(FilesElsewhere):
 
     def _claimed(self, path: str) -> _SeenFile | None:
         """What was read of a file that tells checksums; None for another file."""
-        file = self._files.get(path) or self._files.setdefault(path, _SeenFile(self._main.claims(path)))
+        file = self._files.get(path) or self._files.setdefault(path, _SeenFile(self.claims(path)))
         return file if file.claims else None
 
     def _see(self, file: _SeenFile, path: str, byte_offset: int, data: memoryview) -> None:
@@ -224,7 +213,7 @@ class _SeenFiles(FilesElsewhere):
                 return
             for start, stop in storage.pieces.lacks(0, storage.pieces.nbytes):
                 for at, buffer in _buffers(start, stop):
-                    self._main.read_into(path, storage.claim.start + at, buffer)
+                    super().read_into(path, storage.claim.start + at, buffer)
                     storage.pieces.add(at, at + len(buffer), crc32(buffer))
             crc = storage.pieces.crc
             assert crc is not None
@@ -232,7 +221,7 @@ class _SeenFiles(FilesElsewhere):
 
     def _compare(self, file: _SeenFile, path: str, claim: Claim, crc: int) -> None:
         if crc != claim.crc32:
-            member = member_name(Range(self._main, path, claim.header))
+            member = member_name(Range(self._unseen, path, claim.header))
             users = sorted({*self._users(path, claim, file.claims)})
             why = f"{some(users)} {'has its' if len(users) == 1 else 'have their'} values there, so they would be wrong" if users else None
             raise wrong_crc32(path.replace("\0", " bytes "), member, crc, claim.crc32, why)
