@@ -12,6 +12,7 @@ from typing import Any
 from reshard.canonical.content import AppliedDelta, Drop
 from reshard.canonical.dequantization import QuantizedFamily
 from reshard.canonical.tensor_classes import StoredModel
+from reshard.engine.checks.recorded_digests import FileDigests
 from reshard.engine.destinations.forecast import StoreForecast
 from reshard.health.findings import Finding, FindingKind, Report
 from reshard.index.balance import ByteShare
@@ -59,7 +60,7 @@ _SERVER = {
 }  # fmt: skip
 _RESULT = {
     "path": str, "files": [StoredFile], "dropped": [DropSummary], "notes": [str], "findings": [Finding], "fingerprint": str,
-    "seconds": float, "unchanged": bool, "source_checks": SourceChecks,
+    "seconds": float, "unchanged": bool, "source_checks": SourceChecks, "source_digests": FileDigests,
 }  # fmt: skip
 _LEARNED_SIZE = {"tp": [int], "pp": int, "ep": bool, "withheld": NUMBER}
 _STORED = {
