@@ -11,7 +11,8 @@ from reshard.canonical.optimizer_state import ROOTS, names_for, plain_groups
 from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor, class_of
-from reshard.containers.torch_zip import AnyTensor, LocatedTensor, UnlocatedTensor, is_plain_tensor
+from reshard.containers.inert_pickle import Inert
+from reshard.containers.torch_zip import DISTRIBUTED, AnyTensor, LocatedTensor, UnlocatedTensor, class_of_array, is_plain_tensor
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.value import value
@@ -27,7 +28,6 @@ FLAT = "_flat_param"
 
 # The last file that `_model_of_file` read of each tree: several formats look at the same file.
 _LAST_READ: WeakKeyDictionary[Files, tuple[str, Mapping[Any, Any]]] = WeakKeyDictionary()
-_DISTRIBUTED = ("DTensor", "ShardedTensor")
 # Limits the nesting that is followed: the dict of a hostile file can hold itself.
 _DEEPEST = 8
 
@@ -43,7 +43,9 @@ class SavedOptimizer:
 
     def names(self, parameters: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[Mapping[Any, str], list[str]]:
         """The names of the parameters that it lists, and notes on how they are known. parameters: names and shapes of the model's."""
-        shapes = {parameter: local.shape for parameter, kind, local in self.tensors if kind != "step"}
+        # Elements of lists, counts and other numbers have shapes of their own.
+        of_shape = (state for state in reversed(self.tensors) if state[2].shape and "." not in state[1])
+        shapes = {parameter: local.shape for parameter, _, local in of_shape}
         return names_for(self.state_dict, self.numbers(), shapes, parameters)
 
     def numbers(self) -> tuple[tuple[Any, ...], ...]:
@@ -81,10 +83,13 @@ def read_optimizer(files: Files, path: str) -> SavedOptimizer:
 
 
 def decoded(state_dict: Mapping[Any, Any], path: str) -> tuple[list[tuple[str, LocalTensor]], list[str]]:
-    """The tensors in a model's state dict by name, as the file at `path` holds them, and the names of everything else in it."""
+    """The tensors and array-like objects in a model's state dict by name, as the file at `path` holds them, and the names of everything
+    else in it. Those in lists and dicts have their numbers and keys behind the name. An optimizer beside the weights is not among them.
+    """
     decoder, tensors, others = Decoder(path), list[tuple[str, LocalTensor]](), list[str]()
-    for key, value in state_dict.items():
-        local = decoder.decode(str(key), value)
+    own = (entry for entry in state_dict.items() if entry[0] not in ROOTS or optimizer_part(dict([entry])) is None)
+    for key, value in (part for name, entry in own for part in leaves(str(name), entry)):
+        local = decoder.decode(key, value)
         if local is None:
             others.append(str(key))
         else:
@@ -99,7 +104,7 @@ def holds_tensors(files: Files, path: str) -> bool:
 
 def holds_sharded_tensors(files: Files, path: str) -> bool:
     """Whether a torch.save file holds DTensors or ShardedTensors of a model; False also for a file that cannot be read."""
-    return any(class_of(value) in _DISTRIBUTED for value in _model_of_file(files, path).values())
+    return any(class_of(value) in DISTRIBUTED for value in _model_of_file(files, path).values())
 
 
 def holds_flat_parameters(files: Files, path: str) -> bool:
@@ -139,20 +144,30 @@ def stored_entry(path: str, entry: TensorEntry) -> LocatedTensor:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a value of a pickle is a tensor, plain or distributed."""
-    return is_plain_tensor(value) or class_of(value) in _DISTRIBUTED
+    """Whether a value of a pickle is a tensor, plain, distributed or of any other class."""
+    return is_plain_tensor(value) or class_of(value) in DISTRIBUTED or (isinstance(value, Inert) and bool(class_of_array(value)))
 
 
 def flat(module: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """The values of a nested state dict under their full names.
+    """The values of a nested state dict under their full names; lists that hold arrays with their numbers, as torch flattens them.
 
     Megatron's GPT models nest theirs: {"language_model": {"encoder": ...}}.
     """
     for name, value in module.items():
         if isinstance(value, Mapping) and depth < _DEEPEST:
             yield from flat(value, f"{prefix}{name}.", depth + 1)
+        elif isinstance(value, list | tuple) and depth < _DEEPEST:
+            yield from leaves(f"{prefix}{name}", value, depth + 1)
         else:
             yield f"{prefix}{name}", value
+
+
+def leaves(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """What a list, tuple or dict holds, if there are arrays in it: each value under its own name. Otherwise the value itself."""
+    if isinstance(value, Mapping | list | tuple) and class_of_array(value) not in ("", torch_zip.STORAGE):
+        yield from flat(value if isinstance(value, Mapping) else dict(enumerate(value)), f"{name}.", depth)
+    else:
+        yield name, value
 
 
 def model_part(root: Any) -> tuple[Mapping[Any, Any] | None, list[str]]:
@@ -172,7 +187,7 @@ def beside_model(root: Any) -> Iterator[tuple[str, Any]]:
     *around, _ = _levels(root)
     for level, model_key in around:
         others = {key: value for key, value in level.items() if key != model_key and key not in ROOTS}
-        yield from ((name, value) for name, value in flat(others) if is_tensor(value))
+        yield from ((name, value) for name, value in flat(others) if is_tensor(value) or class_of_array(value))
 
 
 def _levels(root: Any) -> Iterator[tuple[Any, Any]]:
@@ -207,7 +222,9 @@ def optimizer_part(root: Any, depth: int = 0) -> Mapping[str, Any] | None:
         return None
     if isinstance(root.get("state"), Mapping) and "param_groups" in root:
         return root
-    parts = (optimizer_part(root[key], depth + 1) for key in ROOTS if key in root)
+    # Lightning keeps a list of optimizers.
+    stored = (root[key] for key in ROOTS if key in root)
+    parts = (optimizer_part(part[0] if isinstance(part, list) and len(part) == 1 else part, depth + 1) for part in stored)
     return next((part for part in parts if part is not None), None)
 
 
@@ -215,7 +232,7 @@ def states(optimizer: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
     """(the parameter's name or number, kind of state, value) of each entry of an optimizer's state."""
     for parameter, kinds in optimizer["state"].items():
         if isinstance(kinds, Mapping):
-            yield from ((parameter, str(kind), value) for kind, value in kinds.items())
+            yield from ((parameter, name, part) for kind, value in kinds.items() for name, part in leaves(str(kind), value))
 
 
 def group_numbers(optimizer: Mapping[str, Any]) -> tuple[tuple[Any, ...], ...]:

@@ -31,7 +31,7 @@ from dataclasses import replace
 
 from reshard.canonical.name_variants import Names
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
-from reshard.canonical.optimizer_state import is_state_key
+from reshard.canonical.optimizer_state import is_state_key, owner
 from reshard.canonical.renaming import renamed, without_wrappers
 from reshard.errors import RequestError
 from reshard.geometry.quantities import grouped
@@ -249,5 +249,5 @@ def _of_another_model(tensor: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
 
 def is_of_optimizer(tensor: Tensor, weights: Mapping[str, Tensor]) -> bool:
     """Whether a tensor of kind "state" belongs to an optimizer: to a parameter, or to the optimizer itself."""
-    of_optimizer = is_state_key(tensor.name) or root_of(tensor.name) in OPTIMIZER_ROOTS or tensor.name.rpartition(".")[0] in weights
+    of_optimizer = is_state_key(tensor.name) or root_of(tensor.name) in OPTIMIZER_ROOTS or owner(tensor, weights) is not None
     return tensor.kind == "state" and of_optimizer
