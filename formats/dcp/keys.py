@@ -212,7 +212,7 @@ def _settings_by_group(folder: DcpFolder, root: str, wanted: set[str] | None) ->
             chosen.append((group, setting, item))
     settings: dict[Any, dict[str, Any]] = {}
     lists: dict[tuple[Any, str], dict[int, Any]] = {}
-    for (group, setting, _), value in zip(chosen, folder.values([item for _, _, item in chosen]), strict=True):
+    for (group, setting, _), value in zip(chosen, folder.settings([item for _, _, item in chosen]), strict=True):
         name, _, number = setting.rpartition(".")
         if name and number.isdecimal():  # torch flattens a list in which there is a tensor, such as betas
             of_list = lists.setdefault((group, name), {})

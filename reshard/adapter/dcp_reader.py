@@ -110,6 +110,10 @@ class DcpFolder:
         """The objects and numbers in several entries, in order."""
         return side_by_side(self._tree, self.value, items)
 
+    def settings(self, items: Iterable[BytesItem | TensorItem]) -> Iterator[Any]:
+        """The settings of param groups in several entries, in order: tensors of one element are numbers."""
+        return (torch_zip.as_setting(self._tree, value) for value in self.values(items))
+
     def _extent(self, item: TensorItem) -> Callable[[int], Extent]:
         """A function from the row of a box to where its bytes lie. It checks the entry against the metadata."""
 

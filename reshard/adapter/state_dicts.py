@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from reshard.canonical.optimizer_state import ROOTS, names_for, plain_groups
+from reshard.canonical.optimizer_state import GROUPS, ROOTS, names_for, plain_groups
 from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor, class_of
 from reshard.containers.inert_pickle import Inert
 from reshard.containers.torch_zip import DISTRIBUTED, AnyTensor, LocatedTensor, UnlocatedTensor, class_of_array, is_plain_tensor
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.value import value
 from reshard.index.index import ParamGroup
@@ -95,6 +95,19 @@ def decoded(state_dict: Mapping[Any, Any], path: str) -> tuple[list[tuple[str, L
         else:
             tensors.append((str(key), local))
     return tensors, others
+
+
+def plain_tensors(values: Mapping[Any, Any], path: str) -> dict[str, AnyTensor]:
+    """The plain tensors among the values by name. Raises UnsupportedError, naming the class, for an array of any other class."""
+    for name, value in values.items():
+        if class_name := class_of_array(value):
+            raise UnsupportedError(
+                f"it is stored as {class_name}, and a plain tensor is needed here",
+                where=f"{name} in {path}",
+                why="Only the code of that class knows which values its parts stand for",
+                do="Save plain tensors, for example by `.dequantize()` or `.to_dense()`",
+            )
+    return {str(name): value for name, value in values.items() if is_plain_tensor(value)}
 
 
 def holds_tensors(files: Files, path: str) -> bool:
@@ -186,7 +199,7 @@ def beside_model(root: Any) -> Iterator[tuple[str, Any]]:
     """The tensors beside the model's dict and the optimizer, under names that begin with their keys."""
     *around, _ = _levels(root)
     for level, model_key in around:
-        others = {key: value for key, value in level.items() if key != model_key and key not in ROOTS}
+        others = {key: value for key, value in level.items() if key != model_key and optimizer_part({key: value}) is None}
         yield from ((name, value) for name, value in flat(others) if is_tensor(value) or class_of_array(value))
 
 
@@ -229,14 +242,20 @@ def optimizer_part(root: Any, depth: int = 0) -> Mapping[str, Any] | None:
 
 
 def states(optimizer: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
-    """(the parameter's name or number, kind of state, value) of each entry of an optimizer's state."""
+    """(the parameter's name or number, kind of state, value) of each entry of an optimizer's state; of GROUPS, each array among the
+    settings of its param groups."""
     for parameter, kinds in optimizer["state"].items():
         if isinstance(kinds, Mapping):
             yield from ((parameter, name, part) for kind, value in kinds.items() for name, part in leaves(str(kind), value))
+    settings = leaves("", dict(enumerate(_listed(optimizer.get("param_groups")))))
+    yield from ((GROUPS, name.lstrip("."), value) for name, value in settings if class_of_array(value) or is_tensor(value))
 
 
 def group_numbers(optimizer: Mapping[str, Any]) -> tuple[tuple[Any, ...], ...]:
     """The names or numbers of the parameters of each param group."""
-    groups = optimizer.get("param_groups")
-    listed = [group.get("params") for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
+    listed = [group.get("params") for group in _listed(optimizer.get("param_groups")) if isinstance(group, Mapping)]
     return tuple(tuple(params) for params in listed if isinstance(params, list | tuple))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

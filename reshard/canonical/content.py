@@ -105,6 +105,11 @@ class Drop:
     reason: str
     """Why it is left out."""
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether it is an array of a class that reshard does not read."""
+        return self.reason.endswith(_NOT_READ)
+
     @classmethod
     def of(cls, tensor: Tensor, reason: str, kind: str | None = None) -> Drop:
         """The drop of a tensor. kind: what to call it; None for its own kind."""
@@ -245,9 +250,7 @@ class Content:
     def withheld(self) -> tuple[Drop, ...]:
         """The tensors that are left out because they are no weights of the model or are not read, without other optimizer state."""
         others = (_OPTIMIZER, _OF_NO_WEIGHT)
-        return tuple(
-            drop for drop in self.drops if (drop.kind in _WITHHELD and drop.reason not in others) or drop.reason.endswith(_NOT_READ)
-        )
+        return tuple(drop for drop in self.drops if (drop.kind in _WITHHELD and drop.reason not in others) or drop.is_unread)
 
     @cached_property
     def missing(self) -> tuple[str, ...]:

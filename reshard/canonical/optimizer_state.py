@@ -30,7 +30,7 @@ STATE_KINDS: Mapping[str, Kind] = {
     "master_param": "master",
     "fp32_param": "master",
 }
-STEP = "step"
+STEP, GROUPS = "step", "param_groups"
 # The name that torch's optimizers give to each kind.
 _TORCH_NAMES: Mapping[Kind, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": STEP}
 _PREFIX, _MASTER = "optim.state.", "master_param"
@@ -47,7 +47,7 @@ def state_kind(name: str | None, parameter: Any, torch_name: str) -> tuple[Kind,
     """
     kind = STATE_KINDS.get(torch_name)
     if name is None:
-        return "state", f"optim.state.{parameter}.{torch_name}"
+        return "state", f"optim.{'' if parameter == GROUPS else 'state.'}{parameter}.{torch_name}"
     return (kind, name) if kind else ("state", f"{name}.{torch_name}")
 
 

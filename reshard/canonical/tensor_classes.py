@@ -131,7 +131,7 @@ def _kind_under_root(root: str, by_root: Mapping[str, list[Tensor]], beside: Ite
     like_weights = (each for each in tensors if len(each.shape) > 1 or (each.shape and _WEIGHT_LIKE.search(each.name)))
     has_weights = any(tensor.name in trained for tensor in tensors) or any(map(_is_number, like_weights))
     if root in beside:
-        return "other" if has_weights and root not in RUN_ROOTS else "state"
+        return "other" if has_weights and root not in RUN_ROOTS and root not in OPTIMIZER_ROOTS else "state"
     if root in RUN_ROOTS and not has_weights:
         return "state"
     if root in _EMA_ROOTS and by_root.keys() - _EMA_ROOTS - RUN_ROOTS and not any(tensor.name in trained for tensor in tensors):

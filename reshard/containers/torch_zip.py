@@ -174,8 +174,10 @@ def class_of_array(value: Any) -> str:
 
     Array-like is what holds a tensor or a storage, and what makes an array without one: of objects, on the meta device.
     """
+    if is_plain_tensor(value):
+        return ""
     name = value.class_name if isinstance(value, Inert) else STORAGE if isinstance(value, _Storage) else type(value).__name__
-    if is_plain_tensor(value) or not (_MAKES_ARRAY.search(name) or next(tensors_in(value), None)) or _RANDOM.search(name):
+    if _RANDOM.search(name) or not (_MAKES_ARRAY.search(name) or next(tensors_in(value), None)):
         return ""
     made_of = value.args[:1] if isinstance(value, Inert) and name.startswith("numpy.") else ()
     if made_of and isinstance(made_of[0], type):
@@ -204,21 +206,19 @@ def tensors_in(*values: Any) -> Iterator[Any]:
             left.extend(inside.values() if isinstance(inside, dict) else inside)
 
 
-def number(files: Files, tensor: Any) -> float | None:
-    """The value of a tensor of one element, as its shortest decimal; None for anything else."""
-    if not is_plain_tensor(tensor) or math.prod(tensor.shape) != 1:
-        return None
-    return tensor.dtype.number(read_range(files, tensor.path, Locations(files).of(tensor), tensor.dtype.itemsize))
+def as_setting(files: Files, value: Any) -> Any:
+    """A setting with numbers, as their shortest decimals, in place of tensors of one element; also in a list, such as betas."""
+    if isinstance(value, list | tuple) and len(value) < _MOST_NUMBERS and any(map(is_plain_tensor, value)):
+        return type(value)(as_setting(files, part) for part in value)
+    if not is_plain_tensor(value) or math.prod(value.shape) != 1:
+        return value
+    number = value.dtype.number(read_range(files, value.path, Locations(files).of(value), value.dtype.itemsize))
+    return value if number is None else number
 
 
 def _read_settings(files: Files, root: Any) -> None:
     """Put numbers in place of the tensors of one element among the settings of param groups, in all optimizers' state dicts in `root`: an
     optimizer keeps its learning rate and betas as either."""
-
-    def read(setting: Any) -> Any:
-        if isinstance(setting, list | tuple) and not isinstance(setting, _Storage) and any(map(is_plain_tensor, setting)):
-            return type(setting)(map(read, setting)) if len(setting) < _MOST_NUMBERS else setting
-        return setting if (value := number(files, setting)) is None else value
 
     left, visited = [root], set[int]()
     while left:
@@ -228,7 +228,7 @@ def _read_settings(files: Files, root: Any) -> None:
         visited.add(id(value))
         if isinstance(value, dict) and isinstance(value.get("param_groups"), list):
             for group in (group for group in value["param_groups"] if isinstance(group, dict)):
-                group.update({key: read(setting) for key, setting in group.items()})
+                group.update({key: as_setting(files, setting) for key, setting in group.items()})
         elif isinstance(value, dict | list):
             left.extend(part for part in (value.values() if isinstance(value, dict) else value) if isinstance(part, dict | list))
 

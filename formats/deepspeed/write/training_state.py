@@ -10,7 +10,7 @@ from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import is_plain, parameter_and_kind
 from reshard.containers.pickle_writer import Call, Instance, Name
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.value import value
 from reshard.index.index import ParamGroup, Tensor
@@ -171,6 +171,8 @@ def training_state(content: Content, target: Target, what: str) -> TrainingState
         kinds = {kind for name in group.names for kind in states[name]}
         if lacking := [(name, kind) for name in group.names for kind in sorted(kinds) if kind not in states[name]]:
             name, kind = lacking[0]
+            if unread := next((drop.reason for drop in content.drops if drop.name == name and drop.is_unread), None):
+                raise UnsupportedError(f"its {kind} is {unread}", where=name, do="Write `to=dcp` or `to=fsdp`, which leave it out")
             raise CheckpointError(
                 f"the optimizer's state has no {kind}, which other parameters of its param group have",
                 where=name,

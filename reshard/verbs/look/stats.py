@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Unpack
 
-from reshard.canonical.content import Selection
+from reshard.canonical.content import Selection, check_read
 from reshard.canonical.globs import as_globs, check_globs, matches
 from reshard.engine.pool import Effort
 from reshard.engine.walk import BlockPlace, Read, walk
@@ -149,4 +149,6 @@ def wanted(checkpoint: Checkpoint, globs: tuple[str, ...], *, optimizer: bool) -
         if optimizer or tensor.kind not in _OPTIMIZER or (tensor.kind == "master" and tensor.name not in weights)
     ]
     check_globs("GLOB", globs, dict.fromkeys(tensor.name for tensor in chosen))
-    return [tensor.without_replicas() for tensor in chosen if not globs or matches(tensor.name, globs)]
+    read = [tensor for tensor in chosen if not globs or matches(tensor.name, globs)]
+    check_read(read)
+    return [tensor.without_replicas() for tensor in read]
