@@ -1,9 +1,13 @@
 """Whatever is array-like among weights and optimizer state is carried, refused by the name of its class, or named in the result."""
 
+import argparse
 import dataclasses
 import hashlib
 import json
+import pickle
+import shutil
 import struct
+import types
 
 import numpy as np
 import pytest
@@ -368,3 +372,66 @@ def test_objects_of_dcp_that_hold_arrays_are_read_or_named(tmp_path):
     dcp.save({"model": {**model, "held": Holder(W)}}, checkpoint_id=tmp_path / "b", no_dist=True)
     result = run("convert", tmp_path / "b", tmp_path / "out2", "--to", "hf")
     assert result.code == 6 and "held" in result.err and "Holder" in result.err
+
+
+# ---- files of frameworks, changed ----
+
+
+class Loose(pickle.Unpickler):
+    """An unpickler without the framework whose classes the file names."""
+
+    def find_class(self, module, name):
+        return type(name, (str,), {}) if module.startswith("megatron") else super().find_class(module, name)
+
+
+def changed(case, path, change, tmp_path):
+    """A copy of a fixture in which one pickle is changed. Only plain settings are kept."""
+    folder = shutil.copytree(FIXTURES / case / "checkpoint", tmp_path / "source")
+    loose = types.SimpleNamespace(Unpickler=Loose, load=pickle.load, __name__="loose")
+    root = torch.load(folder / path, weights_only=False, pickle_module=loose)
+    if "args" in root:
+        settings = vars(root["args"]).items()
+        root["args"] = argparse.Namespace(**{key: value for key, value in settings if type(value) in (int, float, str, bool)})
+    change(root)
+    torch.save(root, folder / path)
+    return folder
+
+
+DEEPSPEED = "deepspeed/z0-fp32", "global_step2/mp_rank_00_model_states.pt"
+MEGATRON = "megatron/llama-fp32", "iter_0000002/mp_rank_00/model_optim_rng.pt"
+
+
+@pytest.mark.parametrize("place", [DEEPSPEED, MEGATRON])
+def test_weights_of_other_classes_are_refused_in_the_files_of_ranks(tmp_path, place):
+    def change(root):
+        weights = root.get("module") or root["model"]
+        name, tensor = next((name, tensor) for name, tensor in weights.items() if isinstance(tensor, torch.Tensor) and tensor.dim() == 2)
+        weights[name] = tensor.to_sparse()
+
+    folder = changed(*place, change, tmp_path)
+    result = run("convert", folder, tmp_path / "out", "--to", "hf")
+    assert result.code == 6 and "torch.sparse_tensor" in result.err and "opy the file" not in result.err
+
+
+@pytest.mark.parametrize("place", [DEEPSPEED, MEGATRON])
+def test_states_and_settings_are_kept_or_named_in_the_files_of_ranks(tmp_path, place):
+    def change(root):
+        optimizer = root["optimizer"].get("optimizer", root["optimizer"])
+        for group in optimizer["param_groups"]:
+            group["lr"] = torch.tensor(0.000375)
+        next(iter(optimizer["state"].values()))["other"] = torch.ones(3).to_sparse()
+
+    folder = changed(*place, change, tmp_path)
+    vocabulary = ("--vocab-size", "64") if place == MEGATRON else ()
+    for target, options in (("hf", ()), ("dcp", ("--optimizer",))):
+        result = converted(folder, tmp_path / target, target, *options, *vocabulary)
+        assert "other" in result.out and "torch.sparse_tensor" in result.out
+    assert all(group.settings["lr"] == 0.000375 for group in reshard.open(tmp_path / "dcp").index.param_groups())
+
+
+def test_numpy_weights_of_deepspeed_are_tensors(tmp_path):
+    def change(root):
+        root["module"] = {name: tensor.numpy() for name, tensor in root["module"].items()}
+
+    folder = changed(*DEEPSPEED, change, tmp_path)
+    assert run("verify", FIXTURES / "deepspeed" / "z0-fp32" / "checkpoint", folder).code == 0
