@@ -64,13 +64,13 @@ def _read_ranks(builder: IndexBuilder, paths: list[str]) -> None:
         if hidden is None and "norm.weight" in tensors:
             hidden = math.prod(tensors["norm.weight"].shape)
         for name, local in tensors.items():
-            if [box.sizes for box, _ in local.shards] != [local.shape]:
+            if not local.is_whole:
                 raise CheckpointError(
                     "it is a distributed tensor; a plain one is expected",
                     where=f"{name} in {path}",
                     do="Give the files that Meta's code saved",
                 )
-            axis = None if len(paths) == 1 else _axis(name, local.shape, len(paths), hidden, path)
+            axis = None if len(paths) == 1 or local.dtype.is_unread else _axis(name, local.shape, len(paths), hidden, path)
             builder.add("weight", name, local if axis is None else _of_rank(local, axis, rank, len(paths)), path, rank)
 
 

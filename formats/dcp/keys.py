@@ -13,14 +13,15 @@ These are the forms of get_state_dict, of Optimizer.state_dict and of torchtitan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.adapter.dcp_reader import DcpFolder
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
-from reshard.canonical.optimizer_state import STEP, names_for, plain_groups, plain_settings, state_kind
-from reshard.canonical.tensor_classes import MODEL_ROOTS
-from reshard.containers.dcp_metadata import BytesItem, DcpMetadata
+from reshard.canonical.optimizer_state import STEP, names_for, parameter_and_kind, plain_groups, plain_settings, state_kind
+from reshard.canonical.tensor_classes import MODEL_ROOTS, RUN_ROOTS
+from reshard.containers.dcp_metadata import BytesItem, DcpMetadata, TensorItem
 from reshard.geometry.value import value
 from reshard.index.index import Kind, ParamGroup
 
@@ -67,7 +68,7 @@ def state_key(path: KeyPath) -> StateKey | None:
     if below[:1] == ("state",) and len(below) > 2:
         return StateKey(root, _number_or_name(below[1]), ".".join(map(str, below[2:])))
     if len(below) == 1 and str(below[0]).startswith("state."):
-        name, _, kind = str(below[0]).removeprefix("state.").rpartition(".")
+        name, kind = parameter_and_kind(str(below[0]).removeprefix("state."))
         return StateKey(root, _number_or_name(name), kind) if name else None
     return None
 
@@ -183,7 +184,7 @@ def _shapes_by_number(folder: DcpFolder) -> dict[str, dict[int, Shape]]:
     shapes: dict[str, dict[int, Shape]] = {}
     for fqn, item in folder.metadata.tensors.items():
         state = state_key(key_path(folder.metadata, fqn))
-        if state and isinstance(state.parameter, int) and state.kind != "step":
+        if state and isinstance(state.parameter, int) and item.shape and "." not in state.kind:
             shapes.setdefault(state.root, {})[state.parameter] = item.shape
     return shapes
 
@@ -193,8 +194,11 @@ def _settings_by_group(folder: DcpFolder, root: str, wanted: set[str] | None) ->
 
     wanted: the settings to read; None for all.
     """
-    chosen: list[tuple[Any, str, BytesItem]] = []
-    for fqn, item in folder.metadata.objects.items():
+    chosen: list[tuple[Any, str, BytesItem | TensorItem]] = []
+    tensors = folder.metadata.tensors.items()
+    numbers = {fqn: item for fqn, item in tensors if is_setting(key_path(folder.metadata, fqn), item)}
+    entries: dict[str, BytesItem | TensorItem] = {**folder.metadata.objects, **numbers}
+    for fqn, item in entries.items():
         of_root, below = optimizer_path(key_path(folder.metadata, fqn))
         if of_root != root or not below or not str(below[0]).startswith("param_groups"):
             continue
@@ -207,9 +211,35 @@ def _settings_by_group(folder: DcpFolder, root: str, wanted: set[str] | None) ->
         if wanted is None or setting in wanted:
             chosen.append((group, setting, item))
     settings: dict[Any, dict[str, Any]] = {}
-    for (group, setting, _), value in zip(chosen, folder.values([item for _, _, item in chosen]), strict=True):
+    lists: dict[tuple[Any, str], dict[int, Any]] = {}
+    for (group, setting, _), value in zip(chosen, folder.settings([item for _, _, item in chosen]), strict=True):
+        name, _, number = setting.rpartition(".")
+        if name and number.isdecimal():  # torch flattens a list in which there is a tensor, such as betas
+            of_list = lists.setdefault((group, name), {})
+            of_list[int(number)] = value
+            setting, value = name, of_list
         settings.setdefault(group, {})[setting] = value
+    for group, name in lists:
+        settings[group][name] = [value for _, value in sorted(lists[group, name].items())]
     return settings
+
+
+def may_be_array(path: KeyPath, place: tuple[Kind, str, str | None]) -> bool:
+    """Whether an object can be an array among the weights or in the state of a parameter. place: the result of `kind_and_name`.
+
+    Settings, step counts and the state of the run, such as schedules and recipes, are many, and are read when they are needed.
+    """
+    root, below = optimizer_path(path)
+    if root:
+        return bool(below) and str(below[0]).partition(".")[0] == "state" and str(path[-1]).rpartition(".")[2] != STEP
+    _, name, beside = place
+    return beside is None and name.partition(".")[0] not in RUN_ROOTS and not name.endswith("_extra_state")
+
+
+def is_setting(path: KeyPath, item: TensorItem) -> bool:
+    """Whether a tensor is a setting of a param group, such as a learning rate: it has one element, and its number is read."""
+    below = optimizer_path(path)[1]
+    return bool(below) and str(below[0]).startswith("param_groups") and math.prod(item.shape) == 1 and len(item.chunks) > 0
 
 
 def _counts(folder: DcpFolder, root: str) -> dict[Any, dict[str, Any]]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from reshard.adapter.dcp_reader import DcpFolder, KeyedFolder
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.save_folders import step_of
+from reshard.adapter.state_dicts import decoded
 from reshard.canonical.tensor_classes import RUN_ROOTS, root_of
 from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
+from reshard.index.shards import Shards
 from reshard.storage.files import Files
 
-from .keys import ModelRoots, kind_and_name, number_names, param_groups, stored_path
+from .keys import ModelRoots, NumberNames, is_setting, key_path, kind_and_name, may_be_array, number_names, param_groups, stored_path
 
 Shape = tuple[int, ...]
 
@@ -29,11 +31,15 @@ def read(files: Files, prefixes: Sequence[str], hints: Hints) -> Index:
         names, notes = number_names(folder, parameters)
         roots = ModelRoots.of(folder.metadata)
         for fqn, item in folder.metadata.tensors.items():
+            if is_setting(key_path(folder.metadata, fqn), item):
+                continue
             kind, name, root = kind_and_name(stored_path(folder.metadata, fqn), names, roots)
-            builder.add_tensor(Tensor(name, item.dtype, item.shape, kind, folder.shards(item)))
+            dtype = folder.dtype_of(item)
+            builder.add_tensor(Tensor(name, dtype, item.shape, kind, Shards.of(()) if dtype.is_unread else folder.shards(item)))
             beside.update({root: None} if root else {})
         builder.add_notes(notes)
-        builder.add_objects(folder.prefix + name for name in folder.metadata.objects)
+        arrays = set(add_arrays(builder, folder, names, roots))
+        builder.add_objects(folder.prefix + name for name in folder.metadata.objects if name not in arrays)
         builder.add_files(folder.paths)
     facts = RunFacts(
         producer="torch.distributed.checkpoint",
@@ -48,6 +54,18 @@ def read(files: Files, prefixes: Sequence[str], hints: Hints) -> Index:
         return tuple(group for folder in folders for group in param_groups(folder, number_names(folder, parameters)[0]))
 
     return builder.build(facts, param_groups=read_param_groups)
+
+
+def add_arrays(builder: IndexBuilder, folder: DcpFolder, names: NumberNames, roots: ModelRoots) -> Iterator[str]:
+    """Add the arrays among the objects that stand beside the weights or in the state of a parameter. Returns the names of these objects."""
+    placed = {fqn: kind_and_name(stored_path(folder.metadata, fqn), names, roots) for fqn in folder.metadata.objects}
+    chosen = [fqn for fqn, place in placed.items() if may_be_array(key_path(folder.metadata, fqn), place)]
+    for fqn, value in zip(chosen, folder.values([folder.metadata.objects[fqn] for fqn in chosen]), strict=True):
+        path, (kind, name, _) = folder.prefix + folder.metadata.objects[fqn].path, placed[fqn]
+        arrays, _ = decoded({name: value}, path)
+        for full_name, local in arrays:
+            builder.add(kind, full_name, local, path)
+        yield from [fqn] if arrays else []
 
 
 def read_memory(memory: KeyedFolder, hints: Hints) -> Index:

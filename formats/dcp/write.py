@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from reshard.adapter.dcp_writer import DcpFile, written_metadata
 from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content
-from reshard.canonical.optimizer_state import is_state_key, parameter_and_kind
+from reshard.canonical.optimizer_state import is_state_key, kind_path, parameter_and_kind
 from reshard.geometry.dtypes import DType
 from reshard.geometry.sections import part, step_count
 from reshard.index.index import ParamGroup
@@ -68,7 +68,8 @@ def _tensor_path(key: str, has_optimizer: bool) -> KeyPath:
     if not has_optimizer:
         return (key,)
     if is_state_key(key):
-        return ("optim", "state", *parameter_and_kind(key))
+        parameter, kind = parameter_and_kind(key)
+        return ("optim", "state", parameter, *kind_path(kind))
     return ("model", key)
 
 

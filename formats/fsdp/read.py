@@ -11,8 +11,8 @@ from reshard.adapter.processes import in_processes
 from reshard.adapter.rank_files import RankFiles, check_progress, run_files, with_notes_on_missing_ranks
 from reshard.adapter.save_folders import step_of
 from reshard.adapter.state_dicts import SavedOptimizer, decoded, model_part, optimizer_part, parameter_shapes, read_optimizer
+from reshard.canonical.optimizer_state import GROUPS, state_kind
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
-from reshard.canonical.optimizer_state import state_kind
 from reshard.containers import recognised_files, torch_zip
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.errors import CheckpointError
@@ -186,7 +186,7 @@ def _of_same_run(files: Files, rank: int, path: str, first: SavedOptimizer, firs
 
 def _is_unnamed(parameter: Any, local: LocalTensor, names: Mapping[Any, str]) -> bool:
     """Whether it is FSDP1's raw state: a run of elements, not a tensor."""
-    return parameter not in names and bool(local.shape) and local.distribution is None and local.rank is None
+    return parameter not in names and parameter != GROUPS and bool(local.shape) and local.distribution is None and local.rank is None
 
 
 def _check_rank(tensors: Iterable[LocalTensor], rank: int, path: str) -> None:

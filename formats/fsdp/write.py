@@ -12,7 +12,7 @@ from typing import Any
 
 from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content
-from reshard.canonical.optimizer_state import parameter_and_kind
+from reshard.canonical.optimizer_state import kind_path, parameter_and_kind
 from reshard.containers import pickle_writer, torch_frame
 from reshard.containers.dtensor_writer import RowShards
 from reshard.containers.pickle_writer import Call
@@ -195,11 +195,23 @@ def _optimizer_state_dict(tensors: _RankTensors) -> dict[str, Any]:
         if parameter not in numbers:
             raise RequestError("`optimizer=True`: it is in no param group", where=parameter, do="Leave out `optimizer=True`")
         number = numbers[parameter]
-        state[number][kind] = tensors.rows(key, f"state.{number}.{kind}", tensor)
+        *outer, last = kind_path(kind)
+        place: dict[Any, Any] = state[number]
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[last] = tensors.rows(key, f"state.{number}.{kind}", tensor)
     for parameter, steps in content.step_counts.items():
         number = numbers[parameter]
         state[number]["step"] = tensors.count(f"state.{number}.step", steps)
     param_groups = [
         {**group.settings, "params": [numbers[name] for name in group.names], "param_names": list(group.names)} for group in groups
     ]
-    return {"state": state, "param_groups": param_groups}
+    return {"state": {number: _with_lists(kinds) for number, kinds in state.items()}, "param_groups": param_groups}
+
+
+def _with_lists(value: Any) -> Any:
+    """The value with lists in place of dicts by number."""
+    if not isinstance(value, dict):
+        return value
+    parts = {key: _with_lists(part) for key, part in value.items()}
+    return [parts[key] for key in sorted(parts)] if parts and all(type(key) is int for key in parts) else parts

@@ -11,11 +11,11 @@ from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.rank_files import RankFiles, run_files, with_notes_on_missing_ranks
 from reshard.adapter.save_folders import step_of
-from reshard.adapter.state_dicts import FLAT, elements_of, model_part, read_optimizer
+from reshard.adapter.state_dicts import FLAT, decoded, elements_of, model_part, read_optimizer
 from reshard.canonical.optimizer_state import names_for, state_kind
 from reshard.canonical.renaming import unwrapped
 from reshard.containers import torch_zip
-from reshard.containers.distributed_tensors import Decoder, LocalTensor
+from reshard.containers.distributed_tensors import LocalTensor
 from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.geometry.boxes import Box
 from reshard.index.index import Index, RunFacts
@@ -83,11 +83,12 @@ def read_model_files(builder: IndexBuilder, rank_files: RankFiles) -> tuple[Mapp
     for rank, path in rank_files.paths.items():
         model, other_keys = model_part(torch_zip.read(builder.files, path, locate=False))
         builder.add_objects(other_keys)
-        decoder = Decoder(path)
-        for key, value in (model or {}).items():
-            name, local = unwrapped(str(key)), decoder.decode(str(key), value)
-            if local is None:
-                builder.add_objects([name])
+        stored_tensors, others = decoded(model or {}, path)
+        builder.add_objects(map(unwrapped, others))
+        for key, local in stored_tensors:
+            name = unwrapped(key)
+            if local.dtype.is_unread:
+                builder.add("weight", name, local, path, rank)
             elif name.endswith(FLAT):
                 unit, length = name.removesuffix(FLAT), math.prod(local.shape)
                 if local.shape != (lengths.setdefault(unit, length),):
@@ -187,7 +188,7 @@ def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, flats: Mapping[s
     for rank, path, tensors in of_ranks:
         for parameter, kind, local in tensors:
             flat = flats.get(names[parameter]) if parameter in names else None
-            if flat and local.shape:
+            if flat and local.shape and local.shards:
                 for name, run, part in flat.parts(_state_runs(flat, rank, path, kind, local)):
                     builder.add(*state_kind(name, parameter, kind), part, run.path, run.rank)
             else:

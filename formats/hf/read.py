@@ -12,8 +12,7 @@ from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.containers import safetensors
 from reshard.errors import CheckpointError, IncompleteError
-from reshard.geometry.boxes import Box, row_major
-from reshard.geometry.extents import Extent, Piece
+from reshard.geometry.boxes import row_major
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, distinct
 from reshard.geometry.value import value
@@ -174,6 +173,7 @@ def _table(header: safetensors.Header, alike: Columns, path: str, ndim: int) -> 
 
 
 def _pickle_content(files: Files, path: str) -> tuple[list[Tensor], list[str]]:
+    from reshard.adapter.state_dicts import decoded
     from reshard.containers import torch_zip
 
     state_dict, objects = torch_zip.read(files, path), list[str]()
@@ -183,11 +183,8 @@ def _pickle_content(files: Files, path: str) -> tuple[list[Tensor], list[str]]:
     if root is not None:
         objects.extend(str(key) for key in state_dict if key != root)
         state_dict = state_dict[root]
-    tensors = []
-    for name, value in state_dict.items():
-        if isinstance(value, torch_zip.LocatedTensor):
-            piece = Piece(Box.whole(value.shape), Extent(path, value.byte_offset, value.strides, value.dtype))
-            tensors.append(Tensor(str(name), value.dtype, value.shape, "weight", Shards.of([piece])))
-        else:
-            objects.append(str(name))
-    return tensors, objects
+    tensors, others = decoded(state_dict, path)
+    builder = IndexBuilder("hf", files)
+    for name, local in tensors:
+        builder.add("weight", name, local, path)
+    return list(builder.tensors()), objects + others

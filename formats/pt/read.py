@@ -12,8 +12,9 @@ from reshard.adapter.state_dicts import beside_model, decoded, model_part, param
 from reshard.canonical.optimizer_state import state_kind
 from reshard.canonical.tensor_classes import root_of
 from reshard.containers import torch_zip
-from reshard.containers.distributed_tensors import Decoder
+from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.errors import CheckpointError, RequestError
+from reshard.geometry.dtypes import unread
 from reshard.index.index import Index, RunFacts
 from reshard.storage.files import Files
 
@@ -67,7 +68,7 @@ def read_model(builder: IndexBuilder, model: Mapping[Any, Any], path: str) -> di
     tensors, others = decoded(model, path)
     builder.add_objects(others)
     for name, local in tensors:
-        if any(box.sizes != local.shape for box, _ in local.shards) or not local.shards:
+        if not local.is_whole:
             raise CheckpointError(
                 f"the file holds only a part of it: {local.shards[0][0] if local.shards else 'nothing'} of {list(local.shape)}",
                 where=f"{name} in {path}",
@@ -83,7 +84,8 @@ def read_beside_model(builder: IndexBuilder, root: Any, path: str) -> dict[str, 
     decoder, roots = Decoder(path), dict[str, None]()
     for name, value in beside_model(root):
         local = decoder.decode(name, value)
-        if local is not None and local.shards and all(box.sizes == local.shape for box, _ in local.shards):
+        if local is not None:
+            local = local if local.is_whole else LocalTensor(unread("DTensor of which the file holds a part"), local.shape, ())
             builder.add("weight", name, local, path, local.rank or 0)
             roots[root_of(name)] = None
     return roots

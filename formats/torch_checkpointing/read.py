@@ -111,7 +111,8 @@ def read_rank_item(builder: IndexBuilder, item: str, file: ItemFile, described: 
         if local is None:
             builder.add_objects([_dotted((item, *path))])
         else:
-            held.append((path, _agreed(local, described[path], path, file.path) if path in described else local))
+            is_described = path in described and not local.dtype.is_unread
+            held.append((path, _agreed(local, described[path], path, file.path) if is_described else local))
     return root, held
 
 

@@ -65,8 +65,9 @@ class IndexBuilder:
         from reshard.containers.torch_zip import UnlocatedTensor
 
         columns = self._columns_of(kind, name, local, path)
-        number = self._path_numbers.setdefault(path, len(self._path_numbers))
         for box, stored in local.shards:
+            # The elements of a numpy array have a path of their own.
+            number = self._path_numbers.setdefault(stored.path, len(self._path_numbers))
             columns.boxes.append(self._shared_value(box))
             columns.strides.append(self._shared_value(stored.strides))
             place = (stored.member, stored.skipped) if isinstance(stored, UnlocatedTensor) else (-1, stored.byte_offset)

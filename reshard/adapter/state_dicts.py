@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from reshard.canonical.optimizer_state import ROOTS, names_for, plain_groups
+from reshard.canonical.optimizer_state import GROUPS, ROOTS, names_for, plain_groups
 from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor, class_of
-from reshard.containers.torch_zip import AnyTensor, LocatedTensor, UnlocatedTensor, is_plain_tensor
-from reshard.errors import CheckpointError
+from reshard.containers.inert_pickle import Inert
+from reshard.containers.torch_zip import DISTRIBUTED, AnyTensor, LocatedTensor, UnlocatedTensor, class_of_array, is_plain_tensor
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.value import value
 from reshard.index.index import ParamGroup
@@ -27,7 +28,6 @@ FLAT = "_flat_param"
 
 # The last file that `_model_of_file` read of each tree: several formats look at the same file.
 _LAST_READ: WeakKeyDictionary[Files, tuple[str, Mapping[Any, Any]]] = WeakKeyDictionary()
-_DISTRIBUTED = ("DTensor", "ShardedTensor")
 # Limits the nesting that is followed: the dict of a hostile file can hold itself.
 _DEEPEST = 8
 
@@ -43,7 +43,9 @@ class SavedOptimizer:
 
     def names(self, parameters: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[Mapping[Any, str], list[str]]:
         """The names of the parameters that it lists, and notes on how they are known. parameters: names and shapes of the model's."""
-        shapes = {parameter: local.shape for parameter, kind, local in self.tensors if kind != "step"}
+        # Elements of lists, counts and other numbers have shapes of their own.
+        of_shape = (state for state in reversed(self.tensors) if state[2].shape and "." not in state[1])
+        shapes = {parameter: local.shape for parameter, _, local in of_shape}
         return names_for(self.state_dict, self.numbers(), shapes, parameters)
 
     def numbers(self) -> tuple[tuple[Any, ...], ...]:
@@ -81,15 +83,31 @@ def read_optimizer(files: Files, path: str) -> SavedOptimizer:
 
 
 def decoded(state_dict: Mapping[Any, Any], path: str) -> tuple[list[tuple[str, LocalTensor]], list[str]]:
-    """The tensors in a model's state dict by name, as the file at `path` holds them, and the names of everything else in it."""
+    """The tensors and array-like objects in a model's state dict by name, as the file at `path` holds them, and the names of everything
+    else in it. Those in lists and dicts have their numbers and keys behind the name. An optimizer beside the weights is not among them.
+    """
     decoder, tensors, others = Decoder(path), list[tuple[str, LocalTensor]](), list[str]()
-    for key, value in state_dict.items():
-        local = decoder.decode(str(key), value)
+    own = (entry for entry in state_dict.items() if entry[0] not in ROOTS or optimizer_part(dict([entry])) is None)
+    for key, value in (part for name, entry in own for part in leaves(str(name), entry)):
+        local = decoder.decode(key, value)
         if local is None:
             others.append(str(key))
         else:
             tensors.append((str(key), local))
     return tensors, others
+
+
+def plain_tensors(values: Mapping[Any, Any], path: str) -> dict[str, AnyTensor]:
+    """The plain tensors among the values by name. Raises UnsupportedError, naming the class, for an array of any other class."""
+    for name, value in values.items():
+        if class_name := class_of_array(value):
+            raise UnsupportedError(
+                f"it is stored as {class_name}, and a plain tensor is needed here",
+                where=f"{name} in {path}",
+                why="Only the code of that class knows which values its parts stand for",
+                do="Save plain tensors, for example by `.dequantize()` or `.to_dense()`",
+            )
+    return {str(name): value for name, value in values.items() if is_plain_tensor(value)}
 
 
 def holds_tensors(files: Files, path: str) -> bool:
@@ -99,7 +117,7 @@ def holds_tensors(files: Files, path: str) -> bool:
 
 def holds_sharded_tensors(files: Files, path: str) -> bool:
     """Whether a torch.save file holds DTensors or ShardedTensors of a model; False also for a file that cannot be read."""
-    return any(class_of(value) in _DISTRIBUTED for value in _model_of_file(files, path).values())
+    return any(class_of(value) in DISTRIBUTED for value in _model_of_file(files, path).values())
 
 
 def holds_flat_parameters(files: Files, path: str) -> bool:
@@ -139,20 +157,30 @@ def stored_entry(path: str, entry: TensorEntry) -> LocatedTensor:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a value of a pickle is a tensor, plain or distributed."""
-    return is_plain_tensor(value) or class_of(value) in _DISTRIBUTED
+    """Whether a value of a pickle is a tensor, plain, distributed or of any other class."""
+    return is_plain_tensor(value) or class_of(value) in DISTRIBUTED or (isinstance(value, Inert) and bool(class_of_array(value)))
 
 
 def flat(module: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """The values of a nested state dict under their full names.
+    """The values of a nested state dict under their full names; lists that hold arrays with their numbers, as torch flattens them.
 
     Megatron's GPT models nest theirs: {"language_model": {"encoder": ...}}.
     """
     for name, value in module.items():
         if isinstance(value, Mapping) and depth < _DEEPEST:
             yield from flat(value, f"{prefix}{name}.", depth + 1)
+        elif isinstance(value, list | tuple) and depth < _DEEPEST:
+            yield from leaves(f"{prefix}{name}", value, depth + 1)
         else:
             yield f"{prefix}{name}", value
+
+
+def leaves(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """What a list, tuple or dict holds, if there are arrays in it: each value under its own name. Otherwise the value itself."""
+    if isinstance(value, Mapping | list | tuple) and class_of_array(value) not in ("", torch_zip.STORAGE):
+        yield from flat(value if isinstance(value, Mapping) else dict(enumerate(value)), f"{name}.", depth)
+    else:
+        yield name, value
 
 
 def model_part(root: Any) -> tuple[Mapping[Any, Any] | None, list[str]]:
@@ -171,8 +199,8 @@ def beside_model(root: Any) -> Iterator[tuple[str, Any]]:
     """The tensors beside the model's dict and the optimizer, under names that begin with their keys."""
     *around, _ = _levels(root)
     for level, model_key in around:
-        others = {key: value for key, value in level.items() if key != model_key and key not in ROOTS}
-        yield from ((name, value) for name, value in flat(others) if is_tensor(value))
+        others = {key: value for key, value in level.items() if key != model_key and optimizer_part({key: value}) is None}
+        yield from ((name, value) for name, value in flat(others) if is_tensor(value) or class_of_array(value))
 
 
 def _levels(root: Any) -> Iterator[tuple[Any, Any]]:
@@ -207,19 +235,27 @@ def optimizer_part(root: Any, depth: int = 0) -> Mapping[str, Any] | None:
         return None
     if isinstance(root.get("state"), Mapping) and "param_groups" in root:
         return root
-    parts = (optimizer_part(root[key], depth + 1) for key in ROOTS if key in root)
+    # Lightning keeps a list of optimizers.
+    stored = (root[key] for key in ROOTS if key in root)
+    parts = (optimizer_part(part[0] if isinstance(part, list) and len(part) == 1 else part, depth + 1) for part in stored)
     return next((part for part in parts if part is not None), None)
 
 
 def states(optimizer: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
-    """(the parameter's name or number, kind of state, value) of each entry of an optimizer's state."""
+    """(the parameter's name or number, kind of state, value) of each entry of an optimizer's state; of GROUPS, each array among the
+    settings of its param groups."""
     for parameter, kinds in optimizer["state"].items():
         if isinstance(kinds, Mapping):
-            yield from ((parameter, str(kind), value) for kind, value in kinds.items())
+            yield from ((parameter, name, part) for kind, value in kinds.items() for name, part in leaves(str(kind), value))
+    settings = leaves("", dict(enumerate(_listed(optimizer.get("param_groups")))))
+    yield from ((GROUPS, name.lstrip("."), value) for name, value in settings if class_of_array(value) or is_tensor(value))
 
 
 def group_numbers(optimizer: Mapping[str, Any]) -> tuple[tuple[Any, ...], ...]:
     """The names or numbers of the parameters of each param group."""
-    groups = optimizer.get("param_groups")
-    listed = [group.get("params") for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
+    listed = [group.get("params") for group in _listed(optimizer.get("param_groups")) if isinstance(group, Mapping)]
     return tuple(tuple(params) for params in listed if isinstance(params, list | tuple))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

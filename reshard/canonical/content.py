@@ -19,6 +19,7 @@ from reshard.canonical.optimizer_state import (
     is_state_key,
     is_unnamed,
     master_key,
+    owner,
     parameter_and_kind,
     state_key,
     state_key_of,
@@ -27,7 +28,7 @@ from reshard.canonical.optimizer_state import (
 from reshard.canonical.renaming import is_of_adapter, is_wrapper
 from reshard.canonical.tensor_classes import is_of_optimizer, root_of
 from reshard.canonical.tied_head import tie
-from reshard.errors import CheckpointError, IncompleteError, RequestError
+from reshard.errors import CheckpointError, IncompleteError, RequestError, UnsupportedError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
@@ -103,6 +104,11 @@ class Drop:
     """Its size in bytes."""
     reason: str
     """Why it is left out."""
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether it is an array of a class that reshard does not read."""
+        return self.reason.endswith(_NOT_READ)
 
     @classmethod
     def of(cls, tensor: Tensor, reason: str, kind: str | None = None) -> Drop:
@@ -242,8 +248,9 @@ class Content:
 
     @cached_property
     def withheld(self) -> tuple[Drop, ...]:
-        """The tensors that are left out because they are no weights of the model, without optimizer state."""
-        return tuple(drop for drop in self.drops if drop.kind in _WITHHELD and drop.reason != _OPTIMIZER)
+        """The tensors that are left out because they are no weights of the model or are not read, without other optimizer state."""
+        others = (_OPTIMIZER, _OF_NO_WEIGHT)
+        return tuple(drop for drop in self.drops if (drop.kind in _WITHHELD and drop.reason not in others) or drop.is_unread)
 
     @cached_property
     def missing(self) -> tuple[str, ...]:
@@ -321,6 +328,7 @@ def content_of(index: Index, model: Model | None, selection: Selection, adapter:
             "name",
             do="Look at the names with `reshard inspect`, and at `include=`, `exclude=` and `weights=`",
         )
+    check_read(tensors.values())
     states, duplicate_masters = _states(index, tensors, selection) if selection.optimizer else ({}, ())
     used = {id(tensor) for tensor in states.values()}
     tensors |= {key: replace(tensor, name=key) for key, tensor in states.items()}
@@ -338,6 +346,19 @@ def content_of(index: Index, model: Model | None, selection: Selection, adapter:
         is_adapter=is_adapter,
         adapter=beside,
     )
+
+
+def check_read(tensors: Iterable[Tensor]) -> None:
+    """Raises UnsupportedError, naming the class, if one of these is an array-like object that reshard does not read as a tensor."""
+    if objects := [tensor for tensor in tensors if tensor.dtype.is_unread]:
+        raise UnsupportedError(
+            f"it is stored as {objects[0].dtype.torch}{_NOT_READ}"
+            + (f"; {plural(len(objects), 'entry', 'entries')} are of such classes" if len(objects) > 1 else ""),
+            where=objects[0].name,
+            why="Only the code of that class knows which values its parts stand for",
+            do=f"Save plain tensors, for example by `.dequantize()`, `.to_dense()` or `.detach().clone()`, or leave it out with `exclude=` "
+            f"'{any_layer(objects[0].name)}'",
+        )
 
 
 @mutable
@@ -499,12 +520,12 @@ def tensors_by_key(index: Index) -> dict[str, Tensor]:
 
 def _states_by_key(index: Index) -> dict[str, Tensor]:
     """The optimizer state by key, without that of parameters that are not among the weights under their names."""
-    weights, found = {**index.by_kind("master"), **_stored(index)}, {}
+    weights, keyed = {**index.by_kind("master"), **_stored(index)}, {}
     for tensor in index.tensors:
-        is_of_weight = tensor.kind == "state" and tensor.name.rpartition(".")[0] in weights
-        if key := f"optim.state.{tensor.name}" if is_of_weight else state_key(tensor):
-            found[key] = tensor
-    return found
+        of_weight = owner(tensor, weights)
+        if key := state_key_of(*of_weight) if of_weight else state_key(tensor):
+            keyed[key] = tensor
+    return keyed
 
 
 def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -526,7 +547,7 @@ def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
     for key, tensor in _states_by_key(index).items():
         parameter, kind = parameter_and_kind(key)
         name = parameter.removeprefix(selection.strip_prefix)
-        if name in chosen:
+        if name in chosen and not tensor.dtype.is_unread:
             states[state_key_of(name, kind)] = tensor
             masters[name] = stored.get(name, chosen[name])
     if not states:
@@ -566,7 +587,8 @@ def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
     if len(chosen) == len(index.tensors):
         return chosen, []
     used = {id(tensor) for tensor in chosen.values()}
-    return chosen, [(tensor, _reason_to_drop(tensor, stored)) for tensor in index.tensors if id(tensor) not in used]
+    others = [tensor for tensor in index.tensors if id(tensor) not in used]
+    return chosen, [(tensor, _reason_to_drop(tensor, stored, with_optimizer=selection.optimizer)) for tensor in others]
 
 
 # What a model's state dict consists of.
@@ -574,12 +596,16 @@ _STORED: tuple[Kind, ...] = ("weight", "buffer", "adapter")
 _TRAINED: tuple[Kind, ...] = ("weight", "master")
 _WITHHELD = ("state", "other", "buffer", "adapter", "unknown")
 _OPTIMIZER = "optimizer state, which serving does not need"
+_NOT_READ = ", which reshard does not read"
+_OF_NO_WEIGHT = "optimizer state that belongs to no chosen weight"
 ADAPTER_LEFT_OUT = "a LoRA adapter, not merged; `merge_adapter=self` merges it, `to=peft` writes it"
 """The reason to leave out the adapter beside the weights."""
 
 
-def _reason_to_drop(tensor: Tensor, stored: Mapping[str, Tensor]) -> str:
-    """Why a tensor is left out that is not the chosen copy of a weight."""
+def _reason_to_drop(tensor: Tensor, stored: Mapping[str, Tensor], *, with_optimizer: bool) -> str:
+    """Why a tensor is left out that is not the chosen copy of a weight. with_optimizer: whether optimizer state is chosen."""
+    if tensor.dtype.is_unread:
+        return f"of the class {tensor.dtype.torch}{_NOT_READ}"
     if tensor.kind in _STORED:
         return "the model copy; the masters were chosen (`weights=model` chooses this one)"
     if tensor.kind == "master":
@@ -588,7 +614,7 @@ def _reason_to_drop(tensor: Tensor, stored: Mapping[str, Tensor]) -> str:
         return f"of another model; `root=` {root_of(tensor.name)} selects it"
     if tensor.kind == "state" and not is_of_optimizer(tensor, stored):
         return "run state, not a weight; `keep_unknown=True` carries it"
-    return _OPTIMIZER
+    return _OF_NO_WEIGHT if with_optimizer else _OPTIMIZER
 
 
 def _stored(index: Index) -> dict[str, Tensor]:

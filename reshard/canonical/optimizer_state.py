@@ -12,6 +12,7 @@ Among the tensors of a Content, optimizer state has the key "optim.state.<parame
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -21,7 +22,7 @@ from reshard.index.index import Kind, ParamGroup, Tensor
 Shape = tuple[int, ...]
 
 # The keys under which trainers store the optimizer in a state dict.
-ROOTS = ("optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_state")
+ROOTS = ("optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "optimizer_states")
 STATE_KINDS: Mapping[str, Kind] = {
     "exp_avg": "moment1",
     "exp_avg_sq": "moment2",
@@ -29,10 +30,12 @@ STATE_KINDS: Mapping[str, Kind] = {
     "master_param": "master",
     "fp32_param": "master",
 }
-STEP = "step"
+STEP, GROUPS = "step", "param_groups"
 # The name that torch's optimizers give to each kind.
 _TORCH_NAMES: Mapping[Kind, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": STEP}
 _PREFIX, _MASTER = "optim.state.", "master_param"
+# The parameter, and the kind of its state with the numbers behind it.
+_KEY = re.compile(r"(.*)\.((?!\d+(?:\.|$))[^.]+(?:\.\d+)*)", re.DOTALL)
 
 
 def state_kind(name: str | None, parameter: Any, torch_name: str) -> tuple[Kind, str]:
@@ -44,7 +47,7 @@ def state_kind(name: str | None, parameter: Any, torch_name: str) -> tuple[Kind,
     """
     kind = STATE_KINDS.get(torch_name)
     if name is None:
-        return "state", f"optim.state.{parameter}.{torch_name}"
+        return "state", f"optim.{'' if parameter == GROUPS else 'state.'}{parameter}.{torch_name}"
     return (kind, name) if kind else ("state", f"{name}.{torch_name}")
 
 
@@ -99,9 +102,27 @@ def is_state_key(key: str) -> bool:
 
 
 def parameter_and_kind(key: str) -> tuple[str, str]:
-    """The parameter and the last part of a key such as `state_key` makes: the name in torch, such as "exp_avg". It contains no dot."""
-    name, _, kind = key.removeprefix(_PREFIX).rpartition(".")
-    return name, kind
+    """The parameter and the name in torch of a key such as `state_key` makes: "exp_avg"; for an element of a list with its number, "GG.0";
+    in nested dicts with the keys, "block/factors.0"."""
+    match = _KEY.fullmatch(key.removeprefix(_PREFIX))
+    return (match[1], match[2]) if match else ("", key)
+
+
+def kind_path(kind: str) -> tuple[str | int, ...]:
+    """The keys and numbers that lead to a kind of state in the state dict of a parameter: ("GG", 0) of "GG.0"."""
+    return tuple(int(part) if part.isdecimal() else part for part in re.split(r"[./]", kind))
+
+
+def kind_of_path(path: Iterable[str | int]) -> str:
+    """The kind of state at these keys and numbers: "GG.0" of ("GG", 0)."""
+    return "".join(f".{part}" if str(part).isdecimal() else f"/{part}" for part in path).lstrip("/")
+
+
+def owner(tensor: Tensor, weights: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """The parameter that a tensor of kind "state" belongs to, one of the weights, and the kind of its state; None if there is none."""
+    parts = tensor.name.split(".") if tensor.kind == "state" else []
+    names = ((".".join(parts[:count]), parts[count:]) for count in range(len(parts) - 1, 0, -1))
+    return next(((name, kind_of_path(path)) for name, path in names if name in weights and not path[0].isdecimal()), None)
 
 
 def is_unnamed(tensor: Tensor) -> bool:

@@ -31,7 +31,7 @@ from dataclasses import replace
 
 from reshard.canonical.name_variants import Names
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
-from reshard.canonical.optimizer_state import is_state_key
+from reshard.canonical.optimizer_state import is_state_key, owner
 from reshard.canonical.renaming import renamed, without_wrappers
 from reshard.errors import RequestError
 from reshard.geometry.quantities import grouped
@@ -131,7 +131,7 @@ def _kind_under_root(root: str, by_root: Mapping[str, list[Tensor]], beside: Ite
     like_weights = (each for each in tensors if len(each.shape) > 1 or (each.shape and _WEIGHT_LIKE.search(each.name)))
     has_weights = any(tensor.name in trained for tensor in tensors) or any(map(_is_number, like_weights))
     if root in beside:
-        return "other" if has_weights and root not in RUN_ROOTS else "state"
+        return "other" if has_weights and root not in RUN_ROOTS and root not in OPTIMIZER_ROOTS else "state"
     if root in RUN_ROOTS and not has_weights:
         return "state"
     if root in _EMA_ROOTS and by_root.keys() - _EMA_ROOTS - RUN_ROOTS and not any(tensor.name in trained for tensor in tensors):
@@ -249,5 +249,5 @@ def _of_another_model(tensor: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
 
 def is_of_optimizer(tensor: Tensor, weights: Mapping[str, Tensor]) -> bool:
     """Whether a tensor of kind "state" belongs to an optimizer: to a parameter, or to the optimizer itself."""
-    of_optimizer = is_state_key(tensor.name) or root_of(tensor.name) in OPTIMIZER_ROOTS or tensor.name.rpartition(".")[0] in weights
+    of_optimizer = is_state_key(tensor.name) or root_of(tensor.name) in OPTIMIZER_ROOTS or owner(tensor, weights) is not None
     return tensor.kind == "state" and of_optimizer

@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 from reshard.containers.inert_pickle import Inert, shown
-from reshard.containers.torch_zip import AnyTensor, is_plain_tensor, memory_of
+from reshard.containers.torch_zip import AnyTensor, class_of_array, is_plain_tensor, memory_of
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.dtypes import DType, from_torch, unread
 from reshard.geometry.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
@@ -24,10 +24,10 @@ from reshard.geometry.value import value
 
 @value
 class LocalTensor:
-    """The part of a global tensor that one rank's file holds."""
+    """The part of a global tensor that one rank's file holds; or an array-like object that is not read, which has no shards."""
 
     dtype: DType
-    """The element type."""
+    """The element type; that of `unread` if it is not read."""
     shape: tuple[int, ...]
     """The global shape."""
     shards: tuple[tuple[Box, AnyTensor], ...]
@@ -36,6 +36,11 @@ class LocalTensor:
     """How the tensor is distributed on the mesh; None if the file does not say."""
     rank: int | None = None
     """The global rank that wrote the file; None if the file does not say."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file holds all of it, in one piece, or it is an object that is not read."""
+        return self.dtype.is_unread or [box.sizes for box, _ in self.shards] == [self.shape]
 
     @property
     def memory(self) -> tuple[object, ...] | None:
@@ -61,9 +66,9 @@ class Decoder:
         self._distributions: dict[Any, Distribution] = {}
 
     def decode(self, name: str, value: Any) -> LocalTensor | None:
-        """The part of a tensor that `value` holds; None if `value` is not a tensor.
+        """The part of a tensor that `value` holds, or what stands for an array-like value of another class; None if it is neither.
 
-        Raises: CheckpointError for a tensor that contradicts itself, or is of an unknown class.
+        Raises: CheckpointError for a tensor that contradicts itself.
         """
         if is_plain_tensor(value):
             return LocalTensor(value.dtype, value.shape, ((Box.whole(value.shape), value),))
@@ -72,18 +77,14 @@ class Decoder:
             return self._dtensor(name, value)
         if kind == "ShardedTensor":
             return self._sharded(name, value)
-        if isinstance(value, Inert) and len(value.args) == 1 and is_plain_tensor(value.args[0]):
-            raise CheckpointError(
-                f"it is a tensor of the unknown class {value.class_name}",
-                where=f"{name} in {self._where}",
-                why="Only the code of that class knows what its bytes mean",
-                do="Save plain tensors or DTensors",
-            )
-        return None
+        sizes = (tuple(part) for part in value.args if _are_counts(part) and 0 not in part) if isinstance(value, Inert) else iter(())
+        return LocalTensor(unread(class_name), next(sizes, ()), ()) if (class_name := class_of_array(value)) else None
 
     def _dtensor(self, name: str, value: Inert) -> LocalTensor:
         where = f"{name} in {self._where}"
         shape, local, spec = value.args[2] if len(value.args) > 2 else None, value.get("_local_tensor"), value.get("_spec")
+        if _are_counts(shape) and (class_name := class_of_array(local)):
+            return LocalTensor(unread(class_name), tuple(shape), ())
         if not _are_counts(shape) or not is_plain_tensor(local) or not isinstance(spec, Inert):
             raise CheckpointError(
                 f"the DTensor has the size {shown(shape)}, the local tensor {shown(local)}, the spec {shown(spec)}", where=where
@@ -134,6 +135,8 @@ class Decoder:
         for shard in state[0]:
             local, metadata = _attribute(shard, "tensor"), _attribute(shard, "metadata")
             offsets, sizes = _attribute(metadata, "shard_offsets"), _attribute(metadata, "shard_sizes")
+            if class_name := class_of_array(local):
+                return LocalTensor(unread(class_name), tuple(shape), ())
             if not is_plain_tensor(local) or not _are_counts(offsets) or not _are_counts(sizes):
                 raise CheckpointError(
                     f"one of its shards is {shown(local)} with the offsets {shown(offsets)}, the sizes {shown(sizes)}", where=where

@@ -16,16 +16,31 @@ Nothing is imported or run (inert_pickle.py), and no tensor data is read. Measur
 from __future__ import annotations
 
 import math
+import re
 import struct
+from collections.abc import Iterator
 from pickle import UnpicklingError
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from reshard.containers import magic_bytes
-from reshard.containers.inert_pickle import DTypeName, Function, Inert, Rebuild, StorageClass, end_of_pickle, load, sealed, shown
+from reshard.containers.inert_pickle import (
+    DTypeName,
+    Function,
+    Inert,
+    Rebuild,
+    StorageClass,
+    end_of_pickle,
+    inert_class,
+    load,
+    sealed,
+    shown,
+)
+from reshard.containers.numpy_arrays import with_arrays
 from reshard.containers.zip_directory import Directory, Range, content, listing, payload, payload_start, read_directory
+from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import DType, from_storage, from_torch
 from reshard.geometry.value import value
-from reshard.storage.files import Files
+from reshard.storage.files import Files, read_range
 
 
 @sealed
@@ -93,9 +108,10 @@ def read(
 ) -> Any:
     """The root object of a torch.save file, or of the bytes [start, start + nbytes) of a file that are a torch.save file.
 
-    Tensors and Parameters are LocatedTensors. A tensor of another class is an Inert with the `state` of that tensor. If the class wraps
-    other tensors (ShardedTensor, DTensor), the `args` of the Inert are those of _rebuild_wrapper_subclass; otherwise its only argument is a
-    LocatedTensor. Other objects are plain values and Inerts.
+    Tensors, Parameters, arrays of numpy and tensors of classes that wrap one of them are LocatedTensors. A tensor of another class is an
+    Inert with the `state` of that tensor. If the class wraps other tensors (ShardedTensor, DTensor), the `args` of the Inert are those of
+    _rebuild_wrapper_subclass; otherwise its only argument is a LocatedTensor. Other objects are plain values and Inerts. Tensors of one
+    element among the settings of an optimizer's param groups, such as the learning rate, are numbers.
 
     locate: find the start of each storage, with a small read for each. If False, the tensors of a zip are UnlocatedTensors.
     attributes: a dict to which the attributes of plain tensors are added.
@@ -106,6 +122,10 @@ def read(
     if source.read(0, min(len(_OLD_MAGIC), source.nbytes)) == _OLD_MAGIC:
         return _read_old(source, attributes)
     return _read_zip(source, locate=locate, attributes=attributes)
+
+
+# Of a setting that is a list of tensors, such as betas.
+_MOST_NUMBERS = 16
 
 
 class Locations:
@@ -135,13 +155,83 @@ class Locations:
 def entry_tensor(files: Files, path: str, start: int, nbytes: int) -> LocatedTensor:
     """The one tensor of a DCP entry, which is a zip at bytes [start, start + nbytes) of a .distcp file. Takes two or three small reads.
 
-    Raises: CheckpointError if the entry does not hold exactly one tensor.
+    Raises: CheckpointError if the entry does not hold exactly one tensor; UnsupportedError if it is an array of a class that is not read.
     """
+    tensor = read(files, path, start=start, nbytes=nbytes)
     source = Range(files, path, start, nbytes)
-    tensor = _read_zip(source, locate=True)
+    if class_name := class_of_array(tensor):
+        why = "Only the code of that class knows which values its parts stand for"
+        raise UnsupportedError(f"it is stored as {class_name}, which reshard does not read", where=source.where, why=why, do=_SAVE_PLAIN)
     if not isinstance(tensor, LocatedTensor):
         source.refuse(f"the entry should be one tensor, it holds {shown(tensor)}")
     return tensor
+
+
+_SAVE_PLAIN = "Save plain tensors, for example by `.dequantize()`, or leave it out with `exclude=`"
+
+
+def class_of_array(value: Any) -> str:
+    """The class of a value that `read` returned and that is array-like, but no plain tensor; "" for any other value.
+
+    Array-like is what holds a tensor or a storage, and what makes an array without one: of objects, on the meta device.
+    """
+    if is_plain_tensor(value):
+        return ""
+    name = value.class_name if isinstance(value, Inert) else STORAGE if isinstance(value, _Storage) else type(value).__name__
+    if _RANDOM.search(name) or not (_MAKES_ARRAY.search(name) or next(tensors_in(value), None)):
+        return ""
+    made_of = value.args[:1] if isinstance(value, Inert) and name.startswith("numpy.") else ()
+    if made_of and isinstance(made_of[0], type):
+        return str(made_of[0].class_name)  # type: ignore[attr-defined]
+    return name.replace("_utils._rebuild_", "")
+
+
+# The class of a storage that lies in a state dict without a tensor.
+STORAGE = "torch.storage"
+# What makes an array whose pickle need not hold a tensor; and generators of random numbers, whose state is an array.
+_MAKES_ARRAY = re.compile(r"\._rebuild_|_m?a?reconstruct(_array)?$|^numpy\.\w+\.\w+\.(_frombuffer|scalar)$|\.Uninitialized\w+$")
+_RANDOM = re.compile(r"(^|\.)random\b|Generator|RandomState")
+
+
+def tensors_in(*values: Any) -> Iterator[Any]:
+    """The plain tensors in values that `read` returned, and storages that no tensor views: in containers, and in the arguments and the
+    state of stand-ins."""
+    left, visited = list(values), set[int]()
+    while left:
+        value = left.pop()
+        if is_plain_tensor(value) or isinstance(value, _Storage):
+            yield value
+        elif isinstance(value, dict | list | tuple | Inert) and id(value) not in visited:
+            visited.add(id(value))
+            inside = (value.args, value.state, value.items, value.mapping) if isinstance(value, Inert) else value
+            left.extend(inside.values() if isinstance(inside, dict) else inside)
+
+
+def as_setting(files: Files, value: Any) -> Any:
+    """A setting with numbers, as their shortest decimals, in place of tensors of one element; also in a list, such as betas."""
+    if isinstance(value, list | tuple) and len(value) < _MOST_NUMBERS and any(map(is_plain_tensor, value)):
+        return type(value)(as_setting(files, part) for part in value)
+    if not is_plain_tensor(value) or math.prod(value.shape) != 1:
+        return value
+    number = value.dtype.number(read_range(files, value.path, Locations(files).of(value), value.dtype.itemsize))
+    return value if number is None else number
+
+
+def _read_settings(files: Files, root: Any) -> None:
+    """Put numbers in place of the tensors of one element among the settings of param groups, in all optimizers' state dicts in `root`: an
+    optimizer keeps its learning rate and betas as either."""
+
+    left, visited = [root], set[int]()
+    while left:
+        value = left.pop()
+        if id(value) in visited:
+            continue
+        visited.add(id(value))
+        if isinstance(value, dict) and isinstance(value.get("param_groups"), list):
+            for group in (group for group in value["param_groups"] if isinstance(group, dict)):
+                group.update({key: as_setting(files, setting) for key, setting in group.items()})
+        elif isinstance(value, dict | list):
+            left.extend(part for part in (value.values() if isinstance(value, dict) else value) if isinstance(part, dict | list))
 
 
 class _Storage(NamedTuple):
@@ -181,7 +271,51 @@ def _read_zip(source: Range, *, locate: bool, attributes: Attributes | None = No
             storages[key] = _Storage(key, dtype, source.start + at, member.nbytes, is_member=not locate)
         return _claimed(storages[key], dtype, count, source)
 
-    return load(pickle, where=source.where, storage=storage, rebuild=_rebuild_functions(source, attributes))
+    root_object = load(pickle, where=source.where, storage=storage, rebuild=_rebuild_functions(source, attributes))
+    return _finished(root_object, source, pickle, payload(source, directory, directory.members[root + "data.pkl"]))
+
+
+def _finished(root: Any, source: Range, pickle: bytes, start: int) -> Any:
+    """The root object of a pickle at byte `start` of the source, with arrays of numpy as tensors, and with the settings of optimizers."""
+    if b"numpy" in pickle:
+        root = with_arrays(root, _Elements(source, pickle, start).place)
+    if b"param_groups" in pickle:
+        _read_settings(source.files, root)
+    return root
+
+
+class _Elements:
+    """Where the elements of arrays of numpy lie among the bytes of a pickle. They stand there in the order in which `with_arrays` asks."""
+
+    def __init__(self, source: Range, pickle: bytes, start: int) -> None:
+        self._source, self._pickle, self._start = source, pickle, start
+        self._count, self._last, self._budget = 0, 0, 1 << 33
+
+    def place(self, data: bytes, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], swapped: bool) -> LocatedTensor | None:
+        """The array as a tensor; None if its elements are not found."""
+        for as_text in (True, False) if self._pickle[1] < 3 else (False, True):
+            stored = data.decode("latin1").encode() if as_text else data
+            if (at := self._find(stored)) is not None:
+                break
+        else:
+            return None
+        self._count += 1
+        component = dtype.itemsize // (2 if dtype.name.startswith("C") else 1)
+        codecs = ((f"swap{component}",) if swapped else ()) + (("latin1",) if stored != data else ())
+        path, offset = self._source.path, self._source.start + self._start + at
+        if codecs:
+            path, offset = self._source.files.decoded(path, offset, len(stored), codecs, limit=len(data)), 0
+        return LocatedTensor(path, offset, dtype, shape, strides, f"array {self._count}")
+
+    def _find(self, stored: bytes) -> int | None:
+        """Where the bytes stand in the pickle."""
+        for first in (self._last, 0):
+            at = self._pickle.find(stored, first) if self._budget > 0 else -1
+            if at >= 0:
+                self._last = at + len(stored)
+                return at
+            self._budget -= len(self._pickle)  # a pickle made by hand can have a million arrays in another order
+        return None
 
 
 _SAVE_AGAIN = "Load it with torch on a machine without secrets, and save the tensors again"
@@ -220,23 +354,23 @@ def _claimed(storage: _Storage, dtype: DType | None, count: int, source: Range) 
 def _rebuild_functions(source: Range, attributes: Attributes | None) -> Rebuild:
     """By name, the functions of torch that make tensors. Here they make LocatedTensors and UnlocatedTensors."""
 
-    def tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: DType | None = None, metadata: Any = None) -> AnyTensor:
+    def tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: DType | None = None, metadata: Any = None) -> Any:
         if not isinstance(storage, _Storage):
             source.refuse(f"a tensor's storage is {shown(storage)}")
-        if metadata:  # {"conj": True} means that the values must be conjugated after reading
-            source.refuse(f"a tensor carries {shown(metadata)}, which changes its values", do=_SAVE_AGAIN)
         if (dtype := dtype or storage.dtype) is None:
             source.refuse("neither a tensor nor its storage has an element type")
-        return _view(source, storage, offset, size, stride, dtype)
+        view = _view(source, storage, offset, size, stride, dtype)
+        # {"conj": True}: the values must be conjugated after reading; {"neg": True}: negated.
+        return inert_class(f"torch.Tensor ({', '.join(map(shown, metadata))})")(view) if metadata else view
 
     def tensor_v2(
         storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any = None, hooks: Any = None, metadata: Any = None
-    ) -> AnyTensor:
+    ) -> Any:
         return tensor(storage, offset, size, stride, metadata=metadata)
 
     def tensor_v3(
         storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
-    ) -> AnyTensor:
+    ) -> Any:
         name = dtype if isinstance(dtype, DTypeName) else getattr(dtype, "class_name", shown(dtype))
         return tensor(storage, offset, size, stride, from_torch(str(name), where=source.where), metadata)
 
@@ -255,6 +389,7 @@ def _rebuild_functions(source: Range, attributes: Attributes | None) -> Rebuild:
         "torch._utils._rebuild_tensor_v3": tensor_v3,
         "torch._utils._rebuild_parameter": parameter,
         "torch._utils._rebuild_parameter_with_state": parameter,
+        "torch._utils._rebuild_device_tensor_from_cpu_tensor": parameter,
         "torch._tensor._rebuild_from_type": from_type,
         "torch._tensor._rebuild_from_type_v2": from_type,
     }
@@ -273,7 +408,29 @@ def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     # A plain function of torch builds the tensor itself. A class that wraps other tensors has them in its state.
     stand_in = kind(function(*args)) if isinstance(function, Function) else kind(*args)
     stand_in.__setstate__(state)
-    return stand_in
+    return _wrapped(stand_in)
+
+
+# Classes that say which part of a global tensor they hold; the decoder of distributed tensors reads them.
+DISTRIBUTED = ("DTensor", "ShardedTensor")
+# Attributes that only cache something: the scale of a weight's next cast to FP8 (torchao/float8/fsdp_utils.py).
+_CACHED = ("_precomputed_scale",)
+
+
+def _wrapped(stand_in: Inert) -> Any:
+    """The one tensor that an instance of a class wraps; the stand-in itself if it wraps several, or its tensor has another element type or
+    size than the class shows: then only the class knows what its values are. An instance that wraps none is a tensor itself, with
+    attributes that may change the meaning of its elements.
+    """
+    if stand_in.class_name.endswith(DISTRIBUTED):
+        return stand_in
+    state, args = stand_in.state, stand_in.args
+    attributes = [value for key, value in state.items() if key not in _CACHED] if isinstance(state, dict) else [state]
+    inside = list(tensors_in(args, *attributes))
+    if len(inside) != 1 or not is_plain_tensor(tensor := inside[0]):
+        return stand_in
+    as_shown = args[1:3] == (tensor.dtype.torch, tensor.shape) if len(args) > 2 else not state and tensor.dtype.floating
+    return tensor if as_shown else stand_in
 
 
 def _view(source: Range, storage: _Storage, offset: Any, size: Any, stride: Any, dtype: DType) -> AnyTensor:
@@ -355,7 +512,8 @@ def _read_old(source: Range, attributes: Attributes | None) -> Any:
             source.refuse(f"the storage {key!r} of a tensor is not in the file")
         return _claimed(_old_view(storages[key], dtype, pid, source), dtype, count, source)
 
-    return load(root, where=source.where, storage=storage, rebuild=_rebuild_functions(source, attributes))
+    root_object = load(root, where=source.where, storage=storage, rebuild=_rebuild_functions(source, attributes))
+    return _finished(root_object, source, root, sum(map(len, pickles[:3])))
 
 
 def _leading_pickles(source: Range, count: int) -> tuple[list[bytes], int]:

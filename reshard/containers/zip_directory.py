@@ -58,7 +58,7 @@ class Range:
             nbytes = size - start
         if start < 0 or nbytes < 0 or start + nbytes > size:
             raise cut_short(path, start, start + nbytes, size)
-        self._files, self.path, self.start, self.nbytes = files, path, start, nbytes
+        self.files, self.path, self.start, self.nbytes = files, path, start, nbytes
         self._near: list[tuple[int, bytes]] = []
 
     @property
@@ -79,7 +79,7 @@ class Range:
         for near, data in self._near:
             if near <= byte_offset and byte_offset + nbytes <= near + len(data):
                 return data[byte_offset - near : byte_offset - near + nbytes]
-        data = read_range(self._files, self.path, self.start + byte_offset, min(max(nbytes, ahead), self.nbytes - byte_offset))
+        data = read_range(self.files, self.path, self.start + byte_offset, min(max(nbytes, ahead), self.nbytes - byte_offset))
         if len(data) <= 16 * _TAIL:
             self._near = [*self._near[-1:], (byte_offset, data)]
         return data[:nbytes]

@@ -49,6 +49,11 @@ class DType:
     """The function whose values the elements are, one of functions.FUNCTIONS; empty: the elements are the weight's own values."""
 
     @property
+    def is_unread(self) -> bool:
+        """Whether it stands for an object that is not read (`unread`); `torch` is then the object's class."""
+        return not self.itemsize
+
+    @property
     def word(self) -> np.dtype[np.generic]:
         """The numpy type in which elements are moved: an unsigned integer of the same size, or raw bytes if no integer is that wide."""
         return np.dtype(f"<u{self.itemsize}" if self.itemsize <= 8 else f"V{self.itemsize}")
@@ -74,6 +79,15 @@ class DType:
         if self.name == "BF16":
             return float(struct.unpack("<f", b"\0\0" + element[:2])[0])
         return float(struct.unpack({"F64": "<d", "F32": "<f", "F16": "<e"}[self.name], element[: self.itemsize])[0])
+
+    def number(self, element: bytes) -> float | None:
+        """The number that the bytes hold as one element, as its shortest decimal: 0.001, not 0.0010000000474974513, for F32. None for types
+        without numbers of Python."""
+        codes = {dtype: code for code, dtype in _BY_NUMPY.items() if len(code) == 2}
+        if self.name == "BF16" or codes.get(self, "c")[0] == "c":
+            return self.decoded(element) if self.name == "BF16" else None
+        scalar = np.frombuffer(element, f"<{codes[self]}")[0]
+        return float(str(scalar)) if self.floating else scalar.item()
 
     def of(self, function: str) -> DType:
         """The type of the values of a function, stored in this type; of "", of the weight's own values."""
@@ -122,7 +136,11 @@ _BY_TORCH = {dtype.torch: dtype for dtype in _TABLE} | {
         "cfloat": "C64", "cdouble": "C128",
     }.items()
 }  # fmt: skip
-_BY_STORAGE = {dtype.storage: dtype for dtype in _TABLE}
+# Storages of quantized tensors (torch/ao): the bytes of their codes, two or four of which may share a byte.
+_CODES = {"QInt8Storage": "I8", "QUInt8Storage": "U8", "QInt32Storage": "I32", "QUInt4x2Storage": "U8", "QUInt2x4Storage": "U8"}
+_BY_STORAGE = {dtype.storage: dtype for dtype in _TABLE} | {storage: _ALL[name] for storage, name in _CODES.items()}
+_BY_NUMPY = {f"{name[0].lower()}{dtype.itemsize}": dtype for name, dtype in _ALL.items() if name[1:].isdecimal()}
+_BY_NUMPY |= {"b1": _ALL["BOOL"]} | {f"ml_dtypes.{dtype.torch}": dtype for dtype in _TABLE}
 _BY_USER = (
     _BY_TORCH
     | {dtype.name.lower(): dtype for dtype in _TABLE}
@@ -163,6 +181,19 @@ def is_in_safetensors(dtype: DType) -> bool:
 def from_torch(name: str, *, where: str) -> DType:
     """The dtype called `torch.<name>`. Raises CheckpointError for an unknown name."""
     return _look_up(_BY_TORCH, name.removeprefix("torch."), where)
+
+
+def from_numpy(name: str) -> DType | None:
+    """The dtype that numpy's pickles call "f4", "b1" or, of the package ml_dtypes, "ml_dtypes.bfloat16"; None if torch has no such type."""
+    return _BY_NUMPY.get(name)
+
+
+def unread(class_name: str) -> DType:
+    """What stands for the element type of a stored object that is array-like, and that reshard does not read as a tensor.
+
+    class_name: its class, with the module. The name of the type is that of the class; its elements have no bytes.
+    """
+    return DType(class_name.rpartition(".")[2], 0, class_name, "", True)
 
 
 def from_storage(name: str, *, where: str) -> DType:

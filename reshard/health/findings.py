@@ -53,6 +53,7 @@ class FindingKind:
 
 
 _COPY = "Copy the file again from where the checkpoint was written"
+_PLAIN = "Save plain tensors, for example by `.dequantize()` or `.to_dense()`"
 _SAVE = "Keep the files of one save only, or save again"
 _LOADED = "Check how it is initialized and loaded"
 _BEFORE = "Go back to an earlier save, and look at the loss and the gradient norm of the run"
@@ -82,6 +83,8 @@ _ROWS: tuple[tuple[str, Severity, Needs, str, str], ...] = (
     ("stale-rank", "error", "", "Files are from different saves, steps or runs.", _SAVE),
     ("uneven-steps", "warning", "", "The optimizer has counted different numbers of steps for different parameters.",
      "Harmless if some parameters were added or unfrozen later, or got no gradient; otherwise files of two saves are mixed"),
+    ("unread-weight", "error", "", "A weight is an object of a class that reshard does not read.", _PLAIN),
+    ("unread-state", "warning", "", "Optimizer state is an object of a class that reshard does not read.", _PLAIN),
     ("incomplete-tensor", "error", "", "A part of a tensor is in no file, or several unequal boxes hold it.", _COPY),
     ("missing-layer", "warning", "", "A layer number between the first and the last layer has no tensors.",
      "Check that the files of all pipeline stages are there"),

@@ -29,6 +29,13 @@ def incomplete_tensors(index: Index) -> Iterator[Finding]:
     yield from map(of_error, uncovered(index.tensors))
 
 
+def unread_arrays(index: Index) -> Iterator[Finding]:
+    """Array-like objects of classes that are not read."""
+    for tensor in (tensor for tensor in index.tensors if tensor.dtype.is_unread):
+        kind = "unread-weight" if tensor.kind in ("weight", "master", "buffer", "adapter") else "unread-state"
+        yield found(kind, f"it is stored as {tensor.dtype.torch}", tensor=tensor.name)
+
+
 def missing_layers(weights: Mapping[str, Tensor]) -> Iterator[Finding]:
     """Numbers between the first and the last layer that no weight has."""
     stacks: dict[str, set[int]] = {}

@@ -75,6 +75,8 @@ def uncovered(tensors: Iterable[Tensor]) -> Iterator[CheckpointError]:
     covered: set[tuple[object, ...]] = set()
     for tensor in tensors:
         shards = tensor.shards
+        if tensor.dtype.is_unread:
+            continue  # an object without pieces
         if shards.stop - shards.start == 1 and shards.table.primary is None:
             if id(shards.table) not in in_one_piece:
                 in_one_piece[id(shards.table)] = shards.table, []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from reshard.adapter import registry
 from reshard.adapter.model_files import has_tokenizer
 from reshard.canonical.content import Content, check_against_model
-from reshard.errors import IncompleteError, ReshardError
+from reshard.errors import IncompleteError, ReshardError, UnsupportedError
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
@@ -57,7 +57,7 @@ def outlook(checkpoint: Checkpoint, found: Content | ReshardError) -> Outlook:
         needed.append(f"a config with the sizes of the model: `model=DIR` ({checkpoint.config_problem})")
     elif not has_tokenizer(checkpoint.model_files.carried) and not draft_class(checkpoint.model_files.config):
         needed.append("a tokenizer (tokenizer.json, tokenizer.model, ...) to serve it: `model=DIR`")
-    problem = _problem(content) if content else _text(found) if isinstance(found, IncompleteError) else None
+    problem = _problem(content) if content else _text(found) if isinstance(found, IncompleteError | UnsupportedError) else None
     if content and content.unknown and not problem:
         what = f"{plural(len(content.unknown), 'weight')} that the declared architecture lacks, such as {content.unknown[0]}"
         needed.append(f"for serving: a decision about {what}; `exclude=` or `drop_unknown=True` leaves them out")

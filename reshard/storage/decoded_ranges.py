@@ -7,10 +7,14 @@ range whose file was closed is decoded again.
 
 from __future__ import annotations
 
+import re
 import threading
+from array import array
+from codecs import getincrementaldecoder
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
+from functools import partial
 from typing import Any
 
 from reshard.errors import CheckpointError
@@ -23,6 +27,8 @@ Read = Callable[[str, int, memoryview], None]
 _CHUNK = 1 << 20
 _MAX_DECODED = 16
 """The most temporary files that are kept; fewer if the process may open few files."""
+# The path of a range, as `DecodedRanges.add` makes it: the file, start, length, codecs.
+_NAME = re.compile(r"(.*)\0(\d+)\+(\d+) \((.*) undone\)", re.DOTALL)
 
 
 def _zstd() -> Any:
@@ -31,18 +37,45 @@ def _zstd() -> Any:
     return zstandard.ZstdDecompressor().decompressobj()
 
 
+class _Latin1:
+    """Undoes how a pickle of protocol 2 writes bytes: as text, in which a byte above 127 takes two."""
+
+    def __init__(self) -> None:
+        self._decoder = getincrementaldecoder("utf-8")()
+
+    def decompress(self, data: bytes) -> bytes:
+        return self._decoder.decode(data).encode("latin1")
+
+
+class _Swapped:
+    """Undoes the byte order of big-endian elements of that many bytes."""
+
+    def __init__(self, itemsize: int) -> None:
+        self._itemsize, self._rest = itemsize, b""
+
+    def decompress(self, data: bytes) -> bytes:
+        data = self._rest + data
+        whole = len(data) // self._itemsize * self._itemsize
+        self._rest = data[whole:]
+        elements = array({2: "H", 4: "I", 8: "Q"}[self._itemsize], data[:whole])
+        elements.byteswap()
+        return elements.tobytes()
+
+
 # The names by which torch registers its extensions: torch/distributed/checkpoint/_extension.py, ZStandard.registry_name. Each makes a
 # decompressor; if its input consists of frames, it has `eof`, which is true after the end of the frame.
-_CODECS: dict[str, Callable[[], Any]] = {"stream.zstd/1": _zstd, "stream.zstd": _zstd}
+_EXTENSIONS: dict[str, Callable[[], Any]] = {"stream.zstd/1": _zstd, "stream.zstd": _zstd}
+# What else encodes a range: the elements of a numpy array in a pickle.
+_CODECS: dict[str, Callable[[], Any]] = {**_EXTENSIONS, "latin1": _Latin1, **{f"swap{size}": partial(_Swapped, size) for size in (2, 4, 8)}}
 
 
 def check_known(names: Sequence[str], *, where: str) -> None:
     """Raises CheckpointError for a codec that reshard cannot decode."""
-    if unknown := [name for name in names if name not in _CODECS]:
+    if unknown := [name for name in names if name not in _EXTENSIONS]:
         raise CheckpointError(
             f"its bytes were encoded by the unknown stream extension {unknown[0]!r}",
             where=where,
-            why=f"Known extensions are {', '.join(_CODECS)}; without decoding, the bytes would be read as garbage",
+            why=f"Known extensions are {', '.join(_EXTENSIONS)}; without decoding, the bytes would be read as garbage",
             do="Save the checkpoint without that stream extension",
         )
 
@@ -86,7 +119,7 @@ class DecodedRanges:
         self._lock, self._most = threading.Lock(), min(_MAX_DECODED, open_files_at_once() // 4)
 
     def __contains__(self, path: str) -> bool:
-        return path in self._ranges
+        return "\0" in path
 
     def add(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
         """The path under which bytes [start, start + nbytes) of a file can be read decoded, with `codecs` undone from last to first.
@@ -118,7 +151,7 @@ class DecodedRanges:
         """The decoded bytes of a range, which become those that were used last."""
         import tempfile
 
-        encoded = self._ranges[path]
+        encoded = self._ranges.get(path) or self._of_name(path)
         with encoded.lock, system_errors("written", tempfile.gettempdir()):
             decoded = self._recent.get(path) or self._decode(encoded, path)
             with self._lock:
@@ -127,6 +160,13 @@ class DecodedRanges:
                 if len(self._recent) > self._most:
                     self._recent.popitem(last=False)
         return decoded
+
+    def _of_name(self, path: str) -> _Range:
+        """The range of a path that another process added. Decoding makes no more bytes of it than it has."""
+        match = _NAME.fullmatch(path)
+        if match is None or not (names := tuple(match[4].split(", "))) or not _CODECS.keys() - _EXTENSIONS.keys() >= set(names):
+            raise CheckpointError("no file has such a path", where=_shown_path(path))
+        return self._ranges.setdefault(path, _Range(match[1], int(match[2]), int(match[3]), names, int(match[3])))
 
     def _decode(self, encoded: _Range, path: str) -> _DecodedFile:
         import tempfile

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from reshard.adapter.state_dicts import flat
+from reshard.adapter.state_dicts import flat, plain_tensors
 from reshard.canonical.optimizer_state import is_plain, plain_settings
 from reshard.containers.inert_pickle import DTypeName, Inert, shown
 from reshard.containers.recognised_files import Move
@@ -107,7 +107,7 @@ def model_states(root: Any, path: str) -> ModelStates:
         optimizer=root.get("optimizer"),
         groups=tuple(_parameters(group, path) for group in groups) if isinstance(groups, list | tuple) else None,
         frozen_shapes=_parameters(root.get("frozen_param_shapes"), path),
-        frozen_fragments={str(name): part for name, part in fragments.items() if is_plain_tensor(part)},
+        frozen_fragments=plain_tensors(fragments, path),
         facts=_facts(root),
         sizes=_sizes(root),
         config=_mapping(root.get("ds_config")),
@@ -282,6 +282,7 @@ def _rows(states: Mapping[str, Any], key: str, path: str) -> Sequence[AnyTensor]
     rows = _listed(states[key])
     for i, row in enumerate(rows):
         if not is_plain_tensor(row) or len(row.shape) != 1 or (row.shape[0] > 1 and row.strides != (1,)):
+            plain_tensors({key: row}, path)
             raise CheckpointError(f"{key}[{i}] should be one row of elements, it is {shown(row)}", where=path, do="Copy the file again")
     return rows
 

@@ -30,7 +30,7 @@ from .parts import Parts
 from .pipeline_layers import drop_drifting_copies, name_tied_layers, note_leftover_layers
 from .plain_optimizer import add_plain_optimizer
 from .run_states import RunStates, read_run_states
-from .weights import add_experts, add_weights, objects_of, tied_names
+from .weights import add_experts, add_objects, add_weights, tied_names
 from .zero_optimizer import add_zero_optimizer
 
 
@@ -52,7 +52,7 @@ def read_index(files: Files, tag: Tag, hints: Hints) -> Index:
     parts.builder.add_files(tag.paths())
     parts.builder.add_files(group.master.path for optimizer in states.optimizers.values() for group in optimizer.groups)
     parts.join(join_rules(states, shapes), degrees.tp)
-    parts.builder.add_objects(objects_of(states))
+    add_objects(parts.builder, states)
     # Expert parallelism lies inside data parallelism: it does not multiply the number of ranks.
     sizes = {"dp": degrees.dp, "tp": degrees.tp, "pp": degrees.pp} | ({"ep": degrees.ep} if degrees.ep > 1 else {})
     return parts.builder.build(replace(run_facts(states), parallel=sizes, tied=tied, config=hints.config))

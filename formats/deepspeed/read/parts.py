@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 from reshard.adapter.index_builder import IndexBuilder
-from reshard.canonical.optimizer_state import is_unnamed, state_kind
+from reshard.canonical.optimizer_state import is_plain, is_unnamed, state_kind
+from reshard.containers.distributed_tensors import Decoder
 from reshard.containers.torch_zip import AnyTensor, Locations
 from reshard.errors import CheckpointError
 from reshard.index.index import Kind, ParamGroup, Tensor
@@ -49,6 +51,13 @@ class Parts:
     def add_whole(self, rank: ModelRank, kind: Kind, name: str, stored: AnyTensor) -> None:
         """Add what a rank's file holds as one tensor."""
         self.add(rank, Tensor(name, stored.dtype, stored.shape, kind, pieces_of_copies({0: stored}, self.locations)))
+
+    def add_other(self, kind: Kind, name: str, value: Any, path: str) -> None:
+        """Add what a file holds in place of a plain tensor: what stands for an array of another class, or the name of an object."""
+        if local := Decoder(path).decode(name, value):
+            self.builder.add(kind, name, local, path)
+        elif not is_plain(value):
+            self.builder.add_objects([name])
 
     def add_param_groups(self, groups: Iterable[ParamGroup]) -> None:
         """Add a rank's param groups. Model-parallel ranks list the same ones, each with its own parameters."""

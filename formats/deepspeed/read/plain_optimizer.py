@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.adapter.state_dicts import group_numbers, optimizer_part
 from reshard.adapter.state_dicts import states as states_of
-from reshard.canonical.optimizer_state import STEP, names_for, plain_groups, state_kind
+from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor, memory_of
 from reshard.index.index import ParamGroup
 
@@ -45,10 +45,14 @@ def _add_optimizer(
     optimizer = optimizer_part(inner if isinstance(inner, Mapping) else wrapper)
     if optimizer is None:
         return ()
-    tensors = [(number, state, value) for number, state, value in states_of(optimizer) if is_plain_tensor(value)]
-    shapes = {number: value.shape for number, state, value in tensors if state != STEP}
+    stored = list(states_of(optimizer))
+    tensors = [(number, state, value) for number, state, value in stored if is_plain_tensor(value)]
+    shapes = {number: value.shape for number, state, value in tensors if value.shape and "." not in state}
     names, notes = _names_of_numbers(optimizer, shapes, dense, experts)
     parts.builder.add_notes(notes)
+    for number, state, value in stored:
+        if number in names and not is_plain_tensor(value):
+            parts.add_other(*kind_and_name(names[number], state), value, path)
     tensors += [(number, MASTER, master) for number, master in _masters(wrapper, group_numbers(optimizer))]
     file = path.rpartition("/")[2].partition("_model")[0].partition("_optim")[0]
     for number, state, tensor in tensors:

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from reshard.adapter.processes import in_processes
+from reshard.adapter.state_dicts import plain_tensors
 from reshard.containers import torch_zip
 from reshard.containers.recognised_files import EqualFiles, Move
 from reshard.containers.torch_zip import AnyTensor, LocatedTensor, is_plain_tensor
@@ -194,7 +195,7 @@ def _with_swap_files(files: Files, states: OptimizerStates, folder: str) -> Opti
 
 
 def _read_tensors(files: Files, path: str) -> Tensors:
-    return {str(name): value for name, value in _read_dict(files, path).items() if is_plain_tensor(value)}
+    return plain_tensors(_read_dict(files, path), path)
 
 
 def _read_dict(files: Files, path: str) -> Mapping[Any, Any]:

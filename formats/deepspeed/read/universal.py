@@ -35,7 +35,7 @@ from .index import config_shapes, join_rules, run_facts
 from .one_save import check_one_step, model_parallel_degrees
 from .parts import MASTER, Parts, kind_and_name
 from .run_states import RunStates, read_model_files
-from .weights import add_weights, objects_of, tied_names
+from .weights import add_objects, add_weights, tied_names
 
 # zero/ holds parameters whole, as a run with one model-parallel rank would.
 _ONLY_RANK = ModelRank(0, stage=0, tp_rank=0)
@@ -66,7 +66,7 @@ def read_universal(files: Files, folder: str, hints: Hints) -> Index:
     root = torch_zip.read(files, shared, locate=False) if files.size(shared) is not None else None
     groups = list(param_groups(root, states)) if isinstance(root, Mapping) else []
     counts = step_counts(files, read, {name: count for _, of_group in groups for name, count in of_group.items()})
-    builder.add_objects(objects_of(states))
+    add_objects(builder, states)
     add_parameters(whole, read, shapes)
     for name, count in counts.items():
         if is_plain_tensor(count):
@@ -161,10 +161,10 @@ def add_parameters(parts: Parts, read: Mapping[tuple[str, str], str], shapes: Ma
             continue
         root = torch_zip.read(parts.builder.files, path, locate=False)
         tensor = root.get("param") if isinstance(root, Mapping) else root
-        if not is_plain_tensor(tensor):
-            parts.builder.add_objects([f"{parameter}.{state}"])
-            continue
         kind, name = kind_and_name(parameter, MASTER if state == FP32 else state)
+        if not is_plain_tensor(tensor):
+            parts.add_other(kind, name, tensor, path)
+            continue
         shape = shapes.get(parameter, tensor.shape)
         if len(tensor.shape) != 1 or shape == tensor.shape:
             parts.add_whole(_ONLY_RANK, kind, name, tensor)

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from reshard.adapter.index_builder import IndexBuilder
+from reshard.adapter.state_dicts import decoded
 from reshard.containers.torch_zip import AnyTensor, Locations, is_plain_tensor, memory_of
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.index.index import Tensor
@@ -52,11 +54,14 @@ def add_weights(parts: Parts, states: RunStates, rank: ModelRank) -> None:
         parts.builder.add_notes([note])
 
 
-def objects_of(states: RunStates) -> Iterator[str]:
-    """The names of what the files of model states hold that is not a tensor: client states, and objects in the module."""
+def add_objects(builder: IndexBuilder, states: RunStates) -> None:
+    """Add what the files of model states hold that is not a plain tensor: client states, and objects and arrays in the module."""
     for model in states.models.values():
-        yield from model.client_keys
-        yield from (name for name, value in (model.module or {}).items() if value is not None and not is_plain_tensor(value))
+        others = {name: value for name, value in (model.module or {}).items() if value is not None and not is_plain_tensor(value)}
+        arrays, names = decoded(others, model.path)
+        for name, local in arrays:
+            builder.add("weight", name, local, model.path)
+        builder.add_objects((*model.client_keys, *names))
 
 
 def tied_names(states: RunStates) -> dict[str, str]:

@@ -108,6 +108,11 @@ def _add_group(parts: Parts, rank: ModelRank, number: int, group: ProcessGroup, 
             counts[state] = tensors
         elif tensors and all(len(tensor.shape) == 1 for tensor in tensors.values()):
             buffers[state] = FlatBuffer(tensors, parts.locations)
+        else:
+            for parameter in slices:
+                # A matrix of a whole flat group belongs to no parameter: it is named as an array that is not read.
+                value = sharing[group.ranks[0]].states.get(state)
+                parts.add_other(*kind_and_name(parameter.name, state), [value] if is_plain_tensor(value) else value, paths[0])
     for state, buffer in buffers.items():
         buffer.check_size(needed, f"{state} of group {number}")
     for parameter in slices:

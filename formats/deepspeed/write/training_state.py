@@ -10,7 +10,7 @@ from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import is_plain, parameter_and_kind
 from reshard.containers.pickle_writer import Call, Instance, Name
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.value import value
 from reshard.index.index import ParamGroup, Tensor
@@ -37,6 +37,8 @@ class TrainingState:
     """Buffers and frozen weights, by name."""
     aliases: Mapping[str, str]
     """Tied parameters: second name -> the name under which the parameter is stored."""
+    left_out: Mapping[str, str]
+    """State that the files have no place for: key -> why."""
 
     def __repr__(self) -> str:
         return f"<training state of step {self.step}: {len(self.states)} trained parameters, {len(self.untrained)} other tensors>"
@@ -129,7 +131,7 @@ class TrainingState:
         found += [note] if note else []
         sidecars = (*companions.sidecars({tensor.dtype for tensor in self.content.weights.values()}), tracker)
         stored = {alias: name for alias, name in aliases.items() if alias in self.content.tensors}
-        return Layout(target.format, tuple(files), sidecars, target.parallel, tuple(found), stored)
+        return Layout(target.format, tuple(files), sidecars, target.parallel, tuple(found), stored, left_out=self.left_out)
 
 
 def training_state(content: Content, target: Target, what: str) -> TrainingState:
@@ -147,9 +149,13 @@ def training_state(content: Content, target: Target, what: str) -> TrainingState
             do="Give a checkpoint with the optimizer's param groups, or write a format without them",
         )
     states: dict[str, dict[str, str]] = {}
+    left_out: dict[str, str] = {}
     for key in content.states:
         parameter, kind = parameter_and_kind(key)
-        states.setdefault(parameter, {})[kind] = key
+        if content.tensors[key].shape in ((), content.tensors[parameter].shape):
+            states.setdefault(parameter, {})[kind] = key
+        else:
+            left_out[key] = f"its shape is not that of the parameter, and {what} has no place for it"
     trained = [name for group in groups for name in group.names]
     if without_state := [name for name in trained if name not in states]:
         raise RequestError(
@@ -165,6 +171,8 @@ def training_state(content: Content, target: Target, what: str) -> TrainingState
         kinds = {kind for name in group.names for kind in states[name]}
         if lacking := [(name, kind) for name in group.names for kind in sorted(kinds) if kind not in states[name]]:
             name, kind = lacking[0]
+            if unread := next((drop.reason for drop in content.drops if drop.name == name and drop.is_unread), None):
+                raise UnsupportedError(f"its {kind} is {unread}", where=name, do="Write `to=dcp` or `to=fsdp`, which leave it out")
             raise CheckpointError(
                 f"the optimizer's state has no {kind}, which other parameters of its param group have",
                 where=name,
@@ -176,7 +184,9 @@ def training_state(content: Content, target: Target, what: str) -> TrainingState
     if content.model and content.model.is_tied:
         head, embedding = content.model.architecture.tied
         aliases |= {head: embedding} if embedding in states else {}
-    return TrainingState(content, groups, states, {name: tensor for name, tensor in untrained.items() if name not in aliases}, aliases)
+    return TrainingState(
+        content, groups, states, {name: tensor for name, tensor in untrained.items() if name not in aliases}, aliases, left_out
+    )
 
 
 def stored_dtype(tensor: Tensor) -> DType:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from reshard.adapter.state_dicts import elements_of
-from reshard.containers.distributed_tensors import LocalTensor
-from reshard.containers.torch_zip import AnyTensor
+from reshard.containers.distributed_tensors import Decoder, LocalTensor
+from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError, ReshardError, UnsupportedError
 from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.mosaics import Mosaic
@@ -107,14 +108,16 @@ def local_tensors(array: Mosaic, stored: AnyTensor, shapes: Mapping[str, Shape])
         yield name, LocalTensor(stored.dtype, shapes[name], tuple(shards))
 
 
-def state_tensors(parameter: ChunkTensor, stored: AnyTensor, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, LocalTensor]]:
+def state_tensors(parameter: ChunkTensor, stored: Any, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, LocalTensor]]:
     """(name, its boxes) of every canonical tensor in a tensor of optimizer state. shapes: the weights' global shapes.
 
-    A state of another shape than its parameter, such as a step count, belongs to each canonical tensor that is fused in the parameter.
+    A state of another shape than its parameter, such as a step count, belongs to each canonical tensor that is fused in the parameter, and
+    so does what stands for an array of another class.
     """
-    if stored.shape == parameter.shape:
+    if is_plain_tensor(stored) and stored.shape == parameter.shape:
         return local_tensors(parameter.array, stored, shapes)
-    return ((name, whole_tensor(stored)) for name in parameter.array.names)
+    local = Decoder(parameter.name).decode("its state", stored)
+    return ((name, local) for name in parameter.array.names if local)
 
 
 def whole_tensor(stored: AnyTensor) -> LocalTensor:

@@ -21,9 +21,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
+from reshard.adapter.state_dicts import flat
 from reshard.canonical.optimizer_state import plain_settings
 from reshard.containers.dcp_metadata import TensorItem
-from reshard.containers.torch_zip import LocatedTensor, is_plain_tensor
+from reshard.containers.torch_zip import LocatedTensor, class_of_array, is_plain_tensor
 from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.value import value
@@ -167,8 +168,8 @@ def numbered_optimizer(optimizer: Any, parameters: Sequence[ChunkTensor], path: 
             states.extend((member, "master_param", master) for member, master in zip(narrow, masters or (), strict=False))
             for member, parameter_number in zip(group_members, numbers[position], strict=True):
                 kept = link.state.get(parameter_number)
-                states.extend((member, kind, stored) for kind, stored in (kept.items() if isinstance(kept, Mapping) else ()))
-    tensors = (state for state in states if is_plain_tensor(state[2]) or isinstance(state[2], TensorItem))
+                states.extend((member, kind, stored) for kind, stored in (flat(kept) if isinstance(kept, Mapping) else ()))
+    tensors = (state for state in states if is_plain_tensor(state[2]) or isinstance(state[2], TensorItem) or class_of_array(state[2]))
     return OptimizerState(path, tuple(tensors), groups, tuple(notes))
 
 

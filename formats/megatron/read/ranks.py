@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from reshard.adapter.state_dicts import flat
+from reshard.adapter.state_dicts import flat, plain_tensors
 from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import shown
-from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
+from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError, IncompleteError, MissingFile, MixedSaves
 from reshard.geometry.value import value
 from reshard.storage.files import Files
@@ -175,7 +175,8 @@ def _parse_rank(folder: MegatronRankFolder, root: Mapping[str, Any], sizes: Para
     chunks: list[dict[str, AnyTensor]] = []
     for state_dict in [root[key] for key in keys] or [root]:
         entries = dict(flat(state_dict)) if isinstance(state_dict, Mapping) else {}
-        chunks.append({name: entry for name, entry in entries.items() if is_plain_tensor(entry) and is_weight_name(name)})
+        weights = {name: entry for name, entry in entries.items() if is_weight_name(name)}
+        chunks.append(plain_tensors(weights, folder.weights))
         objects.extend(name for name, entry in entries.items() if entry is not None and name not in chunks[-1])
     return MegatronRank(
         folder.weights,

@@ -111,7 +111,8 @@ class Patient:
     def measured(self) -> list[values.Measured]:
         """All complete tensors, read once, a tied head with its embedding; with digests, if reshard wrote the checkpoint."""
         head, table = self.tied_head or (None, None)
-        complete = [tensor for tensor in self.index.tensors if tensor.name not in self.incomplete]
+        read = (tensor for tensor in self.index.tensors if not tensor.dtype.is_unread)
+        complete = [tensor for tensor in read if tensor.name not in self.incomplete]
         tensors = [with_replica(tensor, table) if table and tensor is head else tensor for tensor in complete]
         with_digests = usable_manifest(self.files) is not None
         return values.measure(tensors, self.files, self.read, with_digests=with_digests)
@@ -262,9 +263,10 @@ def _opened(path: PathLike, options: Mapping[str, Any]) -> tuple[Checkpoint, Ind
         return Checkpoint(str(path), tree, empty, ModelFiles(tree, "", None), ""), empty, (of_error(error),)
     tree, index = checkpoint.files, checkpoint.index
     broken = list(structure.incomplete_tensors(index))
-    problems = list(broken)
+    problems = [*broken, *structure.unread_arrays(index)]
     names = {finding.tensor for finding in broken}
-    whole = replace(index, tensors=tuple(tensor for tensor in index.tensors if tensor.name not in names)) if broken else index
+    complete = tuple(tensor for tensor in index.tensors if tensor.name not in names and not tensor.dtype.is_unread)
+    whole = replace(index, tensors=complete) if len(complete) < len(index.tensors) else index
     checks = (lambda: check_steps(tree, whole), lambda: check_copied_files(tree, whole), lambda: format.check_values(tree, whole))
     for check in checks:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Unpack
 
-from reshard.canonical.content import Selection
+from reshard.canonical.content import Selection, check_read
 from reshard.canonical.globs import as_globs, check_globs, matches
 from reshard.engine.checks.reading import Reading
 from reshard.engine.checks.recorded_digests import check_digests
@@ -157,4 +157,6 @@ def wanted(checkpoint: Checkpoint, globs: tuple[str, ...], *, optimizer: bool) -
         if optimizer or tensor.kind not in _OPTIMIZER or (tensor.kind == "master" and tensor.name not in weights)
     ]
     check_globs("GLOB", globs, dict.fromkeys(tensor.name for tensor in chosen))
-    return [tensor.without_replicas() for tensor in chosen if not globs or matches(tensor.name, globs)]
+    read = [tensor for tensor in chosen if not globs or matches(tensor.name, globs)]
+    check_read(read)
+    return [tensor.without_replicas() for tensor in read]
