@@ -127,6 +127,12 @@ class EffortOptions(TypedDict, total=False):
     progress: Annotated[Progress | None, Keyword("Called with the number of bytes done since the last call.")]
 
 
+class ConvertOptions(EffortOptions, total=False):
+    """Keywords of `convert` that `cache` takes, too."""
+
+    fail_if_skipped: Annotated[bool, Keyword("Write nothing, and exit with 1, if tensors are skipped or files are left.")]
+
+
 def usual_values(keywords: type) -> dict[str, Any]:
     """The values of the keywords of a TypedDict that are not given."""
     return {name: _usual_value(annotation) for name, annotation in keywords.__annotations__.items()}
