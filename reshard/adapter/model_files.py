@@ -248,7 +248,7 @@ def _beside(files: Files, folder: str, used: Collection[str] | None) -> BesideWe
     for name, kind in _entries(files, folder, used):
         if not kind:
             try:
-                size = None if files.store is None and leads_elsewhere(files.root, folder + name) else files.size(folder + name)
+                size = files.size(folder + name)
                 kind = "link" if size is None else "large-file" if size > MOST_BYTES else ""
                 content = b"" if kind else read_whole(files, folder + name, limit=MOST_BYTES)
                 kind = "pickle" if content.startswith(HEADS) else kind
@@ -272,7 +272,8 @@ def _entries(files: Files, folder: str, used: Collection[str] | None, inner: str
         is_weights = name.endswith(".safetensors")
         if name in _LOOKED_AT_APART or (is_used and not is_folder) or (is_weights and not inner and used is None):
             continue
-        kind = "" if is_weights and inner and has_modules else kind_of(name)
+        kind = "link" if files.store is None and leads_elsewhere(files.root, path) else kind_of(name)
+        kind = "" if is_weights and kind == "weight-file" and inner and has_modules else kind
         if is_used:  # a folder of the training framework
             yield from ((name, kind or "trainer-state") for name, kind in _entries(files, folder, used, name, depth))
         elif kind or not is_folder:
