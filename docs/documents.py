@@ -58,8 +58,8 @@ _SERVER = {
     "version": TEXT, "fingerprint": TEXT, "same_version": (bool, None),
 }  # fmt: skip
 _RESULT = {
-    "path": str, "files": [StoredFile], "dropped": [DropSummary], "left": {str: int}, "notes": [str], "findings": [Finding], "fingerprint": str,
-    "seconds": float, "unchanged": bool,
+    "path": str, "files": [StoredFile], "dropped": [DropSummary], "left": {str: int}, "notes": [str], "findings": [Finding],
+    "fingerprint": str, "seconds": float, "unchanged": bool,
 }  # fmt: skip
 _LEARNED_SIZE = {"tp": [int], "pp": int, "ep": bool, "withheld": NUMBER}
 _STORED = {

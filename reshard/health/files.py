@@ -55,9 +55,7 @@ def unused_files(format: Format, used: Collection[str], files: Files, paths: Seq
             and any(fnmatchcase(name, glob) for glob in format.owns)
         ):
             yield found(
-                "unused-file",
-                f"it is called like a weight file of the format {format.name}, and no tensor of the checkpoint is read from it",
-                file=path,
+                "unused-file", f"it is called like a weight file of the format {format.name}, and no tensor of it is read", file=path
             )
 
 

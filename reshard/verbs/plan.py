@@ -32,10 +32,9 @@ def effort_of(plan: Plan, given: Mapping[str, Any]) -> EffortOptions:
     effort: Any = {**given}
     left = [file for file in plan.layout.left if not kinds()[file.kind].get("harmless")]
     if effort.pop("fail_if_skipped", False) and (plan.drops or left):
-        some_tensors, some_files = some([drop.name for drop in plan.drops]), some([f"{file.path} ({file.kind})" for file in left])
+        names = [*(f"{drop.name} ({drop.kind})" for drop in plan.drops), *(f"{file.path} ({file.kind})" for file in left)]
         raise RequestError(
-            f"{plural(len(plan.drops), 'tensor')}{f' ({some_tensors})' if plan.drops else ''} and {plural(len(left), 'file')}"
-            f"{f': {some_files}' if left else ''} would not be carried",
+            f"{plural(len(plan.drops), 'tensor')} and {plural(len(left), 'file')} would not be carried: {some(names)}",
             where=plan.source_files.root,
             why="`fail_if_skipped=True` asks that nothing is left; nothing was written",
             do="Leave it out, or remove from the source what is not needed. `reshard plan` with --json --full names everything",

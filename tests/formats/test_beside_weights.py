@@ -3,11 +3,11 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import socket
 import struct
 import zipfile
-from pathlib import Path
 
 import pytest
 from helpers.fixture_places import DCP, FIXTURES, HF
@@ -273,7 +273,7 @@ def test_fail_if_skipped_writes_nothing(tmp_path):
     skipped = run(
         "convert", DCP / "fsdp2" / "checkpoint", tmp_path / "out", "--to", "hf", "--model", DCP / "fsdp2" / "model", "--fail-if-skipped"
     )
-    assert skipped.code == 1 and "tensors (" in skipped.err
+    assert skipped.code == 1 and "tensors and 0 files would not be carried: " in skipped.err
 
 
 # ---- entries of headers ----
@@ -347,8 +347,11 @@ def test_what_is_said_of_a_tensor_is_left_where_its_form_changes(tmp_path):
     assert {file.path for file in changed.layout.left if file.kind == "header-entry"} == {name, "names"}
 
 
-def test_every_kind_says_why(tmp_path):
+def test_every_kind_says_why_and_stands_on_its_page():
     from reshard.adapter.file_kinds import kind_of, kinds
 
-    assert all(rule["why"] and Path(kind).name == kind for kind, rule in kinds().items())
+    assert all(rule["why"] for rule in kinds().values())
+    page = (FIXTURES.parent / "docs" / "formats" / "hf.md").read_text()
+    rows = {kind: f"| {'no' if rule.get('harmless') else 'yes'} |\n" for kind, rule in kinds().items()}
+    assert all(re.search(rf"^\| `{kind}` \| .* {re.escape(end)}", page, re.MULTILINE) for kind, end in rows.items())
     assert [kind_of(name) for name in ("README.md", "tokenizer.model", "model_index.json", "a/spiece.model", "latin.txt")] == [""] * 5
