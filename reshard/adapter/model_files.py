@@ -18,7 +18,7 @@ from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.value import value
 from reshard.models.config_values import with_value
 from reshard.models.quantization import SETTING, SETTINGS_FILES, quantization_settings, settings_of_file
-from reshard.storage.files import Files, LocalFiles, leads_elsewhere, read_whole
+from reshard.storage.files import Files, LocalFiles, inside, leads_elsewhere, read_whole
 from reshard.storage.json_input import parsed
 
 if TYPE_CHECKING:
@@ -176,9 +176,9 @@ class ModelFiles:
 
         if checkpoint is None:
             return _beside(self.files, self.folder, None)
-        small = (path for path in checkpoint.list() if not path.endswith(_STORED_APART) and any(fnmatchcase(path, glob) for glob in owned))
-        files = {*paths, *small}
-        used = files | {f"{folder}/" for path in files for folder in PurePosixPath(path).parents}
+        folders = {f"{folder}/" for path in paths for folder in PurePosixPath(path).parents}
+        small = (path for folder in folders for path in checkpoint.list(folder.removeprefix("./")) if not path.endswith(_STORED_APART))
+        used = {*paths, *folders, *(path for path in small if any(fnmatchcase(PurePosixPath(path).name, glob) for glob in owned))}
         found = [_beside(self.files, self.folder, used if self.files is checkpoint else None)]
         if self.files is not checkpoint or self.folder:  # where both have a file of one name, the last one's is carried
             found.insert(1 if self.child else 0, _beside(checkpoint, "", used))
@@ -187,10 +187,8 @@ class ModelFiles:
 
     def _with_settings(self, beside: BesideWeights, *names: str) -> dict[str, bytes]:
         """The files that go along, with those that describe a quantization, and further ones."""
-        return {
-            **beside.carried,
-            **{name: read_whole(self.files, self.folder + name, limit=1 << 28) for name in (*self.settings_files, *names)},
-        }
+        places = {name: self.folder + name for name in (*self.settings_files, *names)}
+        return {**beside.carried, **{name: read_whole(self.files, path, limit=1 << 28) for name, path in places.items()}}
 
     def with_quantization(self, config: Mapping[str, Any]) -> ModelFiles:
         """The files for weights that are quantized in another way, or no longer, as the config says."""
@@ -248,11 +246,12 @@ def _beside(files: Files, folder: str, used: Collection[str] | None) -> BesideWe
     for name, kind in _entries(files, folder, used):
         if not kind:
             try:
+                inside(name, where=files.root).encode()  # or no file of a target can be called so
                 size = files.size(folder + name)
                 kind = "link" if size is None else "large-file" if size > MOST_BYTES else ""
                 content = b"" if kind else read_whole(files, folder + name, limit=MOST_BYTES)
                 kind = "pickle" if content.startswith(HEADS) else kind
-            except ReshardError:
+            except (ReshardError, UnicodeError):
                 kind = "unreadable-file"
         if not kind:
             carried[name] = content

@@ -8,6 +8,7 @@ import shutil
 import socket
 import struct
 import zipfile
+from pathlib import Path
 
 import pytest
 from helpers.fixture_places import DCP, FIXTURES, HF
@@ -144,12 +145,15 @@ def test_links_that_leave_the_checkpoint_and_what_is_no_file_are_not_read(tmp_pa
     (source / "gone.md").symlink_to("nowhere")
     (source / "outside").symlink_to(tmp_path)
     os.mkfifo(source / "pipe")
+    for name in (b"a:b.txt", b"back\\slash.txt", b"not \xff utf-8.txt"):
+        Path(os.fsdecode(os.fsencode(source) + b"/" + name)).write_text("odd")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(source / "socket"))
         plan = reshard.plan(source, to="hf")
     reshard.convert(plan, tmp_path / "out")
     left = {file.path: file.kind for file in plan.layout.left}
     assert left["notes.md"] == left["gone.md"] == left["outside/"] == "link" and left["pipe"] == left["socket"] == "unreadable-file"
+    assert [*left.values()].count("unreadable-file") == 5 and "odd" not in str(files_of(tmp_path / "out"))
     assert (tmp_path / "out" / "inner.md").read_bytes() == (source / "README.md").read_bytes()
     assert not any(b"secret" in content for content in files_of(tmp_path / "out").values())
     assert not {"notes.md", "outside", "pipe"} & {path.name for path in (tmp_path / "out").iterdir()}
