@@ -57,7 +57,8 @@ CLAIMS = {
     "Paths in a checkpoint's metadata cannot leave the checkpoint's directory.": [
         "tests/hostile/test_hostile_checkpoints.py::test_a_storage_path_that_leaves_the_directory",
         "tests/hostile/test_hostile_checkpoints.py::test_an_index_that_points_outside",
-        "tests/docs/test_security.py::test_links_inside_of_a_checkpoint_are_followed",
+        "tests/docs/test_security.py::test_links_to_weights_are_followed_and_none_to_other_files_elsewhere",
+        "tests/formats/test_beside_weights.py::test_links_that_leave_the_checkpoint_and_what_is_no_file_are_not_read",
     ],
     "A plan file is an order, not a map.": [
         "tests/parts/test_plan_files.py::test_forged_plan_files_are_refused_or_write_the_same_bytes",
