@@ -18,6 +18,7 @@ from reshard.geometry.quantities import parse_count, parse_size
 from reshard.geometry.value import value
 from reshard.requests.keywords import (
     CombiningOptions,
+    ConvertOptions,
     EffortOptions,
     Keyword,
     ModelOptions,
@@ -451,6 +452,7 @@ parts = together(
     option("--finish", section=PARTS, is_flag=True, help="Complete TARGET if all parts are done; otherwise name what is missing."),
 )
 
+fail_if_skipped = keywords(ConvertOptions, "fail_if_skipped", section=OUTPUT)
 effort = together(
     keywords(EffortOptions, "workers", "memory", "source_checksums", "verify_source", section=EFFORT),
     option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from reshard.geometry.quantities import plural
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from reshard.canonical.content import Drop
     from reshard.engine.destinations.forecast import StoreForecast
     from reshard.health.findings import Finding
+    from reshard.plans.layout import LeftFile
     from reshard.plans.plan import Plan
 
 
@@ -25,7 +26,7 @@ def plan_document(plan: Plan, *, full: bool, target: str | None = None) -> dict[
     from reshard.plans import summary
 
     document = plan.to_json(tensors=full)
-    tensors = {name: document.pop(name) for name in ("tensors", "dropped", "tasks") if full}
+    tensors = {name: document.pop(name) for name in ("tensors", "dropped", "tasks", "left_files") if full}
     if full:
         tensors["dropped_tensors"] = tensors.pop("dropped")
     dropped = [group.to_json() for group in summary.drops(plan)]
@@ -88,6 +89,7 @@ def show_plan(plan: Plan, target: str | None = None) -> None:
             show(f"  store     {each.url}: about {plural(each.writes, 'request')} to write {nbytes_text(each.written)}")
     show_casts(plan)
     show_drops(plan.drops)
+    show_left(plan.layout.left)
     show_findings(missing_in_target(plan))
     if plan.layout.sidecars:
         show(f"  copy      unchanged: {', '.join(sidecar.path for sidecar in plan.layout.sidecars)}")
@@ -119,6 +121,15 @@ def show_drops(drops: Iterable[Drop]) -> None:
         counts = ", ".join(f"{number} {kind}" for kind, number in Counter(drop.kind for drop in same).items())
         example = same[0].name if same[0].kind in _NAMED_ALONE else f"{same[0].kind} of {same[0].name}"
         show(f"  skip      {counts}, {nbytes_text(sum(drop.nbytes for drop in same))}: {reason}; for example {example}")
+
+
+def show_left(files: Collection[LeftFile]) -> None:
+    """One line that counts what lies beside the source's weights and is not carried."""
+    if files:
+        from reshard.plans.layout import left_by_kind
+
+        counts = (plural(number, kind.replace("-", " ")) for kind, number in left_by_kind(files).items())
+        show(f"  left      {plural(len(files), 'file')}: {', '.join(counts)}; --json --full names each")
 
 
 def _range(pair: tuple[int, int] | None) -> str:

@@ -18,6 +18,7 @@ from reshard.health.findings import Finding, FindingKind, Report
 from reshard.index.balance import ByteShare
 from reshard.index.index import StoredFile
 from reshard.measures.changes import Change
+from reshard.plans.layout import LeftFile
 from reshard.plans.plan import Totals
 from reshard.plans.summary import DropSummary, ExpertSummary, KindSummary
 from reshard.requests.outlook import Outlook
@@ -59,8 +60,8 @@ _SERVER = {
     "version": TEXT, "fingerprint": TEXT, "same_version": (bool, None),
 }  # fmt: skip
 _RESULT = {
-    "path": str, "files": [StoredFile], "dropped": [DropSummary], "notes": [str], "findings": [Finding], "fingerprint": str,
-    "seconds": float, "unchanged": bool, "source_checks": SourceChecks, "source_digests": FileDigests,
+    "path": str, "files": [StoredFile], "dropped": [DropSummary], "left": {str: int}, "notes": [str], "findings": [Finding],
+    "fingerprint": str, "seconds": float, "unchanged": bool, "source_checks": SourceChecks, "source_digests": FileDigests,
 }  # fmt: skip
 _LEARNED_SIZE = {"tp": [int], "pp": int, "ep": bool, "withheld": NUMBER}
 _STORED = {
@@ -83,12 +84,14 @@ _PLAN = {
     "totals": Totals,
     "files": [{"path": str, "bytes": int, "ranks": {str: int}, "tensors?": [_STORED]}],
     "sidecars": [str],
+    "left": {str: int},
     "notes": [str],
     "findings": [Finding],
     "dropped": [DropSummary],
     "ranks": [_RANK_OF_TARGET],
     "tensors?": [_ROUTE],
     "tasks?": [{"files": [str], "tensors": [str]}],
+    "left_files?": [LeftFile],
     "dropped_tensors?": [{"name": str, "kind": str, "nbytes": int, "reason": str}],
     "stores?": [StoreForecast],
 }

@@ -13,6 +13,7 @@ from typing import Any
 # id -> (exit code of the command line, meaning). Ids are stable: programs branch on them. docs/reference/errors.md explains each one.
 ERROR_IDS: dict[str, tuple[int, str]] = {
     "difference": (1, "two checkpoints that should be equal are not, or a check has a finding"),
+    "skipped": (1, "a tensor or a file would not be carried, and --fail-if-skipped asks that nothing is left"),
     "usage": (2, "an option, an argument or a declaration is wrong"),
     "not-found": (2, "a path does not exist"),
     "ambiguous": (2, "the source can be read in several ways, or lacks a fact that an option gives"),

@@ -14,7 +14,7 @@ from reshard.geometry.quantities import plural
 from .. import options
 from ..invocation import current
 from ..json_output import show_json
-from ..plans import plan_document, show_drops, show_findings, show_plan
+from ..plans import plan_document, show_drops, show_findings, show_left, show_plan
 from ..progress import bar
 from ..tables import fingerprint_text, nbytes_text, show, show_table
 
@@ -48,6 +48,7 @@ options_of_convert = options.together(
     options.option(
         "--checksums", section=options.OUTPUT, is_flag=True, help="Also write SHA256SUMS for `sha256sum -c`; reads the result once more."
     ),
+    options.fail_if_skipped,
     options.effort,
     options.parts,
     options.summary_or_full,
@@ -82,18 +83,20 @@ def convert(
     """Convert sources to the target, and show what was done. name: the command, as it is recorded beside the result."""
     from reshard.engine.pool import Effort
     from reshard.engine.record import Provenance
-    from reshard.requests.keywords import EffortOptions
+    from reshard.requests.keywords import ConvertOptions
     from reshard.verbs.convert import conversion, existing_target, part_result, result_of, target_place, unchanged_result
+    from reshard.verbs.plan import effort_of
 
     metrics, arguments = current().metrics, current().arguments
     metrics.label(target=target, format=to)
     existing = existing_target(**{name: given.pop(name) for name in ("resume", "overwrite", "if_changed")})
     provenance = Provenance(tuple(arguments[arguments.index(name) :]), given.pop("checksums"))
     target_place(target)
-    sharing = _sharing(given)
-    effort, show_progress = Effort(**options.take(given, EffortOptions)), given.pop("show_progress")
+    sharing, asked = _sharing(given), options.take(given, ConvertOptions)
+    show_progress = given.pop("show_progress")
     plan = _planned(sources, to, given)
     metrics.label(target=target, format=plan.layout.format)
+    effort = Effort(**effort_of(plan, asked))
     if dry_run:
         show_json(plan_document(plan, full=full, target=target)) if as_json else show_plan(plan, target)
         return
@@ -191,6 +194,7 @@ def _show_files(plan: Plan, result: Result) -> None:
     if rest := files[len(listed) :]:
         show(f"  and {plural(len(rest), 'more file')}, {nbytes_text(sum(file.nbytes for file in rest))}; --json lists all")
     show_drops(plan.drops)
+    show_left(result.left)
     show_findings(result.findings)
     for note in result.notes:
         show(f"  note      {note}")

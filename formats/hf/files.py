@@ -91,7 +91,9 @@ def _indexed_files(files: Files, candidates: Sequence[str], index: str) -> Weigh
                 do="Copy that file from where the checkpoint came from",
             )
     ignored = [path for path in candidates if path not in paths]
-    notes = (f"not read, because the index does not name them: {', '.join(ignored)}",) if ignored else ()
+    notes: tuple[str, ...] = (f"not read, because the index does not name them: {', '.join(ignored)}",) if ignored else ()
+    if "model.safetensors" in ignored:
+        notes += ("transformers looks for model.safetensors before the index, and loads it in place of the checkpoint's files",)
     return WeightFiles(tuple(paths), weight_map, notes)
 
 

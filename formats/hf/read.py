@@ -34,6 +34,8 @@ class StoredWeights:
     """The files that were read."""
     tensors: tuple[Tensor, ...]
     """Their tensors."""
+    headers: Mapping[str, str | None]
+    """The entries of their `__metadata__`; None where two files disagree."""
     objects: tuple[str, ...]
     """The names of everything in them that is not a tensor."""
     notes: tuple[str, ...]
@@ -50,7 +52,7 @@ def read(files: Files, hints: Hints) -> Index:
     builder.add_notes(weights.notes)
     builder.add_files(weights.paths)
     producer = "safetensors" if weights.paths[0].endswith(SAFETENSORS) else "torch.save"
-    return builder.build(RunFacts(producer=producer, config=hints.config))
+    return builder.build(RunFacts(producer=producer, config=hints.config, headers=weights.headers))
 
 
 def stored_weights(files: Files, *, headers_only: bool = False) -> StoredWeights:
@@ -63,10 +65,13 @@ def stored_weights(files: Files, *, headers_only: bool = False) -> StoredWeights
     tensors: dict[str, Tensor] = {}
     copies: list[Tensor] = []
     objects: list[str] = []
+    headers: dict[str, str | None] = {}
     not_indexed: list[str] = []
     for path in to_read.paths:
-        tensors_of_file, objects_of_file = file_content(files, path, headers_only=headers_only)
+        tensors_of_file, objects_of_file, header = file_content(files, path, headers_only=headers_only)
         objects.extend(objects_of_file)
+        said = {key: text for key, text in header.items() if (key, text) != ("format", "pt")}  # which each file of torch says
+        headers |= {key: text if headers.get(key, text) == text else None for key, text in said.items()}
         for tensor in tensors_of_file:
             indexed = to_read.weight_map.get(tensor.name)
             if indexed is None:
@@ -97,7 +102,7 @@ def stored_weights(files: Files, *, headers_only: bool = False) -> StoredWeights
     if copies:
         notes += (_note_on_copies(tensors, copies),)
     found = _with_copies(tensors, copies) if copies else tensors.values()
-    return StoredWeights(to_read.paths, tuple(found), tuple(objects), notes)
+    return StoredWeights(to_read.paths, tuple(found), headers, tuple(objects), notes)
 
 
 def _note_on_copies(tensors: Mapping[str, Tensor], copies: Sequence[Tensor]) -> str:
@@ -131,18 +136,16 @@ def _with_copies(tensors: Mapping[str, Tensor], copies: Sequence[Tensor]) -> Ite
         yield replace(tensor, shards=tensor.shards.with_copies([copy.shards for copy in of_tensor])) if of_tensor else tensor
 
 
-def file_content(files: Files, path: str, *, headers_only: bool = False) -> tuple[list[Tensor], list[str]]:
-    """The tensors of a file, and the names of everything else in it."""
-    if path.endswith(SAFETENSORS):
-        return _safetensors_content(files, path, headers_only), []
-    return _pickle_content(files, path)
+def file_content(files: Files, path: str, *, headers_only: bool = False) -> tuple[list[Tensor], list[str], Mapping[str, str]]:
+    """The tensors of a file, the names of everything else in it, and the texts in its header by key."""
+    return _safetensors_content(files, path, headers_only) if path.endswith(SAFETENSORS) else (*_pickle_content(files, path), {})
 
 
-def _safetensors_content(files: Files, path: str, headers_only: bool) -> list[Tensor]:
+def _safetensors_content(files: Files, path: str, headers_only: bool) -> tuple[list[Tensor], list[str], Mapping[str, str]]:
     header = safetensors.read_header(files, path, header_only=headers_only)
     if "DCP_SHARDING_INFO" in header.metadata and len(files.list()) > 1 and re.match(r"shard-", path):
         raise CheckpointError("it is one rank's part of a distributed save, not a Hugging Face checkpoint", where=path)
-    return list(_whole_tensors(header, path))
+    return list(_whole_tensors(header, path)), [], header.metadata
 
 
 def _whole_tensors(header: safetensors.Header, path: str) -> Iterator[Tensor]:

@@ -7,8 +7,9 @@ a new file where the next tensor would make one too large. A tensor that is larg
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from reshard.adapter.model_files import ModelFiles
@@ -40,17 +41,37 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     else:
         folder = _as_trainer(content, target) if target.options.get("names") else _as_published(content, target)
     tensors_by_file = folder.files or divided(folder.tensors, target.max_shard_size)
-    files = tuple(framed(path, tensors) for path, tensors in tensors_by_file.items())
+    names = {path: frozenset(tensor.name for tensor in tensors) for path, tensors in tensors_by_file.items()}
+    headers = headers_of(content, names)
+    files = tuple(framed(path, tensors, metadata=headers[path]) for path, tensors in tensors_by_file.items())
     companions, added = companions.completed(content.model.architecture) if content.model else (companions, ())
-    sidecars = companions.sidecars([tensor.dtype for tensor in folder.tensors], main=_main_dtype(folder.tensors))
-    if len(files) > 1:
+    sidecars = companions.sidecars([tensor.dtype for tensor in folder.tensors], main=_main_dtype(folder.tensors), weights=True)
+    # Without an index vLLM would load the files that the source's index does not name.
+    beside = any(sidecar.path.endswith(".safetensors") and "/" not in sidecar.path for sidecar in sidecars)
+    if len(files) > 1 or (beside and any(name.endswith(".safetensors.index.json") for name in companions.names)):
         sidecars = (*sidecars, _index(files))
     notes = [*folder.notes, *added]
     if companions.config is not None and not companions.config.get("architectures"):
         notes.append("config.json names no architectures, and engines choose the model's class by them")
     if target.dtype is not None and target.dtype.itemsize == 1:
         notes.append(f"the weights are cast to {target.dtype} without scales: no quantized model, and engines do not load it as one")
-    return Layout("hf", files, sidecars, notes=tuple(notes))
+    return Layout("hf", files, sidecars, notes=tuple(notes), headers=frozenset().union(*headers.values()))
+
+
+def headers_of(content: Content, names: Mapping[str, Collection[str]]) -> dict[str, dict[str, str]]:
+    """Path -> `__metadata__` of that file. names: path -> the tensors of that file.
+
+    An entry that names a tensor goes into the file of that tensor, all others into every file. Entries that another one lists stay
+    together: torchao looks for the class of every name in `tensor_names` in each file, as transformers writes it (torchao 0.18,
+    safetensors_utils.py: is_metadata_torchao). What is said of a tensor is left where its stored form changes.
+    """
+    entries = {key: text for key, text in content.facts.headers.items() if text is not None}
+    listed = {name for text in entries.values() if text.startswith("[") for name in re.findall(r'"((?:[^"\\]|\\.)*)"', text)}
+    changed = {name for name, tensor in content.tensors.items() if tensor.encoding or tensor.derivation}
+    if not changed.isdisjoint(entries):
+        entries = {key: text for key, text in entries.items() if key not in listed | changed and not text.startswith("[")}
+    cut = frozenset().union(*names.values()) - listed
+    return {path: {"format": "pt", **{k: text for k, text in entries.items() if k in own or k not in cut}} for path, own in names.items()}
 
 
 def _like(content: Content, target: Target) -> TargetFolder:

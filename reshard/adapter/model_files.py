@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.value import value
 from reshard.models.config_values import with_value
 from reshard.models.quantization import SETTING, SETTINGS_FILES, quantization_settings, settings_of_file
-from reshard.storage.files import Files, LocalFiles, read_whole
+from reshard.storage.files import Files, LocalFiles, inside, leads_elsewhere, read_whole
 from reshard.storage.json_input import parsed
 
 if TYPE_CHECKING:
+    from reshard.adapter.file_kinds import BesideWeights
     from reshard.geometry.dtypes import DType
     from reshard.models.architecture import Architecture
-    from reshard.plans.layout import Sidecar
+    from reshard.plans.layout import LeftFile, Sidecar
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -41,15 +43,20 @@ TOKENIZERS = (
     ("tokenization_*.py",),  # code of the model's own; some builds its vocabulary without a file (xGen)
 )
 """Globs of the files in which tokenizers lie; all files of one row are one tokenizer."""
-# Globs of the files that a serving engine or a user of the model needs beside the weights. Other files are not copied.
+# Globs of the files beside the weights that --overwrite replaces even where no manifest says that reshard wrote them.
 CARRIED = (
     *(glob for globs in TOKENIZERS for glob in globs), "generation_config.json", "tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "chat_template*", "preprocessor_config.json", "processor_config.json", "configuration_*.py", "modeling_*.py",
 )  # fmt: skip
-_MOST_CARRIED = 1 << 28
 _MOST_DECLARED = 1 << 20
 # Where trainers put the Hugging Face files of a run: in the checkpoint's folder, or in this folder below it (verl).
 _FOLDERS = ("", "huggingface/")
+# Files and folders that are looked at by themselves, and the endings of files with tensors.
+_LOOKED_AT_APART, _STORED_APART = (CONFIG, "huggingface/"), (".safetensors", ".bin", ".pt", ".pth", ".distcp")
+# The modules of sentence-transformers 6, and the folder of further chat templates of transformers 5 (CHAT_TEMPLATE_DIR).
+_MODULES, _CHAT_TEMPLATES = "modules.json", "additional_chat_templates/"
+# A folder with more files, or below this depth, is not carried.
+_MOST_FILES, _DEPTH = 1000, 3
 # Where trainers put the settings of a LoRA adapter (verl: lora_adapter/).
 _ADAPTER_FOLDERS = ("", "lora_adapter/", "huggingface/")
 # verl saves r, lora_alpha and task_type here, and trains with alpha / r (utils/checkpoint/fsdp_checkpoint_manager.py since 0.5).
@@ -91,6 +98,8 @@ class ModelFiles:
     """The settings of the checkpoint's LoRA adapter: the content of its adapter_config.json; None if there is none."""
     carries_adapter: bool = False
     """Whether the target holds the adapter beside the weights, so that its settings are written too."""
+    beside: Callable[[], BesideWeights] | None = None
+    """Looks at what lies beside the weights, once; None: the checkpoint that it lies beside is not known."""
     declaration: bytes | None = None
     """The user's declaration of the architecture, which goes along with config.json; None: the model's architecture is not declared so."""
 
@@ -148,29 +157,54 @@ class ModelFiles:
 
     def contents(self) -> dict[str, bytes]:
         """The content of the files, by name: with them another machine does without this folder."""
-        places = _carried(self.files, self.folder) | {name: (self.files, self.folder + name) for name in (CONFIG, *self.settings_files)}
         declared = {} if self.declaration is None else {DECLARATION: self.declaration}
-        return {name: read_whole(*place, limit=_MOST_CARRIED) for name, place in places.items()} | declared
+        return self._with_settings(self.looked_beside(), CONFIG) | declared
 
     @property
-    def carried(self) -> Mapping[str, tuple[Files, str]]:
-        """Name -> place of the files that are copied as they are: the tokenizer's and others, and those that describe a quantization."""
-        found = _carried(self.files, self.folder) | (_carried(self.child, "") if self.child else {})
-        return found | {name: (self.files, self.folder + name) for name in self.settings_files}
+    def names(self) -> tuple[str, ...]:
+        """The names of the files in the folder, and of those in the checkpoint's own."""
+        own = self.child.list() if self.child else ()
+        return (*(path.removeprefix(self.folder) for path in self.files.list(self.folder)), *own)
+
+    def looked_beside(self, checkpoint: Files | None = None, paths: Sequence[str] = (), owned: Sequence[str] = ()) -> BesideWeights:
+        """What lies beside the weights: in this folder, and in the checkpoint's own. The content of what is carried is read.
+
+        checkpoint: the tree of the checkpoint; None: only this folder is looked at, and it is not the checkpoint's. paths: its files that
+        hold tensors. owned: globs of the files that its format owns; the small ones are read by its reader.
+        """
+        from reshard.adapter.file_kinds import BesideWeights
+
+        if checkpoint is None:
+            return _beside(self.files, self.folder, None)
+        folders = {f"{folder}/" for path in paths for folder in PurePosixPath(path).parents}
+        small = (path for folder in folders for path in checkpoint.list(folder.removeprefix("./")) if not path.endswith(_STORED_APART))
+        used = {*paths, *folders, *(path for path in small if any(fnmatchcase(PurePosixPath(path).name, glob) for glob in owned))}
+        found = [_beside(self.files, self.folder, used if self.files is checkpoint else None)]
+        if self.files is not checkpoint or self.folder:  # where both have a file of one name, the last one's is carried
+            found.insert(1 if self.child else 0, _beside(checkpoint, "", used))
+        carried = {name: content for each in found for name, content in each.carried.items()}
+        return BesideWeights(carried, tuple(file for each in found for file in each.left))
+
+    def _with_settings(self, beside: BesideWeights, *names: str) -> dict[str, bytes]:
+        """The files that go along, with those that describe a quantization, and further ones."""
+        places = {name: self.folder + name for name in (*self.settings_files, *names)}
+        return {**beside.carried, **{name: read_whole(self.files, path, limit=1 << 28) for name, path in places.items()}}
 
     def with_quantization(self, config: Mapping[str, Any]) -> ModelFiles:
         """The files for weights that are quantized in another way, or no longer, as the config says."""
         return replace(self, config=config, settings_files=(), settings_from=None, derived=True)
 
-    def sidecars(self, dtypes: Iterable[DType], main: DType | None = None) -> tuple[Sidecar, ...]:
+    def sidecars(self, dtypes: Iterable[DType], main: DType | None = None, *, weights: bool = False) -> tuple[Sidecar, ...]:
         """The files to put beside weights of these element types. config.json comes last, so it completes the directory.
 
         config.json is copied byte for byte if the element type in it is right. Otherwise it is written with the weights' new type.
-        main: the floating-point type to name if the weights have several.
+        main: the floating-point type to name if the weights have several. weights: whether the target also holds files of weights that
+        the checkpoint's index does not name.
         """
         from reshard.plans.layout import Sidecar
 
-        sidecars = [Sidecar(name, content=read_whole(*place, limit=_MOST_CARRIED)) for name, place in sorted(self.carried.items())]
+        carried = self._with_settings((self.beside or self.looked_beside)())
+        sidecars = [Sidecar(*item) for item in sorted(carried.items()) if weights or "/" in item[0] or not item[0].endswith(".safetensors")]
         if self.carries_adapter and self.adapter_config is not None:
             sidecars.append(Sidecar(ADAPTER_CONFIG, (json.dumps(self.adapter_config, indent=2) + "\n").encode()))
         if self.declaration is not None:
@@ -199,10 +233,54 @@ def has_tokenizer(names: Iterable[str]) -> bool:
     return any(all(any(fnmatchcase(name, glob) for name in listed) for glob in globs) for globs in TOKENIZERS)
 
 
-def _carried(files: Files, folder: str) -> dict[str, tuple[Files, str]]:
-    """Name -> place of the files in a folder that are copied."""
-    paths = {path.removeprefix(folder): path for path in files.list(folder) if not path.endswith("/")}
-    return {name: (files, path) for name, path in paths.items() if any(fnmatchcase(name, glob) for glob in CARRIED)}
+def _beside(files: Files, folder: str, used: Collection[str] | None) -> BesideWeights:
+    """What lies in a folder beside the weights. folder: empty, or with a slash at its end.
+
+    used: the files and folders that the reader of the checkpoint uses; None: the folder is the model's and not the checkpoint's, so that
+    its own weights and state are not looked at.
+    """
+    from reshard.adapter.file_kinds import HEADS, MOST_BYTES, BesideWeights, kinds, left
+
+    carried: dict[str, bytes] = {}
+    others: list[LeftFile] = []
+    for name, kind in _entries(files, folder, used):
+        if not kind:
+            try:
+                inside(name, where=files.root).encode()  # or no file of a target can be called so
+                size = files.size(folder + name)
+                kind = "link" if size is None else "large-file" if size > MOST_BYTES else ""
+                content = b"" if kind else read_whole(files, folder + name, limit=MOST_BYTES)
+                kind = "pickle" if content.startswith(HEADS) else kind
+            except (ReshardError, UnicodeError):
+                kind = "unreadable-file"
+        if not kind:
+            carried[name] = content
+        elif used is not None or kinds()[kind].get("of_model"):
+            others.append(left(name, kind))
+    return BesideWeights(carried, tuple(others))
+
+
+def _entries(files: Files, folder: str, used: Collection[str] | None, inner: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
+    """The name and the kind of each file, and of each folder that is not looked into; no kind if nothing but its content may be against
+    a file. Beside modules.json (sentence-transformers) folders are modules, and their safetensors belong to the model."""
+    from reshard.adapter.file_kinds import kind_of
+
+    has_modules = files.size(f"{folder}{_MODULES}") is not None
+    for path in files.list(folder + inner) if not files.is_file else ():
+        name, is_folder, is_used = path.removeprefix(folder), path.endswith("/"), path in (used or ())
+        is_weights = name.endswith(".safetensors")
+        if name in _LOOKED_AT_APART or (is_used and not is_folder) or (is_weights and not inner and used is None):
+            continue
+        kind = "link" if files.store is None and leads_elsewhere(files.root, path) else kind_of(name)
+        kind = "" if is_weights and kind == "weight-file" and inner and has_modules else kind
+        if is_used:  # a folder of the training framework
+            yield from ((name, kind or "trainer-state") for name, kind in _entries(files, folder, used, name, depth))
+        elif kind or not is_folder:
+            yield name, kind
+        elif used is not None or has_modules or name == _CHAT_TEMPLATES:
+            below = [*_entries(files, folder, used, name, depth - 1)] if depth else []
+            is_apart = not has_modules and any(kind.endswith("weight-file") or name.endswith(".safetensors") for name, kind in below)
+            yield from below if depth and len(below) <= _MOST_FILES and not is_apart else [(name, "weight-folder")]
 
 
 def find_model_files(files: Files) -> ModelFiles:

@@ -69,7 +69,7 @@ class Range:
     @property
     def claims(self) -> Claims:
         """What is claimed of the file."""
-        return self._files.claims(self.path)
+        return self.files.claims(self.path)
 
     def read(self, byte_offset: int, nbytes: int, *, ahead: int = _AHEAD) -> bytes:
         """Bytes [byte_offset, byte_offset + nbytes) of the range; the caller has checked that they lie in it.

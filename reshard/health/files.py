@@ -47,7 +47,7 @@ def damaged_files(files: Files, paths: Sequence[str], checked: Collection[str]) 
 
 
 def unused_files(format: Format, used: Collection[str], files: Files, paths: Sequence[str]) -> Iterator[Finding]:
-    """Files with the names of weight files in which no tensor lies. used: those in which tensors lie."""
+    """Files with the names of weight files from which no tensor is read. used: those from which tensors are."""
     for path in paths:
         name = path.rpartition("/")[2]
         if (
@@ -56,7 +56,9 @@ def unused_files(format: Format, used: Collection[str], files: Files, paths: Seq
             and name.endswith((".safetensors", ".bin", ".distcp"))
             and any(fnmatchcase(name, glob) for glob in format.owns)
         ):
-            yield found("unused-file", f"it is called like a weight file of the format {format.name}, but no tensor lies in it", file=path)
+            yield found(
+                "unused-file", f"it is called like a weight file of the format {format.name}, and no tensor of it is read", file=path
+            )
 
 
 def integrity(files: Files, paths: Sequence[str], *, deep: bool) -> Iterator[Finding]:

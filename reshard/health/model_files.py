@@ -16,7 +16,7 @@ from reshard.plans.plan import Plan
 
 def missing_beside_weights(format: Format, model_files: ModelFiles) -> Iterator[Finding]:
     """What a checkpoint's engines will miss."""
-    yield from _missing(format, model_files.carried.keys(), model_files.config)
+    yield from _missing(format, model_files.names, model_files.config)
 
 
 def missing_in_target(plan: Plan) -> tuple[Finding, ...]:

@@ -347,6 +347,8 @@ class RunFacts:
     """Facts that the user must give before the checkpoint can be converted, each with the option that gives it."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Weights of the model that files of this format do not have on purpose -> why."""
+    headers: Mapping[str, str | None] = field(default_factory=dict)
+    """The texts in the headers of the files, such as the classes of quantized tensors, by key; None: the files disagree."""
     delta: DeltaFacts | None = None
     """What the files say about themselves if they are a delta, whose tensors are frames; None for a checkpoint."""
 

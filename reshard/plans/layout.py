@@ -9,6 +9,7 @@ another one on demand, and its sections as columns. Framing, such as a pickle of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
@@ -175,6 +176,23 @@ class Sidecar:
 
 
 @value
+class LeftFile:
+    """A file that lies beside the source's weights, or an entry of their headers, and is not carried into the target."""
+
+    path: str
+    """Its path, below the folder that it lies in; the key of an entry."""
+    kind: str
+    """Its kind, such as "log"."""
+    reason: str
+    """Why it is left."""
+
+
+def left_by_kind(files: Iterable[LeftFile]) -> dict[str, int]:
+    """How many files of each kind are left."""
+    return dict(Counter(file.kind for file in files))
+
+
+@value
 class Layout:
     """The files of a target."""
 
@@ -194,6 +212,10 @@ class Layout:
     """Canonical tensors of one element whose value is stored in the framing."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Canonical tensors that the target does not store, with the reason."""
+    headers: frozenset[str] = frozenset()
+    """The entries of the source's headers that the target's have, too."""
+    left: tuple[LeftFile, ...] = ()
+    """What lies beside the source's weights and is not carried."""
 
     def __repr__(self) -> str:
         tensors = sum(len(file.tensors) for file in self.files)

@@ -23,7 +23,7 @@ from reshard.geometry.value import Drawn, value
 from reshard.index.index import Combination, Index, Tensor
 from reshard.index.shards import meetings, primary_rows
 from reshard.plans.digests import CURRENT
-from reshard.plans.layout import Layout, PlacedTensor, Target
+from reshard.plans.layout import Layout, PlacedTensor, Target, left_by_kind
 from reshard.plans.layout_index import index_of_layout
 from reshard.plans.tasks import Route, Task, by_routes
 from reshard.storage.files import Files
@@ -189,6 +189,7 @@ class Plan(Drawn):
                 for file in self.layout.files
             ],
             "sidecars": [sidecar.path for sidecar in self.layout.sidecars],
+            "left": left_by_kind(self.layout.left),
             "notes": list(self.layout.notes),
         }
         if tensors:
@@ -206,6 +207,7 @@ class Plan(Drawn):
                 for route in self.routes
             ]
             document["dropped"] = [asdict(drop) for drop in self.drops]
+            document["left_files"] = [asdict(file) for file in self.layout.left]
             document["tasks"] = [
                 {
                     "files": list(dict.fromkeys(path for i in task.routes for path in self.routes[i].target.shards.holders)),
@@ -224,7 +226,7 @@ class Plan(Drawn):
         """
         # The journal and the manifest hold digests of this version.
         about = {**self.to_json(tensors=False), "dropped": [asdict(drop) for drop in self.drops]}
-        del about["notes"]
+        del about["notes"], about["left"]
         if self.order:
             about["source"]["path"] = self.order.source
         for key in ("adapter", "combined"):

@@ -131,6 +131,12 @@ class EffortOptions(TypedDict, total=False):
     ]
 
 
+class ConvertOptions(EffortOptions, total=False):
+    """Keywords of `convert` that `cache` takes, too."""
+
+    fail_if_skipped: Annotated[bool, Keyword("Write nothing, and exit with 1, if tensors are skipped or files are left.")]
+
+
 def usual_values(keywords: type) -> dict[str, Any]:
     """The values of the keywords of a TypedDict that are not given."""
     return {name: _usual_value(annotation) for name, annotation in keywords.__annotations__.items()}

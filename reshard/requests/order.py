@@ -306,9 +306,9 @@ class _Folder:
         for name, content in attached.items():
             key, _, file = inside(name, where=_KIND).partition("/")
             path = Path(root, key, file)
-            if not file or path != Path(root, key) / path.name:
+            if not file:
                 raise ValueError(f"{name[:100]!r} is not the name of a file")
             with system_errors("written", path):
-                path.parent.mkdir(exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
-            self.paths[key] = str(path.parent if key == "model" else path)
+            self.paths[key] = str(Path(root, key) if key == "model" else path)

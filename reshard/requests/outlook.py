@@ -55,7 +55,7 @@ def outlook(checkpoint: Checkpoint, found: Content | ReshardError) -> Outlook:
         needed.append("the model's config: `model=DIR`")
     elif checkpoint.config_problem:
         needed.append(f"a config with the sizes of the model: `model=DIR` ({checkpoint.config_problem})")
-    elif not has_tokenizer(checkpoint.model_files.carried) and not draft_class(checkpoint.model_files.config):
+    elif not has_tokenizer(checkpoint.model_files.names) and not draft_class(checkpoint.model_files.config):
         needed.append("a tokenizer (tokenizer.json, tokenizer.model, ...) to serve it: `model=DIR`")
     problem = _problem(content) if content else _text(found) if isinstance(found, IncompleteError | UnsupportedError) else None
     if content and content.unknown and not problem:

@@ -9,12 +9,13 @@ to a request and from a path to a checkpoint, stands in request.py and opening.p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from reshard.adapter import registry
+from reshard.adapter.file_kinds import BesideWeights, left
 from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles, adapter_config_at, blaming_the_parent
 from reshard.adapter.save_folders import step_of
 from reshard.canonical.combining import CombinedCheckpoint, Formula, combined, steps_note
@@ -264,12 +265,35 @@ def quantize(draft: Draft) -> Draft:
 
 def lay_out(draft: Draft) -> Draft:
     """Ask the target's format for its files."""
+    source, facts = draft.source, draft.content.facts
+    owned, paths = registry.named(source.format).owns, [file.path for file in source.index.files]
+    beside = cache(partial(draft.companions.looked_beside, source.files, paths, owned))
+    draft = replace(draft, companions=replace(draft.companions, beside=beside))
     target = draft.request.to.settled(draft.content, draft.target, draft.companions)
     draft = replace(draft, request=replace(draft.request, target=target))
-    layout = draft.request.to.lay_out(draft.content, target, draft.companions)
+    layout = _accounted(draft.request.to.lay_out(draft.content, target, draft.companions), beside(), facts.headers)
     _check_paths(layout)
-    notes = (*draft.notes, *layout.notes, *_notes_on_copies(draft, layout))
+    unread = [file.path for file in layout.left if file.kind == "weight-file"]
+    notes = (
+        *draft.notes,
+        *(note for note in facts.notes if any(path in note for path in unread)),
+        *layout.notes,
+        *_notes_on_copies(draft, layout),
+    )
     return replace(draft, layout=replace(layout, notes=notes), notes=notes)
+
+
+def _accounted(layout: Layout, beside: BesideWeights, headers: Iterable[str]) -> Layout:
+    """The layout with one file of each name, and with everything that it does not carry. headers: the entries of the source's headers."""
+    weights = {file.path for file in layout.files}
+    sidecars = {sidecar.path: sidecar for sidecar in layout.sidecars if sidecar.path not in weights}
+    others = {file.path: file.kind for file in beside.left if file.path not in sidecars}
+    for name, content in beside.carried.items():
+        written = [sidecar for path, sidecar in sidecars.items() if path == name or path.endswith(f"/{name}")]
+        if not any(sidecar.content == content for sidecar in written):
+            others[name] = "replaced-file" if written or name in weights else "file-without-place"
+    others |= dict.fromkeys((key for key in headers if key not in layout.headers), "header-entry")
+    return replace(layout, sidecars=tuple(sidecars.values()), left=tuple(left(name, kind) for name, kind in others.items()))
 
 
 def _check_paths(layout: Layout) -> None:

@@ -66,9 +66,7 @@ def own_files(files: Files, plan: Plan, entries: Sequence[str], weights: Sequenc
             why="Only what reshard wrote is replaced",
             do="Choose another directory, or say `overwrite=True` to replace another checkpoint",
         )
-    small_files = [sidecar.path for sidecar in plan.layout.sidecars]
-    with suppress(CheckpointError):  # Without reshard.digests the small files are those that are about to be written.
-        small_files += read_digests(files, manifest).small_files if manifest and manifest.digests else ()
+    small_files = [*(sidecar.path for sidecar in plan.layout.sidecars), *recorded_small_files(files)]
     own = dict.fromkeys((*(listed_files(files, manifest) if manifest else ()), *small_files, *RECORDS))
     others = [name for name in weights if name not in own]
     if others:
@@ -79,6 +77,14 @@ def own_files(files: Files, plan: Plan, entries: Sequence[str], weights: Sequenc
             do="Remove the file, or say `overwrite=True` to replace everything that lies here",
         )
     return tuple(own)
+
+
+def recorded_small_files(files: Files) -> tuple[str, ...]:
+    """The small files, such as config.json, that reshard wrote into a target; empty if nothing there says it."""
+    manifest = usable_manifest(files)
+    with suppress(CheckpointError):
+        return tuple(read_digests(files, manifest).small_files) if manifest and manifest.digests else ()
+    return ()
 
 
 def _change(plan: Plan, manifest: Manifest) -> str | None:

@@ -138,6 +138,15 @@ def read_whole(files: Files, path: str, *, limit: int) -> bytes:
     return read_range(files, path, 0, size)
 
 
+def leads_elsewhere(folder: str, path: str) -> bool:
+    """Whether a link on the way to a file below a local folder leads out of it, and not to the blobs of a cache of the Hugging Face hub."""
+    root, place = (os.path.realpath(each) for each in (folder, os.path.join(folder, path)))
+    allowed = [root]
+    if os.path.basename(os.path.dirname(root)) == "snapshots":  # models--org--name/snapshots/revision, blobs beside snapshots
+        allowed.append(os.path.join(os.path.dirname(os.path.dirname(root)), "blobs"))
+    return not any(place.startswith(f"{folder.rstrip(os.sep)}{os.sep}") for folder in allowed)
+
+
 def missing(files: Files, path: str) -> MissingFile:
     """The error for a file that does not exist."""
     return MissingFile(f"the file is not there (looked in {files.root})", where=path, do="Copy it from where the checkpoint was written")

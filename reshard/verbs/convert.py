@@ -26,17 +26,18 @@ from reshard.geometry.value import value
 from reshard.health.findings import Finding
 from reshard.health.model_files import missing_in_target
 from reshard.plans.digests import Fingerprint
+from reshard.plans.layout import LeftFile, left_by_kind
 from reshard.plans.manifest import MANIFEST, RECORDS, usable_manifest
 from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
 from reshard.plans.tasks import PartNumber, imbalance, tasks_of_part
-from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
-from reshard.requests.unchanged import files_of_target, own_files, reason_to_convert
+from reshard.requests.keywords import ConvertOptions, PathLike, checked_keywords
+from reshard.requests.unchanged import files_of_target, own_files, reason_to_convert, recorded_small_files
 from reshard.storage.claims import SourceChecks
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import is_url, local_path, system_errors
 from reshard.storage.trees import trees_of
-from reshard.verbs.plan import check_whole
+from reshard.verbs.plan import check_whole, effort_of
 
 Existing = Literal["refuse", "resume", "overwrite", "update"]
 """What happens to what lies in the target: nothing, it is finished, any checkpoint is replaced, or what reshard wrote is."""
@@ -68,7 +69,7 @@ _IMBALANCE = 0.1
 class Result:
     """What a conversion has written, and what it has left out."""
 
-    JSON = "path files dropped notes findings fingerprint=fingerprint.root seconds unchanged source_checks source_digests"
+    JSON = "path files dropped left notes findings fingerprint=fingerprint.root seconds unchanged source_checks source_digests"
 
     path: str
     """The target directory."""
@@ -84,6 +85,8 @@ class Result:
     """How long the conversion took."""
     findings: tuple[Finding, ...] = ()
     """What its engines will miss, such as a tokenizer."""
+    left: tuple[LeftFile, ...] = ()
+    """What lies beside the source's weights and was not carried."""
     unchanged: bool = False
     """Whether the target was the result of this conversion already, so that nothing was written (`if_changed`)."""
     source_checks: SourceChecks = SourceChecks()
@@ -94,7 +97,7 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """The result as plain values with stable keys."""
         files = [{"path": path, "bytes": nbytes} for path, nbytes in self.files.items()]
-        return document(self, files=files, seconds=round(self.seconds, 3))
+        return document(self, files=files, left=left_by_kind(self.left), seconds=round(self.seconds, 3))
 
     def __str__(self) -> str:
         left_out = sum(group.tensors for group in self.dropped)
@@ -152,7 +155,7 @@ def convert(
     if_changed: bool = False,
     checksums: bool = False,
     executor: Executor = "threads",
-    **options: Unpack[EffortOptions],
+    **options: Unpack[ConvertOptions],
 ) -> Result:
     """Run a plan into the directory or URL `target`; returns what was written and what was left out.
 
@@ -165,7 +168,7 @@ def convert(
     Raises: RequestError if the target exists and neither was said, or the disk has no room. CheckpointError if reshard wrote the source,
     and its weights are not those that it wrote.
     """
-    effort, began = Effort(**options), time.monotonic()
+    effort, began = Effort(**effort_of(plan, options)), time.monotonic()
     existing, provenance = existing_target(resume=resume, overwrite=overwrite, if_changed=if_changed), Provenance(checksums=checksums)
     if existing == "update" and (result := unchanged_result(plan, target, provenance)):
         return result
@@ -186,7 +189,7 @@ def convert_part(
     overwrite: bool = False,
     if_changed: bool = False,
     checksums: bool = False,
-    **options: Unpack[EffortOptions],
+    **options: Unpack[ConvertOptions],
 ) -> PartResult:
     """Convert one part of a plan, such as "3/8"; the process that finds all parts done completes the target.
 
@@ -195,7 +198,7 @@ def convert_part(
 
     Raises: as `convert` does.
     """
-    effort, began = Effort(**options), time.monotonic()
+    effort, began = Effort(**effort_of(plan, options)), time.monotonic()
     existing, provenance = existing_target(resume=False, overwrite=overwrite, if_changed=if_changed), Provenance(checksums=checksums)
     number = PartNumber.parse(part) if isinstance(part, str) else part
     running = conversion(plan, target, existing=existing, effort=effort, provenance=provenance, sharing=Sharing(number))
@@ -229,7 +232,8 @@ def _result(
 ) -> Result:
     files = {file.path: file.nbytes for file in plan.layout.files}
     notes = (*plan.layout.notes, *notes)
-    return Result(os.fspath(target), files, drops(plan), notes, fingerprint, seconds, missing_in_target(plan), unchanged)
+    found, left = missing_in_target(plan), plan.layout.left
+    return Result(os.fspath(target), files, drops(plan), notes, fingerprint, seconds, found, left, unchanged)
 
 
 def existing_target(*, resume: bool, overwrite: bool, if_changed: bool) -> Existing:
@@ -401,7 +405,7 @@ def may_replace(destination: Destination, plan: Plan, existing: Existing) -> tup
     # An old declaration beside the new config.json would say how the new weights are split.
     beside = (sidecar.path.rpartition("/") for sidecar in plan.layout.sidecars)
     declarations = [f"{folder}{slash}{DECLARATION}" for folder, slash, name in beside if name == CONFIG]
-    return destination.existing(dict.fromkeys((*carried, *declarations, *records, *weights)))
+    return destination.existing(dict.fromkeys((*carried, *recorded_small_files(destination.files), *declarations, *records, *weights)))
 
 
 def _matching(entries: Sequence[str], *globs: str) -> list[str]:

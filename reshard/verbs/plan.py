@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack, cast
 
-from reshard.errors import RequestError
+from reshard.adapter.file_kinds import kinds
+from reshard.errors import RequestError, some
 from reshard.geometry.quantities import plural
 from reshard.plans.plan import Plan
 from reshard.requests.chains import source_of
 from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import ManyPlanOptions, OpenOptions, PathLike, checked_keywords, take
+from reshard.requests.keywords import EffortOptions, ManyPlanOptions, OpenOptions, PathLike, checked_keywords, take
 from reshard.requests.opening import check_used, opened
 from reshard.requests.order import PlanFile, planned
 from reshard.requests.request import ConversionRequest
@@ -22,6 +23,23 @@ from reshard.storage.system_calls import gc_paused
 _MOST_BYTES = 1 << 30
 Source = Checkpoint | PathLike
 """A checkpoint, opened or by its path."""
+
+
+def effort_of(plan: Plan, given: Mapping[str, Any]) -> EffortOptions:
+    """The keywords of an effort among those of a conversion. Raises RequestError with exit code 1 if `fail_if_skipped` is among them, and a
+    tensor is skipped or a file beside the weights is left."""
+    effort: Any = {**given}
+    left = [file for file in plan.layout.left if not kinds()[file.kind].get("harmless")]
+    if effort.pop("fail_if_skipped", False) and (plan.drops or left):
+        names = [*(f"{drop.name} ({drop.kind})" for drop in plan.drops), *(f"{file.path} ({file.kind})" for file in left)]
+        raise RequestError(
+            f"{plural(len(plan.drops), 'tensor')} and {plural(len(left), 'file')} would not be carried: {some(names)}",
+            where=plan.source_files.root,
+            why="`fail_if_skipped=True` asks that nothing is left; nothing was written",
+            do="Leave it out, or remove from the source what is not needed. `reshard plan` with --json --full names everything",
+            id="skipped",
+        )
+    return cast(EffortOptions, effort)
 
 
 @gc_paused()

@@ -105,9 +105,9 @@ def test_converts_document_has_stable_keys(tmp_path):
     planned, full = reshard(*arguments, "--dry-run").document, reshard(*arguments, "--dry-run", "--full").document
     done = reshard(*arguments).document
     assert [*planned][:7] == ["schema_version", "source", "adapter", "combined", "deltas", "target", "totals"]
-    assert [*planned][7:] == ["files", "sidecars", "notes", "dropped", "findings", "ranks"]
-    assert list(full) == [*planned, "tensors", "tasks", "dropped_tensors"]
-    assert list(done) == ["schema_version", "path", "files", "dropped", "notes", "findings", "fingerprint", "seconds", "unchanged"]
+    assert [*planned][7:] == ["files", "sidecars", "left", "notes", "dropped", "findings", "ranks"]
+    assert list(full) == [*planned, "tensors", "tasks", "left_files", "dropped_tensors"]
+    assert list(done) == ["schema_version", "path", "files", "dropped", "left", "notes", "findings", "fingerprint", "seconds", "unchanged"]
     assert [rank["query_heads"] for rank in planned["ranks"]] == [[0, 4], [4, 8]]
     assert [rank["padding_rows"] for rank in planned["ranks"]] == [0, 6]
     everything = reshard(*arguments, "--overwrite", "--full").document

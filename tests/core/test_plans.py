@@ -93,9 +93,11 @@ def test_the_plan_is_data(plan):
         "totals",
         "files",
         "sidecars",
+        "left",
         "notes",
         "tensors",
         "dropped",
+        "left_files",
         "tasks",
         "copies",
     ]

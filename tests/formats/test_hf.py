@@ -114,10 +114,11 @@ def test_the_files_of_the_model_directory_go_along(tmp_path):
         "tokenizer.model",
         "special_tokens_map.json",
         "chat_template.jinja",
+        "README.md",
     )
     for name in along:
         (model / name).write_text(f"{{}} {name}")
-    for name in ("README.md", "training_args.bin", "pytorch_model.bin"):
+    for name in ("training_args.bin", "pytorch_model.bin"):
         (model / name).write_text("not for an engine")
     reshard.convert(reshard.plan(DCP / "fsdp2" / "checkpoint", to="hf", model=model), tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 @options.selection("Convert")
 @options.format_name
 @options.model
+@options.fail_if_skipped
 @options.effort
 @options.as_json
 def command(action: str, source: str | None, to: str | None, as_json: bool, root: str | None, yes: bool, **given: Any) -> None:
@@ -63,10 +64,12 @@ def command(action: str, source: str | None, to: str | None, as_json: bool, root
 
 def _get(source: str, to: str, root: str | None, max_size: int | None, as_json: bool, given: dict[str, Any]) -> None:
     import reshard
-    from reshard.requests.keywords import EffortOptions, OpenOptions
+    from reshard.requests.keywords import ConvertOptions, OpenOptions
+    from reshard.verbs.plan import effort_of
 
-    effort = {**options.take(given, EffortOptions), "show_progress": given.pop("show_progress")}
+    asked, show_progress = options.take(given, ConvertOptions), given.pop("show_progress")
     plan = reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
+    effort = {**effort_of(plan, asked), "show_progress": show_progress}
     with working("convert", sum(file.nbytes for file in plan.layout.files), effort) as working_with:
         entry = reshard.cache(plan, root=root, max_size=max_size, **working_with)
     show_json(document(entry, source_checks=entry.source_checks)) if as_json else show(entry.path)

@@ -10,6 +10,7 @@ from reshard.errors import RequestError
 from reshard.geometry.sections import whole
 from reshard.plans.layout import Layout, Sidecar, Target, framed
 
+from ..write import headers_of
 from .config import complete_config
 
 
@@ -24,4 +25,7 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     tensors = [whole(name, target.dtype_of(tensor), tensor.shape) for name, tensor in sorted(content.tensors.items())]
     config, notes = complete_config(content, target.options, companions)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    return Layout("peft", (framed("adapter_model.safetensors", tensors),), (Sidecar(ADAPTER_CONFIG, text.encode()),), notes=notes)
+    path = "adapter_model.safetensors"
+    (headers,) = headers_of(content, {path: [tensor.name for tensor in tensors]}).values()
+    sidecars = (Sidecar(ADAPTER_CONFIG, text.encode()),)
+    return Layout("peft", (framed(path, tensors, metadata=headers),), sidecars, notes=notes, headers=frozenset(headers))

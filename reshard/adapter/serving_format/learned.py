@@ -114,6 +114,7 @@ def _traced(tracer: Tracer, version: str | None, content: Content, target: Targe
     with TemporaryDirectory(prefix="reshard-learn-") as work:
         Path(work, "model.safetensors").write_bytes(safetensors.frame(entries, {}).header)
         for sidecar in companions.sidecars({dtype: None for _, dtype, _ in entries}):
+            Path(work, sidecar.path).parent.mkdir(parents=True, exist_ok=True)
             Path(work, sidecar.path).write_bytes(sidecar.content)
         trusts = bool(target.options.get("trust_remote_code"))
         return tracer.layout(work, [sizes], companions.config or {}, trust_remote_code=trusts)

@@ -31,7 +31,7 @@ from reshard.geometry.value import value
 from reshard.plans.digests import content_digest
 from reshard.plans.manifest import Manifest, usable_manifest
 from reshard.plans.plan import Plan
-from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
+from reshard.requests.keywords import ConvertOptions, PathLike, checked_keywords
 from reshard.requests.unchanged import damage_of
 from reshard.serving.learned.fit import coverage
 from reshard.serving.learned.library import Library
@@ -42,7 +42,7 @@ from reshard.storage.output_file import OutputFile
 from reshard.storage.own_files import cache_root
 from reshard.storage.system_calls import is_url, system_errors
 from reshard.verbs.convert import convert
-from reshard.verbs.plan import check_whole
+from reshard.verbs.plan import check_whole, effort_of
 
 _SECONDS_BETWEEN_TRIES = 0.5
 SECONDS_KEPT = 600.0
@@ -74,7 +74,7 @@ class CacheEntry:
 
 
 @checked_keywords
-def cache(plan: Plan, *, root: PathLike | None = None, max_size: int | None = None, **options: Unpack[EffortOptions]) -> CacheEntry:
+def cache(plan: Plan, *, root: PathLike | None = None, max_size: int | None = None, **options: Unpack[ConvertOptions]) -> CacheEntry:
     """The result of a plan, from the cache or converted into it.
 
     root: the folder of the cache; None: that of the environment. max_size: the most bytes of all entries; those that were used longest ago
@@ -83,7 +83,7 @@ def cache(plan: Plan, *, root: PathLike | None = None, max_size: int | None = No
     Raises: what `convert` raises; RequestError if the result is larger than max_size.
     """
     check_whole(plan)
-    store = Cache(root)
+    store, effort = Cache(root), effort_of(plan, options)
     identity, request = plan.identity(), request_digest(plan)
     asked = content_digest(f"{identity} {request}".encode()).rpartition(":")[2]
     if found := store.linked(asked):
@@ -91,7 +91,7 @@ def cache(plan: Plan, *, root: PathLike | None = None, max_size: int | None = No
     with store.locked(identity):
         if found := store.linked(asked):  # another process has converted it
             return found
-        return store.add(plan, asked, request, max_size, options)
+        return store.add(plan, asked, request, max_size, effort)
 
 
 class Cache:
