@@ -381,8 +381,14 @@ def test_an_option_that_takes_one_value_is_refused_twice_in_every_command():
     [
         (("diff", LLAMA, "--step", "100", LLAMA, "--step", "200"), "'--step' takes one value, and is given 2 times: 100, 200"),
         (("convert", LLAMA, OUT, "--to", "hf", "--merge-adapter", "a", "--merge-adapter", "b"), "'--merge-adapter' takes one value"),
-        (("convert", LLAMA, OUT, "--to", "vllm", "-tp", "2", "--tensor-parallel-size=4"), "'--tp' takes one value, and is given 2 times: 2, 4"),
-        (("convert", LLAMA, OUT, "--to", "hf", "--average", "0.5,0.5", "--average"), "'--average' takes one value, and is given 2 times: 0.5,"),
+        (
+            ("convert", LLAMA, OUT, "--to", "vllm", "-tp", "2", "--tensor-parallel-size=4"),
+            "'--tp' takes one value, and is given 2 times: 2, 4",
+        ),
+        (
+            ("convert", LLAMA, OUT, "--to", "hf", "--average", "0.5,0.5", "--average"),
+            "'--average' takes one value, and is given 2 times: 0.5,",
+        ),
     ],
 )
 def test_what_is_given_twice_is_named_with_both_values(arguments, message):
