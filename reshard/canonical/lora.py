@@ -69,6 +69,16 @@ class LoraSettings:
         """The parameters, such as the weights of all experts, that are adapted without a module of their own."""
         return tuple(map(str, self.config.get("target_parameters") or ()))
 
+    @property
+    def peft_releases(self) -> tuple[tuple[int, int, int], ...]:
+        """Releases of PEFT, one of which is that of the training: 0.19.1.dev0 lies between 0.19.0 and 0.20.0. Before 0.18, PEFT does not
+        write peft_version, and neither do other libraries."""
+        numbers = re.match(r"(\d{1,4})\.(\d{1,4})\.?(\d{0,4})(.*)", str(self.config.get("peft_version")))
+        if numbers is None:
+            return (0, 17, 0), (0, 21, 0)
+        major, minor, patch = (int(number or 0) for number in numbers.groups()[:3])
+        return ((major, minor, patch - 1), (major, minor, patch), (major, minor + 1, 0)) if numbers[4] else ((major, minor, patch),)
+
     def check_parameters(self, modules: Iterable[str]) -> None:
         """Raises RequestError if one of the adapted modules holds experts, and no setting says which of their parameters it changes."""
         stacked = sorted(module for module in modules if module.endswith((".experts", ".base_layer")))

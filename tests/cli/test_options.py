@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib import import_module
 
 import click
 import pytest
@@ -9,11 +10,11 @@ from helpers.fixture_places import DCP, FIXTURES, HF
 from helpers.reshard_command import reshard, tree
 
 import reshard as library
-from cli.main import COMMANDS, LazyGroup
 from reshard.canonical.content import Selection
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.quantities import parse_count, parse_size
 
+COMMANDS, LazyGroup = (getattr(import_module("reshard.cli.main"), name) for name in ("COMMANDS", "LazyGroup"))
 LLAMA = HF / "llama"
 FSDP2, FSDP2_MODEL = DCP / "fsdp2" / "checkpoint", DCP / "fsdp2" / "model"
 OUT = "no-such-target"
