@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import re
 import shutil
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,8 +16,12 @@ import torch
 from helpers.fixture_places import FIXTURES
 from helpers.reshard_command import reshard as run
 from helpers.verl_lora import write_verl_lora
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import reshard
+from reshard.canonical import lora
+from reshard.canonical.lora import _is_match
 from reshard.canonical.name_variants import Names
 from reshard.engine.views import LazyTensor
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
@@ -278,6 +284,69 @@ def test_an_update_that_fits_only_transposed_is_of_another_model(tmp_path):
     a, b = whole_numbers(2, (1, 16), (8, 1))
     adapter = adapter_of(tmp_path / "adapter", {"model.layers.0.mlp.gate_proj": (a, b)})
     with pytest.raises(CheckpointError, match=r"its update has the shape \[8, 16\], the base weight \[16, 8\]"):
+        reshard.plan(tmp_path / "base", to="hf", merge_adapter=adapter)
+
+
+PIECES = st.sampled_from(
+    ["a", "b", r"\.", ".", "[ab]", "[^a]", r"\d", r"\w", "^", "$", r"\b", "a*", "b+?", ".*", "(?:a|ab)", "layers", "{"]
+)
+PATTERNS = st.recursive(
+    PIECES,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=4).map("".join),
+        st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "{0,2}?", "*?", "{3,}"])).map(
+            lambda pair: f"(?:{pair[0]}){pair[1]}"
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(PATTERNS, st.text("ab.1", max_size=7))
+def test_patterns_match_as_in_re(pattern, text):
+    """As PEFT's get_pattern_key asks."""
+    asked = rf"(.*\.)?({pattern})$"
+    try:
+        expected = re.match(asked, text) is not None
+    except re.error:
+        return
+    assert _is_match(asked, text, [10**6]) == expected
+
+
+HOSTILE = ["((((.*)*)*)*)*!", "(a|a)*!", "(.?){60}!", ".*.*.*.*.*.*.*.*.*!", "(.*){1000}!", "((.{0,1000}){0,1000}){0,1000}!",
+           "(" * 20 + ".*" + ")*" * 20 + "!", r"(\w+\.)*(\w+\.)*(\w+\.)*!", "(x?|.)*(x?|.)*(x?|.)*!"]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", HOSTILE)
+@pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_of_a_stranger_takes_a_moment(key, pattern, tmp_path):
+    """`re` takes more than 20 s for most of them. None of them matches, so the merge is that without the pattern."""
+    before = square_model(tmp_path / "base", "llama")
+    a, b = whole_numbers(3, (1, 8), (8, 1))
+    adapter = adapter_of(tmp_path / "adapter", {"model.layers.0.self_attn.q_proj": (a, b)}, **{pattern: {key: 7, "q_proj": 1}})
+    began = time.process_time()
+    after = merged(tmp_path / "base", adapter, tmp_path / "out")
+    assert time.process_time() - began < 10
+    scale = 1 if pattern == "alpha_pattern" else 2
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert np.array_equal(after[name], before[name] + scale * (b @ a))
+
+
+@pytest.mark.parametrize(
+    "key, message",
+    [
+        ("(?=.*q)q_proj", "too intricate, or looks around or back"), (r"(q)_proj\3", "looks around"), ("(?>q)_proj", "looks around"),
+        ("(" * 2000 + ")" * 2000, "too intricate"), ("(q", "not a regular expression"), ("a{99999999999}", "not a regular expression"),
+        (".*" * 20 + "q_proj", "too intricate"),
+    ],
+)  # fmt: skip
+def test_a_pattern_that_is_not_evaluated_is_named(key, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(lora, "_MOST_STEPS", 40)
+    square_model(tmp_path / "base", "llama")
+    adapter = adapter_of(tmp_path / "a", {"model.layers.0.self_attn.q_proj": whole_numbers(3, (1, 8), (8, 1))}, alpha_pattern={key: 7})
+    with pytest.raises((CheckpointError, UnsupportedError), match=rf"alpha_pattern has the key .*{message}"):
         reshard.plan(tmp_path / "base", to="hf", merge_adapter=adapter)
 
 
