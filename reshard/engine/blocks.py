@@ -10,6 +10,7 @@ from heapq import merge
 from itertools import groupby, islice
 from operator import itemgetter
 
+from reshard.engine.casts import about_beyond, values_beyond
 from reshard.engine.events import event
 from reshard.engine.pool import NO_LIMITS, Effort, run_jobs
 from reshard.engine.read_ahead import run_reading
@@ -17,8 +18,9 @@ from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.recorded import BlockDigests, fingerprint_of
 from reshard.engine.transfer import Pieces, SharedPatches, Sink, Worker, bytes_of, strips
 from reshard.engine.values import Values
-from reshard.errors import CheckpointError, TargetError
+from reshard.errors import CheckpointError, TargetError, ValuesOverflow
 from reshard.geometry.boxes import Box, blocks
+from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.plans.digests import CURRENT, Fingerprint
@@ -62,6 +64,8 @@ class Job:
     """The values that the target holds already, if it gets only what changes."""
     of_inputs: tuple[bytes, ...] = ()
     """Once it is done: the digest of the block in each checkpoint that it was combined from; empty if it comes from one."""
+    beyond: int = 0
+    """Once it is done: how many finite values the cast made infinite."""
 
     @property
     def nbytes(self) -> int:
@@ -159,6 +163,8 @@ def copied_blocks(
 
     itemsize: the bytes of the widest element of the plan. ahead: the most bytes that are read ahead from a store. held: what the
     destination holds already, which is read beside it.
+
+    Raises: ValuesOverflow after all blocks if casts have made values infinite that the plan does not allow (`is_refused`).
     """
     shared_held = SharedPatches(held.plan.source_files, workers) if held else None
     shared = SharedPatches(plan.source_files, workers)
@@ -168,20 +174,39 @@ def copied_blocks(
         before = Worker(held.plan.source_files, widest_element(held.plan), held.sink, shared_held) if held else worker
 
         def perform(job: Job) -> tuple[Job, bytes]:
-            digest, hashes = CURRENT.new(), job.source.new_hashes()
+            digest, hashes, beyond = CURRENT.new(), job.source.new_hashes(), 0
             for strip, (source, target, *others) in strips(job.box, job.source, job.target, *filter(None, [job.held])):
                 if job.held:
                     before.write(job.held.read(before, others[0], strip), target, strip)
+                values_beyond()
                 values = job.source.read(worker, source, strip, hashes=hashes)
+                beyond += values_beyond()
                 digest.update(bytes_of(values))
                 if sink:
                     worker.write(values, target, strip)
-            done = replace(job, of_inputs=tuple(each.digest() for each in hashes)) if hashes else job
+            done = replace(job, of_inputs=tuple(each.digest() for each in hashes), beyond=beyond) if hashes or beyond else job
             return done, digest.digest()
 
         return perform
 
-    return run_reading(jobs, make_worker, workers, (plan.source_files, lambda job: (job.source, job.box)), memory=ahead)
+    refused: dict[str, tuple[str, DType, int]] = {}
+    for job, block in run_reading(jobs, make_worker, workers, (plan.source_files, lambda job: (job.source, job.box)), memory=ahead):
+        if is_refused(plan, job):
+            *_, count = refused.get(job.route.name, (0,))
+            refused[job.route.name] = job.route.name, job.route.target.dtype, count + job.beyond
+        yield job, block
+    if refused:
+        raise ValuesOverflow(
+            about_beyond(refused.values()),
+            why="The model would compute with them, and nothing was committed",
+            do="Choose a wider type, such as `dtype=bf16`, leave these tensors as they are with `keep_dtype=`, or say "
+            "`allow_overflow=True`",
+        )
+
+
+def is_refused(plan: Plan, job: Job) -> bool:
+    """Whether a finished block holds values that the cast made infinite, and the plan does not allow it. It is not recorded as finished."""
+    return job.beyond > 0 and not plan.target.allow_overflow
 
 
 def read_back(

@@ -357,8 +357,8 @@ def _check_packed(drafts: Sequence[Draft]) -> None:
                 f"it is quantized in {draft.source.path}, or is a scale of a quantized weight",
                 where=some(sorted(codes), most=3) or None,
                 why="Codes and scales have no mean: the values have",
-                do="Add `dequantize=True`, with `model=DIR` if no config.json says how they are quantized, or give checkpoints that are not "
-                "quantized. Convert FP8 values without scales to bf16 first",
+                do="Add `dequantize=True`, with `model=DIR` if no config.json says how they are quantized, or give checkpoints that are "
+                "not quantized. Convert FP8 values without scales to bf16 first",
             )
     configs = (draft.source.model_files.config or {} for draft in drafts)
     if drafts[0].request.dequantize and not any(map(quantization_of, configs)):

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Unpack
 
@@ -64,7 +65,7 @@ _IMBALANCE = 0.1
 class Result:
     """What a conversion has written, and what it has left out."""
 
-    JSON = "path files dropped notes findings fingerprint=fingerprint.root seconds unchanged"
+    JSON = "path files dropped notes findings fingerprint=fingerprint.root seconds unchanged overflow"
 
     path: str
     """The target directory."""
@@ -82,6 +83,8 @@ class Result:
     """What its engines will miss, such as a tokenizer."""
     unchanged: bool = False
     """Whether the target was the result of this conversion already, so that nothing was written (`if_changed`)."""
+    overflow: dict[str, int] = field(default_factory=dict)
+    """How many finite values of each tensor became infinite in the cast, which `allow_overflow` allows."""
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values with stable keys."""
@@ -152,7 +155,7 @@ def convert(
     machine; such a conversion always resumes.
 
     Raises: RequestError if the target exists and neither was said, or the disk has no room. CheckpointError if reshard wrote the source,
-    and its weights are not those that it wrote.
+    and its weights are not those that it wrote. ValuesOverflow if a cast makes finite values infinite, and the plan does not allow it.
     """
     effort, began = Effort(**options), time.monotonic()
     existing, provenance = existing_target(resume=resume, overwrite=overwrite, if_changed=if_changed), Provenance(checksums=checksums)
@@ -201,7 +204,8 @@ def result_of(running: Conversion, target: PathLike, seconds: float) -> Result:
             where=os.fspath(target),
             do="Wait until it has ended, then run the same command with `finish=True`",
         )
-    return _result(running.plan, target, seconds, running.fingerprint, running.notes)
+    result = _result(running.plan, target, seconds, running.fingerprint, running.notes)
+    return replace(result, overflow=running.overflow)
 
 
 def part_result(running: Conversion, target: PathLike, part: PartNumber, seconds: float) -> PartResult:
@@ -210,12 +214,10 @@ def part_result(running: Conversion, target: PathLike, part: PartNumber, seconds
     return PartResult(os.fspath(target), part, len(running.tasks), running.total, running.resumed_bytes, seconds, result)
 
 
-def _result(
-    plan: Plan, target: PathLike, seconds: float, fingerprint: Fingerprint, notes: tuple[str, ...] = (), *, unchanged: bool = False
-) -> Result:
+def _result(plan: Plan, target: PathLike, seconds: float, fingerprint: Fingerprint, notes: tuple[str, ...] = ()) -> Result:
     files = {file.path: file.nbytes for file in plan.layout.files}
     notes = (*plan.layout.notes, *notes)
-    return Result(os.fspath(target), files, drops(plan), notes, fingerprint, seconds, missing_in_target(plan), unchanged)
+    return Result(os.fspath(target), files, drops(plan), notes, fingerprint, seconds, missing_in_target(plan))
 
 
 def existing_target(*, resume: bool, overwrite: bool, if_changed: bool) -> Existing:
@@ -240,7 +242,8 @@ def unchanged_result(plan: Plan, target: PathLike, provenance: Provenance) -> Re
         return None
     fingerprint = Fingerprint(manifest.fingerprint, {})
     event("unchanged", f"{root} is unchanged: nothing was written", target=root, fingerprint=fingerprint.root)
-    return _result(plan, target, time.monotonic() - began, fingerprint, unchanged=True)
+    result = _result(plan, target, time.monotonic() - began, fingerprint)
+    return replace(result, overflow=manifest.overflow, unchanged=True)
 
 
 def target_place(target: PathLike) -> str:

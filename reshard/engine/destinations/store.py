@@ -24,7 +24,7 @@ from typing import Any
 from reshard.engine.blocks import Job, source_trace, workers_of
 from reshard.engine.destinations.destination import Begun, FinishedBlocks, Replaces, check_empty, check_same, complete_result
 from reshard.engine.destinations.front_to_back import Budget, filled
-from reshard.engine.destinations.journal import RunHeader, blocks_of
+from reshard.engine.destinations.journal import RunHeader, beyond_of, blocks_of
 from reshard.engine.destinations.visit_order import passes
 from reshard.engine.events import event
 from reshard.engine.pool import NO_LIMITS, Effort
@@ -94,6 +94,8 @@ class _FinishedFile:
     """The digests of the blocks that it holds parts of."""
     source: str
     """The trace of the source that they were copied from (`source_trace`)."""
+    beyond: Mapping[BlockKey, int]
+    """The blocks in which values became infinite, and how many."""
 
 
 class StoreFolder:
@@ -247,7 +249,8 @@ class StoreFolder:
         left, trace = paths - files.keys(), source_trace(plan)
         digests = {key: digest for file in files.values() for key, digest in file.blocks.items()}
         others = {key: digest for file in files.values() if trace and file.source != trace for key, digest in file.blocks.items()}
-        return FinishedBlocks({key for task in tasks for i in task.routes for key in _not_in(plan, i, left)}, digests, others)
+        beyond = {key: count for file in files.values() for key, count in file.beyond.items()}
+        return FinishedBlocks({key for task in tasks for i in task.routes for key in _not_in(plan, i, left)}, digests, others, beyond)
 
     def missing(self, plan: Plan, identity: str) -> Mapping[Task, int]:
         sizes = {file.path: file.nbytes for file in plan.layout.files}
@@ -268,7 +271,7 @@ class StoreFolder:
         if (record.get("plan"), record.get("bytes"), record.get("stamp")) != (identity, entry.nbytes, entry.stamp):
             return None
         try:
-            return _FinishedFile(entry, dict(blocks_of(record)), str(record.get("source", "")))
+            return _FinishedFile(entry, dict(blocks_of(record)), str(record.get("source", "")), dict(beyond_of(record)))
         except (ValueError, TypeError):
             return None
 
@@ -281,7 +284,7 @@ class StoreFolder:
         self._log_begin([file for file in plan.layout.files if file.path in paths], budget, workers)
         routes = sorted({i for task in tasks for i in task.routes})
 
-        def end(path: str, complete: Callable[[], Entry], digests: Iterable[tuple[BlockKey, bytes]]) -> None:
+        def end(path: str, complete: Callable[[], Entry], digests: Iterable[tuple[BlockKey, bytes, int]]) -> None:
             self._check_begun()
             entry = complete()
             self._record(trace, entry, digests)
@@ -303,14 +306,14 @@ class StoreFolder:
             workers=workers,
         )
 
-    def _record(self, source: str, entry: Entry, digests: Iterable[tuple[BlockKey, bytes]]) -> None:
+    def _record(self, source: str, entry: Entry, digests: Iterable[tuple[BlockKey, bytes, int]]) -> None:
         """Record that a file is complete. source: the trace of the source."""
         content = {
             "plan": self._identity,
             "bytes": entry.nbytes,
             "stamp": entry.stamp,
             "source": source,
-            "blocks": [[*key, digest.hex()] for key, digest in digests],
+            "blocks": [[*key, digest.hex(), *filter(None, [beyond])] for key, digest, beyond in digests],
         }
         self.store.put(f"{_FILES}{entry.path}.json", json.dumps(content).encode())
 
