@@ -59,8 +59,9 @@ def cast(block: Block, source: DType, target: DType, out: Block | None = None) -
     with np.errstate(all="ignore"):
         convert, first = _CASTS.get((source.name, target.name)) or _other_cast(source, target), _first_beyond(source, target)
         for start in range(0, len(words), _STRIP):
-            _count_beyond(words[start : start + _STRIP], source, first)
-            convert(words[start : start + _STRIP], result[start : start + _STRIP])
+            strip, out = words[start : start + _STRIP], result[start : start + _STRIP]
+            convert(strip, out)
+            _count_beyond(strip, out, source, first)
     return result.reshape(block.shape)
 
 
@@ -84,17 +85,22 @@ def about_beyond(counts: Iterable[tuple[str, DType, int]]) -> str:
     )
 
 
-def _count_beyond(words: Block, source: DType, first: int) -> None:
-    """Count the finite values from the word `first` on, of both signs."""
+def _count_beyond(words: Block, cast_words: Block, source: DType, first: int) -> None:
+    """Count the finite values from the word `first` on, of both signs. cast_words: what the cast has made of them."""
     sign, infinite = 1 << 8 * source.itemsize - 1, _first_beyond(source, source)
-    if (
-        first == infinite
-        or not len(words)
-        or (np.maximum.reduce(words.view(f"<i{source.itemsize}")) < first and words.max() < sign + first)
-    ):
+    if first == infinite or not _may_be_infinite(cast_words):
         return
     sizes = np.bitwise_and(words, words.dtype.type(sign - 1))
     _TEMPORARY.beyond += int(np.count_nonzero((sizes >= first) & (sizes < infinite)))
+
+
+def _may_be_infinite(words: Block) -> bool:
+    """Whether words that lie in the cache may hold an infinity or NaN. It is asked of each strip, so it is two reductions."""
+    infinite = {2: 0x7C00, 4: 0x7F800000}.get(words.itemsize, 0)  # as bfloat16, a large number may be one
+    if not infinite or not len(words):
+        return True
+    signed = words.view(f"<i{words.itemsize}")
+    return bool(np.maximum.reduce(signed) >= infinite or np.maximum.reduce(words) >= infinite + (1 << 8 * words.itemsize - 1))
 
 
 @cache
@@ -128,8 +134,9 @@ def cast_once(values: npt.NDArray[np.float64], target: DType) -> Block:
     with np.errstate(all="ignore"):
         convert = _CASTS.get((F32.name, target.name)) or _other_cast(F32, target)
         for start in range(0, flat.size, _STRIP):
-            _count_beyond(words.reshape(-1)[start : start + _STRIP], F64, first)
-            convert(_float32_for_cast(flat[start : start + _STRIP], target), narrow[start : start + _STRIP])
+            strip, out = flat[start : start + _STRIP], narrow[start : start + _STRIP]
+            convert(_float32_for_cast(strip, target), out)
+            _count_beyond(strip.view(F64.word), out, F64, first)
     return result
 
 
