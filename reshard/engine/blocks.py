@@ -10,7 +10,7 @@ from heapq import merge
 from itertools import groupby, islice
 from operator import itemgetter
 
-from reshard.engine.casts import about_beyond, values_beyond
+from reshard.engine.casts import overflow, values_beyond
 from reshard.engine.events import event
 from reshard.engine.pool import NO_LIMITS, Effort, run_jobs
 from reshard.engine.read_ahead import run_reading
@@ -18,7 +18,7 @@ from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.recorded import BlockDigests, fingerprint_of
 from reshard.engine.transfer import Pieces, SharedPatches, Sink, Worker, bytes_of, strips
 from reshard.engine.values import Values
-from reshard.errors import CheckpointError, TargetError, ValuesOverflow
+from reshard.errors import CheckpointError, TargetError
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
@@ -196,12 +196,8 @@ def copied_blocks(
             refused[job.route.name] = job.route.name, job.route.target.dtype, count + job.beyond
         yield job, block
     if refused:
-        raise ValuesOverflow(
-            about_beyond(refused.values()),
-            why="The model would compute with them, and nothing was committed",
-            do="Choose a wider type, such as `dtype=bf16`, leave these tensors as they are with `keep_dtype=`, or say "
-            "`allow_overflow=True`",
-        )
+        do = "Choose a wider type, such as `dtype=bf16`, leave these tensors as they are with `keep_dtype=`, or say `allow_overflow=True`"
+        raise overflow(refused.values(), do)
 
 
 def is_refused(plan: Plan, job: Job) -> bool:

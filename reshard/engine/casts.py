@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.errors import CheckpointError, UnsupportedError, some
+from reshard.errors import CheckpointError, UnsupportedError, ValuesOverflow, some
 from reshard.geometry.dtypes import BF16, F32, F64, DType, are_same_bytes
 from reshard.geometry.functions import values_of, weights_of
 from reshard.geometry.quantities import plural
@@ -69,6 +69,11 @@ def values_beyond() -> int:
     """The number of finite values that were too large for their target in the casts of this thread since it was last asked."""
     count, _TEMPORARY.beyond = _TEMPORARY.beyond, 0
     return count
+
+
+def overflow(counts: Iterable[tuple[str, DType, int]], do: str) -> ValuesOverflow:
+    """The error for values that a cast makes infinite. counts: as for `about_beyond`."""
+    return ValuesOverflow(about_beyond(counts), why="The model would compute with them, and nothing was committed", do=do)
 
 
 def about_beyond(counts: Iterable[tuple[str, DType, int]]) -> str:

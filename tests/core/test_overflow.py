@@ -186,6 +186,10 @@ def test_averages_deltas_merges_and_dequantized_weights_are_counted(tmp_path):
     reshard.delta(other, model, tmp_path / "delta")
     with pytest.raises(ValuesOverflow, match="3 elements of 1 tensor"):
         reshard.convert(reshard.plan(f"{other}+{tmp_path}/delta", to="hf", dtype="fp16"), tmp_path / "applied")
+    reshard.convert(reshard.plan(HF / "llama", to="hf", dtype="fp16"), tmp_path / "fp16")
+    with pytest.raises(ValuesOverflow, match=rf"3 elements of 1 tensor are beyond float16 and become inf: {Q} \(3\).*base of a wider type"):
+        reshard.delta(tmp_path / "fp16", model, tmp_path / "cast", cast=True)
+    assert not (tmp_path / "cast").exists()
     with pytest.raises(ValuesOverflow, match="1 element of 1 tensor is beyond float16 and becomes inf"):
         reshard.cache(reshard.plan(other, to="vllm", dtype="fp16"), root=tmp_path / "cache")
 
