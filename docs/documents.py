@@ -58,7 +58,7 @@ _SERVER = {
 }  # fmt: skip
 _RESULT = {
     "path": str, "files": [StoredFile], "dropped": [DropSummary], "notes": [str], "findings": [Finding], "fingerprint": str,
-    "seconds": float, "unchanged": bool,
+    "seconds": float, "unchanged": bool, "overflow": {str: int},
 }  # fmt: skip
 _LEARNED_SIZE = {"tp": [int], "pp": int, "ep": bool, "withheld": NUMBER}
 _STORED = {
