@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 )
 @click.argument("action", type=click.Choice(["get", "list", "clean"]))
 @options.checkpoint("source", required=False)
-@options.option("--cache", "folder", section=options.OUTPUT, metavar="DIR", help="The cache (default: RESHARD_CACHE, else ~/.cache/reshard).")
+@options.option(
+    "--cache", "folder", section=options.OUTPUT, metavar="DIR", help="The cache (default: RESHARD_CACHE, else ~/.cache/reshard)."
+)
 @options.option(
     "--max-size", section=options.OUTPUT, type=options.SIZE, metavar="SIZE",
     help="get: remove what was used longest ago until the cache is not larger. clean: keep so much.",
