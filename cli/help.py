@@ -92,7 +92,7 @@ class HelpfulCommand(click.Command):
             option.action = "append"
         given, _, _ = parser.parse_args(list(words))
         for option in () if {"h", "help"} & given.keys() else takes_one:
-            if len(values := [each if isinstance(each, str) else "no value" for each in given.get(option.dest, ())]) > 1:
+            if len(values := [each if isinstance(each, str) else "no value" for each in given.get(str(option.dest), ())]) > 1:
                 named = f"Option '{option.obj.opts[0]}' takes one value, and is given {len(values)} times: {', '.join(values)}."
                 raise click.UsageError(f"{named} Nothing says which one counts. Give it once.", ctx)
 
