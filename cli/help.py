@@ -78,7 +78,23 @@ class HelpfulCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["reshard.to"] = _format_of(_value_of("--to", args))
-        return super().parse_args(ctx, self._with_own_names(ctx, args))
+        words = self._with_own_names(ctx, args)
+        if not ctx.resilient_parsing:
+            self._check_given_once(ctx, words)
+        return super().parse_args(ctx, words)
+
+    def _check_given_once(self, ctx: click.Context, words: Sequence[str]) -> None:
+        """Raises click.UsageError if an option that takes one value is given twice: click would take the last one, and say nothing. Of a
+        switch and its opposite, such as --progress and --no-progress, the last one counts."""
+        parser = self.make_parser(ctx)
+        takes_one = {each for each in (*parser._long_opt.values(), *parser._short_opt.values()) if each.action == "store"}
+        for option in takes_one:
+            option.action = "append"
+        given, _, _ = parser.parse_args(list(words))
+        for option in () if {"h", "help"} & given.keys() else takes_one:
+            if len(values := [each if isinstance(each, str) else "no value" for each in given.get(str(option.dest), ())]) > 1:
+                named = f"Option '{option.obj.opts[0]}' takes one value, and is given {len(values)} times: {', '.join(values)}."
+                raise click.UsageError(f"{named} Nothing says which one counts. Give it once.", ctx)
 
     def _with_own_names(self, ctx: click.Context, args: list[str]) -> list[str]:
         """The words of a command line, in which options have our names."""

@@ -19,8 +19,9 @@ INTRODUCTION = (
     "Every command has `-h`, which shows the options that people use, and `--help`, which shows all, or with `--to FORMAT` those that "
     "apply to one format. The names of vLLM and Megatron for parallel sizes also work, such as "
     "`--tensor-parallel-size` for `--tp`, and `ls` and `info` are `inspect`. Results go to stdout, messages to stderr. On a terminal, "
-    "lines are wrapped and in colour; `NO_COLOR` turns colour off. [Exit codes](exit-codes.md) tell success from failure, and "
-    "`--json` prints one [JSON document](json.md).",
+    "lines are wrapped and in colour; `NO_COLOR` turns colour off. An option that takes one value is refused when it is given twice; of a "
+    "switch and its opposite, such as `--progress` and `--no-progress`, the last one counts. [Exit codes](exit-codes.md) tell "
+    "success from failure, and `--json` prints one [JSON document](json.md).",
     "An option that several commands have is described here, once. Below, each command describes its own options and names these.",
     "Before the command stand `--debug`, which shows the traceback of an error, and `--version`. Every command has the options of the "
     "[log](logs.md); `--metrics-file` belongs to `convert`, `verify` and `doctor`.",

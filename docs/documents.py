@@ -62,6 +62,7 @@ _SERVER = {
 _RESULT = {
     "path": str, "files": [StoredFile], "dropped": [DropSummary], "left": {str: int}, "notes": [str], "findings": [Finding],
     "fingerprint": str, "seconds": float, "unchanged": bool, "source_checks": SourceChecks, "source_digests": FileDigests,
+    "overflow": {str: int},
 }  # fmt: skip
 _LEARNED_SIZE = {"tp": [int], "pp": int, "ep": bool, "withheld": NUMBER}
 _STORED = {

@@ -14,6 +14,7 @@ from typing import Any
 ERROR_IDS: dict[str, tuple[int, str]] = {
     "difference": (1, "two checkpoints that should be equal are not, or a check has a finding"),
     "skipped": (1, "a tensor or a file would not be carried, and --fail-if-skipped asks that nothing is left"),
+    "overflow": (1, "a cast would make finite values infinite, and `allow_overflow=True` was not said"),
     "usage": (2, "an option, an argument or a declaration is wrong"),
     "not-found": (2, "a path does not exist"),
     "ambiguous": (2, "the source can be read in several ways, or lacks a fact that an option gives"),
@@ -140,6 +141,12 @@ class UnsupportedError(RequestError):
     """The request is valid, but reshard does not support it for this model, format or platform."""
 
     id = "unsupported"
+
+
+class ValuesOverflow(RequestError):
+    """A cast makes finite values infinite, and the caller has not allowed it."""
+
+    id = "overflow"
 
 
 class TargetError(RequestError):

@@ -8,6 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import field, replace
+from functools import cache, lru_cache, reduce
+from operator import or_
+from re import _compiler, _parser  # type: ignore[attr-defined]  # the only parser of these expressions
 from typing import Any
 
 from reshard.canonical.renaming import PREFIX
@@ -29,6 +33,8 @@ _OTHER_METHODS = {
 # Initialisations after which the base weights are no longer those of the base model; PEFT can save such an adapter in plain form.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga", "orthogonal_base")
 _CONFIG = "adapter_config.json"
+# Of the regular expressions of an adapter, for all of its modules: some seconds.
+_MOST_STEPS = 5_000_000
 
 
 @value
@@ -37,6 +43,8 @@ class LoraSettings:
 
     config: Mapping[str, Any]
     """The content of adapter_config.json."""
+    steps: list[int] = field(default_factory=lambda: [_MOST_STEPS])
+    """How much more work its regular expressions may take."""
 
     @property
     def alpha(self) -> float | None:
@@ -62,12 +70,22 @@ class LoraSettings:
                 why=f"The update is alpha / r times the product of the factors, and the checkpoint has no {_CONFIG} that gives alpha",
                 do="Give it with `lora_alpha=`, or all settings with `adapter_config=`",
             )
-        return LoraSettings({**self.config, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha})
+        return replace(self, config={**self.config, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha})
 
     @property
     def target_parameters(self) -> tuple[str, ...]:
         """The parameters, such as the weights of all experts, that are adapted without a module of their own."""
         return tuple(map(str, self.config.get("target_parameters") or ()))
+
+    @property
+    def peft_releases(self) -> tuple[tuple[int, int, int], ...]:
+        """Releases of PEFT, one of which is that of the training: 0.19.1.dev0 lies between 0.19.0 and 0.20.0. Before 0.18, PEFT does not
+        write peft_version, and neither do other libraries."""
+        numbers = re.match(r"(\d{1,4})\.(\d{1,4})\.?(\d{0,4})(.*)", str(self.config.get("peft_version")))
+        if numbers is None:
+            return (0, 17, 0), (0, 21, 0)
+        major, minor, patch = (int(number or 0) for number in numbers.groups()[:3])
+        return ((major, minor, patch - 1), (major, minor, patch), (major, minor + 1, 0)) if numbers[4] else ((major, minor, patch),)
 
     def check_parameters(self, modules: Iterable[str]) -> None:
         """Raises RequestError if one of the adapted modules holds experts, and no setting says which of their parameters it changes."""
@@ -134,11 +152,67 @@ class LoraSettings:
         """A setting of one module: by the first matching pattern, as peft's get_pattern_key, otherwise the general one."""
         for key, value in (self.config.get(pattern) or {}).items():
             try:
-                if re.match(rf"(.*\.)?({key})$", target):
+                if _is_match(rf"(.*\.)?({key})$", target, self.steps):
                     return _number(value)
-            except re.error:
+            except (re.error, OverflowError):
                 raise CheckpointError(f"{pattern} has the key {key!r}, which is not a regular expression", where=_CONFIG) from None
+            except (_TooMuch, RecursionError):
+                raise UnsupportedError(
+                    f"{pattern} has the key {key!r}, which is too intricate, or looks around or back",
+                    where=_CONFIG,
+                    why="Such a regular expression can take longer than the conversion, and comes from a file",
+                    do="Write the names of the modules in its place",
+                ) from None
         return _number(self.config.get(default))
+
+
+class _TooMuch(Exception):
+    """A regular expression takes more steps than are left, or has what would take more than steps."""
+
+
+def _is_match(pattern: str, text: str, steps: list[int]) -> bool:
+    """Whether `re.match` finds a match. Unlike `re`, it tries all ways at once, so that the time does not explode: bit i of a number says
+    that some way has come to position i. An example: .*b at the start of "abab", bit 0, has come to the bits 0 to 4, then to 2 and 4.
+
+    steps: those that are left. Raises: re.error or OverflowError for what is no regular expression, _TooMuch.
+    """
+    if not re.search(r"[*+?{(]", pattern.removeprefix("(.*\\.)?(")):
+        return re.match(pattern, text) is not None
+    masks: dict[int, int] = {}
+
+    @cache
+    def ends(items: Iterable[Any], at: int) -> int:
+        for item in items if at else ():
+            steps[0] -= 1 + len(text) // 100
+            operator, argument = str(item[0]), item[1]
+            if steps[0] < 0:
+                raise _TooMuch
+            if operator == "SUBPATTERN" and not any(argument[1:3]):
+                at = ends(argument[3], at)
+            elif operator == "BRANCH":
+                at = reduce(or_, [ends(branch, at) for branch in argument[1]])
+            elif operator in ("MAX_REPEAT", "MIN_REPEAT"):
+                least, most, body = argument
+                for _ in range(min(least, len(text) + 1)):
+                    at = ends(body, at)
+                new = at
+                for _ in range(min(most - least, len(text) + 1)):
+                    if not (new := ends(body, new) & ~at):
+                        break
+                    at |= new
+            elif operator in ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT"):
+                if id(item) not in masks:
+                    one = _compiler.compile(_parser.SubPattern(_parser.State(), [item]))
+                    masks[id(item)] = sum(1 << i for i in range(len(text) + 1) if one.match(text, i))
+                at = at & masks[id(item)] if operator == "AT" else (at & masks[id(item)]) << 1
+            else:
+                raise _TooMuch
+        return at
+
+    return ends(_parsed(pattern), 1) != 0
+
+
+_parsed = lru_cache(maxsize=1 << 10)(_parser.parse)
 
 
 def _number(value: Any) -> float | None:

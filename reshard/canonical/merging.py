@@ -32,6 +32,8 @@ from reshard.index.index import LowRankUpdate, Tensor
 _BASE_LAYER = ".base_layer"
 # Their experts are [in, out], and their class in transformers 5.23 has no is_transposed: PEFT takes them as [out, in].
 _WITHOUT_MARK = ("llama4", "llama4_text")
+_OF_LINEAR = frozenset({"lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_magnitude_vector"})
+_OF_EMBEDDING = frozenset({"lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"})
 
 
 def with_adapter_merged(content: Content, path: str, settings: LoraSettings, tensors: Mapping[str, Tensor]) -> Content:
@@ -117,16 +119,16 @@ class _Merge:
             raise self._misfit(first, f"the adapter needs two matrices [r, in] and [out, r] here, and has {shapes}")
         array = self._array(f"{module}.weight", a)
         pair = _Factors(a, b, rank=a.shape[0], scale=self.settings.scale(module, a.shape[0]))
-        flips = {(b.shape[0], a.shape[1]): False, (a.shape[1], b.shape[0]): True}
-        if array.shape not in flips:
-            shape = (b.shape[0], a.shape[1])
+        shape = (b.shape[0], a.shape[1])
+        is_in_out = self._is_in_out(array)
+        if is_in_out is None:  # PEFT sets fan_in_fan_out by the class of the module, which is not known here
+            is_in_out = array.shape != shape if shape[0] != shape[1] else bool(self.settings.config.get("fan_in_fan_out"))
+        flipped = is_embedding or is_in_out
+        if array.shape != (shape[::-1] if flipped else shape):
             what = f"its update has the shape {list(shape)}, the base weight {list(array.shape)}"
             raise self._misshapen(a, shape[::-1] if is_embedding else shape, array, what)
-        declared = self.base.model.weights.get(array.names[0]) if self.base.model else None
-        # The class of the module decides whether its weight is stored as [in, out], whatever fan_in_fan_out says, as in PEFT.
-        is_conv1d = declared.declared.transposed if declared else bool(self.settings.config.get("fan_in_fan_out"))
-        flipped = flips[array.shape] if len(flips) == 2 else is_embedding or is_conv1d
         magnitude = factors.get("lora_magnitude_vector")
+        self._check_all_used(factors, magnitude)
         if magnitude is not None and (flipped or magnitude.shape != (b.shape[0],)):
             raise UnsupportedError(
                 "DoRA on an embedding, or on a weight that is stored transposed, is not merged",
@@ -141,6 +143,16 @@ class _Merge:
                 start, stop = tile.span(0)
                 row = _part(bias, (start,), ((1, 0, 1), (stop - start, 0, 1)))
                 self._add(tile, LowRankUpdate(tile.box, None, row, pair.scale), bias)
+
+    def _check_all_used(self, factors: Mapping[str, Tensor], magnitude: Tensor | None) -> None:
+        """Raises CheckpointError if the settings contradict the tensors of a module, or one of them has no part in its update."""
+        use_dora, first = self.settings.config.get("use_dora"), next(iter(factors.values()))
+        if bool(use_dora) != (magnitude is not None) and use_dora is not None:
+            there = "is not there" if magnitude is None else "is there"
+            raise self._misfit(first, f"adapter_config.json says use_dora {bool(use_dora)}, and lora_magnitude_vector {there}")
+        used = _OF_EMBEDDING if "lora_embedding_A" in factors else _OF_LINEAR
+        if unused := sorted(factors.keys() - used):
+            raise self._misfit(factors[unused[0]], f"{', '.join(unused)} has no part in the update of such a module")
 
     def target_parameters(self, module: str) -> list[str]:
         """The parameters of a module that `target_parameters` adapts. One without a module, such as down_proj, is of every module that has
@@ -157,10 +169,14 @@ class _Merge:
             a, b = factors.get("lora_A.weight"), factors.get("lora_B.weight")
             if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2:
                 raise self._misfit(next(iter(factors.values())), "the adapter needs the matrices lora_A.weight and lora_B.weight here")
+            if len(factors) > 2:
+                raise self._misfit(
+                    a, f"parameters have no {', '.join(sorted(factors.keys() - {'lora_A.weight', 'lora_B.weight'}))} in PEFT"
+                )
             pairs.append((a, b))
         # Whether the updates are the transposes of B x A is seen at the shapes, unless all are square.
         ways = [way for way in (False, True) if all(len(_fitting(arrays, a, b, flipped=way)) == 1 for a, b in pairs)]
-        flipped = ways[0] if len(ways) == 1 else self._is_transposed(module, arrays)
+        flipped = self._is_flipped(pairs[0][0], arrays) if len(ways) == 2 else ways == [True]
         for a, b in pairs:
             fitting = _fitting(arrays, a, b, flipped=flipped)
             if len(fitting) != 1:
@@ -180,16 +196,37 @@ class _Merge:
                 assert of_expert is not None
                 self._add(of_expert, pair.update(of_expert, number, flipped=flipped and of_experts), a)
 
-    def _is_transposed(self, module: str, arrays: Mapping[str, Mosaic]) -> bool:
-        """Whether PEFT takes a module's square matrices as [in, out]: seen at a sibling that is not square, and whose class says so."""
-        model = self.base.model
-        if model is None or model.architecture.model_type in _WITHOUT_MARK:
-            return False
-        hidden = model.dimensions.get("hidden")
-        gate_up = arrays.get("gate_up_proj") or self._find(f"{module}.gate_up_proj")
-        if gate_up is not None and hidden and len(gate_up.shape) == 3 and gate_up.shape[1] != gate_up.shape[2]:
-            return gate_up.shape[1] == hidden
-        return False
+    def _is_flipped(self, a: Tensor, arrays: Mapping[str, Mosaic]) -> bool:
+        """Whether PEFT adds the transposes of B x A to experts whose matrices are square.
+
+        Raises: RequestError, with both readings, if the adapter does not tell the release, or the base its class, and it matters.
+        """
+        experts = next((array for array in arrays.values() if len(array.shape) == 3 and array.shape[0] > 1), None)
+        if experts is None:
+            return False  # a matrix, or the only expert, which PEFT takes as one
+        is_in_out, model, releases = self._is_in_out(experts), self.base.model, self.settings.peft_releases
+        has_mark = is_in_out and not (model and model.architecture.model_type in _WITHOUT_MARK)
+        readings = {_meets_axis_1(release, has_mark) for release in releases}
+        if readings in ({True}, {False}):
+            return True in readings
+        raise RequestError(
+            f"its factors fit experts {list(experts.shape)} in two ways: lora_A meets their axis 1, or their axis 2",
+            where=f"{a.name} in {self.path}",
+            why="PEFT before 0.19 takes axis 1, and since 0.19.1 axis 2 unless the class has is_transposed; "
+            + (
+                "the model is not known"
+                if None in readings
+                else f"peft_version in adapter_config.json is {self.settings.config.get('peft_version')}"
+            ),
+            do='Put the release that trained it into adapter_config.json, such as "peft_version": "0.17.1", and give the base with its '
+            "config.json; or merge it with the PEFT that trained it",
+            id="ambiguous",
+        )
+
+    def _is_in_out(self, array: Mosaic) -> bool | None:
+        """Whether an array of the base is [..., in, out], as a Conv1D, by the declaration of its weight; None if that is not declared."""
+        weight = self.base.model.weights.get(array.names[0]) if self.base.model else None
+        return None if weight is None else weight.declared.transposed and not _is_turned(array.tiles[0])
 
     def _array(self, name: str, tensor: Tensor) -> Mosaic:
         """The canonical tensors that the base has under a name. Raises CheckpointError if it has none."""
@@ -278,9 +315,7 @@ class _Factors:
         """The update of a tile of the array that is B x A, or with `flipped` its transpose; axes before the last two have one element."""
         row_axis, column_axis = len(tile.at) - 2, len(tile.at) - 1
         rows, columns = tile.span(row_axis), tile.span(column_axis)
-        # The canonical tensor may hold the transpose of the array.
-        turned = tile.axes[-1] == row_axis or (len(tile.axes) > 1 and tile.axes[-2] == column_axis)
-        if turned:
+        if _is_turned(tile):
             rows, columns, flipped = columns, rows, not flipped
         of_rows, of_columns = (self._of_a, self._of_b) if flipped else (self._of_b, self._of_a)
         lengths = None
@@ -299,6 +334,22 @@ class _Factors:
         """Some rows of B for an expert: as [rows, r], or transposed as the factor of columns."""
         axes = (stop - start, 0, 1), (self.rank, 1, self.experts)
         return _part(self.b, (start, expert), axes if as_rows else axes[::-1])
+
+
+def _meets_axis_1(release: tuple[int, int, int], has_mark: bool | None) -> bool | None:
+    """Whether A [r*E, n] meets axis 1 of experts in a release of PEFT; None if that depends on the class, which is not known.
+
+    has_mark: whether the class has is_transposed. Source: ParamWrapper.update_layer of peft 0.17.1, 0.18.1, 0.19.0, 0.19.1 and 0.21.2.
+    """
+    if release < (0, 19) or has_mark is None:
+        return True if release < (0, 19) else None
+    return has_mark if release >= (0, 19, 1) else not has_mark
+
+
+def _is_turned(tile: Tile) -> bool:
+    """Whether the canonical tensor holds the transpose of the array, in its last two axes."""
+    row_axis, column_axis = len(tile.at) - 2, len(tile.at) - 1
+    return tile.axes[-1] == row_axis or (len(tile.axes) > 1 and tile.axes[-2] == column_axis)
 
 
 def _fitting(arrays: Mapping[str, Mosaic], a: Tensor, b: Tensor, *, flipped: bool) -> list[str]:

@@ -10,6 +10,7 @@ from heapq import merge
 from itertools import groupby, islice
 from operator import itemgetter
 
+from reshard.engine.casts import overflow, values_beyond
 from reshard.engine.checks.reading import Reading
 from reshard.engine.events import event
 from reshard.engine.pool import NO_LIMITS, Effort, run_jobs
@@ -20,6 +21,7 @@ from reshard.engine.transfer import Pieces, SharedPatches, Sink, Worker, bytes_o
 from reshard.engine.values import Values
 from reshard.errors import CheckpointError, TargetError
 from reshard.geometry.boxes import Box, blocks
+from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.plans.digests import CURRENT, Fingerprint
@@ -63,6 +65,8 @@ class Job:
     """The values that the target holds already, if it gets only what changes."""
     of_inputs: tuple[bytes, ...] = ()
     """Once it is done: the digest of the block in each checkpoint that it was combined from; empty if it comes from one."""
+    beyond: int = 0
+    """Once it is done: how many finite values the cast made infinite."""
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +166,8 @@ def copied_blocks(
     itemsize: the bytes of the widest element of the plan. ahead: the most bytes that are read ahead from a store. held: what the
     destination holds already, which is read beside it. reading: compares what is read with the checksums of the source.
 
-    Raises: WrongChecksum, before the last block that uses a damaged storage, or at the end.
+    Raises: WrongChecksum, before the last block that uses a damaged storage, or at the end. ValuesOverflow after all blocks if casts have
+    made values infinite that the plan does not allow (`is_refused`).
     """
     reading = reading or Reading(checks=False)
     files = reading.of_plan(plan)
@@ -174,21 +179,36 @@ def copied_blocks(
         before = Worker(held.plan.source_files, widest_element(held.plan), held.sink, shared_held) if held else worker
 
         def perform(job: Job) -> tuple[Job, bytes]:
-            digest, hashes = CURRENT.new(), job.source.new_hashes()
+            digest, hashes, beyond = CURRENT.new(), job.source.new_hashes(), 0
             for strip, (source, target, *others) in strips(job.box, job.source, job.target, *filter(None, [job.held])):
                 if job.held:
                     before.write(job.held.read(before, others[0], strip), target, strip)
+                values_beyond()
                 values = job.source.read(worker, source, strip, hashes=hashes)
+                beyond += values_beyond()
                 digest.update(bytes_of(values))
                 if sink:
                     worker.write(values, target, strip)
-            done = replace(job, of_inputs=tuple(each.digest() for each in hashes)) if hashes else job
+            done = replace(job, of_inputs=tuple(each.digest() for each in hashes), beyond=beyond) if hashes or beyond else job
             return done, digest.digest()
 
         return perform
 
-    yield from run_reading(jobs, make_worker, workers, (plan.source_files, lambda job: (job.source, job.box)), memory=ahead)
+    refused: dict[str, tuple[str, DType, int]] = {}
+    for job, block in run_reading(jobs, make_worker, workers, (plan.source_files, lambda job: (job.source, job.box)), memory=ahead):
+        if is_refused(plan, job):
+            *_, count = refused.get(job.route.name, (0,))
+            refused[job.route.name] = job.route.name, job.route.target.dtype, count + job.beyond
+        yield job, block
     reading.complete()
+    if refused:
+        do = "Choose a wider type, such as `dtype=bf16`, leave these tensors as they are with `keep_dtype=`, or say `allow_overflow=True`"
+        raise overflow(refused.values(), do)
+
+
+def is_refused(plan: Plan, job: Job) -> bool:
+    """Whether a finished block holds values that the cast made infinite, and the plan does not allow it. It is not recorded as finished."""
+    return job.beyond > 0 and not plan.target.allow_overflow
 
 
 def read_back(

@@ -8,16 +8,17 @@ AVX2 and its scalar code give bfloat16 NaNs with different bits.)
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError, ValuesOverflow, some
 from reshard.geometry.dtypes import BF16, F32, F64, DType, are_same_bytes
 from reshard.geometry.functions import values_of, weights_of
+from reshard.geometry.quantities import plural
 
 Block = npt.NDArray[Any]
 
@@ -35,7 +36,8 @@ def cast(block: Block, source: DType, target: DType, out: Block | None = None) -
     or name the same bytes (dtypes.are_same_bytes).
 
     block: words of `source`. out: a row-major array of words of `target` for the result, which is a new array without it. Values that are
-    too large become 448 in F8_E4M3, infinite in a type that has infinity, and otherwise NaN. If the target's elements are the values of a
+    too large become 448 in F8_E4M3, infinite in a type that has infinity, and otherwise NaN; `values_beyond` counts them. If the target's
+    elements are the values of a
     function, it is computed in float32. The source's must not be, unless the function is invertible (dtypes.can_cast).
 
     Raises: CheckpointError for an integer that the target cannot hold, UnsupportedError for a cast between integers and floating point.
@@ -55,10 +57,68 @@ def cast(block: Block, source: DType, target: DType, out: Block | None = None) -
     words = block.reshape(-1)
     result = np.empty(len(words), target.word) if out is None else out.reshape(-1)
     with np.errstate(all="ignore"):
-        convert = _CASTS.get((source.name, target.name)) or _other_cast(source, target)
+        convert, first = _CASTS.get((source.name, target.name)) or _other_cast(source, target), _first_beyond(source, target)
         for start in range(0, len(words), _STRIP):
-            convert(words[start : start + _STRIP], result[start : start + _STRIP])
+            strip, out = words[start : start + _STRIP], result[start : start + _STRIP]
+            convert(strip, out)
+            _count_beyond(strip, out, source, first)
     return result.reshape(block.shape)
+
+
+def values_beyond() -> int:
+    """The number of finite values that were too large for their target in the casts of this thread since it was last asked."""
+    count, _TEMPORARY.beyond = _TEMPORARY.beyond, 0
+    return count
+
+
+def overflow(counts: Iterable[tuple[str, DType, int]], do: str) -> ValuesOverflow:
+    """The error for values that a cast makes infinite. counts: as for `about_beyond`."""
+    return ValuesOverflow(about_beyond(counts), why="The model would compute with them, and nothing was committed", do=do)
+
+
+def about_beyond(counts: Iterable[tuple[str, DType, int]]) -> str:
+    """A sentence on values that a cast makes infinite. counts: of tensors, their names, types and numbers of such values."""
+    named = sorted(counts)
+    total, types = sum(count for *_, count in named), dict.fromkeys(dtype for _, dtype, _ in named)
+    huge = np.array([np.finfo(np.float64).max]).view(F64.word)
+    become = dict.fromkeys(f"{float(cast(huge, F64, dtype.of('')).view(numpy_type(dtype))[0]):g}" for dtype in types)
+    values_beyond()
+    verbs = ("is", "becomes") if total == 1 else ("are", "become")
+    return (
+        f"{plural(total, 'element')} of {plural(len(named), 'tensor')} {verbs[0]} beyond {', '.join(dtype.torch for dtype in types)} and "
+        f"{verbs[1]} {' or '.join(become)}: {some([f'{name} ({count:,})' for name, _, count in named])}"
+    )
+
+
+def _count_beyond(words: Block, cast_words: Block, source: DType, first: int) -> None:
+    """Count the finite values from the word `first` on, of both signs. cast_words: what the cast has made of them."""
+    sign, infinite = 1 << 8 * source.itemsize - 1, _first_beyond(source, source)
+    if first == infinite or not _may_be_infinite(cast_words):
+        return
+    sizes = np.bitwise_and(words, words.dtype.type(sign - 1))
+    _TEMPORARY.beyond += int(np.count_nonzero((sizes >= first) & (sizes < infinite)))
+
+
+def _may_be_infinite(words: Block) -> bool:
+    """Whether words that lie in the cache may hold an infinity or NaN. It is asked of each strip, so it is two reductions."""
+    infinite = {2: 0x7C00, 4: 0x7F800000}.get(words.itemsize, 0)  # as bfloat16, a large number may be one
+    if not infinite or not len(words):
+        return True
+    signed = words.view(f"<i{words.itemsize}")
+    return bool(np.maximum.reduce(signed) >= infinite or np.maximum.reduce(words) >= infinite + (1 << 8 * words.itemsize - 1))
+
+
+@cache
+def _first_beyond(source: DType, target: DType) -> int:
+    """The smallest word of a positive value that is too large for another type; that of infinity if it holds all finite values."""
+    first, stop = 0, int(np.array([np.inf]).astype(numpy_type(source)).view(source.word)[0])
+    while first < stop and source != target:
+        middle = (first + stop) // 2
+        values = np.array([middle], source.word).view(numpy_type(source))
+        with np.errstate(all="ignore"):
+            narrow = (values.astype(np.float32) if target.itemsize < 4 else values).astype(numpy_type(target))
+        first, stop = (middle + 1, stop) if np.isfinite(narrow[0]) else (first, middle)
+    return stop
 
 
 def cast_once(values: npt.NDArray[np.float64], target: DType) -> Block:
@@ -74,10 +134,14 @@ def cast_once(values: npt.NDArray[np.float64], target: DType) -> Block:
         return cast(words, F64, target)
     result, flat = np.empty(values.shape, target.word), values.reshape(-1)
     narrow = result.reshape(-1)
+    # The value of the first float32 beyond the type: from there on, a float64 is rounded up.
+    first = int(np.array([_first_beyond(F32, target)], F32.word).view("<f4").astype("<f8").view(F64.word)[0])
     with np.errstate(all="ignore"):
         convert = _CASTS.get((F32.name, target.name)) or _other_cast(F32, target)
         for start in range(0, flat.size, _STRIP):
-            convert(_float32_for_cast(flat[start : start + _STRIP], target), narrow[start : start + _STRIP])
+            strip, out = flat[start : start + _STRIP], narrow[start : start + _STRIP]
+            convert(_float32_for_cast(strip, target), out)
+            _count_beyond(strip.view(F64.word), out, F64, first)
     return result
 
 
@@ -163,6 +227,7 @@ class _Temporary(threading.local):
 
     def __init__(self) -> None:
         self.words, self.exponents, self.rounded = (np.empty(_STRIP, np.uint32) for _ in range(3))
+        self.beyond = 0
 
 
 _TEMPORARY = _Temporary()

@@ -10,7 +10,7 @@ import numpy as np
 
 from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import is_master_key
-from reshard.engine.casts import cast
+from reshard.engine.casts import about_beyond, cast, values_beyond
 from reshard.engine.checks.reading import Reading
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recorded import BlockDigests, mismatch, tensor_digest
@@ -146,28 +146,35 @@ def compare(left: Side, right: Side, result: Comparison, *, with_cast: bool = Fa
     digests: tuple[BlockDigests, BlockDigests] = {}, {}
     different: dict[str, dict[int, Box]] = {}
 
-    def measure(place: BlockPlace, read: Read) -> tuple[Box | None, tuple[bytes | None, bytes | None]]:
+    def measure(place: BlockPlace, read: Read) -> tuple[Box | None, tuple[bytes | None, bytes | None], int]:
         pair = pairs[place[0]]
         dtypes, name = [tensor.dtype for tensor in pair], pair[0].name
         common, *others = _common_types(*dtypes, widest=is_master_key(name))
-        digests_of_block, element = PairDigests([name in of_side for of_side in recorded]), None
+        digests_of_block, element, beyond = PairDigests([name in of_side for of_side in recorded]), None, 0
         for box, stored in read:
+            values_beyond()
             a, b = (cast(values, dtype, common) for values, dtype in zip(stored, dtypes, strict=True))
+            beyond += values_beyond()
             is_equal = _equal(a, b) or any(
                 _equal(*(cast(values, dtype, other) for values, dtype in zip(stored, dtypes, strict=True))) for other in others
             )
             digests_of_block.add(*stored, is_equal=is_equal and a is stored[0] and b is stored[1])
             if not is_equal and element is None:
                 element = _first_difference(a, b, box)
-        return element, digests_of_block.result()
+        return element, digests_of_block.result(), beyond
 
-    for (i, j, _), (element, hashed) in walk(pairs, (left.files, right.files), lambda: measure, effort=effort, reading=reading):
+    overflow: dict[str, tuple[str, DType, int]] = {}
+    for (i, j, _), (element, hashed, beyond) in walk(pairs, (left.files, right.files), lambda: measure, effort=effort, reading=reading):
         name = pairs[i][0].name
+        if beyond:
+            overflow[name] = name, pairs[i][1].dtype, overflow.get(name, ("", None, 0))[2] + beyond
         if element is not None:
             different.setdefault(name, {})[j] = element
         for of_side, digest in zip(digests, hashed, strict=True):
             if digest is not None:
                 of_side.setdefault(name, {})[j] = digest
+    if overflow:
+        result.notes.append(about_beyond(overflow.values()))
     for name, elements in sorted(different.items()):
         first = elements[min(elements)]
         result.differences.append(Difference(name, "values", f"the values differ, first at element {list(first.offsets)}"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from reshard.engine.blocks import (
@@ -20,6 +21,7 @@ from reshard.engine.blocks import (
     digests_by_tensor,
     fingerprint_of_blocks,
 )
+from reshard.engine.casts import about_beyond
 from reshard.engine.checks.reading import Reading
 from reshard.engine.checks.recorded_digests import FileDigests
 from reshard.engine.destinations.destination import Destination, FinishedBlocks, Replaces
@@ -29,7 +31,7 @@ from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.record import Provenance, Read, records
 from reshard.engine.recorded import InputDigests, notes_on_source, with_late_comparison
-from reshard.errors import CheckpointError, LostObject, RequestError, TargetError, TargetInUse
+from reshard.errors import CheckpointError, LostObject, RequestError, TargetError, TargetInUse, ValuesOverflow
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
 from reshard.plans.layout import Sidecar, TargetFile
@@ -72,6 +74,8 @@ class Conversion:
         """The fingerprint of the result, if it is complete when `run` has ended."""
         self.resumed_bytes = 0
         """The bytes of the tasks that were there already."""
+        self.overflow: dict[str, int] = {}
+        """How many finite values of each tensor became infinite, which `allow_overflow` allows; complete when `run` has ended."""
         self.notes: tuple[str, ...] = ()
         """Sentences about the run for the user; complete when `run` has ended."""
         self._reading, self._checks_elsewhere = Reading(checks=source_checksums), SourceChecks()
@@ -162,8 +166,11 @@ class Conversion:
             yield from self._copied(everything, self._finished(everything), is_all=True, reads_back=reads_back)
             digests = digests_by_tensor(self.plan, self._digests)
             self.notes += (*notes_on_source(self.plan, digests), *self._inputs.notes())
-        except CheckpointError:
-            # The input is wrong, so this run can never be resumed.
+            if self.overflow:
+                types = {route.name: route.target.dtype for route in self.plan.routes}
+                self.notes += (about_beyond((name, types[name], count) for name, count in self.overflow.items()),)
+        except (CheckpointError, ValuesOverflow):
+            # The input is wrong, or does not fit, so this run can never be resumed.
             self.destination.abandon()
             raise
         self._commit(fingerprint_of_blocks(self.plan, digests))
@@ -191,7 +198,7 @@ class Conversion:
                 where=self.destination.place,
                 do="Leave out `checksums=True`, or convert again with `overwrite=True` `checksums=True`",
             )
-        self.fingerprint = Fingerprint(manifest.fingerprint, {})
+        self.fingerprint, self.overflow = Fingerprint(manifest.fingerprint, {}), manifest.overflow
         return True
 
     def _finished(self, tasks: Sequence[Task]) -> FinishedBlocks:
@@ -220,13 +227,19 @@ class Conversion:
         copied: dict[BlockKey, bytes] = {}
         of_earlier = (job for job in block_jobs(plan, sorted(routes) if done else ()) if job.key in done)
         self._reading.see_again(plan, (part for job in of_earlier for part in job.source.ranges(job.box, 0)))
+        beyond = {key: count for key, count in finished.beyond.items() if key in done}
         for job, digest in self.destination.copy(plan, tasks, done, tiles, self._reading):
             is_new = job.key not in copied
             copied[job.key] = digest
+            beyond[job.key] = job.beyond
             self._inputs.add(job.route.name, job.key[1], job.of_inputs)
             if is_new:
                 yield Done(job.route.name, job.nbytes)
         self.notes += tiles.notes()
+        self.overflow = dict[str, int]()
+        for (i, _), count in sorted(beyond.items()):
+            if count:
+                self.overflow[plan.routes[i].name] = self.overflow.get(plan.routes[i].name, 0) + count
         if lost:
             self.notes += (f"{lost:,} bytes had changed since the interrupted run wrote them, and were copied again",)
         seconds, what = time.monotonic() - began, "all blocks" if is_all else plural(len(tasks), "task")
@@ -255,10 +268,11 @@ class Conversion:
 
     def _commit(self, fingerprint: Fingerprint) -> None:
         began, plan, place = time.monotonic(), self.plan, self.destination.place
+        provenance = replace(self._provenance, overflow=self.overflow)
 
         def made(files: Iterable[TargetFile], read: Read) -> Iterator[Sidecar]:
             of_inputs = self._inputs.fingerprints()
-            return records(plan, files, self._identity, fingerprint, read, self._provenance, self._workers, of_inputs)
+            return records(plan, files, self._identity, fingerprint, read, provenance, self._workers, of_inputs)
 
         self.destination.commit(plan, made)
         self.fingerprint = fingerprint

@@ -6,8 +6,8 @@ import hashlib
 import json
 import platform
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, field
 from datetime import UTC, datetime
 from operator import attrgetter
 from typing import Any
@@ -55,6 +55,8 @@ class Provenance:
     """The arguments of the `reshard` command; empty if Python code started the conversion."""
     checksums: bool = False
     """Whether SHA256SUMS is written."""
+    overflow: Mapping[str, int] = field(default_factory=dict)
+    """How many finite values of each tensor became infinite in the cast: what the conversion itself adds."""
 
 
 def records(
@@ -134,6 +136,7 @@ def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
         "totals": document["totals"],
         **({"adapter": dict(plan.content.merged.settings)} if plan.content.merged else {}),
         **({"combined": [(each.format, each.weight) for each in combined.sources] + [combined.rule]} if combined else {}),
+        **({"allow_overflow": True} if target.allow_overflow else {}),
         "keep_dtype": [*target.keep_dtype, *sorted(target.dtype_kept_for)],
         "selection": asdict(plan.content.selection),
         "config": dict(model.config) if model else None,
@@ -202,6 +205,7 @@ def _document(plan: Plan, identity: str, provenance: Provenance, of_inputs: Sequ
         "bytes": sum(file.nbytes for file in layout.files),
         "tensors": len(plan.routes),
         "dropped": _drops_by_reason(plan.drops),
+        **({"overflow": dict(provenance.overflow)} if provenance.overflow else {}),
     }
 
 

@@ -18,7 +18,8 @@ Source: vLLM 0.32, transformers_utils/config.py (get_config) and model_loader/we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -137,27 +138,28 @@ def check_has_settings(config: Mapping[str, Any], element_types: Mapping[str, st
     """Raises CheckpointError if weights are packed and a config does not say how. element_types: that of every stored tensor by name."""
     if quantization_settings(config):
         return
-    for name in (name for name in element_types if name.endswith(_PACKED_NAMES)):
-        if _is_packed(name, element_types):
-            raise CheckpointError(
-                "the weight is packed, and no settings say how",
-                where=name,
-                why=f"None were found in {PLACES}",
-                do="Copy the file with the settings beside config.json, or give the model's own config with `model=DIR`",
-            )
+    for name in packed_names(element_types):
+        raise CheckpointError(
+            "the weight is packed, and no settings say how",
+            where=name,
+            why=f"None were found in {PLACES}",
+            do="Copy the file with the settings beside config.json, or give the model's own config with `model=DIR`",
+        )
 
 
-_PACKED_NAMES = (".qweight", ".weight_packed", "_blocks", ".weight_scale", ".weight_scale_inv")
+_OF_CODES = re.compile(r"[._](q?weight|weight_packed|blocks|packed|codes)$")
+_OF_SCALES = re.compile(r"[._](?=[^.]*(?:scale|zero|absmax|SCB|quant_map)[^.]*$)")
 
 
-def _is_packed(name: str, element_types: Mapping[str, str]) -> bool:
-    """Whether the tensor of this name, one of _PACKED_NAMES, is a component of a packed weight."""
-    if name.endswith("_blocks"):
-        return name.removesuffix("_blocks") + "_scales" in element_types
-    if name.endswith((".weight_scale", ".weight_scale_inv")):
-        weight = name.removesuffix("_inv").removesuffix("_scale")
-        return element_types.get(weight) in (*_FP8_TYPES, *_BYTES)
-    return element_types[name] in (*_WORDS, *_BYTES)
+def packed_names(element_types: Mapping[str, str]) -> Iterator[str]:
+    """The tensors that hold codes of quantized weights, whatever a config says: integers or 8-bit floats with scales, zero points or a
+    table beside them, and integers that their name calls packed. element_types: that of every stored tensor by name."""
+    codes = [name for name, dtype in element_types.items() if dtype in (*_FP8_TYPES, *_BYTES, *_WORDS, "I16", "U16", "U32")]
+    scaled = {_OF_CODES.sub("", name[: at.start()]) for name in element_types if codes for at in _OF_SCALES.finditer(name)}
+    for name in codes:
+        is_packed = name.endswith((".qweight", ".weight_packed")) and element_types[name] not in _FP8_TYPES
+        if is_packed or _OF_CODES.sub("", name) in scaled:
+            yield name
 
 
 def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Quantization:

@@ -43,6 +43,8 @@ class Target:
     """Globs of tensors that `dtype` does not cast."""
     dtype_kept_for: frozenset[str] = frozenset()
     """Names of tensors that `dtype` never casts: quantized weights and their scales."""
+    allow_overflow: bool = False
+    """Whether casts may make finite values infinite."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The format's own options, parsed."""
     only_rank: Mapping[str, int] = field(default_factory=dict)

@@ -79,6 +79,12 @@ class Manifest:
         return step if _is_size(step) else None
 
     @property
+    def overflow(self) -> dict[str, int]:
+        """How many finite values of each tensor became infinite in the cast."""
+        counts = self.document.get("overflow")
+        return {name: count for name, count in counts.items() if _is_size(count)} if isinstance(counts, dict) else {}
+
+    @property
     def combination(self) -> str | None:
         """A sentence about the checkpoints that this one was combined from; None if it was made of one."""
         found = self.document.get("combined")

@@ -78,6 +78,7 @@ class RecipeOptions(TypedDict, total=False):
 
     dtype: Annotated[str | None, Keyword("Cast floating-point weights: bf16, fp16, fp32, fp8 ...", "DTYPE")]
     keep_dtype: Annotated[str | tuple[str, ...], Keyword("Do not cast tensors whose names match.", "GLOB")]
+    allow_overflow: Annotated[bool, Keyword("Convert although values are too large for the element type, and become infinite.")]
     dequantize: Annotated[bool, Keyword("Dequantize weights to `dtype=` (default: bf16).")]
     merge_adapter: Annotated[PathLike | None, Keyword("Merge the LoRA adapter of this PEFT directory; self: of SOURCE.", "DIR")]
     drop_adapter: Annotated[bool, Keyword("Leave out the LoRA adapter that the checkpoint holds.")]

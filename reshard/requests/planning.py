@@ -39,7 +39,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor, about_left_out
 from reshard.index.shards import Relocation
-from reshard.models.quantization import check_has_settings, quantization_of, unknown_quantization, without_quantization
+from reshard.models.quantization import check_has_settings, packed_names, quantization_of, unknown_quantization, without_quantization
 from reshard.plans.layout import Layout, Target
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
@@ -374,12 +374,15 @@ def _check_packed(drafts: Sequence[Draft]) -> None:
     """Raises RequestError if a checkpoint is quantized and is not dequantized, or if none is that could be."""
     for draft in drafts:
         config = draft.source.model_files.config or {}
-        if draft.kept_for or (unknown_quantization(config) and not draft.request.dequantize):
+        stored = {name: tensor.dtype.name for name, tensor in draft.content.tensors.items() if tensor.encoding is None}
+        codes = {*draft.kept_for, *packed_names(stored), *(name for name, dtype in stored.items() if dtype.startswith("F8"))}
+        if codes or (unknown_quantization(config) and not draft.request.dequantize):
             raise RequestError(
                 f"it is quantized in {draft.source.path}, or is a scale of a quantized weight",
-                where=min(draft.kept_for, default=None),
+                where=some(sorted(codes), most=3) or None,
                 why="Codes and scales have no mean: the values have",
-                do="Add `dequantize=True`, or give checkpoints that are not quantized",
+                do="Add `dequantize=True`, with `model=DIR` if no config.json says how they are quantized, or give checkpoints that are "
+                "not quantized. Convert FP8 values without scales to bf16 first",
             )
     configs = (draft.source.model_files.config or {} for draft in drafts)
     if drafts[0].request.dequantize and not any(map(quantization_of, configs)):

@@ -62,7 +62,8 @@ class ConversionRequest:
         sizes = {axis: rest.pop(axis, 1) for axis in ("tp", "pp", "ep", "dp")}
         dtype = dtype_named(rest.pop("dtype", None))
         _check_one_form(rest)
-        target = Target(format.name, Parallel(**sizes), dtype, kept_globs(rest.pop("keep_dtype", ()), dtype))
+        kept, allow_overflow = kept_globs(rest.pop("keep_dtype", ()), dtype), rest.pop("allow_overflow", False)
+        target = Target(format.name, Parallel(**sizes), dtype, kept, allow_overflow=bool(allow_overflow))
         quantize = _form(rest.pop("quantize", None), "`quantize=`", QUANTIZE)
         requantize = _form(rest.pop("requantize", None), "`requantize=`", REQUANTIZE)
         about = {name: rest.pop(name) for name in ("dequantize", "merge_adapter", "drop_adapter") if name in rest}

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import field, replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, Literal, Unpack
@@ -69,7 +69,7 @@ _IMBALANCE = 0.1
 class Result:
     """What a conversion has written, and what it has left out."""
 
-    JSON = "path files dropped left notes findings fingerprint=fingerprint.root seconds unchanged source_checks source_digests"
+    JSON = "path files dropped left notes findings fingerprint=fingerprint.root seconds unchanged source_checks source_digests overflow"
 
     path: str
     """The target directory."""
@@ -93,6 +93,8 @@ class Result:
     """What of the source was compared with the checksums that its files hold, by this process and by those of Ray."""
     source_digests: FileDigests = FileDigests()
     """How many files of the source were compared with recorded digests (`verify_source`)."""
+    overflow: dict[str, int] = field(default_factory=dict)
+    """How many finite values of each tensor became infinite in the cast, which `allow_overflow` allows."""
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values with stable keys."""
@@ -166,7 +168,7 @@ def convert(
     machine; such a conversion always resumes.
 
     Raises: RequestError if the target exists and neither was said, or the disk has no room. CheckpointError if reshard wrote the source,
-    and its weights are not those that it wrote.
+    and its weights are not those that it wrote. ValuesOverflow if a cast makes finite values infinite, and the plan does not allow it.
     """
     effort, began = Effort(**effort_of(plan, options)), time.monotonic()
     existing, provenance = existing_target(resume=resume, overwrite=overwrite, if_changed=if_changed), Provenance(checksums=checksums)
@@ -217,7 +219,7 @@ def result_of(running: Conversion, target: PathLike, seconds: float) -> Result:
         )
     checks, digests = running.source_checks, running.source_digests
     result = _result(running.plan, target, seconds, running.fingerprint, (*running.notes, *checks.notes(), *digests.notes()))
-    return replace(result, source_checks=checks, source_digests=digests)
+    return replace(result, source_checks=checks, source_digests=digests, overflow=running.overflow)
 
 
 def part_result(running: Conversion, target: PathLike, part: PartNumber, seconds: float) -> PartResult:
@@ -227,13 +229,11 @@ def part_result(running: Conversion, target: PathLike, part: PartNumber, seconds
     return PartResult(os.fspath(target), part, *done, result, running.source_checks)
 
 
-def _result(
-    plan: Plan, target: PathLike, seconds: float, fingerprint: Fingerprint, notes: tuple[str, ...] = (), *, unchanged: bool = False
-) -> Result:
+def _result(plan: Plan, target: PathLike, seconds: float, fingerprint: Fingerprint, notes: tuple[str, ...] = ()) -> Result:
     files = {file.path: file.nbytes for file in plan.layout.files}
     notes = (*plan.layout.notes, *notes)
     found, left = missing_in_target(plan), plan.layout.left
-    return Result(os.fspath(target), files, drops(plan), notes, fingerprint, seconds, found, left, unchanged)
+    return Result(os.fspath(target), files, drops(plan), notes, fingerprint, seconds, found, left)
 
 
 def existing_target(*, resume: bool, overwrite: bool, if_changed: bool) -> Existing:
@@ -258,7 +258,8 @@ def unchanged_result(plan: Plan, target: PathLike, provenance: Provenance) -> Re
         return None
     fingerprint = Fingerprint(manifest.fingerprint, {})
     event("unchanged", f"{root} is unchanged: nothing was written", target=root, fingerprint=fingerprint.root)
-    return _result(plan, target, time.monotonic() - began, fingerprint, unchanged=True)
+    result = _result(plan, target, time.monotonic() - began, fingerprint)
+    return replace(result, overflow=manifest.overflow, unchanged=True)
 
 
 def target_place(target: PathLike) -> str:

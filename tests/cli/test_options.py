@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from importlib import import_module
 
+import click
 import pytest
 from helpers.fixture_places import DCP, FIXTURES, HF
 from helpers.reshard_command import reshard, tree
@@ -12,6 +14,7 @@ from reshard.canonical.content import Selection
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.quantities import parse_count, parse_size
 
+COMMANDS, LazyGroup = (getattr(import_module("reshard.cli.main"), name) for name in ("COMMANDS", "LazyGroup"))
 LLAMA = HF / "llama"
 FSDP2, FSDP2_MODEL = DCP / "fsdp2" / "checkpoint", DCP / "fsdp2" / "model"
 OUT = "no-such-target"
@@ -356,3 +359,44 @@ def test_a_folder_of_one_file_is_described_in_the_singular(tmp_path):
 def test_errors_of_what_is_not_supported_have_their_own_class():
     with pytest.raises(UnsupportedError):
         library.open("nonsense://bucket/x")
+
+
+# ---- options that are given twice ----
+
+
+def test_an_option_that_takes_one_value_is_refused_twice_in_every_command():
+    tried = 0
+    for name in COMMANDS:
+        command = LazyGroup().get_command(None, name)
+        for option in command.params:
+            if isinstance(option, click.Option) and not (option.is_flag or option.multiple or option.count):
+                flag = max(option.opts, key=len)
+                with pytest.raises(click.UsageError, match=f"Option '{option.opts[0]}' takes one value, and is given 2 times: 1, 2"):
+                    command.make_context(name, [flag, "1", "SOURCE", f"{flag}=2", "TARGET"])
+                tried += 1
+    assert tried > 200
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("diff", LLAMA, "--step", "100", LLAMA, "--step", "200"), "'--step' takes one value, and is given 2 times: 100, 200"),
+        (("convert", LLAMA, OUT, "--to", "hf", "--merge-adapter", "a", "--merge-adapter", "b"), "'--merge-adapter' takes one value"),
+        (
+            ("convert", LLAMA, OUT, "--to", "vllm", "-tp", "2", "--tensor-parallel-size=4"),
+            "'--tp' takes one value, and is given 2 times: 2, 4",
+        ),
+        (
+            ("convert", LLAMA, OUT, "--to", "hf", "--average", "0.5,0.5", "--average"),
+            "'--average' takes one value, and is given 2 times: 0.5,",
+        ),
+    ],
+)
+def test_what_is_given_twice_is_named_with_both_values(arguments, message):
+    assert message in refused(*arguments)
+
+
+def test_globs_are_given_twice_and_of_a_switch_the_last_word_counts(tmp_path):
+    switches = ("--overwrite", "--overwrite", "--progress", "--no-progress")
+    assert reshard("convert", LLAMA, tmp_path / "out", "--to", "hf", "--include", "*norm*", "--include", "*embed*", *switches).code == 0
+    assert reshard("convert", "--to", "hf", "--to", "vllm", "--help").code == 0

@@ -388,6 +388,87 @@ def test_packed_weights_are_combined_as_values(tmp_path):
     check_average(tmp_path / "bf16", [values, values], (0.3, 0.7))
 
 
+def stored(folder, tensors):
+    """A folder of one safetensors file and no config. tensors: {name: (element type, shape)}; all bytes are 1."""
+    folder.mkdir(parents=True)
+    sizes = {"F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I64": 8}
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * sizes.get(dtype, 1)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes([1]) * end)
+    return folder
+
+
+NORM = {"model.norm.weight": ("BF16", [4])}
+CODES = {
+    "FP8 blocks": {"model.w.weight": ("F8_E4M3", [4, 4]), "model.w.weight_scale_inv": ("F32", [1, 1])},
+    "FP8 E5M2": {"model.w.weight": ("F8_E5M2", [4, 4]), "model.w.weight_scale": ("F32", [1])},
+    "DeepSeek's scale": {"layers.0.wq.weight": ("F8_E4M3", [4, 4]), "layers.0.wq.scale": ("F8_E8M0", [1, 1])},
+    "FP8 whose scales lie elsewhere": {"model.w.weight": ("F8_E4M3", [4, 4])},
+    "INT8": {"model.w.weight": ("I8", [4, 4]), "model.w.weight_scale": ("BF16", [4, 1])},
+    "bitsandbytes INT8": {"model.w.weight": ("I8", [4, 4]), "model.w.SCB": ("F32", [4])},
+    "NF4": {"model.w.weight": ("U8", [8, 1]), "model.w.weight.absmax": ("F32", [1]), "model.w.weight.quant_map": ("F32", [16])},
+    "compressed-tensors": {"model.w.weight_packed": ("I32", [4, 1]), "model.w.weight_scale": ("BF16", [4, 1])},
+    "NVFP4": {"model.w.weight_packed": ("U8", [4, 8]), "model.w.weight_scale": ("F8_E4M3", [4, 1])},
+    "GPTQ": {"w.qweight": ("I32", [1, 4]), "w.qzeros": ("I32", [1, 1]), "w.scales": ("F16", [1, 4]), "w.g_idx": ("I32", [8])},
+    "MXFP4 of experts": {"mlp.experts.down_proj_blocks": ("U8", [2, 4, 1, 16]), "mlp.experts.down_proj_scales": ("U8", [2, 4, 1])},
+    "MLX": {"w.weight": ("U32", [4, 1]), "w.scales": ("F16", [4, 1]), "w.biases": ("F16", [4, 1])},
+    "codes of experts": {"experts.w13": ("U8", [2, 4, 4]), "experts.w13_scale": ("F32", [2])},
+}
+
+
+@pytest.mark.parametrize("form", CODES)
+def test_codes_have_no_mean_whatever_the_config_says(form, tmp_path):
+    """Their element type and the names beside them tell, where no config.json does."""
+    a, b, plain = (
+        stored(tmp_path / name, tensors) for name, tensors in (("a", {**NORM, **CODES[form]}), ("b", {**NORM, **CODES[form]}), ("p", NORM))
+    )
+    codes = next(iter(CODES[form]))
+    for sources, options in (
+        ([a, b], {}),
+        ([a, b], {"dtype": "bf16"}),
+        ([a, b], {"average": None, "slerp": 0.5}),
+        ([plain, b], {"include": "*norm*"}),
+    ):
+        if "include" in options:  # codes that are left out do not matter
+            reshard.convert(reshard.plan(sources, to="hf", average=True, **options), tmp_path / "out")
+            continue
+        with pytest.raises(RequestError, match=rf"{codes}.*: it is quantized in .*/a.*Codes and scales have no mean"):
+            reshard.plan(sources, to="hf", **{"average": True, **options})
+
+
+def test_integers_that_are_no_codes_may_be_equal_in_an_average(tmp_path):
+    tensors = {
+        **NORM, "logit_scale": ("F32", []), "position_ids": ("I64", [1, 4]), "embeddings.position_ids": ("I32", [1, 4]),
+        "bn.num_batches_tracked": ("I64", []), "bn.scale": ("F32", [4]), "bn.counts": ("I32", [4]), "router.tid2eid": ("I32", [4]),
+        "attn.bias": ("U8", [4, 4]), "norm.zero_centered": ("BF16", [4]),
+    }  # fmt: skip
+    a, b = stored(tmp_path / "a", tensors), stored(tmp_path / "b", tensors)
+    reshard.convert(reshard.plan([a, b], to="hf", average=True), tmp_path / "out")
+    assert reshard.verify(tmp_path / "out", a).equal
+
+
+def test_codes_have_no_mean_in_a_published_form_without_its_config(tmp_path):
+    packed = shutil.copytree(FIXTURES / "hf_fp8" / "llama-fp8-block", tmp_path / "a")
+    (packed / "config.json").unlink()
+    with pytest.raises(RequestError, match="Codes and scales have no mean"):
+        reshard.plan([packed, packed], to="hf", average=True)
+
+
+def test_codes_have_no_mean_in_a_chain_of_deltas_or_in_the_last_steps_of_a_run(tmp_path):
+    run = tmp_path / "run"
+    paths = [stored(run / f"step-{step}", {**NORM, **CODES["FP8 blocks"]}) for step in (100, 200)]
+    reshard.delta(*paths, tmp_path / "delta")
+    with pytest.raises(RequestError, match="Codes and scales have no mean"):
+        reshard.plan([paths[0], f"{paths[0]}+{tmp_path}/delta"], to="hf", average=True)
+    for path in run.rglob("*"):
+        shutil.os.utime(path, (1, 1))
+    with pytest.raises(RequestError, match="Codes and scales have no mean"):
+        reshard.plan(run, to="hf", average=True, last=2)
+
+
 def test_an_average_can_be_quantized_in_the_same_conversion(tmp_path):
     paths = steps(tmp_path, 2)
     reshard.convert(reshard.plan(paths, to="hf", average=True), tmp_path / "mean")

@@ -2,22 +2,31 @@
 
 import hashlib
 import json
+import re
 import shutil
 import sys
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import safetensors.torch
 import torch
 from helpers.fixture_places import FIXTURES
 from helpers.reshard_command import reshard as run
 from helpers.verl_lora import write_verl_lora
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import reshard
+from reshard.canonical import lora
+from reshard.canonical.lora import _is_match
 from reshard.canonical.name_variants import Names
 from reshard.engine.views import LazyTensor
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.sections import whole
+from reshard.models.lookup import find_model
 
 sys.path.insert(0, str(FIXTURES / "hf_packed"))
 
@@ -124,12 +133,221 @@ def test_factors_of_experts_without_is_transposed_are_exchanged(parameters, tmp_
         updates[f"{experts}.{name}"] = 2 * np.einsum("oe,ei->eoi", b, a)
     (tmp_path / "adapter").mkdir()
     safetensors.torch.save_file(factors, tmp_path / "adapter" / WEIGHTS)
-    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_parameters": [f"feed_forward.experts.{name}" for name in parameters]}
+    targets = [f"feed_forward.experts.{name}" for name in parameters]
+    settings = {"peft_type": "LORA", "peft_version": "0.21.2", "r": 1, "lora_alpha": 2, "target_parameters": targets}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
     reshard.convert(reshard.plan(tmp_path / "base", to="hf", merge_adapter=tmp_path / "adapter", dtype="fp32"), tmp_path / "out")
     before, after = (load(tmp_path / folder, "model.safetensors") for folder in ("base", "out"))
     for name, update in updates.items():
         assert np.array_equal(after[name], before[name].float().numpy() + update)
+
+
+SQUARE = {
+    "hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 4, "num_local_experts": 3, "num_experts": 3, "vocab_size": 16, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def square_model(folder, model_type, **more):
+    """A model of small whole numbers, with experts whose matrices are square; its tensors."""
+    config = (
+        SQUARE | {"model_type": model_type, "layer_types": ["full_attention"], "interleave_moe_layer_step": 1, "use_qk_norm": False} | more
+    )
+    random = np.random.default_rng(4)
+    weights = (
+        find_model(config).weights
+        if model_type != "unknown"
+        else {"model.layers.0.mlp.experts.down_proj": SimpleNamespace(shape=(3, 8, 8))}
+    )
+    tensors = {name: random.integers(-9, 10, weight.shape).astype(np.float32) for name, weight in weights.items()}
+    folder.mkdir()
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    if model_type != "unknown":
+        (folder / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def adapter_of(folder, factors, **settings):
+    """An adapter of rank 1 and alpha 2. factors: {module: (A, B)}, or tensors by their names."""
+    tensors = {}
+    for module, (a, b) in factors.items():
+        tensors |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
+    folder.mkdir()
+    safetensors.numpy.save_file(tensors, folder / WEIGHTS)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 2, **settings}))
+    return folder
+
+
+def merged(base, adapter, out):
+    reshard.convert(reshard.plan(base, to="hf", merge_adapter=adapter), out)
+    return safetensors.numpy.load_file(out / "model.safetensors")
+
+
+def whole_numbers(seed, *shapes):
+    random = np.random.default_rng(seed)
+    return [random.integers(-3, 4, shape).astype(np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("intermediate", [8, 4], ids=["square", "oblong"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
+def test_adapters_of_single_experts_are_added_as_the_declaration_stores_them(model_type, intermediate, tmp_path):
+    """gpt-oss holds all experts in one tensor [experts, in, out], qwen3_moe each as [out, in]."""
+    before = square_model(tmp_path / "base", model_type, intermediate_size=intermediate, moe_intermediate_size=intermediate)
+    factors = {f"model.layers.0.mlp.experts.{expert}.down_proj": whole_numbers(expert, (1, intermediate), (8, 1)) for expert in (0, 2)}
+    after = merged(tmp_path / "base", adapter_of(tmp_path / "adapter", factors), tmp_path / "out")
+    for expert in (0, 2):
+        a, b = factors[f"model.layers.0.mlp.experts.{expert}.down_proj"]
+        if model_type == "gpt_oss":
+            before["model.layers.0.mlp.experts.down_proj"][expert] += 2 * (b @ a).T
+        else:
+            before[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"] += 2 * b @ a
+    assert all(np.array_equal(after[name], before[name]) for name in before)
+
+
+# Whether PEFT adds (B x A) transposed to square experts: seen with 0.17.1, 0.18.0, 0.18.1, 0.19.0, 0.19.1, 0.20.0 and 0.21.2 on a module of
+# one parameter [3, 8, 8], with and without is_transposed, which gpt-oss alone has here. tests/peft/check.py runs 0.21.2.
+RELEASES = [
+    ("qwen3_moe", "0.17.1", True), ("qwen3_moe", "0.18.0", True), ("qwen3_moe", "0.18.1", True), ("qwen3_moe", "0.19.0", True),
+    ("qwen3_moe", "0.19.1", False), ("qwen3_moe", "0.20.0", False), ("qwen3_moe", "0.21.2", False), ("qwen3_moe", "1.0", False),
+    ("qwen3_moe", "0.18.2.dev0@abc", True), ("qwen3_moe", "0.19.1.dev0@abc", None), ("qwen3_moe", "0.19.2.dev0@abc", False),
+    ("qwen3_moe", None, None), ("qwen3_moe", "UNKNOWN", None), ("qwen3_moe", 7, None),
+    ("gpt_oss", None, True), ("gpt_oss", "0.17.0", True), ("gpt_oss", "0.19.0", False), ("gpt_oss", "0.19.1", True),
+    ("gpt_oss", "0.21.2", True), ("gpt_oss", "0.18.2.dev0", None),
+    ("llama4_text", None, None), ("llama4_text", "0.21.2", False), ("llama4_text", "0.18.0", True),
+    ("unknown", "0.21.2", None), ("unknown", "0.19.0", None), ("unknown", "0.17.0", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type, version, is_transposed", RELEASES)
+def test_the_release_of_peft_says_which_axis_of_square_experts_lora_a_meets(model_type, version, is_transposed, tmp_path):
+    more = {"moe_intermediate_size": 8} if model_type == "qwen3_moe" else {}
+    before = square_model(tmp_path / "base", model_type, **more)
+    module = f"model.layers.0.{'feed_forward' if model_type == 'llama4_text' else 'mlp'}.experts"
+    a, b = whole_numbers(1, (3, 8), (8, 3))
+    about = {} if version is None else {"peft_version": version}
+    adapter = adapter_of(tmp_path / "adapter", {module: (a, b)}, target_parameters=["experts.down_proj"], **about)
+    if is_transposed is None:
+        message = r"lora_A.weight in .*two ways: lora_A meets their axis 1, or their axis 2" + (
+            "" if version == "0.21.2" else ".*peft_version"
+        )
+        with pytest.raises(RequestError, match=message) as refused:
+            reshard.plan(tmp_path / "base", to="hf", merge_adapter=adapter)
+        assert refused.value.id == "ambiguous"
+        return
+    after = merged(tmp_path / "base", adapter, tmp_path / "out")
+    update = 2 * np.einsum("oe,ei->eio" if is_transposed else "oe,ei->eoi", b, a)
+    for expert in range(3):
+        name = f"{module}.{expert}.down_proj.weight"
+        old, new = (tensors[name] if name in tensors else tensors[f"{module}.down_proj"][expert] for tensors in (before, after))
+        assert np.array_equal(new, old + update[expert])
+
+
+def test_a_shape_that_only_one_axis_fits_needs_no_release(tmp_path):
+    """An adapter of PEFT 0.17 whose lora_A meets axis 1 of [E, 8, 4]."""
+    before = square_model(tmp_path / "base", "qwen3_moe")
+    a, b = whole_numbers(1, (3, 8), (4, 3))
+    module = "model.layers.0.mlp.experts"
+    after = merged(
+        tmp_path / "base", adapter_of(tmp_path / "a", {module: (a, b)}, target_parameters=["experts.down_proj"]), tmp_path / "out"
+    )
+    for expert, update in enumerate(2 * np.einsum("oe,ei->eio", b, a)):
+        name = f"{module}.{expert}.down_proj.weight"
+        assert np.array_equal(after[name], before[name] + update)
+
+
+@pytest.mark.parametrize(
+    "module, more, settings, message",
+    [
+        ("self_attn.k_proj", {"lora_magnitude_vector": (8,)}, {"use_dora": False}, "use_dora False, and lora_magnitude_vector is there"),
+        ("self_attn.k_proj", {}, {"use_dora": True}, "use_dora True, and lora_magnitude_vector is not there"),
+        ("self_attn.k_proj", {"lora_A.bias": (1,)}, {}, "lora_A.bias has no part in the update"),
+        ("self_attn.k_proj", {"lora_embedding_A": (1, 8)}, {}, "the adapter needs two matrices"),
+        ("mlp.experts", {"lora_magnitude_vector": (4,)}, {"target_parameters": ["experts.down_proj"]}, "no lora_magnitude_vector in PEFT"),
+        ("mlp.experts", {"lora_B.bias": (8,)}, {"target_parameters": ["experts.down_proj"]}, "parameters have no lora_B.bias in PEFT"),
+    ],
+)
+def test_a_tensor_that_has_no_part_in_the_merge_is_refused(module, more, settings, message, tmp_path):
+    square_model(tmp_path / "base", "qwen3_moe")
+    full = f"model.layers.0.{module}"
+    shapes = ((3, 4), (8, 3)) if module == "mlp.experts" else ((1, 8), (8, 1))
+    adapter = adapter_of(tmp_path / "adapter", {full: whole_numbers(1, *shapes)}, **settings)
+    tensors = safetensors.numpy.load_file(adapter / WEIGHTS)
+    tensors |= {f"base_model.model.{full}.{name}": np.ones(shape, np.float32) for name, shape in more.items()}
+    safetensors.numpy.save_file(tensors, adapter / WEIGHTS)
+    with pytest.raises(CheckpointError, match=message):
+        reshard.plan(tmp_path / "base", to="hf", merge_adapter=adapter)
+
+
+def test_an_update_that_fits_only_transposed_is_of_another_model(tmp_path):
+    """q_proj is [8, 8], gate_proj [8, 16]: PEFT refuses such an adapter, and Linear weights are never transposed."""
+    square_model(tmp_path / "base", "llama", intermediate_size=16)
+    a, b = whole_numbers(2, (1, 16), (8, 1))
+    adapter = adapter_of(tmp_path / "adapter", {"model.layers.0.mlp.gate_proj": (a, b)})
+    with pytest.raises(CheckpointError, match=r"its update has the shape \[8, 16\], the base weight \[16, 8\]"):
+        reshard.plan(tmp_path / "base", to="hf", merge_adapter=adapter)
+
+
+PIECES = st.sampled_from(
+    ["a", "b", r"\.", ".", "[ab]", "[^a]", r"\d", r"\w", "^", "$", r"\b", "a*", "b+?", ".*", "(?:a|ab)", "layers", "{"]
+)
+PATTERNS = st.recursive(
+    PIECES,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=4).map("".join),
+        st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "{0,2}?", "*?", "{3,}"])).map(
+            lambda pair: f"(?:{pair[0]}){pair[1]}"
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(PATTERNS, st.text("ab.1", max_size=7))
+def test_patterns_match_as_in_re(pattern, text):
+    """As PEFT's get_pattern_key asks."""
+    asked = rf"(.*\.)?({pattern})$"
+    try:
+        expected = re.match(asked, text) is not None
+    except re.error:
+        return
+    assert _is_match(asked, text, [10**6]) == expected
+
+
+HOSTILE = ["((((.*)*)*)*)*!", "(a|a)*!", "(.?){60}!", ".*.*.*.*.*.*.*.*.*!", "(.*){1000}!", "((.{0,1000}){0,1000}){0,1000}!",
+           "(" * 20 + ".*" + ")*" * 20 + "!", r"(\w+\.)*(\w+\.)*(\w+\.)*!", "(x?|.)*(x?|.)*(x?|.)*!"]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", HOSTILE)
+@pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_of_a_stranger_takes_a_moment(key, pattern, tmp_path):
+    """`re` takes more than 20 s for most of them. None of them matches, so the merge is that without the pattern."""
+    before = square_model(tmp_path / "base", "llama")
+    a, b = whole_numbers(3, (1, 8), (8, 1))
+    adapter = adapter_of(tmp_path / "adapter", {"model.layers.0.self_attn.q_proj": (a, b)}, **{pattern: {key: 7, "q_proj": 1}})
+    began = time.process_time()
+    after = merged(tmp_path / "base", adapter, tmp_path / "out")
+    assert time.process_time() - began < 10
+    scale = 1 if pattern == "alpha_pattern" else 2
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert np.array_equal(after[name], before[name] + scale * (b @ a))
+
+
+@pytest.mark.parametrize(
+    "key, message",
+    [
+        ("(?=.*q)q_proj", "too intricate, or looks around or back"), (r"(q)_proj\3", "looks around"), ("(?>q)_proj", "looks around"),
+        ("(" * 2000 + ")" * 2000, "too intricate"), ("(q", "not a regular expression"), ("a{99999999999}", "not a regular expression"),
+        (".*" * 20 + "q_proj", "too intricate"),
+    ],
+)  # fmt: skip
+def test_a_pattern_that_is_not_evaluated_is_named(key, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(lora, "_MOST_STEPS", 40)
+    square_model(tmp_path / "base", "llama")
+    adapter = adapter_of(tmp_path / "a", {"model.layers.0.self_attn.q_proj": whole_numbers(3, (1, 8), (8, 1))}, alpha_pattern={key: 7})
+    with pytest.raises((CheckpointError, UnsupportedError), match=rf"alpha_pattern has the key .*{message}"):
+        reshard.plan(tmp_path / "base", to="hf", merge_adapter=adapter)
 
 
 def test_an_adapter_with_more_tokens_names_both_vocabularies_and_the_way_out(tmp_path):

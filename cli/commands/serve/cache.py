@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 )
 @click.argument("action", type=click.Choice(["get", "list", "clean"]))
 @options.checkpoint("source", required=False)
-@options.option("--cache", "root", section=options.OUTPUT, metavar="DIR", help="The cache (default: RESHARD_CACHE, else ~/.cache/reshard).")
+@options.option(
+    "--cache", "folder", section=options.OUTPUT, metavar="DIR", help="The cache (default: RESHARD_CACHE, else ~/.cache/reshard)."
+)
 @options.option(
     "--max-size", section=options.OUTPUT, type=options.SIZE, metavar="SIZE",
     help="get: remove what was used longest ago until the cache is not larger. clean: keep so much.",
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 @options.fail_if_skipped
 @options.effort
 @options.as_json
-def command(action: str, source: str | None, to: str | None, as_json: bool, root: str | None, yes: bool, **given: Any) -> None:
+def command(action: str, source: str | None, to: str | None, as_json: bool, folder: str | None, yes: bool, **given: Any) -> None:
     """get: print the folder of SOURCE, converted for an engine: from the cache, or converted into it now. Nothing else is printed.
 
     list: what is in the cache. clean: what can be removed from it, and with --yes remove it.
@@ -54,15 +56,15 @@ def command(action: str, source: str | None, to: str | None, as_json: bool, root
     if action == "get":
         if source is None or to is None:
             raise click.UsageError("`reshard cache get SOURCE --to FORMAT` needs both", context)
-        _get(source, to, root, max_size, as_json, given)
+        _get(source, to, folder, max_size, as_json, given)
         return
     if source is not None:
         raise click.UsageError(f"`reshard cache {action}` takes no SOURCE", context)
-    cache = Cache(root)
+    cache = Cache(folder)
     _list(cache, as_json) if action == "list" else _clean(cache, max_size or 0, yes, as_json)
 
 
-def _get(source: str, to: str, root: str | None, max_size: int | None, as_json: bool, given: dict[str, Any]) -> None:
+def _get(source: str, to: str, folder: str | None, max_size: int | None, as_json: bool, given: dict[str, Any]) -> None:
     import reshard
     from reshard.requests.keywords import ConvertOptions, OpenOptions
     from reshard.verbs.plan import effort_of
@@ -71,7 +73,7 @@ def _get(source: str, to: str, root: str | None, max_size: int | None, as_json: 
     plan = reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
     effort = {**effort_of(plan, asked), "show_progress": show_progress}
     with working("convert", sum(file.nbytes for file in plan.layout.files), effort) as working_with:
-        entry = reshard.cache(plan, root=root, max_size=max_size, **working_with)
+        entry = reshard.cache(plan, root=folder, max_size=max_size, **working_with)
     show_json(document(entry, source_checks=entry.source_checks)) if as_json else show(entry.path)
 
 

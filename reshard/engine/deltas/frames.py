@@ -17,6 +17,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from reshard.engine.casts import overflow, values_beyond
 from reshard.engine.checks.reading import Reading
 from reshard.engine.compare import PairDigests
 from reshard.engine.deltas.patches import new_checksum
@@ -121,6 +122,7 @@ def _compared(
     """Read both tensors and feed an encoder: (number of changed elements, checksum of the new bytes, digests of the blocks of each)."""
     changed, checksum, digests = 0, new_checksum(CHECKSUM), (dict[int, bytes](), dict[int, bytes]())
     sides = Values(old, old.dtype), Values(new, old.dtype)
+    values_beyond()
     for number, box in enumerate(blocks(old.shape)):
         of_block = PairDigests((True, True))
         for strip, pieces in strips(box, *sides):
@@ -133,6 +135,8 @@ def _compared(
         for of_side, digest in zip(digests, of_block.result(), strict=True):
             assert digest is not None
             of_side[number] = digest
+    if beyond := values_beyond():
+        raise overflow([(new.name, old.dtype, beyond)], "Convert the new step with `allow_overflow=True`, or give a base of a wider type")
     return changed, checksum.hexdigest(), digests
 
 

@@ -43,6 +43,8 @@ class FinishedBlocks:
     """The digests that are recorded: of these blocks, and of others that are there in part."""
     of_other_sources: Mapping[BlockKey, bytes] = field(default_factory=dict)
     """Those of blocks whose run saw other files as the source, which may have other bytes."""
+    beyond: Mapping[BlockKey, int] = field(default_factory=dict)
+    """The blocks in which values became infinite, and how many."""
 
 
 @value

@@ -14,7 +14,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-from reshard.engine.blocks import Job, block_jobs, copied_blocks, read_back, source_trace, widest_element, workers_of
+from reshard.engine.blocks import Job, block_jobs, copied_blocks, is_refused, read_back, source_trace, widest_element, workers_of
 from reshard.engine.checks.reading import Reading
 from reshard.engine.destinations.destination import Begun, FinishedBlocks, Records, Replaces, check_empty, check_same, complete_result
 from reshard.engine.destinations.journal import Journal, RunHeader, Unfinished, journal_of_part, progress, read_header, read_journal
@@ -178,7 +178,10 @@ class LocalFolder:
         routes = {i for task in tasks for i in task.routes}
         others = unfinished.of_other_sources(source_trace(plan))
         return FinishedBlocks(
-            unfinished.blocks.keys(), unfinished.blocks, {key: digest for key, digest in others.items() if key[0] in routes}
+            unfinished.blocks.keys(),
+            unfinished.blocks,
+            {key: digest for key, digest in others.items() if key[0] in routes},
+            unfinished.beyond,
         )
 
     def missing(self, plan: Plan, identity: str) -> Mapping[Task, int]:
@@ -219,7 +222,8 @@ class LocalFolder:
             journal = Journal(self._staging, source_trace(plan), None, path=journal_of_part(self._staging))
         try:
             for job, digest in copied_blocks(plan, sealing, jobs, widest_element(plan), workers, reading=reading):
-                journal.add(job.key, digest, job.nbytes)
+                if not is_refused(plan, job):
+                    journal.add(job.key, digest, job.nbytes, job.beyond)
                 yield job, digest
             if not self._is_alone:
                 journal.end()

@@ -15,7 +15,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from reshard.engine.blocks import Job, copied_blocks, widest_element
+from reshard.engine.blocks import Job, copied_blocks, is_refused, widest_element
 from reshard.engine.checks.reading import Reading
 from reshard.engine.destinations.visit_order import Pass, most_open
 from reshard.engine.read_ahead import MEMORY_OF_STORES
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 _MOST_AT_ONCE = 8
 _LEAST_READING = 32 << 20
 
-End = Callable[[str, Callable[[], tuple[Entry, Sequence[int | None]]], Iterable[tuple[BlockKey, bytes]]], None]
-"""Ends a file of which every byte has come: (its path, what completes it, the digests of the blocks that it holds parts of)."""
+End = Callable[[str, Callable[[], tuple[Entry, Sequence[int | None]]], Iterable[tuple[BlockKey, bytes, int]]], None]
+"""Ends a file of which every byte has come: (its path, what completes it, the blocks that it holds parts of, each with its digest and how
+many of its values became infinite)."""
 
 
 class Budget:
@@ -75,11 +76,11 @@ def filled(plan: Plan, store: Store, work: Pass, budget: Budget, workers: int, e
         for path in job.paths:
             blocks_of[path].append(job.key)
     left = Counter({path: len(keys) for path, keys in blocks_of.items()})
-    digests: dict[BlockKey, bytes] = {}
+    done: dict[BlockKey, tuple[bytes, int]] = {}
     ending: list[Future[None]] = []
 
     def end_file(path: str) -> None:
-        end(path, partial(fronts.complete, path), [(key, digests[key]) for key in dict.fromkeys(blocks_of[path])])
+        end(path, partial(fronts.complete, path), [(key, *done[key]) for key in dict.fromkeys(blocks_of[path])])
 
     try:
         ending += [store.later(partial(end_file, path)) for path in blocks_of if not left[path]]
@@ -88,9 +89,9 @@ def filled(plan: Plan, store: Store, work: Pass, budget: Budget, workers: int, e
             plan, fronts, turn.taking(jobs), widest_element(plan), workers, ahead=budget.reading, reading=reading
         ):
             turn.done()
-            digests[job.key] = digest
+            done[job.key] = digest, job.beyond
             yield job, digest
-            for path in job.paths:
+            for path in () if is_refused(plan, job) else job.paths:
                 left[path] -= 1
                 if not left[path]:
                     ending.append(store.later(partial(end_file, path)))

@@ -7,7 +7,7 @@
     {"commit": "begun"}
 
 A line is written only after the bytes of its blocks have been synced. An incomplete last line is ignored. From the last line on, the target
-holds no complete checkpoint until the journal is removed.
+holds no complete checkpoint until the journal is removed. If a cast made values of a block infinite, their number follows its digest.
 
 The parts of a conversion share the first line and the last one. Each process writes its blocks into a file of its own, parts/*.jsonl.
 
@@ -24,7 +24,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +91,15 @@ def _without_parts(arguments: list[str]) -> Iterator[str]:
 
 def blocks_of(record: Mapping[str, Any]) -> Iterator[tuple[BlockKey, bytes]]:
     """The finished blocks in a record, each with its digest. Raises ValueError or TypeError if reshard did not write it."""
-    for route, block, digest in record.get("blocks", ()):
+    for route, block, digest, *_ in record.get("blocks", ()):
         yield (natural(route), natural(block)), bytes.fromhex(digest)
+
+
+def beyond_of(record: Mapping[str, Any]) -> Iterator[tuple[BlockKey, int]]:
+    """The blocks in a record in which values became infinite, each with their number. Raises: as `blocks_of` does."""
+    for route, block, _, *beyond in record.get("blocks", ()):
+        if beyond:
+            yield (natural(route), natural(block)), natural(beyond[0])
 
 
 def natural(value: object) -> int:
@@ -128,7 +135,7 @@ class Journal:
 
     def __init__(self, staging: Staging, source: str, header: RunHeader | None, *, finished: int = 0, path: Path | None = None) -> None:
         self._staging, self._source, self._finished, self._path = staging, source, finished, path or staging.journal
-        self._pending: list[tuple[int, int, str]] = []
+        self._pending: list[tuple[int | str, ...]] = []
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._error: BaseException | None = None
         with system_errors("written", self._path):
@@ -144,12 +151,15 @@ class Journal:
         self._thread = threading.Thread(target=self._tick, name="reshard-journal", daemon=True)
         self._thread.start()
 
-    def add(self, key: BlockKey, digest: bytes, nbytes: int) -> None:
-        """Add a block whose bytes have been written. Raises the error of the last sync, if it failed."""
+    def add(self, key: BlockKey, digest: bytes, nbytes: int, beyond: int = 0) -> None:
+        """Add a block whose bytes have been written. beyond: how many values became infinite.
+
+        Raises: the error of the last sync, if it failed.
+        """
         if self._error:
             raise self._error
         with self._lock:
-            self._pending.append((*key, digest.hex()))
+            self._pending.append((*key, digest.hex(), *filter(None, [beyond])))
             self._finished += nbytes
 
     def stop(self) -> None:
@@ -226,6 +236,8 @@ class Unfinished:
     """The digests of the finished blocks."""
     sources: dict[str, set[BlockKey]]
     """The blocks by the trace of the source that they were copied from; of older journals under "", as they do not say it."""
+    beyond: dict[BlockKey, int]
+    """The blocks in which values became infinite, and how many."""
     nbytes: int
     """The bytes of the finished blocks."""
     nbytes_of_journal: int
@@ -261,17 +273,17 @@ def read_journal(root: Path) -> Unfinished | None:
     """
     if (header := read_header(root)) is None:
         return None
-    work, blocks, sources = root / WORK_FOLDER, dict[BlockKey, bytes](), dict[str, set[BlockKey]]()
+    work, found = root / WORK_FOLDER, Unfinished(root, header, {}, {}, {}, 0, 0, committing=False)
     with system_errors("read", work), _written_by_reshard(work):
         try:
-            of_one, committing = _read(root, JOURNAL, blocks, sources)
+            of_one, committing = _read(found, JOURNAL)
             parts = sorted(work.glob(f"{_PARTS}/*.jsonl"))
-            of_parts = sum(_read(root, f"{_PARTS}/{each.name}", blocks, sources)[0] for each in parts)
+            of_parts = sum(_read(found, f"{_PARTS}/{each.name}")[0] for each in parts)
         except FileNotFoundError:  # The run has ended meanwhile.
             return None
     # Two processes may have converted the same blocks.
     nbytes = min(of_one + of_parts, header.nbytes or of_one + of_parts)
-    return Unfinished(root, header, blocks, sources, nbytes, of_one, committing)
+    return replace(found, nbytes=nbytes, nbytes_of_journal=of_one, committing=committing)
 
 
 def progress(root: Path) -> str:
@@ -302,14 +314,15 @@ def _written_by_reshard(work: Path) -> Iterator[None]:
         ) from None
 
 
-def _read(root: Path, name: str, blocks: dict[BlockKey, bytes], sources: dict[str, set[BlockKey]]) -> tuple[int, bool]:
+def _read(unfinished: Unfinished, name: str) -> tuple[int, bool]:
     """Add the blocks of one journal; returns the bytes of those that the journal lists, and whether the commit has begun."""
     nbytes, committing = 0, False
-    for i, line in enumerate(own_lines(root, f"{WORK_FOLDER}/{name}")):
+    for i, line in enumerate(own_lines(unfinished.root, f"{WORK_FOLDER}/{name}")):
         record = json_object(line)
         found = dict(blocks_of(record))
-        blocks.update(found)
-        sources.setdefault(text(record.get("source", "")), set()).update(found)
+        unfinished.blocks.update(found)
+        unfinished.beyond.update(beyond_of(record))
+        unfinished.sources.setdefault(text(record.get("source", "")), set()).update(found)
         if i or name != JOURNAL:
             nbytes = max(nbytes, natural(record.get("nbytes", 0)))
         committing |= "commit" in record

@@ -26,7 +26,7 @@ from reshard.engine.blocks import Job, source_trace, workers_of
 from reshard.engine.checks.reading import Reading
 from reshard.engine.destinations.destination import Begun, FinishedBlocks, Records, Replaces, check_empty, check_same, complete_result
 from reshard.engine.destinations.front_to_back import Budget, filled
-from reshard.engine.destinations.journal import RunHeader, blocks_of, natural
+from reshard.engine.destinations.journal import RunHeader, beyond_of, blocks_of, natural
 from reshard.engine.destinations.visit_order import passes
 from reshard.engine.events import event
 from reshard.engine.pool import NO_LIMITS, Effort
@@ -97,6 +97,8 @@ class _FinishedFile:
     """The trace of the source that they were copied from (`source_trace`)."""
     checksums: Sequence[int | None]
     """The values of the checksums in its framing."""
+    beyond: Mapping[BlockKey, int]
+    """The blocks in which values became infinite, and how many."""
 
 
 class StoreFolder:
@@ -249,7 +251,8 @@ class StoreFolder:
         left, trace = paths - files.keys(), source_trace(plan)
         digests = {key: digest for file in files.values() for key, digest in file.blocks.items()}
         others = {key: digest for file in files.values() if trace and file.source != trace for key, digest in file.blocks.items()}
-        return FinishedBlocks({key for task in tasks for i in task.routes for key in _not_in(plan, i, left)}, digests, others)
+        beyond = {key: count for file in files.values() for key, count in file.beyond.items()}
+        return FinishedBlocks({key for task in tasks for i in task.routes for key in _not_in(plan, i, left)}, digests, others, beyond)
 
     def missing(self, plan: Plan, identity: str) -> Mapping[Task, int]:
         sizes = {file.path: file.nbytes for file in plan.layout.files}
@@ -272,7 +275,7 @@ class StoreFolder:
             return None
         try:
             checksums = tuple(natural(crc) & 0xFFFFFFFF for crc in record.get("checksums", ()))
-            return _FinishedFile(entry, dict(blocks_of(record)), str(record.get("source", "")), checksums)
+            return _FinishedFile(entry, dict(blocks_of(record)), str(record.get("source", "")), checksums, dict(beyond_of(record)))
         except (ValueError, TypeError):
             return None
 
@@ -287,12 +290,14 @@ class StoreFolder:
         self._log_begin([file for file in plan.layout.files if file.path in paths], budget, workers)
         routes, ended = sorted({i for task in tasks for i in task.routes}), list[str]()
 
-        def end(path: str, complete: Callable[[], tuple[Entry, Sequence[int | None]]], digests: Iterable[tuple[BlockKey, bytes]]) -> None:
+        def end(
+            path: str, complete: Callable[[], tuple[Entry, Sequence[int | None]]], digests: Iterable[tuple[BlockKey, bytes, int]]
+        ) -> None:
             self._check_begun()
             entry, checksums = complete()
             ended.append(f"{_FILES}{path}.json")
             self._record(trace, entry, digests, checksums)
-            self._complete[path] = _FinishedFile(entry, {}, trace, checksums)
+            self._complete[path] = _FinishedFile(entry, {}, trace, checksums, {})
 
         try:
             for each in list(passes(plan, paths - self._complete.keys(), routes, budget.most_open, tiles)):
@@ -314,14 +319,14 @@ class StoreFolder:
             workers=workers,
         )
 
-    def _record(self, source: str, entry: Entry, digests: Iterable[tuple[BlockKey, bytes]], checksums: Sequence[int | None]) -> None:
+    def _record(self, source: str, entry: Entry, digests: Iterable[tuple[BlockKey, bytes, int]], checksums: Sequence[int | None]) -> None:
         """Record that a file is complete. source: the trace of the source."""
         content = {
             "plan": self._identity,
             "bytes": entry.nbytes,
             "stamp": entry.stamp,
             "source": source,
-            "blocks": [[*key, digest.hex()] for key, digest in digests],
+            "blocks": [[*key, digest.hex(), *filter(None, [beyond])] for key, digest, beyond in digests],
             "checksums": checksums,
         }
         self.store.put(f"{_FILES}{entry.path}.json", json.dumps(content).encode())

@@ -40,11 +40,13 @@ def exact_sums(weight: float, inputs: Block, result: Block) -> npt.NDArray[np.in
     for each in values[1:]:
         np.add(sums, each, out=sums)
     np.multiply(sums, np.float32(weight), out=sums)
-    cast(sums.view(F32.word), F32, BF16, result)
 
     exponents = np.bitwise_and(inputs, _EXPONENT)
     largest = np.maximum.reduce(exponents)
     is_doubtful = np.greater(largest, _LARGEST)
     np.subtract(largest, np.minimum.reduce(exponents), out=largest)
     furthest = np.uint16((16 - math.ceil(math.log2(len(inputs)))) * _STEP)
-    return np.flatnonzero(np.logical_or(is_doubtful, np.greater(largest, furthest), out=is_doubtful))
+    doubtful = np.flatnonzero(np.logical_or(is_doubtful, np.greater(largest, furthest), out=is_doubtful))
+    sums[doubtful] = 0  # so that none is counted twice as too large
+    cast(sums.view(F32.word), F32, BF16, result)
+    return doubtful
