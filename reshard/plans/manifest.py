@@ -21,6 +21,7 @@ from reshard.errors import CheckpointError, ReshardError, UnsupportedError, some
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.plans.digests import CURRENT, VERSIONS, DigestVersion, Hash, content_digest, is_digest
+from reshard.secrets import masked_in
 from reshard.storage.files import Files, inside, read_range, read_whole
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ def fixed_bytes(file: TargetFile, constants: Sequence[Constant]) -> Iterator[tup
 
 def manifest_bytes(document: Mapping[str, Any], files: Mapping[str, int]) -> bytes:
     """The content of reshard.json. A list that would make it too large is null; reshard.digests lists the files, too."""
-    listed = {**document, "files": dict(files)}
+    listed = {**masked_in(document), "files": dict(files)}
     for chosen in (listed, {**listed, "files": None}, {**listed, "files": None, "dropped": None}):
         content = json.dumps({**chosen, "digest": _self_digest(chosen)}, indent=2).encode() + b"\n"
         if len(content) < MOST_BYTES:

@@ -30,6 +30,7 @@ from reshard.plans.digests import Fingerprint, content_digest
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import EffortOptions, ModelOptions, PathLike, PlanOptions, checked_keywords, take
 from reshard.requests.opening import open_both
+from reshard.secrets import masked_in
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.staging import Staging
 from reshard.storage.system_calls import is_url, local_path, system_errors
@@ -292,7 +293,7 @@ def _write(staging: Staging, frames: Sequence[tuple[str, MadeFrame]], metadata: 
         for group in groups
     ]
     index = {"metadata": metadata, "weight_map": {name: path for path, group in zip(paths, groups, strict=True) for name, _ in group}}
-    content = json.dumps(index, indent=1).encode() + b"\n"
+    content = json.dumps({**index, "metadata": masked_in(metadata)}, indent=1).encode() + b"\n"
     staging.prepare({path: each.nbytes for path, each in zip(paths, framed, strict=True)}, resume=False)
     for path, group, each in zip(paths, groups, framed, strict=True):
         staging.write(path, 0, memoryview(each.header))

@@ -39,7 +39,7 @@ from reshard.storage.files import LocalFiles
 from reshard.storage.lock import Lock
 from reshard.storage.output_file import OutputFile
 from reshard.storage.own_files import cache_root
-from reshard.storage.system_calls import is_url, system_errors
+from reshard.storage.system_calls import absolute_place, is_url, system_errors
 from reshard.verbs.convert import convert
 from reshard.verbs.plan import check_whole
 
@@ -157,8 +157,7 @@ class Cache:
                 work.rename(entry)
             links = self.root / "links"
             links.mkdir(exist_ok=True)
-        place = plan.source_files.root
-        about = {"entry": entry.name, "source": place if is_url(place) else os.path.abspath(place)}
+        about = {"entry": entry.name, "source": absolute_place(plan.source_files.root)}
         OutputFile.at(links / asked).write(json.dumps(about).encode())
         return CacheEntry(
             str(entry), result.fingerprint.root, f"{plan.layout.format} {plan.layout.parallel}", _nbytes(entry), about["source"], 0.0
