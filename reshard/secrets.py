@@ -28,7 +28,8 @@ _USERINFO = rf"(?!(?:abfss?|wasbs?)://[^\s:/]*@){_URL}([^\s/?#<>]{{0,1500}}|{_PA
 _QUERY = rf"({_URL}[^\s?#<>]{{0,1500}}[?#])([^\s<>]+)"
 _PARAMETER = r"""([\w%.~;-]*=)?([^&]+?)([.,:;)}\]'"`]{0,3})(&|$)"""
 _NAMED = r"""((?<![\w.-])[\w.-]+)=(?!\*\*\*)([^\s&"'`,;]+)"""
-_HEADER = r"""(?i:((?:authorization|cookie|security-token|api-key)["']?:\s*["']?(?:(?:basic|bearer)\s+)?))(?!\*\*\*|(?i:basic|bearer) )[^\s"',}]+"""
+_NEXT = r"""["']?:\s*["']?(?:(?:basic|bearer) )?"""
+_HEADER = rf"""(?i:((?:authorization|cookie|security-token|api-key){_NEXT}))(?!\*\*\*|(?i:basic|bearer) )[^\s"',}}]+"""
 # Options of stores that are no credentials.
 _HARMLESS = (
     r"(?i:(?:(?:aws|azure|azure_storage|google)_)?(?:endpoint(?:_url)?|(?:default_)?region|(?:connect_)?timeout|allow_http"

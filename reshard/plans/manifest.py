@@ -14,6 +14,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -267,6 +268,16 @@ def listed_files(files: Files, manifest: Manifest) -> Mapping[str, int]:
         elif found:
             break
     return found
+
+
+def written_files(files: Files, manifest: Manifest) -> tuple[str, ...]:
+    """Every file that reshard wrote by its records, which come last, whether it exists or not. Small files are those that reshard.digests
+    lists, if it is there."""
+    listed: list[str] = []
+    with suppress(CheckpointError):
+        listed += listed_files(files, manifest)
+        listed += read_digests(files, manifest).small_files
+    return tuple(dict.fromkeys((*listed, *RECORDS)))
 
 
 def check_listed_files(files: Files, manifest: Manifest) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 
 from reshard.engine.checks.written_files import check_nothing_was_added, check_small_files
 from reshard.engine.compare import Comparison
@@ -17,7 +16,7 @@ from reshard.engine.record import request_digest, source_state
 from reshard.engine.recorded import changed_files
 from reshard.errors import CheckpointError, TargetError
 from reshard.plans.digests import CURRENT
-from reshard.plans.manifest import CHECKSUMS, MANIFEST, RECORDS, Manifest, listed_files, read_digests, read_manifest, usable_manifest
+from reshard.plans.manifest import CHECKSUMS, MANIFEST, RECORDS, Manifest, read_digests, read_manifest, usable_manifest, written_files
 from reshard.plans.plan import Plan
 from reshard.storage.files import Files, LocalFiles
 from reshard.storage.own_files import WORK_FOLDER
@@ -68,10 +67,9 @@ def own_files(files: Files, plan: Plan, entries: Sequence[str], weights: Sequenc
             why="Only what reshard wrote is replaced",
             do="Choose another directory, or say `overwrite=True` to replace another checkpoint",
         )
+    # Without reshard.digests the small files are those that are about to be written.
     small_files = [sidecar.path for sidecar in plan.layout.sidecars]
-    with suppress(CheckpointError):  # Without reshard.digests the small files are those that are about to be written.
-        small_files += read_digests(files, manifest).small_files if manifest and manifest.digests else ()
-    own = dict.fromkeys((*(listed_files(files, manifest) if manifest else ()), *small_files, *RECORDS))
+    own = dict.fromkeys((*small_files, *(written_files(files, manifest) if manifest else RECORDS)))
     others = [name for name in weights if name not in own]
     if others:
         raise TargetError(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 
 import click
 import pytest
 from helpers.fixture_places import HF
 from helpers.reshard_command import reshard
-from reshard.cli.main import COMMANDS, cli
 
 from reshard.secrets import masked, masked_arguments, public, remember
 
+MAIN = import_module("reshard.cli.main")
 MARK = "M4RKEDsecret"
 # What a text may look like that holds a secret, and that reshard cannot mistake for something else.
 FORMS = (
@@ -25,9 +26,9 @@ FORMS = (
 
 def text_options():
     """(command, option) for every option that takes a text, and (command, None) for its arguments."""
-    context = click.Context(cli)
-    for name in COMMANDS:
-        command = cli.get_command(context, name)
+    context = click.Context(MAIN.cli)
+    for name in MAIN.COMMANDS:
+        command = MAIN.cli.get_command(context, name)
         for param in command.params:
             is_plain = isinstance(param.type, click.types.StringParamType | click.ParamType) and not isinstance(
                 param.type, click.Choice | click.types.IntRange | click.types.FloatRange | click.types.BoolParamType
@@ -81,7 +82,7 @@ def test_no_option_lets_a_secret_out(command, tmp_path, monkeypatch):
 
 def test_every_command_has_an_option_that_takes_a_text():
     """The test above tries something: all commands, and the options that carry credentials."""
-    assert {command for command, _ in OPTIONS} == {*COMMANDS}
+    assert {command for command, _ in OPTIONS} == {*MAIN.COMMANDS}
     assert {("convert", "--storage-option"), ("convert", "--model"), ("watch", "--then"), ("watch", "--push"), ("cache", "--cache")} <= {
         *OPTIONS
     }
