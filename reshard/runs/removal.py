@@ -66,7 +66,7 @@ def discard(folder: Path, name: str) -> None:
 
 def left(what: str, place: object) -> None:
     """Tell that something stays where an output is removed."""
-    event("left", what, level=WARNING, path=str(place))
+    event("stays", what, level=WARNING, path=str(place))
 
 
 def _listed(folder: Path, record: str) -> Iterable[str]:
