@@ -105,7 +105,8 @@ def _shown(before: str, argument: str) -> str:
 def _is_secret(name: str) -> bool:
     """Whether the name of a variable, an option or a parameter says that its value is a credential."""
     words = f"_{name.lower()}".replace("-", "_").replace(".", "_")
-    return "secret" in words or words.endswith(tuple(f"_{each}" for each in _SECRET_NAMES))
+    is_like_one = "secret" in words or words.endswith(tuple(f"_{each}" for each in _SECRET_NAMES))
+    return is_like_one and not re.fullmatch(_HARMLESS, name)
 
 
 def _credentials(url: str) -> Iterator[str]:

@@ -118,6 +118,7 @@ def test_a_text_is_masked(text, shown):
         "abfss://container@account.dfs.core.windows.net/run",
         "model.tokens=5, num_tokens=7, bos_token_id=1",
         "a token: 5 bytes",
+        "a public bucket needs `storage_option=` skip_signature=true",
         "https://host, a@b",
     ],
 )
