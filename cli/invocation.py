@@ -15,7 +15,7 @@ class Invocation:
     """One run of the command line."""
 
     arguments: list[str]
-    """The command line, which `convert` records."""
+    """The command line with masked credentials, which `convert` records."""
     log: LogOptions
     """What it says about the log."""
     metrics: Metrics

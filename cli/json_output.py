@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from reshard.secrets import masked
+
 from .spelling import with_flags
 from .tables import standard_output
 
@@ -32,5 +34,5 @@ def show_json(document: Mapping[str, Any]) -> None:
     """Print a document on stdout, its schema version first."""
     with standard_output():
         for text in json.JSONEncoder(indent=2).iterencode({"schema_version": SCHEMA_VERSION, **document}):
-            sys.stdout.write(with_flags(text))
+            sys.stdout.write(with_flags(masked(text)))
         sys.stdout.write("\n")

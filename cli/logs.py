@@ -21,6 +21,7 @@ import click
 from reshard.engine.events import LOGGER
 from reshard.errors import RequestError, printable
 from reshard.geometry.value import value
+from reshard.secrets import masked
 from reshard.storage.output_file import OutputFile
 
 from .console import shown_on
@@ -216,7 +217,7 @@ def _json_line(record: logging.LogRecord) -> str:
 def _traceback(record: logging.LogRecord) -> str:
     if not record.exc_info or record.exc_info[1] is None:
         return ""
-    return "".join(traceback.format_exception(record.exc_info[1]))
+    return masked("".join(traceback.format_exception(record.exc_info[1])))
 
 
 def _time(record: logging.LogRecord) -> str:

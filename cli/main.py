@@ -16,6 +16,7 @@ import click
 import reshard
 from reshard.engine.events import LOGGER, event
 from reshard.errors import ReshardError
+from reshard.secrets import masked_arguments
 from reshard.storage.system_calls import check_platform
 
 from .help import Context
@@ -145,7 +146,7 @@ def run(arguments: list[str]) -> int:
     log = log_options(arguments)
     metrics = Metrics(next((word for word in arguments if word in COMMANDS), ""), log.metrics_file)
     with logging_to_stderr(log):
-        code = _exit_code(Invocation(arguments, log, metrics))
+        code = _exit_code(Invocation(masked_arguments(arguments), log, metrics), arguments)
         _log_stores()
         event("finished", f"ended with exit code {code} after {metrics.seconds:.1f} s", exit_code=code, seconds=round(metrics.seconds, 3))
         try:
@@ -165,14 +166,18 @@ def _log_stores() -> None:
         urls.opened.clear()
 
 
-def _exit_code(invocation: Invocation) -> int:
+def _exit_code(invocation: Invocation, arguments: list[str]) -> int:
     """Run the command, report its error, and return its exit code."""
-    arguments = invocation.arguments
     try:
         check_platform()
         log_to_file(invocation.log)
         invocation.metrics.open()
-        event("started", f"reshard {reshard.__version__}: {shlex.join(arguments)}", version=reshard.__version__, arguments=arguments)
+        event(
+            "started",
+            f"reshard {reshard.__version__}: {shlex.join(invocation.arguments)}",
+            version=reshard.__version__,
+            arguments=invocation.arguments,
+        )
         code = cli.main(arguments, prog_name="reshard", standalone_mode=False, obj=invocation)
         with standard_output():
             sys.stdout.flush()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 
+from reshard.secrets import masked
 from reshard.storage.output_file import OutputFile
 
 _MEANINGS = {
@@ -82,5 +83,5 @@ class Metrics:
 
 def _escaped(text: str) -> str:
     """A value of a label, in UTF-8. Of a path in another encoding, the other bytes stand as \\udcXX."""
-    text = text.encode("utf-8", "backslashreplace").decode()
+    text = masked(text).encode("utf-8", "backslashreplace").decode()
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

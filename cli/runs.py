@@ -13,6 +13,7 @@ import click
 from reshard.errors import MOST_NAMES
 from reshard.geometry.documents import document
 from reshard.geometry.quantities import plural
+from reshard.secrets import masked_in
 
 from .spelling import with_flags
 from .tables import count_text, nbytes_text, show, show_table, standard_output
@@ -131,7 +132,7 @@ def show_events(events: Iterable[WatchEvent], *, as_json: bool) -> None:
         failed = failed or each.event == "failed"
         if as_json:
             with standard_output():
-                sys.stdout.write(with_flags(json.dumps(each.to_json())) + "\n")
+                sys.stdout.write(with_flags(json.dumps(masked_in(each.to_json()))) + "\n")
         else:
             show(f"step {each.step}: {each.event}: {each.detail}")
         sys.stdout.flush()

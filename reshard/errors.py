@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from reshard.secrets import masked, masked_in
+
 # id -> (exit code of the command line, meaning). Ids are stable: programs branch on them. docs/reference/errors.md explains each one.
 ERROR_IDS: dict[str, tuple[int, str]] = {
     "difference": (1, "two checkpoints that should be equal are not, or a check has a finding"),
@@ -55,8 +57,8 @@ class ReshardError(Exception):
     def __init__(
         self, what: str, *, where: str | None = None, why: str | None = None, do: str | None = None, id: str | None = None
     ) -> None:
-        super().__init__(what)
-        self.what, self.where, self.why, self.do = what, where, why, do
+        self.what, self.where, self.why, self.do = masked(what), where and masked(where), why and masked(why), do and masked(do)
+        super().__init__(self.what)
         if id is not None:
             self.id = id
 
@@ -67,11 +69,12 @@ class ReshardError(Exception):
 
     def to_json(self) -> dict[str, Any]:
         """The error as plain values with stable keys."""
-        return {"id": self.id, "exit_code": self.exit_code, "what": self.what, "where": self.where, "why": self.why, "do": self.do}
+        parts = {"what": self.what, "where": self.where, "why": self.why, "do": self.do}
+        return {"id": self.id, "exit_code": self.exit_code, **masked_in(parts)}
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
-        return printable(" ".join(_sentence(_shortened(part)) for part in (head, self.why, self.do) if part))
+        return printable(" ".join(_sentence(_shortened(masked(part))) for part in (head, self.why, self.do) if part))
 
 
 @contextmanager
@@ -212,8 +215,8 @@ def nearest(word: str, known: Collection[str]) -> str | None:
 
 
 def printable(text: str) -> str:
-    """The text with control characters escaped: names come from files and must not control a terminal."""
-    return "".join(char if char.isprintable() or char == " " else ascii(char)[1:-1] for char in text)
+    """The text with control characters escaped, as names come from files and must not control a terminal, and with credentials masked."""
+    return "".join(char if char.isprintable() or char == " " else ascii(char)[1:-1] for char in masked(text))
 
 
 def _shortened(text: str) -> str:

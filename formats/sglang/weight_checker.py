@@ -35,6 +35,7 @@ from reshard.adapter.serving_format.weight_checker import (
     split_key,
     texts,
 )
+from reshard.geometry.meshes import is_size
 
 _TILE = 8192
 _SEED = 0x243F6A88
@@ -158,8 +159,13 @@ class SglangWeightChecker(WeightChecker):
     def about(self, info: Mapping[str, Any]) -> ServerFacts:
         dtype, model = str(info.get("dtype", "auto")), info.get("model_path")
         told: dict[str, Any] = {axis: info.get(f"{axis}_size") for axis in ("tp", "pp", "dp")}
-        sizes = ServingRank(**told, pcp=1) if all(type(size) is int and size > 0 for size in told.values()) else None
-        return ServerFacts(int(info["ep_size"]) > 1, None if dtype == "auto" else dtype, sizes, model if isinstance(model, str) else None)
+        sizes = ServingRank(**told, pcp=1) if all(is_size(size) for size in told.values()) else None
+        return ServerFacts(
+            is_size(info["ep_size"]) and info["ep_size"] > 1,
+            None if dtype == "auto" else dtype,
+            sizes,
+            model if isinstance(model, str) else None,
+        )
 
     def document(self, digests: Mapping[str, str]) -> dict[str, Any]:
         ranks: dict[ServingRank, dict[str, str]] = {}

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from reshard.secrets import masked, masked_in
+
 LOGGER = logging.getLogger("reshard")
 _MOST = 1000
 """Events of one list, such as the files of a checkpoint, that are logged one by one."""
@@ -18,21 +20,16 @@ _MOST = 1000
 def event(name: str, message: str, /, *, level: int = logging.INFO, **fields: Any) -> None:
     """Log what has happened. fields: its values, which JSON can express.
 
-    Names of files and tensors may hold bytes that are not UTF-8; these are escaped, so that every handler can write the record.
+    Credentials in them are masked, and bytes of names that are not UTF-8 are escaped, so that every handler can write the record.
     """
     if LOGGER.isEnabledFor(level):
-        LOGGER.log(level, _printable(message), extra={"event": name, "fields": _printable(fields)}, stacklevel=2)
+        LOGGER.log(level, _recordable(message), extra={"event": name, "fields": masked_in(fields, _recordable)}, stacklevel=2)
 
 
-def _printable(value: Any) -> Any:
-    """A value of an event with every text as valid Unicode."""
-    if isinstance(value, str):
-        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, dict):
-        return {_printable(key): _printable(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_printable(each) for each in value]
-    return value
+def _recordable(text: str) -> str:
+    """A text without credentials, as valid Unicode."""
+    text = masked(text)
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def details(name: str, items: Callable[[], Iterable[tuple[str, dict[str, Any]]]]) -> None:

@@ -38,6 +38,7 @@ from reshard.plans.manifest import (
     usable_manifest,
 )
 from reshard.plans.plan import Plan
+from reshard.secrets import public
 from reshard.storage.trees import root_of
 
 Read = Callable[[str, int, int], bytes]
@@ -113,7 +114,7 @@ def digest_of(path: str, ranges: Ranges, read: Read) -> str:
 
 def source_state(plan: Plan) -> str:
     """A digest of where the source lies, and of the names, lengths and modification times of its files."""
-    state: list[object] = [root_of(plan.source_files), plan.source.facts.step]
+    state: list[object] = [public(root_of(plan.source_files)), plan.source.facts.step]
     state += [(file.path, file.nbytes, plan.source_files.stamp(file.path)) for file in plan.source.files]
     return content_digest(json.dumps(state).encode())
 

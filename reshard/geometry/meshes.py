@@ -16,6 +16,11 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.value import value
 
 
+def is_size(value: object, *, least: int = 1) -> bool:
+    """Whether a value that another program tells can be a parallel size; with least=0, the number of a rank."""
+    return type(value) is int and least <= value < 1 << 16
+
+
 @value
 class Parallel:
     """The parallel sizes of a target, each 1 or more."""

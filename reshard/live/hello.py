@@ -23,8 +23,11 @@ from typing import Any
 from reshard.errors import RequestError, some
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import from_safetensors
+from reshard.geometry.meshes import is_size
 from reshard.geometry.value import value
 from reshard.live.plan.schedule import HeldTensor
+
+_KINDS = {"engine": str, "rank": int, "degrees": dict, "config": dict, "model": str, "is_open": bool, "holds": str}
 
 
 @value
@@ -69,7 +72,11 @@ class Hello:
             raise RequestError(str(document["refused"]), where="a rank of the engine")
         try:
             tensors = tuple(KeptTensor(tuple(names), dtype, tuple(shape)) for names, dtype, shape in document["tensors"])
-            values = {name: document[name] for name in ("engine", "rank", "degrees", "config", "model", "is_open", "holds")}
+            values = {name: document[name] for name in _KINDS}
+            if not all(isinstance(values[name], kind) for name, kind in _KINDS.items()) or not all(
+                is_size(number, least=0) for number in values["degrees"].values()
+            ):
+                raise TypeError("a value is of another kind")
             return Hello(**values, tensors=tensors, others=frozenset(document["others"]))
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(

@@ -14,6 +14,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -21,6 +22,7 @@ from reshard.errors import CheckpointError, ReshardError, UnsupportedError, some
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.plans.digests import CURRENT, VERSIONS, DigestVersion, Hash, content_digest, is_digest
+from reshard.secrets import masked_in
 from reshard.storage.files import Files, inside, read_range, read_whole
 
 if TYPE_CHECKING:
@@ -189,7 +191,7 @@ def fixed_bytes(file: TargetFile, constants: Sequence[Constant]) -> Iterator[tup
 
 def manifest_bytes(document: Mapping[str, Any], files: Mapping[str, int]) -> bytes:
     """The content of reshard.json. A list that would make it too large is null; reshard.digests lists the files, too."""
-    listed = {**document, "files": dict(files)}
+    listed = {**masked_in(document), "files": dict(files)}
     for chosen in (listed, {**listed, "files": None}, {**listed, "files": None, "dropped": None}):
         content = json.dumps({**chosen, "digest": _self_digest(chosen)}, indent=2).encode() + b"\n"
         if len(content) < MOST_BYTES:
@@ -272,6 +274,16 @@ def listed_files(files: Files, manifest: Manifest) -> Mapping[str, int]:
         elif found:
             break
     return found
+
+
+def written_files(files: Files, manifest: Manifest) -> tuple[str, ...]:
+    """Every file that reshard wrote by its records, which come last, whether it exists or not. Small files are those that reshard.digests
+    lists, if it is there."""
+    listed: list[str] = []
+    with suppress(CheckpointError):
+        listed += listed_files(files, manifest)
+        listed += read_digests(files, manifest).small_files
+    return tuple(dict.fromkeys((*listed, *RECORDS)))
 
 
 def check_listed_files(files: Files, manifest: Manifest) -> None:

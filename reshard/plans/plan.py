@@ -26,6 +26,7 @@ from reshard.plans.digests import CURRENT
 from reshard.plans.layout import Layout, PlacedTensor, Target, left_by_kind
 from reshard.plans.layout_index import index_of_layout
 from reshard.plans.tasks import Route, Task, by_routes
+from reshard.secrets import public
 from reshard.storage.files import Files
 from reshard.storage.trees import numbered
 
@@ -236,7 +237,7 @@ class Plan(Drawn):
             about["combined"]["sources"] = [{**source, "path": None} for source in about["combined"]["sources"]]
         if not about["deltas"]:
             del about["deltas"]
-        digest = hashlib.sha256(f"digests {CURRENT.number}\0{json.dumps(about, sort_keys=True)}".encode())
+        digest = hashlib.sha256(f"digests {CURRENT.number}\0{public(json.dumps(about, sort_keys=True))}".encode())
         for route in self.routes:
             source, target = route.source, route.target
             scales = ", ".join((*route.scaled_by, *filter(None, [route.quantized_by])))

@@ -44,6 +44,7 @@ from reshard.requests.keywords import OpenOptions
 from reshard.requests.opening import adapter_of, opened
 from reshard.requests.planning import plan_conversion
 from reshard.requests.request import ConversionRequest
+from reshard.secrets import masked_in, public
 from reshard.storage.files import Files, VirtualFiles, inside, read_range
 from reshard.storage.system_calls import system_errors
 from reshard.storage.trees import numbered, tree_at, trees_of
@@ -96,17 +97,18 @@ class PlanFile:
         attached = order.attached()
         _check_is_attached({**order.opened, **order.asked}, {name.partition("/")[0] for name in attached})
         text = json.dumps(
-            {
-                "reshard": reshard.__version__,
-                "source": order.source,
-                **({"others": order.others} if order.others else {}),
-                "open": dict(order.opened),
-                "plan": dict(order.asked),
-                "identity": plan.identity(),
-                "request": request_digest(plan),
-                "files": [_looks_of(plan, file) for file in plan.source.files],
-            },
-            default=os.fspath,
+            masked_in(
+                {
+                    "reshard": reshard.__version__,
+                    "source": order.source,
+                    **({"others": order.others} if order.others else {}),
+                    "open": dict(order.opened),
+                    "plan": dict(order.asked),
+                    "identity": plan.identity(),
+                    "request": request_digest(plan),
+                    "files": [_looks_of(plan, file) for file in plan.source.files],
+                }
+            )
         )
         metadata = {"kind": _KIND, "version": _VERSION, "order": text, "digest": _digest(text, attached)}
         dtype = from_torch("uint8", where=_KIND)
@@ -219,7 +221,7 @@ def _order_of(sources: Sequence[Checkpoint], asked: Mapping[str, Any]) -> Order:
         }
 
     first, *others = (source.path if source.deltas else source.files.root for source in sources)
-    return Order(first, tuple(others), opened_with, given, attached)
+    return Order(public(first), tuple(map(public, others)), opened_with, given, attached)
 
 
 def _looks_of(plan: Plan, file: StoredFile) -> tuple[str, int, str, str | None]:

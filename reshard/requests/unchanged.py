@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 
 from reshard.engine.record import request_digest, source_state
 from reshard.engine.recorded import changed_files
 from reshard.errors import CheckpointError, TargetError
 from reshard.plans.digests import CURRENT
-from reshard.plans.manifest import CHECKSUMS, MANIFEST, RECORDS, Manifest, listed_files, read_digests, read_manifest, usable_manifest
+from reshard.plans.manifest import CHECKSUMS, MANIFEST, RECORDS, Manifest, read_digests, read_manifest, usable_manifest, written_files
 from reshard.plans.plan import Plan
 from reshard.storage.files import Files, LocalFiles
 from reshard.storage.own_files import WORK_FOLDER
@@ -66,8 +65,9 @@ def own_files(files: Files, plan: Plan, entries: Sequence[str], weights: Sequenc
             why="Only what reshard wrote is replaced",
             do="Choose another directory, or say `overwrite=True` to replace another checkpoint",
         )
-    small_files = [*(sidecar.path for sidecar in plan.layout.sidecars), *recorded_small_files(files)]
-    own = dict.fromkeys((*(listed_files(files, manifest) if manifest else ()), *small_files, *RECORDS))
+    # Without reshard.digests the small files are those that are about to be written.
+    small_files = [sidecar.path for sidecar in plan.layout.sidecars]
+    own = dict.fromkeys((*small_files, *(written_files(files, manifest) if manifest else RECORDS)))
     others = [name for name in weights if name not in own]
     if others:
         raise TargetError(
@@ -77,14 +77,6 @@ def own_files(files: Files, plan: Plan, entries: Sequence[str], weights: Sequenc
             do="Remove the file, or say `overwrite=True` to replace everything that lies here",
         )
     return tuple(own)
-
-
-def recorded_small_files(files: Files) -> tuple[str, ...]:
-    """The small files, such as config.json, that reshard wrote into a target; empty if nothing there says it."""
-    manifest = usable_manifest(files)
-    with suppress(CheckpointError):
-        return tuple(read_digests(files, manifest).small_files) if manifest and manifest.digests else ()
-    return ()
 
 
 def _change(plan: Plan, manifest: Manifest) -> str | None:

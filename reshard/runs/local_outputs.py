@@ -1,30 +1,26 @@
 """LocalOutputs: the outputs of a watch on the disk. Equal files are hard links, the newest is named by a symbolic link.
 
-An output is a checkpoint that reshard wrote, which its manifest tells, or a delta, which its index tells.
+What is removed or replaced is what reshard wrote (removal.py).
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from reshard.errors import TargetError
-from reshard.index.patches import INDEX, OWN_KEY
-from reshard.plans.manifest import MANIFEST, RECORDS, usable_manifest
+from reshard.plans.manifest import RECORDS
 from reshard.runs.outputs import LATEST, MOST_OF_RECORD, RECORD
+from reshard.runs.removal import LINKING, discard, record_of
 from reshard.storage.files import LocalFiles
-from reshard.storage.own_files import ForeignFile, open_own, read_own
+from reshard.storage.own_files import open_own, read_own
 from reshard.storage.system_calls import sync_folder, system_errors
 
 _PART = 1 << 20
 _REMOVING = ".removing-"
 _REPLACING = ".replacing-"
-# Keys of ours stand at the start of a delta's index.
-_OF_OUR_DELTA, _HEAD = f'"{OWN_KEY}"'.encode(), 1 << 16
-_LINKING = ".linking"
 
 
 class LocalOutputs:
@@ -41,7 +37,7 @@ class LocalOutputs:
             self._folder.mkdir(parents=True, exist_ok=True)
         for name in finished:
             with suppress(OSError, ValueError):  # A name in a record that was edited may be no name.
-                _discard(self._folder / (_REMOVING + name))
+                discard(self._folder / (_REMOVING + name), name)
 
     def names(self) -> set[str]:
         with system_errors("listed", self._folder):
@@ -50,7 +46,7 @@ class LocalOutputs:
     def link_unchanged(self, name: str, earlier: str) -> tuple[int, int]:
         target, other, count, nbytes = self._folder / name, self._folder / earlier, 0, 0
         for path in _equal_files(target, other):
-            link = target / (path + _LINKING)
+            link = target / (path + LINKING)
             with system_errors("linked", link):
                 link.unlink(missing_ok=True)
                 os.link(other / path, link)
@@ -64,7 +60,7 @@ class LocalOutputs:
             raise TargetError("there is something that is not a symbolic link", where=str(link), do="Remove it, or choose another `into=`")
         if link.is_symlink() and os.readlink(link) == name:
             return False
-        new = link.with_name(link.name + _LINKING)
+        new = link.with_name(link.name + LINKING)
         with system_errors("written", link):
             if new.is_symlink():
                 new.unlink()
@@ -74,14 +70,14 @@ class LocalOutputs:
 
     def remove(self, name: str) -> bool:
         target = self._folder / name
-        if not _is_output(target):
+        if record_of(target) is None:
             return False
         # It disappears at once: nobody sees a half of it.
         with system_errors("removed", target):
             hidden = self._folder / (_REMOVING + name)
-            _discard(hidden)
+            discard(hidden, name)
             target.rename(hidden)
-            _discard(hidden)
+            discard(hidden, name)
         return True
 
     def put(self, new: Path, name: str) -> None:
@@ -90,7 +86,7 @@ class LocalOutputs:
         Raises: TargetError if something that reshard did not write has the name.
         """
         target, aside = self._folder / name, self._folder / (_REPLACING + name)
-        if os.path.lexists(target) and not _is_output(target):
+        if os.path.lexists(target) and record_of(target) is None:
             raise TargetError(
                 "something that reshard did not write lies there", where=str(target), do="Move it away, or choose another folder"
             )
@@ -99,15 +95,15 @@ class LocalOutputs:
                 target.rename(aside)
             new.rename(target)
             sync_folder(self._folder)
-            _discard(aside)
+            discard(aside, name)
 
     def put_back(self) -> None:
         """End what a kill has left of `put`: an output that was set aside gets its name again, unless the new one has it already."""
         with system_errors("put back", self._folder):
-            for aside in [path for path in self._folder.glob(f"{_REPLACING}*") if _is_output(path)]:
+            for aside in [path for path in self._folder.glob(f"{_REPLACING}*") if record_of(path)]:
                 target = self._folder / aside.name.removeprefix(_REPLACING)
                 if os.path.lexists(target):
-                    _discard(aside)
+                    discard(aside, target.name)
                 else:
                     aside.rename(target)
 
@@ -124,34 +120,6 @@ class LocalOutputs:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
-
-
-def _is_output(folder: Path) -> bool:
-    """Whether a folder, which is no link, holds what reshard wrote."""
-    return _record_of(folder) is not None
-
-
-def _record_of(folder: Path) -> str | None:
-    """The file that tells that reshard wrote what a folder holds; None if it is a link, or none does."""
-    if not folder.is_dir() or folder.is_symlink():
-        return None
-    if usable_manifest(LocalFiles(folder)) is not None:
-        return MANIFEST
-    with suppress(OSError, ForeignFile), open(open_own(folder, INDEX, os.O_RDONLY), "rb") as file:
-        if _OF_OUR_DELTA in file.read(_HEAD):
-            return INDEX
-    return None
-
-
-def _discard(hidden: Path) -> None:
-    """Remove what is left of an output that is being removed. The file that tells that it is one goes last."""
-    record = _record_of(hidden)
-    if record is not None:
-        for path in [path for path in hidden.iterdir() if path.name != record]:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        (hidden / record).unlink()
-    with suppress(OSError):  # It holds something else, or there is none.
-        hidden.rmdir()
 
 
 def _equal_files(target: Path, earlier: Path) -> Iterator[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from reshard.errors import TargetError, UnsupportedError
-from reshard.plans.manifest import MANIFEST, usable_manifest
+from reshard.errors import TargetError, UnsupportedError, some
+from reshard.plans.manifest import DIGESTS, MANIFEST, usable_manifest, written_files
 from reshard.runs.outputs import LATEST, MOST_OF_RECORD, RECORD
+from reshard.runs.removal import left
 from reshard.storage.own_files import foreign
 from reshard.storage.stores.urls import open_store
 from reshard.storage.tar import open_tree
@@ -48,11 +49,16 @@ class StoreOutputs:
 
     def remove(self, name: str) -> bool:
         entries = [entry.path for entry in self._store.list(f"{name}/")]
-        if f"{name}/{MANIFEST}" not in entries or usable_manifest(open_tree(self.place(name))) is None:
+        tree = open_tree(self.place(name))
+        manifest = usable_manifest(tree)
+        if f"{name}/{MANIFEST}" not in entries or manifest is None:
             return False
+        own = {f"{name}/{path}" for path in written_files(tree, manifest)}
         # The manifest goes last: if this is interrupted, the rest is removed later, and until then nobody takes it for complete.
-        self._store.remove(path for path in entries if path != f"{name}/{MANIFEST}")
-        self._store.remove([f"{name}/{MANIFEST}"])
+        for records in ((), (f"{name}/{DIGESTS}",), (f"{name}/{MANIFEST}",)):
+            self._store.remove(records or (path for path in entries if path in own and not path.endswith((DIGESTS, MANIFEST))))
+        if others := [path for path in entries if path not in own]:
+            left(f"{self.place(name)} holds what reshard did not write, which stays: {some(others)}", self.place(name))
         return True
 
     def read_record(self) -> bytes:

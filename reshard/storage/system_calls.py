@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from reshard.errors import RequestError, SystemRefusal, UnsupportedError, nearest
+from reshard.secrets import public
 
 _ADVICE = {
     errno.EACCES: "Check the permissions of the file and of its directory",
@@ -209,8 +210,8 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def absolute_place(path: str | os.PathLike[str]) -> str:
-    """The absolute path, without a slash at its end; a URL as it is."""
-    return os.fspath(path).rstrip("/") if is_url(path) else os.path.abspath(path)
+    """The absolute path, without a slash at its end; a URL without credentials."""
+    return public(os.fspath(path)).rstrip("/") if is_url(path) else os.path.abspath(path)
 
 
 def existing_path(path: str | os.PathLike[str]) -> Path:

@@ -27,12 +27,12 @@ from reshard.health.findings import Finding
 from reshard.health.model_files import missing_in_target
 from reshard.plans.digests import Fingerprint
 from reshard.plans.layout import LeftFile, left_by_kind
-from reshard.plans.manifest import MANIFEST, RECORDS, usable_manifest
+from reshard.plans.manifest import MANIFEST, RECORDS, usable_manifest, written_files
 from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
 from reshard.plans.tasks import PartNumber, imbalance, tasks_of_part
 from reshard.requests.keywords import ConvertOptions, PathLike, checked_keywords
-from reshard.requests.unchanged import files_of_target, own_files, reason_to_convert, recorded_small_files
+from reshard.requests.unchanged import files_of_target, own_files, reason_to_convert
 from reshard.storage.claims import SourceChecks
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import is_url, local_path, system_errors
@@ -406,7 +406,9 @@ def may_replace(destination: Destination, plan: Plan, existing: Existing) -> tup
     # An old declaration beside the new config.json would say how the new weights are split.
     beside = (sidecar.path.rpartition("/") for sidecar in plan.layout.sidecars)
     declarations = [f"{folder}{slash}{DECLARATION}" for folder, slash, name in beside if name == CONFIG]
-    return destination.existing(dict.fromkeys((*carried, *recorded_small_files(destination.files), *declarations, *records, *weights)))
+    manifest = usable_manifest(destination.files)
+    listed = written_files(destination.files, manifest) if manifest else ()
+    return destination.existing(dict.fromkeys((*carried, *listed, *declarations, *records, *weights)))
 
 
 def _matching(entries: Sequence[str], *globs: str) -> list[str]:

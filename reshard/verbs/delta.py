@@ -35,6 +35,7 @@ from reshard.plans.digests import Fingerprint, content_digest
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import EffortOptions, ModelOptions, PathLike, PlanOptions, checked_keywords, take
 from reshard.requests.opening import open_both
+from reshard.secrets import masked_in
 from reshard.storage.claims import SourceChecks
 from reshard.storage.files import Files
 from reshard.storage.own_files import WORK_FOLDER
@@ -316,7 +317,7 @@ def _write(staging: Staging, frames: Sequence[tuple[str, MadeFrame]], metadata: 
         for group in groups
     ]
     index = {"metadata": metadata, "weight_map": {name: path for path, group in zip(paths, groups, strict=True) for name, _ in group}}
-    content = json.dumps(index, indent=1).encode() + b"\n"
+    content = json.dumps({**index, "metadata": masked_in(metadata)}, indent=1).encode() + b"\n"
     staging.prepare({path: each.nbytes for path, each in zip(paths, framed, strict=True)}, resume=False)
     for path, group, each in zip(paths, groups, framed, strict=True):
         staging.write(path, 0, memoryview(each.header))

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from helpers.fixture_places import DCP, FIXTURES, HF
@@ -150,7 +151,7 @@ def test_what_was_used_longest_ago_makes_room(cache):
     assert not [each for each in Cache().entries() if "gpt2" in each.source]
 
 
-def test_a_damaged_entry_makes_room_and_a_learned_layout_stays(cache, tmp_path):
+def test_an_entry_without_a_record_and_a_learned_layout_do_not_make_room(cache, tmp_path, caplog):
     entry = library.cache(library.plan(HF / "llama", to="vllm", tp=1))
     layout = cache / "layouts" / "qwen3_next.json"
     layout.parent.mkdir()
@@ -158,11 +159,12 @@ def test_a_damaged_entry_makes_room_and_a_learned_layout_stays(cache, tmp_path):
     for path in (layout, *(cache / "links").iterdir()):
         os.utime(path, (1_000_000, 1_000_000))
     os.unlink(f"{entry.path}/reshard.json")
-    assert {each.path for each in Cache().entries()} == {entry.path, str(layout)}
+    assert {each.path for each in Cache().entries()} == {str(layout)}
+    assert f"{entry.path} is no entry that reshard wrote, and stays" in caplog.text
     plan = library.plan(HF / "qwen2", to="vllm", tp=1)
     library.cache(plan, max_size=sum(file.nbytes for file in plan.layout.files) + layout.stat().st_size)
     left = {each.path for each in Cache().entries()}
-    assert entry.path not in left and str(layout) in left and len(left) == 2
+    assert str(layout) in left and len(left) == 2 and os.path.exists(f"{entry.path}/config.json")
 
 
 def test_list_and_clean(cache):
@@ -187,3 +189,61 @@ def test_what_is_missing_is_said(cache):
     assert "needs both" in reshard("cache", "get", HF / "llama").err
     assert "takes no SOURCE" in reshard("cache", "list", HF / "llama").err
     assert "local folder" in reshard("cache", "list", "--cache", "s3://bucket/x").err
+
+
+def test_what_reshard_did_not_write_is_never_removed_and_is_told(cache, tmp_path):
+    entry = Path(reshard("cache", "get", HF / "llama", *ASKED).out.strip())
+    (entry / "evaluation.txt").write_text("mine")
+    (entry / "notes").mkdir()
+    (entry / "notes" / "a").write_text("mine")
+    (cache / "entries" / "thesis" / "chapter").mkdir(parents=True)
+    (cache / "entries" / "thesis" / "chapter" / "1").write_text("x")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "reshard.json").write_bytes((entry / "reshard.json").read_bytes())
+    (cache / "entries" / "link").symlink_to(tmp_path / "elsewhere")
+    done = reshard("cache", "clean", "--yes")
+    assert done.code == 0 and "1 entry" in done.out and "removed" in done.out
+    for said in (
+        "entries/thesis is no entry that reshard wrote",
+        "entries/link is no entry",
+        "evaluation.txt, notes",
+        f".replaced-{entry.name}",
+    ):
+        assert said in done.err, done.err
+    rest = cache / "entries" / f".replaced-{entry.name}"
+    assert not entry.exists() and (rest / "evaluation.txt").read_text() == (rest / "notes" / "a").read_text() == "mine"
+    assert (cache / "entries" / "thesis" / "chapter" / "1").exists() and (tmp_path / "elsewhere" / "reshard.json").exists()
+
+
+def test_another_programs_folder_in_the_place_of_an_entry_stays(cache):
+    entry = Path(reshard("cache", "get", HF / "llama", *ASKED).out.strip())
+    (entry / "reshard.json").unlink()
+    refused = reshard("cache", "get", HF / "llama", *ASKED)
+    assert refused.code == 4 and "did not write lies there" in refused.err and (entry / "config.json").exists()
+
+
+def test_links_that_are_no_links_of_reshard_are_passed_over_at_once(cache, tmp_path):
+    asked = ["cache", "get", HF / "llama", *ASKED]
+    first, (link,) = reshard(*asked).out, list((cache / "links").iterdir())
+
+    def fifo():
+        os.mkfifo(link)
+
+    made = {
+        "fifo": fifo,
+        "zero": lambda: link.symlink_to("/dev/zero"),
+        "folder": link.mkdir,
+        "nested": lambda: link.write_bytes(b"[" * 60_000),
+        "long": lambda: link.write_bytes(b'{"entry": "x", "source": "' + b"x" * 70_000 + b'"}'),
+        "no source": lambda: link.write_text(json.dumps({"entry": Path(first.strip()).name})),
+        "other types": lambda: link.write_text(json.dumps({"entry": Path(first.strip()).name, "source": 5})),
+    }
+    for name, make in made.items():
+        for words in (asked, ["cache", "list"], ["cache", "clean"]):
+            link.rmdir() if link.is_dir() and not link.is_symlink() else link.unlink(missing_ok=True)
+            make()
+            done = reshard(*words)
+            if (name, words) == ("folder", asked):  # a file cannot take its place
+                assert done.code == 2 and str(link) in done.err, done.err
+            else:
+                assert done.code == 0 and "is no link that reshard wrote" in done.err, (name, done.err)

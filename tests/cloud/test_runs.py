@@ -198,3 +198,12 @@ def test_killed_at_random_moments_it_ends_with_the_same_outputs(run, s3):
     library.convert(library.plan(DCP, to="vllm", tp=2, model=MODEL), "s3://bucket/alone")
     assert content_in(s3, "bucket", "out/10") == content_in(s3, "bucket", "out/20") == content_in(s3, "bucket", "alone")
     assert s3.content("bucket", "out/latest") == b"20\n"
+
+
+def test_the_users_objects_in_an_output_that_is_too_old_stay(run, s3):
+    assert watch().code == 0
+    s3.put_tree("bucket", "out/10/mine", HF / "llama")
+    save(s3, 30)
+    done = watch("--keep", 2)
+    assert (10, "removed") in events(done) and "which stays: 10/mine/config.json" in done.err, done.err
+    assert s3.keys("bucket", "out/10/") == sorted(f"out/10/mine/{path.name}" for path in (HF / "llama").iterdir())

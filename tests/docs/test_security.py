@@ -49,6 +49,23 @@ CLAIMS = {
         "tests/hostile/test_own_files.py::test_a_journal_without_end_takes_neither_memory_nor_time",
         "tests/hostile/test_own_files.py::test_a_journal_with_values_of_other_types_is_one_clear_paragraph",
     ],
+    "It tells and records no credentials.": [
+        "tests/cloud/test_secrets.py::test_no_command_tells_or_records_what_opens_a_store",
+        "tests/cloud/test_secrets.py::test_the_password_of_a_url_is_told_to_the_server_alone",
+        "tests/cloud/test_secrets.py::test_no_scheme_of_a_url_lets_its_secrets_out",
+        "tests/cli/test_secrets.py::test_no_option_lets_a_secret_out",
+    ],
+    "It removes only what it wrote and lists.": [
+        "tests/runs/test_kept.py::test_the_users_files_in_a_step_that_is_replaced_or_removed_stay",
+        "tests/runs/test_kept.py::test_a_listed_path_through_a_link_removes_nothing_elsewhere",
+        "tests/runs/test_watch.py::test_the_users_files_in_an_output_that_is_too_old_stay",
+        "tests/cloud/test_runs.py::test_the_users_objects_in_an_output_that_is_too_old_stay",
+        "tests/cli/test_cache.py::test_what_reshard_did_not_write_is_never_removed_and_is_told",
+    ],
+    "A learned layout is checked, not trusted.": [
+        "tests/formats/test_learned_layouts.py::test_one_changed_number_gives_no_other_bytes_and_no_traceback",
+        "tests/formats/test_learned_layouts.py::test_a_layout_of_too_many_names_is_refused_at_once",
+    ],
     "Text from files neither acts on the terminal nor begins a line of its own.": [
         "tests/hostile/test_hostile_checkpoints.py::test_control_characters_in_a_name_do_not_reach_the_terminal",
         "tests/cli/test_live_server.py::test_hostile_names_do_not_reach_the_terminal",

@@ -1,9 +1,13 @@
 """Models by layouts that were learned from an engine's own loader, against digests of real ranks (fixtures/learned)."""
 
 import json
+import random
+import re
 import shutil
 import subprocess
 import sys
+import time
+from collections import Counter
 
 import pytest
 from helpers.fixture_places import FIXTURES, HF, patch_stored, ranks
@@ -50,6 +54,7 @@ def convert(source, target, to="vllm", **options):
 def edited(name, tmp_path, change):
     """The layout of a model with a change in its document."""
     document = json.loads((LEARNED / name / "layout.json").read_text())
+    document.pop("digest")
     change(document)
     path = tmp_path / "edited.json"
     path.write_text(json.dumps(document))
@@ -216,3 +221,91 @@ def test_learn_needs_a_model_an_engine_and_a_python_that_has_it(models, tmp_path
         reshard.learn(models("olmo2"), engine="sglang", pp=(1, 2))
     with pytest.raises(RequestError, match="Give it sizes of `tp="):
         reshard.learn(models("olmo2"), engine="vllm", tp=(2,), ep=(4,))
+
+
+def _numbers(value, at=()):
+    """The places of all numbers of a document, and of texts with numbers, such as the names and ranges of its rows."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in pairs:
+        yield from _numbers(inner, (*at, key)) if key not in ("config", "schema_version", "digest") else ()
+    is_text = isinstance(value, str) and any(char.isdigit() for char in value) and at[0] in ("sources", "stages")
+    if (isinstance(value, int) and not isinstance(value, bool)) or is_text:
+        yield at
+
+
+def _at(document, at):
+    for key in at:
+        document = document[key]
+    return document
+
+
+def _is_free(document, at):
+    return (at[0] == "stages" and at[-1] == 0) or (at[0] == "templates" and "fill" in document["templates"][at[1]])
+
+
+def _changed(name, seed, folder, *, digest):
+    """The path of a layout with one changed number, and what was changed. digest: whether the digest of the unchanged one is kept."""
+    document, chance = json.loads((LEARNED / name / "layout.json").read_text()), random.Random(seed)
+    if not digest:
+        document.pop("digest")
+    # Nothing but the digest tells how the engine calls a tensor, and how far it pads one.
+    is_free = [
+        at for at in _numbers(document) if not digest and (isinstance(_at(document, at), str) or "shape" in at) and _is_free(document, at)
+    ]
+    *above, last = chance.choice([at for at in _numbers(document) if at not in is_free])
+    inner = document
+    for key in above:
+        inner = inner[key]
+    old = inner[last]
+    if isinstance(old, int):
+        inner[last] = chance.choice([old + 1, max(0, old - 1), 2 * old + 3, 10**6, 10**15, 10**30, -1])
+    else:
+        number = chance.choice(list(re.finditer(r"\d+", old)))
+        new = chance.choice([int(number[0]) + 1, max(0, int(number[0]) - 1), 99999, 10**15])
+        inner[last] = f"{old[: number.start()]}{new}{old[number.end() :]}"
+    (folder / "changed.json").write_text(json.dumps(document))
+    return folder / "changed.json", inner[last] != old, f"{above} {last}: {old} -> {inner[last]}"
+
+
+@pytest.mark.parametrize("name", ["olmo2", "qwen3_next", "gpt_oss"])
+def test_one_changed_number_gives_no_other_bytes_and_no_traceback(models, name, tmp_path):
+    def convert_by(layout, out):
+        words = ("--to", "vllm", "--tp", 2, "--layout", layout, "--accept-platform", "-q")
+        return command("convert", models(name), out, *words)
+
+    assert convert_by(layout_of(name), tmp_path / "right").code == 0
+    right = {path.name: path.read_bytes() for path in (tmp_path / "right").glob("*.safetensors")}
+    outcomes = Counter()
+    for seed in range(24):
+        for digest in (True, False) if seed < 4 else (False,):
+            layout, is_other, what = _changed(name, seed, tmp_path, digest=digest)
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
+            began = time.process_time()
+            done = convert_by(layout, tmp_path / "out")
+            assert time.process_time() - began < 20, what
+            assert done.code in (0, 2, 3), (what, done.err)
+            if digest and is_other:
+                assert done.code == 2 and "its digest is not that of its content" in done.err.lower(), what
+            if done.code == 0:
+                assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.safetensors")} == right, what
+            outcomes[done.code] += 1
+    assert outcomes[2] > 12
+
+
+def test_a_layout_of_before_without_a_digest_is_used_and_told(models, tmp_path):
+    path = edited("olmo2", tmp_path, lambda document: [document.pop(key) for key in ("unread", "twice")])
+    notes = reshard.plan(models("olmo2"), to="vllm", tp=2, layout=path).layout.notes
+    assert any(f"in {path}; it has no digest" in note for note in notes), notes
+    notes = reshard.plan(models("olmo2"), to="vllm", tp=2, layout=layout_of("olmo2")).layout.notes
+    assert any(note.endswith(layout_of("olmo2")) for note in notes), "the file is named, wherever it was taken from"
+
+
+@pytest.mark.parametrize("ranges", [["0-99999"] * 3, ["0-1048575,0-1048575"], ["5,3"], ["0,0"]])
+def test_a_layout_of_too_many_names_is_refused_at_once(models, ranges, tmp_path):
+    def change(document):
+        document["sources"][2][:2] = "a" + "".join(f".{{{i}}}" for i in range(len(ranges))), ranges
+
+    began = time.process_time()
+    with pytest.raises(RequestError, match="not a layout file"):
+        reshard.plan(models("olmo2"), to="vllm", tp=2, layout=edited("olmo2", tmp_path, change))
+    assert time.process_time() - began < 10

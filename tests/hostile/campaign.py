@@ -9,6 +9,7 @@
     work-folders   what interrupted conversions and watches keep for themselves (work_folders.py)
     stores         S3 servers, and servers that are asked for their weights: both lie (lying_servers.py)
     plan-files     forged ones with right digests (plan_files.py)
+    records        deltas, kept runs, the cache, learned layouts (own_records.py)
 
 Each input is a recipe of two words and a seed, which also chooses the command. Outcomes:
 
@@ -16,8 +17,9 @@ Each input is a recipe of two words and a seed, which also chooses the command. 
     unforeseen        the same, from the one place that catches what no reader checks
     done              exit code 0
     TRACEBACK, CRASH, HANG (10 s of processor time, or 60 s), MEMORY (more than 1 GB), EXECUTED (code of the checkpoint, a process, a
-    socket), WROTE ELSEWHERE (outside of the target folder), CONNECTED ELSEWHERE (a redirect that was followed), WRONG (other bytes than
-    the oracle's): defects; exit code 1, and the recipes that show them
+    socket), WROTE ELSEWHERE (outside of the target folder), REMOVED ELSEWHERE (what is somebody else's or the user's),
+    CONNECTED ELSEWHERE (a redirect that was followed), WRONG (other bytes than the oracle's): defects; exit code 1, and the recipes
+    that show them
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ SURFACES = {
     "work-folders": ("work_folders", 10),
     "stores": ("lying_servers", 10),
     "plan-files": ("plan_files", 5),
+    "records": ("own_records", 15),
 }
 OUTCOMES = (
     "refused",
@@ -61,6 +64,7 @@ OUTCOMES = (
     "MEMORY",
     "EXECUTED",
     "WROTE ELSEWHERE",
+    "REMOVED ELSEWHERE",
     "CONNECTED ELSEWHERE",
     "WRONG",
 )

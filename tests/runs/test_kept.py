@@ -22,6 +22,7 @@ from hostile.interruptions import CHANGES, child, ended, faulty
 import reshard as library
 from reshard.errors import RequestError, UnsupportedError
 from reshard.runs.local_outputs import LocalOutputs
+from reshard.runs.removal import discard
 from reshard.storage.staging import Staging
 
 LLAMA = HF / "llama"
@@ -544,3 +545,38 @@ def test_killed_at_random_moments_nothing_that_was_kept_is_lost(tmp_path):
     subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
     assert not [path for path in kept.iterdir() if path.name.startswith(".")]
     check_kept(kept, run, versions)
+
+
+def test_the_users_files_in_a_step_that_is_replaced_or_removed_stay(run, tmp_path):
+    kept = tmp_path / "kept"
+    keep(run, kept)
+    for step in (200, 500):
+        (kept / f"step-{step}" / "evaluation.txt").write_text(f"mine {step}")
+    (kept / "step-200" / "plots").symlink_to(run)
+    save(run, 200, seed=5)
+    done = keep(run, kept)
+    assert done.code == 0 and "step-200 held what reshard did not write: evaluation.txt, plots" in done.err, done.err
+    assert (kept / ".replaced-step-200" / "evaluation.txt").read_text() == "mine 200" and run.exists()
+    assert sorted(path.name for path in (kept / ".replaced-step-200").iterdir()) == ["evaluation.txt", "plots"]
+    check_kept(kept, run, (100, 200, 300, 400, 500))
+    save(run, 500, seed=6)
+    assert keep(run, kept, full_every=1).code == 0
+    (kept / "step-500" / "evaluation.txt").write_text("mine again")
+    save(run, 500, seed=7)
+    done = keep(run, kept, full_every=1)
+    assert done.code == 0 and (kept / ".replaced-step-500" / "evaluation.txt").read_text() == "mine 500"
+    assert (kept / ".replaced-step-500-2" / "evaluation.txt").read_text() == "mine again"
+
+
+def test_a_listed_path_through_a_link_removes_nothing_elsewhere(tmp_path):
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    library.convert(library.plan(HF / "llama", to="vllm", tp=1), out / "step-1")
+    elsewhere.mkdir()
+    (elsewhere / "model-00000-of-00001.safetensors").write_text("mine")
+    (out / "delta").mkdir()
+    index = {"metadata": {"reshard_base": "x"}, "weight_map": {"a": "sub/model-00000-of-00001.safetensors"}}
+    (out / "delta" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (out / "delta" / "sub").symlink_to(elsewhere)
+    discard(out / "delta", "delta")
+    assert (elsewhere / "model-00000-of-00001.safetensors").read_text() == "mine"
+    assert not (out / "delta").exists() and (out / ".replaced-delta" / "sub").is_symlink()

@@ -254,3 +254,13 @@ def test_killed_at_random_moments_it_ends_with_the_same_outputs(tmp_path):
     for step in ("30", "40", "50", "latest"):
         assert result_tree(out / step) == expected
         assert reshard("verify", out / step).code == 0
+
+
+def test_the_users_files_in_an_output_that_is_too_old_stay(run, tmp_path):
+    out = tmp_path / "out"
+    watch(run, out)
+    (out / "10" / "evaluation.txt").write_text("mine")
+    save(run, 30)
+    done = watch(run, out, "--keep", 2)
+    assert (10, "removed") in events(done) and "10 held what reshard did not write: evaluation.txt" in done.err
+    assert tree(out / ".replaced-10") == {"evaluation.txt": b"mine"} and not (out / "10").exists()

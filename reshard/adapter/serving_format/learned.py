@@ -25,6 +25,7 @@ from reshard.serving.learned.fit import (
     check_config,
     check_engine,
     check_known,
+    check_reads,
     check_sizes,
     check_sources,
     held_sources,
@@ -159,6 +160,7 @@ def lay_out(serving_format: ServingEngine, layout: LearnedLayout, content: Conte
         templates[name] = template
         used.update(sources)
     check_sources(layout, {name: tensor.shape for name, tensor in content.weights.items()}, used)
+    check_reads(layout, parallel)
     check_known(layout, templates, accept_platform=bool(target.options.get("accept_platform")))
     dtypes, of_sources = _stored_dtypes(layout, content, target)
     files = rank_files(serving_format, target, lambda tp_rank, pp_rank: layout.rank_tensors(parallel, tp_rank, pp_rank, dtypes))
@@ -168,6 +170,8 @@ def lay_out(serving_format: ServingEngine, layout: LearnedLayout, content: Conte
     sidecars = companions.sidecars(stored, target.dtype or layout.dtype)
     unused = {name: f"{serving_format.engine}'s own loader does not read it" for name in content.weights if name not in used}
     note = f"by a layout learned from {serving_format.engine} {layout.engine_version} ({layout.model_class}, build for {layout.platform})"
+    undigested = "" if layout.has_digest else "; it has no digest that would tell damage: an old version learned it"
+    note += f", in {target.options['layout']}{undigested}"
     return Layout(
         serving_format.name,
         tuple(files),

@@ -30,6 +30,7 @@ from reshard.geometry.value import value
 from reshard.index.index import Tensor
 from reshard.index.patches import DeltaEncoding
 from reshard.storage.files import Files
+from reshard.storage.system_calls import system_errors
 
 LEVEL = 1
 """The level of zstd: the fastest was the best for such bytes (slime, docs/en/advanced/delta-weight-sync.md)."""
@@ -102,8 +103,9 @@ def made_frames(
             start = spool.seek(0, 2)
             old, new = pairs[number]
             encoder = _Xor(old.nbytes, spool) if encoding == "xor" else _Overwrite(spool, folder)
-            changed, checksum, digests = _compared(old, new, readers, encoder)
-            encoder.finish()
+            with system_errors("written", folder):
+                changed, checksum, digests = _compared(old, new, readers, encoder)
+                encoder.finish()
             return MadeFrame(number, changed, spool.seek(0, 2) - start, checksum, digests, spool, start)
 
         return perform

@@ -39,7 +39,7 @@ def running_server(address: str) -> RunningServer:
             continue
         try:
             facts = checker.about(server.ask(checker.info_path) or {})
-        except (CheckpointError, KeyError, TypeError, ValueError):
+        except (ArithmeticError, AttributeError, CheckpointError, KeyError, TypeError, ValueError):
             continue
         if (sizes := facts.sizes) is None:
             continue

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +63,14 @@ def _document(layout: LearnedLayout) -> dict[str, Any]:
         stages.append({"pp": pp, "pp_rank": pp_rank, "ep": has_ep, "tensors": rows})
     sources = [[each.name, list(map(_range_text, each.ranges)), each.template.dtype.name, each.template.shape] for each in layout.sources]
     parts = {"sources": sources, "templates": list(map(_template_json, templates)), "stages": stages}
-    return {**document(layout, schema_version=SCHEMA_VERSION), **parts}
+    found = {**document(layout, schema_version=SCHEMA_VERSION), **parts}
+    return {**found, "digest": _digest(json.loads(_compact(found)))}
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    """The digest of a document without its own. It tells damage, and is no signature: whoever changes a layout can make a new one."""
+    text = json.dumps({key: value for key, value in document.items() if key != "digest"}, sort_keys=True)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _range_text(values: tuple[int, ...]) -> str:
@@ -109,6 +118,8 @@ def layout_of(text: str, where: str) -> LearnedLayout:
             where=where,
             do="Learn it again with `reshard learn`, or use the reshard that wrote it",
         )
+    if "digest" in document and document["digest"] != _digest(document):
+        raise _damaged(where, "its digest is not that of its content: it was changed since it was written")
     try:
         return _layout(document)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -132,6 +143,11 @@ def _layout(document: Mapping[str, Any]) -> LearnedLayout:
     sizes = tuple(
         LearnedSizes(tuple(map(_count, each["tp"])), _count(each["pp"]), bool(each["ep"]), each["withheld"]) for each in document["sizes"]
     )
+    if any((size.pp, size.has_ep, pp_rank) not in stages for size in sizes for pp_rank in range(min(size.pp, len(stages) + 1))):
+        raise ValueError("a stage is missing")
+    for rows in (sources, *stages.values()):
+        if sum(math.prod(map(len, row.ranges)) for row in rows) > _MOST:
+            raise ValueError(f"more than {_MOST:,} names")
     return LearnedLayout(
         engine=_text(document["engine"]),
         engine_version=_text(document["engine_version"]),
@@ -144,6 +160,9 @@ def _layout(document: Mapping[str, Any]) -> LearnedLayout:
         sources=sources,
         stages=stages,
         softened=tuple(map(_text, document["softened"])),
+        unread=tuple(map(_text, document.get("unread", ()))),
+        twice=tuple(map(_text, document.get("twice", ()))),
+        has_digest="digest" in document,
     )
 
 
@@ -154,12 +173,12 @@ def _text(value: object) -> str:
 
 
 def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 48:
         raise TypeError(f"{value!r} is not a whole number")
     return value
 
 
-# No model has more layers or experts.
+# No model has more tensors.
 _MOST = 1 << 20
 
 
@@ -169,9 +188,10 @@ def _ranges(texts: list[str]) -> Ranges:
         values: list[int] = []
         for run in text.split(","):
             first, _, last = run.partition("-")
-            if int(last or first) - int(first) > _MOST:
-                raise ValueError(f"{run} is too long")
-            values.extend(range(int(first), int(last or first) + 1))
+            numbers = range(int(first), int(last or first) + 1)
+            if not numbers or (values and numbers[0] <= values[-1]) or len(values) + len(numbers) > _MOST:
+                raise ValueError(f"{run[:40]} is no run of numbers after those before it, or too long")
+            values.extend(numbers)
         found.append(tuple(values))
     return tuple(found)
 
@@ -183,11 +203,15 @@ def _row(row: list[Any], templates: list[TensorTemplate]) -> NamedTemplate:
 
 
 def _template(document: Mapping[str, Any]) -> TensorTemplate:
-    fill = document.get("fill")
+    fill, shape, parts = document.get("fill"), _numbers(document["shape"]), tuple(_part(part) for part in document.get("parts", ()))
+    for part in parts:
+        along = [axis.axis for axis in part.axes] + ([part.run.axis] if part.run else [])
+        if len(part.at) != len(shape) or any(axis >= len(shape) for axis in along) or _beyond(part):
+            raise ValueError(f"a box of {part.source} has other axes than its tensor")
     return TensorTemplate(
         dtype=_dtype(document["dtype"]),
-        shape=_numbers(document["shape"]),
-        parts=tuple(_part(part) for part in document.get("parts", ())),
+        shape=shape,
+        parts=parts,
         fill=None if fill is None else float(fill),
         problem=_text(document.get("problem", "")),
         kernel=_text(document.get("kernel", "")),
@@ -212,6 +236,10 @@ def _part(document: Mapping[str, Any]) -> TemplatePart:
         first, count, axis, step = document["run"]
         run = TemplateRun(_number(first), _number(count), _count(axis), _number(step))
     return TemplatePart(_text(document["from"]), _numbers(document["start"]), _numbers(document["at"]), axes, run)
+
+
+def _beyond(part: TemplatePart) -> bool:
+    return any(axis.source_axis >= len(part.start) for axis in part.axes)
 
 
 def _numbers(values: list[Any]) -> tuple[Number, ...]:

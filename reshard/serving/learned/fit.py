@@ -169,6 +169,21 @@ def held_sources(layout: LearnedLayout, parallel: Parallel) -> Iterator[tuple[st
                 yield name, template, tuple(box.source for box in boxes)
 
 
+def check_reads(layout: LearnedLayout, parallel: Parallel) -> None:
+    """Raises RequestError unless the ranks together hold every element of each checkpoint tensor, and no rank an element twice; but for
+    the tensors that the traced engine did not read, or held twice."""
+    counts, twice = layout.reads(parallel)
+    for name, shape in layout.source_shapes.items():
+        count, elements = counts.get(name, 0), math.prod(shape)
+        if (count < elements and not (count == 0 and name in layout.unread)) or (name in twice and name not in layout.twice):
+            raise RequestError(
+                f"the layout gives {count:,} of its {elements:,} elements to the ranks{', some of them twice' if name in twice else ''}",
+                where=name,
+                why="The engine reads each element once, unless the layout says otherwise, which those of reshard before 0.3 do not",
+                do=f"Learn it again with {relearn(layout, parallel)}",
+            )
+
+
 def learned_degree_report(layout: LearnedLayout, model_type: str, parallels: Sequence[Parallel]) -> DegreeReport:
     """What ranks hold at each of the parallel sizes, or why the layout does not cover them."""
     rows = []

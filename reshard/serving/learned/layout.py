@@ -5,7 +5,9 @@ A template stands for the tensors of many layers; {0} and {1} in names are the n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import field
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
@@ -15,10 +17,12 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.mosaics import Mosaic, Tile
-from reshard.geometry.sections import StoredTensor
+from reshard.geometry.sections import StoredTensor, first_overlap
 from reshard.geometry.value import value
-from reshard.serving.learned.numbers import ONE_RANK, Number, TpRank, values
+from reshard.serving.learned.numbers import ONE_RANK, NoRule, Number, TpRank, values
 
+MOST_TURNS = 1 << 20
+"""No tensor is made of more boxes."""
 Ranges = tuple[tuple[int, ...], ...]
 """For each number in a name, the values that it takes. The names are those of the product."""
 StageKey = tuple[int, bool, int]
@@ -79,7 +83,7 @@ class TemplatePart:
             yield HeldBox(filled(self.source, numbers), start, at, axes)
             return
         first, count, along, step = values(self.run, rank)
-        for expert in range(count):
+        for expert in _turns(count):
             here = (*at[:along], at[along] + expert * step, *at[along + 1 :])
             yield HeldBox(filled(self.source, numbers, first + expert), start, here, axes)
 
@@ -166,7 +170,7 @@ class LearnedSizes:
 class LearnedLayout:
     """What every rank of an engine holds of one model."""
 
-    JSON = "schema_version engine engine_version platform model_class dtype=dtype.name config counts sizes softened"
+    JSON = "schema_version engine engine_version platform model_class dtype=dtype.name config counts sizes softened unread twice"
 
     engine: str
     """The engine's format, such as vllm."""
@@ -190,6 +194,12 @@ class LearnedLayout:
     """The tensors of the ranks of each pipeline stage."""
     softened: tuple[str, ...] = ()
     """What the engine could not choose on that platform, and was passed over, since it does not matter for loading."""
+    unread: tuple[str, ...] = ()
+    """The tensors of the checkpoint that no rank read."""
+    twice: tuple[str, ...] = ()
+    """The tensors of the checkpoint of which one rank holds elements twice, such as in a second form."""
+    has_digest: bool = field(default=True, compare=False)
+    """Whether the file has a digest, which is right. Versions before 0.3 wrote none."""
 
     @cached_property
     def source_entries(self) -> Mapping[str, TensorTemplate]:
@@ -217,27 +227,52 @@ class LearnedLayout:
         Raises: NoRule if the rules have no numbers for the size, RequestError if a box lies outside of its tensors.
         """
         found = self.rank_templates(parallel, tp_rank, pp_rank)
-        return tuple(self._stored(name, numbers, template, (parallel.tp, tp_rank), dtypes.get(name)) for name, numbers, template in found)
+        made = {name: self._stored(name, numbers, each, (parallel.tp, tp_rank), dtypes.get(name)) for name, numbers, each in found}
+        if len(made) < sum(1 for _ in self.rank_templates(parallel, tp_rank, pp_rank)) or "__metadata__" in made:
+            raise _changed("two tensors of one rank have one name", f"TP rank {tp_rank}")
+        return tuple(made.values())
+
+    def reads(self, parallel: Parallel) -> tuple[Mapping[str, int], set[str]]:
+        """How many elements of each checkpoint tensor the ranks hold, and the tensors of which one rank holds elements twice."""
+        boxes: dict[str, set[tuple[tuple[int, ...], ...]]] = {}
+        twice: set[str] = set()
+        for tp_rank, pp_rank in product(range(parallel.tp), range(parallel.pp)):
+            of_rank: dict[str, list[tuple[tuple[int, ...], ...]]] = {}
+            for _, numbers, template in self.rank_templates(parallel, tp_rank, pp_rank):
+                for box in (box for part in template.parts for box in part.on(numbers, (parallel.tp, tp_rank))):
+                    of_rank.setdefault(box.source, []).extend((tile.box.offsets, tile.box.sizes) for tile in tiles(box))
+            for source, held in of_rank.items():
+                boxes.setdefault(source, set()).update(held)
+                if len({*held}) < len(held) or _volume(held) > math.prod(self.source_shapes.get(source, ())):
+                    twice.add(source)
+        return {source: _volume(held) for source, held in boxes.items()}, twice
 
     def _stored(self, name: str, numbers: tuple[int, ...], template: TensorTemplate, rank: TpRank, dtype: DType | None) -> StoredTensor:
         dtype = dtype or template.dtype
         shape = values(template.shape, rank)
         fill = b"\0" if not template.fill else dtype.encoded(template.fill)
-        tiles = tuple(tile for part in template.parts for box in part.on(numbers, rank) for tile in _tiles(box))
-        for tile in tiles:
+        parts = tuple(tile for part in template.parts for box in part.on(numbers, rank) for tile in tiles(box))
+        for tile in parts:
             self._check_inside(name, shape, tile)
-        return StoredTensor(name, dtype, shape, Mosaic(shape, tiles).sections(), fill)
+        stored = StoredTensor(name, dtype, shape, Mosaic(shape, parts).sections(), fill)
+        if (template.fill is None and stored.filled) or first_overlap(stored.sections.pattern, math.prod(shape)):
+            raise _changed("parts of it lie on one another, or leave a hole that nothing fills", name)
+        return stored
 
     def _check_inside(self, name: str, shape: tuple[int, ...], tile: Tile) -> None:
         source = self.source_shapes.get(tile.name, ())
         is_inside = len(source) == len(tile.box.sizes) and all(stop <= size for stop, size in zip(tile.box.stops, source, strict=True))
         if not is_inside or any(tile.span(axis)[1] > size for axis, size in enumerate(shape)):
-            raise RequestError(
-                f"the layout has a box of {tile.name} in it that lies outside of one of the two",
-                where=name,
-                why="The layout file has been changed since reshard wrote it, or is damaged",
-                do="Learn it again with `reshard learn`",
-            )
+            raise _changed(f"the layout has a box of {tile.name} in it that lies outside of one of the two", name)
+
+
+def _changed(what: str, name: str) -> RequestError:
+    why = "The layout file has been changed since reshard wrote it, or is damaged"
+    return RequestError(what, where=name, why=why, do="Learn it again with `reshard learn`")
+
+
+def _volume(boxes: Iterable[tuple[tuple[int, ...], ...]]) -> int:
+    return sum(math.prod(sizes) for _, sizes in boxes)
 
 
 def filled(name: str, numbers: tuple[int, ...], run: int | None = None) -> str:
@@ -247,7 +282,14 @@ def filled(name: str, numbers: tuple[int, ...], run: int | None = None) -> str:
     return name if run is None else name.replace("{run}", str(run))
 
 
-def _tiles(box: HeldBox) -> Iterator[Tile]:
+def _turns(count: int) -> range:
+    """The turns of a loop. Raises NoRule if no model has so many."""
+    if count > MOST_TURNS:
+        raise NoRule(f"a tensor is made of {count:,} boxes, more than {MOST_TURNS:,}", do="Learn the layout again with `reshard learn`")
+    return range(count)
+
+
+def tiles(box: HeldBox) -> Iterator[Tile]:
     """A box as boxes whose axes lie along axes of the tensor: loops that jump are taken turn by turn."""
     sizes: list[int] = [1] * len(box.start)
     axes: list[int | None] = [None] * len(box.start)
@@ -258,6 +300,7 @@ def _tiles(box: HeldBox) -> Iterator[Tile]:
             sizes[source_axis], axes[source_axis] = size, axis
         else:
             jumps.append(loop)
+    _turns(math.prod(loop[0] for loop in jumps))
     for indices in product(*(range(loop[0]) for loop in jumps)):
         here, there = list(box.at), list(box.start)
         for index, (_, axis, step, source_axis, source_step) in zip(indices, jumps, strict=True):

@@ -9,11 +9,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_safetensors, from_torch
+from reshard.geometry.meshes import Parallel
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
 from reshard.serving.learned.fold import TracedRanks, folded_stage, unfolded
@@ -76,7 +78,7 @@ def learned_layout(about: Mapping[str, Any], ranks: Iterable[TracedRank], config
         tps = tuple(sorted({tp for stage in alike for tp, _ in by_stage[stage]}))
         folded = [each for stage in alike for each in stages[stage]]
         sizes.append(LearnedSizes(tps, pp, has_ep, _withheld(tps, [by_stage[stage] for stage in alike], folded, counts_of(config))))
-    return LearnedLayout(
+    layout = LearnedLayout(
         engine=about["engine"],
         engine_version=about["version"],
         platform=about["platform"],
@@ -89,6 +91,14 @@ def learned_layout(about: Mapping[str, Any], ranks: Iterable[TracedRank], config
         stages=stages,
         softened=tuple(dict.fromkeys(line for rank in traced for line in rank.softened)),
     )
+    return with_reads(layout)
+
+
+def with_reads(layout: LearnedLayout) -> LearnedLayout:
+    """The layout with the checkpoint tensors that the traced ranks do not read, or hold twice."""
+    reads = [layout.reads(Parallel(tp, size.pp, tp if size.has_ep else 1)) for size in layout.sizes for tp in size.tp]
+    unread = [name for name in layout.source_shapes if not any(counts.get(name) for counts, _ in reads)]
+    return replace(layout, unread=tuple(unread), twice=tuple(sorted({name for _, twice in reads for name in twice})))
 
 
 def config_digests(config: Mapping[str, Any]) -> dict[str, str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
+from reshard.errors import RequestError
 from reshard.geometry.value import value
 
 TpRank = tuple[int, int]
@@ -13,7 +14,7 @@ TpRank = tuple[int, int]
 ONE_RANK: TpRank = 1, 0
 
 
-class NoRule(Exception):
+class NoRule(RequestError):
     """A rule has no value at a tensor-parallel size."""
 
 
@@ -67,7 +68,7 @@ def _first(tp: int, tp_rank: int, number: int) -> int:
 def _listed(tp: int, tp_rank: int, *traced: tuple[int, tuple[int, ...]]) -> int:
     """A number that follows no rule. traced: each traced size, with the number on each of its ranks."""
     numbers = dict(traced)
-    if tp not in numbers:
+    if tp not in numbers or tp_rank >= len(numbers[tp]):
         raise NoRule(f"the layout was traced at TP {', '.join(map(str, sorted(numbers)))}")
     return numbers[tp][tp_rank]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from reshard.errors import RequestError, UnsupportedError
 from reshard.storage.stores.store import Entry, Upload
+from reshard.storage.system_calls import system_refusal
 
 _PACKAGES = {
     "hf://": "huggingface_hub",
@@ -41,6 +42,8 @@ class FsspecStore:
             raise UnsupportedError(f"{scheme}:// paths need {needed}", where=url, do=f"Install: pip install {packages}") from None
         except (TypeError, ValueError) as error:
             raise RequestError(f"this URL or a `storage_option=` is not understood: {error}", where=url) from None
+        except OSError as error:  # Some connect at once.
+            raise system_refusal(error, "opened", url) from error
         self._files, self._root = found
         if self._files is None:
             raise UnsupportedError(

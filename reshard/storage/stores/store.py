@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from reshard.errors import CheckpointError, LostObject, ReshardError, SystemRefusal, TargetError
 from reshard.geometry.value import mutable, value
+from reshard.secrets import masked
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -257,8 +258,9 @@ class Store:
             if now - max(began, self._warned) < _SILENCE:
                 return
             self._warned = now
-        text = f"no answer from {self.url}, trying again ({attempt} of {_ATTEMPTS})"
-        LOGGER.warning(text, extra={"event": "no-answer", "fields": {"store": self.url, "attempt": attempt, "of": _ATTEMPTS}})
+        url = masked(self.url)
+        text = f"no answer from {url}, trying again ({attempt} of {_ATTEMPTS})"
+        LOGGER.warning(text, extra={"event": "no-answer", "fields": {"store": url, "attempt": attempt, "of": _ATTEMPTS}})
 
     def _refusal(self, error: Exception, action: str, path: str) -> SystemRefusal:
         text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from reshard.errors import RequestError, UnsupportedError
+from reshard.secrets import masked_option, remember
 from reshard.storage.stores.store import Store, StoreTraffic
 
 # The page of a model, or of a file or folder of it, on the Hugging Face Hub; the addresses of its files contain /resolve/.
@@ -30,6 +31,8 @@ def current_options() -> Mapping[str, str]:
 @contextmanager
 def storage_options(given: Mapping[str, str]) -> Iterator[None]:
     """Inside this context, stores are opened with these options, such as {"endpoint": "http://minio:9000"}."""
+    for key, text in given.items():
+        masked_option(key, text)
     token = _options.set({**_options.get(), **given})
     try:
         yield
@@ -43,9 +46,7 @@ def parsed_options(given: Sequence[str]) -> dict[str, str]:
     for text in given:
         key, equals, value = text.partition("=")
         if not equals or not key:
-            raise RequestError(
-                f"`storage_option={text}`: not KEY=VALUE", do="Give for example `storage_option=` endpoint=http://minio:9000"
-            )
+            raise RequestError("a `storage_option=` is not KEY=VALUE", do="Give for example `storage_option=` endpoint=http://minio:9000")
         pairs[key] = value
     return pairs
 
@@ -56,6 +57,7 @@ def open_store(url: str) -> Store:
     Raises: UnsupportedError with the command that installs what is missing; RequestError for an option that the store does not know.
     """
     scheme = url.partition("://")[0].lower()
+    remember(url)
     if page := _HUB_PAGE.fullmatch(url):
         revision = f"@{page[2]}" if page[2] not in (None, "main") else ""
         raise UnsupportedError(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ from typing import Any, Unpack
 
 from reshard.engine.events import event
 from reshard.engine.record import request_digest
-from reshard.errors import CheckpointError, RequestError, TargetInUse
+from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse
 from reshard.geometry.quantities import nbytes_text
 from reshard.geometry.value import value
 from reshard.plans.digests import content_digest
@@ -33,18 +32,20 @@ from reshard.plans.manifest import Manifest, usable_manifest
 from reshard.plans.plan import Plan
 from reshard.requests.keywords import ConvertOptions, PathLike, checked_keywords
 from reshard.requests.unchanged import damage_of
+from reshard.runs.removal import discard, left, record_of
 from reshard.serving.learned.fit import coverage
 from reshard.serving.learned.library import Library
 from reshard.storage.claims import SourceChecks
 from reshard.storage.files import LocalFiles
 from reshard.storage.lock import Lock
 from reshard.storage.output_file import OutputFile
-from reshard.storage.own_files import cache_root
-from reshard.storage.system_calls import is_url, system_errors
+from reshard.storage.own_files import cache_root, json_object, read_own
+from reshard.storage.system_calls import absolute_place, is_url, system_errors
 from reshard.verbs.convert import convert
 from reshard.verbs.plan import check_whole, effort_of
 
 _SECONDS_BETWEEN_TRIES = 0.5
+_MOST_OF_LINK = 1 << 16
 SECONDS_KEPT = 600.0
 """An entry that was asked for in the last ten minutes is not removed to make room: an engine may be about to read it."""
 
@@ -106,16 +107,13 @@ class Cache:
 
     def linked(self, asked: str) -> CacheEntry | None:
         """The entry for a plan, if it is there and as it was written."""
-        link = self.root / "links" / asked
-        about = _json_of(link)
-        folder = self.root / "entries" / str(about.get("entry", ""))
-        if not about or not folder.is_dir():
-            return None
-        manifest = _whole(folder)
+        about = self._link(asked)
+        folder = self.root / "entries" / about.get("entry", "")
+        manifest = _whole(folder) if about else None
         if manifest is None:
             return None
         with suppress(OSError):  # a cache that is only read is used, too
-            os.utime(link)
+            os.utime(self.root / "links" / asked, follow_symlinks=False)
         return CacheEntry(
             str(folder), manifest.fingerprint, f"{manifest.format} {manifest.summary}", _nbytes(folder), about["source"], 0.0, True
         )
@@ -151,17 +149,19 @@ class Cache:
         entry = self.root / "entries" / f"{plan.layout.format}-{plan.layout.parallel.in_file_names}-{content[:16]}"
         with system_errors("written", entry):
             entry.parent.mkdir(exist_ok=True)
-            if entry.exists() and _whole(entry):  # the same weights under another path
-                shutil.rmtree(work)
+            if _whole(entry):  # the same weights under another path
+                discard(work, entry.name)
             else:
-                if entry.exists():
+                if record_of(entry):
                     event("cache-damaged", f"{entry} was changed since it was written, and is replaced", level=30, target=str(entry))
-                    shutil.rmtree(entry)
+                    discard(entry, entry.name)
+                if os.path.lexists(entry):
+                    what, do = "something that reshard did not write lies there", "Move it away, or choose another cache"
+                    raise TargetError(what, where=str(entry), do=do)
                 work.rename(entry)
             links = self.root / "links"
             links.mkdir(exist_ok=True)
-        place = plan.source_files.root
-        about = {"entry": entry.name, "source": place if is_url(place) else os.path.abspath(place)}
+        about = {"entry": entry.name, "source": absolute_place(plan.source_files.root)}
         OutputFile.at(links / asked).write(json.dumps(about).encode())
         made, checks = f"{plan.layout.format} {plan.layout.parallel}", result.source_checks
         return CacheEntry(str(entry), result.fingerprint.root, made, _nbytes(entry), about["source"], 0.0, source_checks=checks)
@@ -170,18 +170,17 @@ class Cache:
         """All entries, the one that was used last first."""
         used: dict[str, tuple[float, str]] = {}
         for link in _listed(self.root / "links"):
-            about = _json_of(link)
-            with suppress(OSError):
-                used[str(about.get("entry"))] = max(
-                    used.get(str(about.get("entry")), (0.0, "")), (link.stat().st_mtime, str(about.get("source")))
-                )
+            if about := self._link(link.name):
+                used[about["entry"]] = max(used.get(about["entry"], (0.0, "")), (link.lstat().st_mtime, about["source"]))
         found = []
         for folder in _listed(self.root / "entries"):
-            manifest = usable_manifest(LocalFiles(folder))
+            manifest = usable_manifest(LocalFiles(folder)) if record_of(folder) else None
+            if manifest is None:
+                left(f"{folder} is no entry that reshard wrote, and stays", folder)
+                continue
             when, source = used.get(folder.name, (folder.stat().st_mtime, ""))
-            what = f"{manifest.format} {manifest.summary}" if manifest else "damaged"
-            fingerprint = manifest.fingerprint if manifest else ""
-            found.append(CacheEntry(str(folder), fingerprint, what, _nbytes(folder), source, max(time.time() - when, 0.0), True))
+            what = f"{manifest.format} {manifest.summary}"
+            found.append(CacheEntry(str(folder), manifest.fingerprint, what, _nbytes(folder), source, max(time.time() - when, 0.0), True))
         for path, layout in Library(self.root / "layouts").layouts():
             what = f"{layout.engine} {layout.engine_version} layout, {coverage(layout)}"
             looks = path.stat()
@@ -196,11 +195,25 @@ class Cache:
                 path.unlink(missing_ok=True)
         else:
             for link in _listed(self.root / "links"):
-                if _json_of(link).get("entry") == path.name:
+                if self._link(link.name).get("entry") == path.name:
                     link.unlink(missing_ok=True)
             with system_errors("removed", path):
-                shutil.rmtree(path)
+                discard(path, path.name)
         event("cache-removed", f"removed {entry.path}, {nbytes_text(entry.nbytes)}", target=entry.path, bytes=entry.nbytes)
+
+    def _link(self, name: str) -> dict[str, str]:
+        """What a link says; empty for none, and for one that is not as reshard writes it, which is told."""
+        try:
+            found = json_object(read_own(self.root, f"links/{name}", limit=_MOST_OF_LINK))
+        except FileNotFoundError:
+            return {}
+        except (OSError, TargetError):
+            found = {}
+        entry, source = found.get("entry"), found.get("source")
+        if not isinstance(entry, str) or not isinstance(source, str) or entry != os.path.basename(entry) or entry in ("", ".", ".."):
+            left(f"{self.root / 'links' / name} is no link that reshard wrote, and is passed over", self.root / "links" / name)
+            return {}
+        return {"entry": entry, "source": source}
 
     def _is_layout(self, entry: CacheEntry) -> bool:
         return Path(entry.path).parent == self.root / "layouts"
@@ -223,7 +236,9 @@ class Cache:
 
 
 def _whole(folder: Path) -> Manifest | None:
-    """The record of an entry that is as it was written; None for another."""
+    """The record of an entry that is as it was written; None for another, for none, and for a link."""
+    if record_of(folder) is None:
+        return None
     files = LocalFiles(folder)
     manifest = usable_manifest(files)
     try:
@@ -232,19 +247,9 @@ def _whole(folder: Path) -> Manifest | None:
         return None
 
 
-def _json_of(link: Path) -> dict[str, Any]:
-    """What a link says; empty for none, and for one that is damaged."""
-    try:
-        found = json.loads(link.read_bytes()[:65536])
-    except (OSError, ValueError):
-        return {}
-    name = found.get("entry") if isinstance(found, dict) else None
-    return found if isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..") else {}
-
-
 def _listed(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
+    return sorted(path for path in folder.iterdir() if not path.name.startswith(".")) if folder.is_dir() else []
 
 
 def _nbytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
