@@ -21,18 +21,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
+from secrets import token_hex
+from socket import socket
 from typing import Any
 
 from reshard.errors import RequestError, SystemRefusal
 from reshard.live.arrangement import Arrangement, Link
 from reshard.live.engines.control import EngineControl
-from reshard.live.hello import Hello, check, held_to_json
+from reshard.live.hello import Hello, check, check_numbers, held_to_json
 from reshard.live.leading import Lead, UpdateReport, Version, dropped
 from reshard.live.plan.schedule import Schedule
 from reshard.live.trainers import Trainers
-from reshard.live.wire.channel import Joining, joined, led, opened_store
+from reshard.live.wire.channel import Joining, is_loopback, joined, led
 from reshard.live.wire.exchange import Members
 from reshard.live.wire.line import Outcome
+from reshard.live.wire.meeting import ANY_ADDRESS, Meeting, listened
+from reshard.live.wire.secret import SECRET, TOKEN, Secret
 from reshard.live.wire.transport import Transport, reason
 
 Arrange = Callable[[Sequence[Hello]], Arrangement]
@@ -110,7 +114,7 @@ def _followed(trainers: Trainers, link: Link) -> Session:
     if "refused" in shared:
         raise RequestError(shared["refused"])
     joining = Joining.of(shared)
-    transport = joined(joining, trainers.rank, device=link.device)
+    transport = joined(joining, trainers.rank, joining.key(bytes.fromhex(shared[SECRET])), link.device)
     answer = transport.hear(0)
     if "refused" in answer.document:
         transport.close()
@@ -122,18 +126,17 @@ def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrang
     try:
         engines = find()
         sizes = [engine.ranks() for engine in engines]
-        host = link.host or engines[0].own_address()
-        store = opened_store(host, link.seconds)
-        joining = Joining(host, store.port, trainers.size, sum(sizes), backend=link.backend, seconds=link.seconds)
+        joining, listening, secret = _met(engines, sizes, trainers.size, link)
     except Exception as error:
         trainers.share({"refused": reason(error)})
         raise
-    trainers.share(joining.to_json())
+    trainers.share({**joining.to_json(), SECRET: secret.content.hex()})
     # The engines' ranks are in the channel until they have heard the answer, and only then do the requests end.
     with ThreadPoolExecutor(len(engines)) as pool:
         offsets = accumulate(sizes, initial=0)
         requests = [
-            pool.submit(engine.init, replace(joining, offset=offset).to_json()) for engine, offset in zip(engines, offsets, strict=False)
+            pool.submit(engine.init, {**replace(joining, offset=offset).to_json(), SECRET: secret.told})
+            for engine, offset in zip(engines, offsets, strict=False)
         ]
 
         def still_coming() -> None:
@@ -141,13 +144,17 @@ def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrang
                 if request.done():
                     request.result()
                     raise SystemRefusal(
-                        "the engine's ranks did not join the channel", do="Its log says why, in a line that begins with reshard:"
+                        "the engine's ranks did not join the channel",
+                        do=f"Its log says why, in a line that begins with reshard: such as another version of reshard, or another {TOKEN}",
                     )
 
-        transport = led(joining, store, still_coming, link.device)
+        try:
+            transport = led(joining, Meeting(listening, joining.key(secret.content)), still_coming, link.device)
+        finally:
+            secret.forget()
         members = Members(joining.sources, joining.targets)
         try:
-            hellos, sends, fallbacks = _arranged(transport, members, arrange)
+            hellos, sends, fallbacks = _arranged(transport, members, sizes, arrange)
             for request in requests:
                 request.result()
             _close_what_is_open(engines, sizes, hellos)
@@ -157,15 +164,29 @@ def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrang
     return Session(transport, members, sends, Lead(transport, members, engines, sizes, link.pause, fallbacks))
 
 
-def _arranged(transport: Transport, members: Members, arrange: Arrange) -> tuple[list[Hello], Schedule | None, tuple[str, ...]]:
+def _met(engines: Sequence[EngineControl], sizes: Sequence[int], sources: int, link: Link) -> tuple[Joining, socket, Secret]:
+    """What the ranks are told of the channel; what listens for them; and the secret, which has its way to the engines."""
+    own = [engine.own_address() for engine in engines]
+    host = link.host or (own[0] if link.bind is None or link.bind in ANY_ADDRESS else link.bind)
+    listening = listened(link.bind or host, link.port)
+    about = {"backend": link.backend, "seconds": link.seconds, "channel": token_hex(8)}
+    joining = Joining(host, listening.getsockname()[1], sources, sum(sizes), **about)
+    return joining, listening, Secret.of(all(map(is_loopback, own)), link.trust_network)
+
+
+def _arranged(
+    transport: Transport, members: Members, sizes: Sequence[int], arrange: Arrange
+) -> tuple[list[Hello], Schedule | None, tuple[str, ...]]:
     """Hear what the target ranks hold, and answer all ranks: what they receive and send, or a refusal. Returns also what is sent whole."""
     others, targets = range(1, members.sources), range(members.sources, members.sources + members.targets)
     try:
         hellos = [Hello.of(transport.hear(peer).document) for peer in targets]
+        for size, end in zip(sizes, accumulate(sizes), strict=True):
+            check_numbers(hellos[end - size : end])
         arrangement = arrange(hellos)
         answers = [arrangement.answer(rank) for rank in range(members.targets)]
         for hello, answer in zip(hellos, answers, strict=True):
-            check(hello, answer.targets, has_whole=bool(answer.beside.whole))
+            check(hello, answer.targets, answer.fed, has_whole=bool(answer.beside.whole))
     except Exception as error:
         for peer in [*others, *targets]:
             with suppress(Exception):

@@ -27,6 +27,7 @@ from reshard.live.plan.schedule import HeldTensor, Schedule
 from reshard.live.wire.channel import Joining, channel_of, joined
 from reshard.live.wire.computing import compute, merge
 from reshard.live.wire.exchange import Exchange, Members
+from reshard.live.wire.secret import SECRET, Secret
 from reshard.live.wire.staging import Staged
 from reshard.live.wire.stream import receive_stream
 from reshard.live.wire.transport import Transport, reason
@@ -82,9 +83,10 @@ class TargetRank:
         self._leave()
         try:
             joining, self._channel = Joining.of(info), channel_of(info)
+            key = joining.key(Secret.heard(info.get(SECRET)))
             # Source rank 0 waits for all ranks of the channel; it hears at once which of them cannot come.
             rank = joining.sources + joining.offset + self._served.rank()
-            self._transport = transport = joined(joining, rank, device=self._served.device if joining.backend == "nccl" else "cpu")
+            self._transport = transport = joined(joining, rank, key, self._served.device if joining.backend == "nccl" else "cpu")
             transport.tell(SOURCE, self._described())
             self._prepare(transport, Members(joining.sources, joining.targets))
         except Exception as error:

@@ -3,7 +3,7 @@
 The ranks of a channel are numbered through: the trainer's 0..n-1 first, then the engines'. Two kinds of content travel between two ranks:
 
     tensors    contiguous, of a length that both ends know; counted in `nbytes_sent` and `nbytes_received`
-    messages   a small JSON document, and bytes that belong to it; not counted
+    messages   a small JSON document, and bytes that belong to it; not counted, and sealed (secret.py): lengths, both, seal [32]
 
 What one rank sends to another arrives in order. Another transport is another class with these methods (docs/extending/transport.md).
 """
@@ -16,13 +16,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.errors import RequestError, ReshardError, SystemRefusal, printable
 from reshard.geometry.value import value
+from reshard.live.wire.secret import SEAL, Seal, derived
+from reshard.storage.json_input import parsed
 
 if TYPE_CHECKING:
     import torch
 
 SECONDS = 300.0
 """The longest wait for another rank, by default."""
-_MOST_MESSAGE_BYTES = 1 << 30
+# The hello of 40,000 tensors has 10 MB and 400,000 values. The schedule of a rank has a few megabytes.
+_MOST_DOCUMENT, _MOST_CONTENT, _MOST_VALUES = 32 << 20, 256 << 20, 1 << 20
+_NO_KEY = bytes(SEAL)
 
 
 @value(eq=False)
@@ -54,6 +58,8 @@ class Transport(Protocol):
     """The bytes of tensors that were sent."""
     nbytes_received: int
     """The bytes of tensors that were received."""
+    key: bytes
+    """32 bytes that the ranks of the channel know and nobody else: the `key` of the store."""
 
     def send(self, peer: int, tensor: torch.Tensor) -> Pending:
         """Begin to send a contiguous tensor, which must not change until it has left."""
@@ -74,9 +80,12 @@ class Transport(Protocol):
 class TorchDistributed:
     """A process group of torch that has only these ranks, apart from the default group of trainer or engine."""
 
-    def __init__(self, group: Any, device: str = "cpu") -> None:
-        """group: a ProcessGroup that can send and receive. device: where its tensors lie."""
-        self.group = group
+    def __init__(self, group: Any, device: str = "cpu", store: Any = None) -> None:
+        """group: a ProcessGroup that can send and receive. device: where its tensors lie. store: that of the group."""
+        self.group, self.store = group, store
+        # A store of torch's own has no key: then seals tell damage only.
+        self.key = getattr(store, "key", _NO_KEY)
+        self._seal = Seal(self.key)
         self.rank, self.size, self.device = group.rank(), group.size(), device
         self.nbytes_sent = self.nbytes_received = 0
 
@@ -112,7 +121,7 @@ class TorchDistributed:
             group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             raise RequestError(f"backend {backend!r} is unknown", do="Use gloo or nccl")
-        return TorchDistributed(group, device if backend == "nccl" else "cpu")
+        return TorchDistributed(group, device if backend == "nccl" else "cpu", store)
 
     def send(self, peer: int, tensor: torch.Tensor) -> Pending:
         """Begin to send a contiguous tensor."""
@@ -125,28 +134,31 @@ class TorchDistributed:
         return self.begun(self.group.recv, peer, tensor)
 
     def tell(self, peer: int, document: Mapping[str, Any], content: bytes = b"") -> None:
-        """Send a message: the lengths of its two parts, then both."""
+        """Send a message: the lengths of its two parts, then both and the seal."""
         import torch
 
         text = json.dumps(document, separators=(",", ":")).encode()
         lengths = torch.tensor([len(text), len(content)], dtype=torch.int64, device=self.device)
-        body = torch.frombuffer(bytearray(text + content), dtype=torch.uint8).to(self.device)
+        seal = self._seal.of(_way(self.rank, peer, len(text)), text + content)
+        body = torch.frombuffer(bytearray(text + content + seal), dtype=torch.uint8).to(self.device)
         self.begun(self.group.send, peer, lengths).wait()
         self.begun(self.group.send, peer, body).wait()
 
     def hear(self, peer: int) -> Message:
-        """Wait for a message."""
+        """Wait for a message. Raises SystemRefusal for what is too large, not sealed, or not a JSON object, in this order."""
         import torch
 
+        where = f"rank {peer} of the channel"
         lengths = torch.empty(2, dtype=torch.int64, device=self.device)
         self.begun(self.group.recv, peer, lengths).wait()
         text, content = lengths.tolist()
-        if text < 1 or content < 0 or text + content > _MOST_MESSAGE_BYTES:
-            raise SystemRefusal(f"a message claims {text:,} and {content:,} bytes", where=f"rank {peer} of the channel")
-        body = torch.empty(text + content, dtype=torch.uint8, device=self.device)
+        if not (0 < text <= _MOST_DOCUMENT and 0 <= content <= _MOST_CONTENT):
+            raise SystemRefusal(f"a message claims {text:,} and {content:,} bytes", where=where)
+        body = torch.empty(text + content + SEAL, dtype=torch.uint8, device=self.device)
         self.begun(self.group.recv, peer, body).wait()
         data = body.cpu().numpy().tobytes()
-        return Message(json.loads(data[:text]), data[text:])
+        self._seal.check(_way(peer, self.rank, text), data[:-SEAL], data[-SEAL:], where)
+        return Message(_document(data[:text], where), data[text:-SEAL])
 
     def close(self) -> None:
         """End the connections."""
@@ -163,6 +175,23 @@ class TorchDistributed:
         return _Work(pending, peer)
 
 
+def _way(sender: int, receiver: int, text: int) -> str:
+    return f"{sender} to {receiver}, {text}"
+
+
+def _document(text: bytes, where: str) -> dict[str, Any]:
+    """The JSON object of a message. Raises SystemRefusal for another one, and for too many values, which are counted before."""
+    if sum(map(text.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+        raise SystemRefusal(f"a message has more than {_MOST_VALUES:,} values", where=where)
+    try:
+        told = parsed(text)
+    except ValueError as error:
+        raise SystemRefusal(f"a message is not JSON: {printable(str(error))[:80]}", where=where) from None
+    if not isinstance(told, dict):
+        raise SystemRefusal("a message is not a JSON object", where=where)
+    return told
+
+
 class _Work:
     """A work of torch whose exceptions name the other rank."""
 
@@ -174,6 +203,13 @@ class _Work:
             self._work.wait()
         except RuntimeError as error:
             raise lost(self._peer, error) from None
+
+
+def payload_digest(transport: Transport) -> Any:
+    """A BLAKE3 digest with a key that only the ranks of the channel know: who changes bytes on their way cannot change it with them."""
+    from blake3 import blake3
+
+    return blake3(key=derived(transport.key, b"payload"))
 
 
 def lost(peer: int, error: Exception) -> SystemRefusal:
