@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     help="Send what changed since the base of a chain of deltas; the servers keep a copy for the next push.",
 )
 @options.option("--since", section=options.TARGET, metavar="CKPT", help="Likewise, since this checkpoint, which was pushed before.")
-@options.option("--bind", section=options.TARGET, metavar="ADDRESS", help="Where the servers' ranks find this command (default: on the way to them).")
+@options.option(
+    "--bind", section=options.TARGET, metavar="ADDRESS", help="Where the servers' ranks find this command (default: on the way to them)."
+)
 @options.option("--port", section=options.TARGET, type=click.IntRange(1, 65535), help="The port there (default: a free one).")
 @options.option(
     "--trust-network",

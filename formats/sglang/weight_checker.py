@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.adapter.serving_format.weight_checker import (
+    MOST_RANKS,
     ParameterHash,
     ReadableWeight,
     ServerFacts,
@@ -158,7 +159,7 @@ class SglangWeightChecker(WeightChecker):
     def about(self, info: Mapping[str, Any]) -> ServerFacts:
         dtype, model = str(info.get("dtype", "auto")), info.get("model_path")
         told: dict[str, Any] = {axis: info.get(f"{axis}_size") for axis in ("tp", "pp", "dp")}
-        sizes = ServingRank(**told, pcp=1) if all(type(size) is int and size > 0 for size in told.values()) else None
+        sizes = ServingRank(**told, pcp=1) if all(type(size) is int and 0 < size <= MOST_RANKS for size in told.values()) else None
         return ServerFacts(int(info["ep_size"]) > 1, None if dtype == "auto" else dtype, sizes, model if isinstance(model, str) else None)
 
     def document(self, digests: Mapping[str, str]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.adapter.serving_format.weight_checker import ServerFacts, ServingRank, WeightChecker, panels, texts, widened
+from reshard.adapter.serving_format.weight_checker import MOST_RANKS, ServerFacts, ServingRank, WeightChecker, panels, texts, widened
 
 _SIZES = {
     "dp": "data_parallel_size",
@@ -63,7 +63,7 @@ class VllmWeightChecker(WeightChecker):
         split, model = info["vllm_config"]["parallel_config"], info["vllm_config"]["model_config"]
         dtype, name = str(model["dtype"]).removeprefix("torch."), model.get("model")
         told = {axis: split.get(key) for axis, key in _SIZES.items()}
-        sizes = ServingRank(**told) if all(type(size) is int and size > 0 for size in told.values()) else None
+        sizes = ServingRank(**told) if all(type(size) is int and 0 < size <= MOST_RANKS for size in told.values()) else None
         return ServerFacts(split["enable_expert_parallel"] is True, dtype, sizes, name if isinstance(name, str) else None)
 
     def document(self, digests: Mapping[str, str]) -> dict[str, Any]:

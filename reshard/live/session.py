@@ -16,13 +16,12 @@ A session's methods are called by all source ranks at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 from secrets import token_hex
-from socket import socket
 from typing import Any
 
 from reshard.errors import RequestError, SystemRefusal
@@ -35,7 +34,7 @@ from reshard.live.trainers import Trainers
 from reshard.live.wire.channel import Joining, is_loopback, joined, led
 from reshard.live.wire.exchange import Members
 from reshard.live.wire.line import Outcome
-from reshard.live.wire.meeting import ANY_ADDRESS, Meeting, listened
+from reshard.live.wire.meeting import ANY_ADDRESS, Meeting
 from reshard.live.wire.secret import SECRET, TOKEN, Secret
 from reshard.live.wire.transport import Transport, reason
 
@@ -126,7 +125,7 @@ def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrang
     try:
         engines = find()
         sizes = [engine.ranks() for engine in engines]
-        joining, listening, secret = _met(engines, sizes, trainers.size, link)
+        joining, meeting, secret = _met(engines, sizes, trainers.size, link)
     except Exception as error:
         trainers.share({"refused": reason(error)})
         raise
@@ -149,7 +148,7 @@ def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrang
                     )
 
         try:
-            transport = led(joining, Meeting(listening, joining.key(secret.content)), still_coming, link.device)
+            transport = led(joining, meeting.open(joining.key(secret.content)), still_coming, link.device)
         finally:
             secret.forget()
         members = Members(joining.sources, joining.targets)
@@ -164,14 +163,14 @@ def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrang
     return Session(transport, members, sends, Lead(transport, members, engines, sizes, link.pause, fallbacks))
 
 
-def _met(engines: Sequence[EngineControl], sizes: Sequence[int], sources: int, link: Link) -> tuple[Joining, socket, Secret]:
-    """What the ranks are told of the channel; what listens for them; and the secret, which has its way to the engines."""
+def _met(engines: Sequence[EngineControl], sizes: Sequence[int], sources: int, link: Link) -> tuple[Joining, Meeting, Secret]:
+    """What the ranks are told of the channel; where they will meet; and the secret, which has its way to the engines."""
     own = [engine.own_address() for engine in engines]
     host = link.host or (own[0] if link.bind is None or link.bind in ANY_ADDRESS else link.bind)
-    listening = listened(link.bind or host, link.port)
+    meeting = Meeting(link.bind or host, link.port)
     about = {"backend": link.backend, "seconds": link.seconds, "channel": token_hex(8)}
-    joining = Joining(host, listening.getsockname()[1], sources, sum(sizes), **about)
-    return joining, listening, Secret.of(all(map(is_loopback, own)), link.trust_network)
+    joining = Joining(host, meeting.port, sources, sum(sizes), **about)
+    return joining, meeting, Secret.of(all(map(is_loopback, own)), link.trust_network)
 
 
 def _arranged(
@@ -179,8 +178,14 @@ def _arranged(
 ) -> tuple[list[Hello], Schedule | None, tuple[str, ...]]:
     """Hear what the target ranks hold, and answer all ranks: what they receive and send, or a refusal. Returns also what is sent whole."""
     others, targets = range(1, members.sources), range(members.sources, members.sources + members.targets)
+    heard, outcome = dict[int, Mapping[str, Any]](), Outcome()
+    for peer in targets:
+        # A rank that has not been heard does not hear.
+        outcome.attempt(peer, lambda peer=peer: heard.update({peer: transport.hear(peer).document}))  # type: ignore[misc]
     try:
-        hellos = [Hello.of(transport.hear(peer).document) for peer in targets]
+        if outcome.failures:
+            raise SystemRefusal(outcome.failures[0])
+        hellos = [*map(Hello.of, heard.values())]
         for size, end in zip(sizes, accumulate(sizes), strict=True):
             check_numbers(hellos[end - size : end])
         arrangement = arrange(hellos)
@@ -188,7 +193,7 @@ def _arranged(
         for hello, answer in zip(hellos, answers, strict=True):
             check(hello, answer.targets, answer.fed, has_whole=bool(answer.beside.whole))
     except Exception as error:
-        for peer in [*others, *targets]:
+        for peer in [*others, *heard]:
             with suppress(Exception):
                 transport.tell(peer, {"refused": reason(error)})
         raise

@@ -81,10 +81,12 @@ class SourceRank:
         transport: str = "gloo",
         replicas: int = 1,
         changes: bool = False,
+        reach: dict[str, Any] | None = None,
     ) -> Any:
         engines: Any = self.stand_ins if engine == "stand-in" else engine
         plan = self.plan(tp, config, exchange, replicas)
-        self.sender = Sender(self.weights, engines, plan=plan, transport=Link(transport, seconds=60.0), verify=verify, changes=changes)
+        link = Link(transport, seconds=60.0)
+        self.sender = Sender(self.weights, engines, plan=plan, transport=link, verify=verify, changes=changes, **(reach or {}))
         return {"nbytes": plan.nbytes}
 
     def plan(self, tp: int, config: dict[str, Any] | None = None, exchange: bool = False, replicas: int = 1) -> HandPlan:

@@ -178,4 +178,3 @@ def _joins(backend: str) -> Callable[..., Transport]:
     check_word("transport", backend, ["gloo", "nccl", "shared", *found])
     join: Callable[..., Transport] = found[backend].load()
     return join
-

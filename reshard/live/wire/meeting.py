@@ -38,29 +38,32 @@ CANNOT = "cannot"
 """The name of the value by which a rank says why it cannot come."""
 
 
-def listened(host: str, port: int) -> socket.socket:
-    """What listens at an address of this machine; port: 0: a free one. Raises SystemRefusal if nothing can."""
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise SystemRefusal(
-            f"nothing can listen at {host}, port {port}: {error.strerror or error}",
-            do="Choose an address of this machine and a free port, with --bind and --port, or Sender(..., bind=, port=)",
-        ) from None
-
-
 class Meeting:
     """The end of source rank 0, served by a thread."""
 
-    def __init__(self, listening: socket.socket, key: bytes) -> None:
-        self._socket = listening
+    def __init__(self, host: str, port: int = 0) -> None:
+        """host, port: of this machine; 0: a free port. Nobody is heard before `open`. Raises SystemRefusal if nothing can listen there."""
+        try:
+            self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            raise SystemRefusal(
+                f"nothing can listen at {host}, port {port}: {error.strerror or error}",
+                do="Choose an address of this machine and a free port, with --bind and --port, or Sender(..., bind=, port=)",
+            ) from None
+        self.port = int(self._socket.getsockname()[1])
+        """The port."""
         self.strangers = 0
         """Connections that ended without a right seal."""
-        self._key, self._values = key, dict[str, str]()
+        self._key, self._values = b"", dict[str, str]()
         self._loop, self._over = asyncio.new_event_loop(), asyncio.Event()
         self._unknown: dict[asyncio.StreamWriter, None] = {}
         self._came: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+
+    def open(self, key: bytes) -> Meeting:
+        """Hear who knows the key; returns this meeting."""
+        self._key = key
         threading.Thread(target=self._run, name="reshard meeting", daemon=True).start()
+        return self
 
     def guest(self, seconds: float) -> Guest:
         """The end of source rank 0, which has come."""

@@ -52,7 +52,12 @@ class StreamWriter:
 
     def __init__(self, transport: Transport | None, peer: int = 0, *, verify: bool = False, changes: bool = False) -> None:
         """transport: None: bytes are counted, and nothing is sent. peer: the engine rank's number in the channel."""
-        self._transport, self._peer, self._digest, self._changes = transport, peer, payload_digest(transport) if verify and transport else None, changes
+        self._transport, self._peer, self._digest, self._changes = (
+            transport,
+            peer,
+            payload_digest(transport) if verify and transport else None,
+            changes,
+        )
         self.nbytes = 0
         """The bytes of weights that were sent."""
 

@@ -139,7 +139,7 @@ class TorchDistributed:
 
         text = json.dumps(document, separators=(",", ":")).encode()
         lengths = torch.tensor([len(text), len(content)], dtype=torch.int64, device=self.device)
-        seal = self._seal.of(_way(self.rank, peer, len(text)), text + content)
+        seal = self._seal.of(f"{self.rank} to {peer}", _sealed(len(text), text + content))
         body = torch.frombuffer(bytearray(text + content + seal), dtype=torch.uint8).to(self.device)
         self.begun(self.group.send, peer, lengths).wait()
         self.begun(self.group.send, peer, body).wait()
@@ -157,7 +157,7 @@ class TorchDistributed:
         body = torch.empty(text + content + SEAL, dtype=torch.uint8, device=self.device)
         self.begun(self.group.recv, peer, body).wait()
         data = body.cpu().numpy().tobytes()
-        self._seal.check(_way(peer, self.rank, text), data[:-SEAL], data[-SEAL:], where)
+        self._seal.check(f"{peer} to {self.rank}", _sealed(text, data[:-SEAL]), data[-SEAL:], where)
         return Message(_document(data[:text], where), data[text:-SEAL])
 
     def close(self) -> None:
@@ -175,8 +175,9 @@ class TorchDistributed:
         return _Work(pending, peer)
 
 
-def _way(sender: int, receiver: int, text: int) -> str:
-    return f"{sender} to {receiver}, {text}"
+def _sealed(text: int, body: bytes) -> bytes:
+    """What the seal of a message is about: the length of its document, too."""
+    return text.to_bytes(8) + body
 
 
 def _document(text: bytes, where: str) -> dict[str, Any]:
