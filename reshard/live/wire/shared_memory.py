@@ -1,7 +1,7 @@
 """SharedMemory: a transport for ranks on one host. Bytes go through memory that they share, and gloo carries only notes of it.
 
-Each rank has a file of SLOTS slots in the memory of the host (own_memory.py); nothing of it takes memory before it is used. What it sends is
-copied into the next slot that is free:
+Each rank has a file of SLOTS slots in the memory of the host (own_memory.py); nothing of it takes memory before it is used. What it sends
+is copied into the next slot that is free:
 
     sender      copies into a slot     note [slot, bytes] ──▶     waits for the note that comes back, then uses the slot again
     receiver                           copies out of the slot     ◀── note
