@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     help="Send what changed since the base of a chain of deltas; the servers keep a copy for the next push.",
 )
 @options.option("--since", section=options.TARGET, metavar="CKPT", help="Likewise, since this checkpoint, which was pushed before.")
+@options.option(
+    "--take-over", section=options.TARGET, is_flag=True, help="Take the servers over from the Sender or push of another process that updates them."
+)
 @options.format_name
 @options.model
 @options.option("--dry-run", section=options.OUTPUT, is_flag=True, help="Ask the servers and show the proven plan; send nothing.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from reshard.geometry.value import value
 from reshard.live.plan.beside import Beside
@@ -26,6 +26,17 @@ class Link:
     """What becomes of requests that run when an update begins: wait for them, abort them, or keep them for later with what they have."""
     device: str = "cpu"
     """With nccl: this rank's GPU, such as "cuda:0"."""
+    name: str = ""
+    """How other senders call this one; empty: by the name of its program."""
+    take_over: bool = False
+    """Whether an engine that another sender has joined is taken over from it."""
+
+
+class LinkOptions(TypedDict, total=False):
+    """Keywords of `Sender` that are fields of Link."""
+
+    take_over: bool
+    """Whether an engine that another sender has joined is taken over from it."""
 
 
 class Planned(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -19,6 +20,7 @@ from reshard.geometry.documents import document
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.value import value
 from reshard.live.agreement import check_same_model
+from reshard.live.arrangement import LinkOptions
 from reshard.live.engines.choice import server_control
 from reshard.live.from_files.rank_streams import RankStreams
 from reshard.live.from_files.running_engines import RunningEngines
@@ -55,7 +57,7 @@ _SLOWEST = 5e6
 """Bytes per second of a push that is waited for to its end."""
 
 
-class PushOptions(ModelOptions, SelectionOptions, RecipeOptions, EffortOptions, total=False):
+class PushOptions(ModelOptions, SelectionOptions, RecipeOptions, LinkOptions, EffortOptions, total=False):
     """Keywords of `push`. Sizes and format are those of the servers."""
 
     changes: bool
@@ -69,7 +71,7 @@ class PushOptions(ModelOptions, SelectionOptions, RecipeOptions, EffortOptions, 
 class PushResult:
     """What a push has sent."""
 
-    JSON = "servers format parallel version fingerprint bytes=nbytes full_bytes=full_nbytes since seconds sending_seconds dropped notes"
+    JSON = "servers format parallel version fingerprint bytes=nbytes full_bytes=full_nbytes since seconds waiting_seconds sending_seconds dropped notes"
 
     servers: tuple[str, ...]
     """The addresses of the servers."""
@@ -91,6 +93,8 @@ class PushResult:
     """The checkpoint since which changes were sent; None: all weights were."""
     seconds: float
     """From the pause of the servers until they answered again."""
+    waiting_seconds: float
+    """The part of it in which the servers waited for requests that ran."""
     sending_seconds: float
     """The part of it in which weights were read and sent."""
     dropped: tuple[DropSummary, ...] = ()
@@ -101,7 +105,8 @@ class PushResult:
     def to_json(self) -> dict[str, Any]:
         """The result as plain values with stable keys."""
         sizes = {"tp": self.parallel.tp, "pp": self.parallel.pp, "ep": self.parallel.ep}
-        return document(self, parallel=sizes, seconds=round(self.seconds, 3), sending_seconds=round(self.sending_seconds, 3))
+        seconds = {name: round(getattr(self, name), 3) for name in ("seconds", "waiting_seconds", "sending_seconds")}
+        return document(self, parallel=sizes, **seconds)
 
     @property
     def what(self) -> str:
@@ -158,6 +163,8 @@ class PlannedPush:
     """Whether the servers keep what they get, for the changes of the next push."""
     base: Base | None = None
     """The checkpoint that the servers hold, by the version that they tell, if only changes are to be sent."""
+    link: LinkOptions = field(default_factory=LinkOptions)
+    """How the servers' ranks are joined."""
 
     @property
     def total(self) -> int:
@@ -197,6 +204,7 @@ def planned_push(source: Checkpoint | PathLike, server: str | Sequence[str], eff
     for each in servers:
         server_control(each.address, _SECONDS).ranks()
     about_model = take(options, OpenOptions)
+    link: Any = take(options, LinkOptions)
     since, keeps = options.pop("since", None), options.pop("changes", False)
     checkpoint, notes = _opened(source, servers[0], about_model)
     _check_local_config(checkpoint, servers[0])
@@ -215,7 +223,7 @@ def planned_push(source: Checkpoint | PathLike, server: str | Sequence[str], eff
     keeps = keeps or since is not None
     is_expected = keeps and (since is not None or bool(checkpoint.deltas))
     held, reasons = _held(servers, found, _bases(checkpoint, since, base)) if is_expected else (None, ())
-    return PlannedPush(checkpoint.path, found, servers, (*found.layout.notes, *notes, *reasons), keeps, held)
+    return PlannedPush(checkpoint.path, found, servers, (*found.layout.notes, *notes, *reasons), keeps, held, link)
 
 
 def _bases(checkpoint: Checkpoint, since: Checkpoint | PathLike | PushResult | None, base: Callable[..., Base]) -> Iterator[Base]:
@@ -316,7 +324,7 @@ class _Pushing:
         from reshard.live.session import opened
         from reshard.live.trainers import Trainers
 
-        session = opened(lambda: self._servers, Trainers(), self._arranged, Link(seconds=_SECONDS))
+        session = opened(lambda: self._servers, Trainers(), self._arranged, Link(seconds=_SECONDS, name="reshard push", **self._planned.link))
         try:
             report = session.update(lambda: self._sent(session), lambda: None, lambda: self._version or self._fingerprint)
         except SystemRefusal as refusal:
@@ -348,6 +356,7 @@ class _Pushing:
             sum(each.nbytes * len(self._targets[each.pp_rank, each.tp_rank]) for each in self._staged),
             self._base.path if self._base else None,
             report.seconds,
+            report.waiting_seconds,
             report.sending_seconds,
             drops(self._plan),
             self._notes,
@@ -386,6 +395,7 @@ class _Pushing:
         """Send the weights. Whatever goes wrong here is kept, and the servers hear that nothing more comes: they must not wait."""
         from reshard.live.wire.line import Outcome
         from reshard.live.wire.stream import StreamWriter
+        from reshard.live.wire.transport import ConnectionEnded
 
         def writers(staged: StagedRank) -> list[StreamWriter]:
             peers = map(session.members.target, self._targets[staged.pp_rank, staged.tp_rank])
@@ -400,7 +410,7 @@ class _Pushing:
             for done in running.run():
                 self._effort.report(done.nbytes)
         except BaseException as error:  # Ctrl-C, too: the servers are to answer again
-            self._stopped = error
+            self._stopped = None if isinstance(error, ConnectionEnded) else error
             streams.give_up()
             return Outcome(failures=[str(error) or type(error).__name__])
         assert running.fingerprint is not None

@@ -17,12 +17,13 @@ from typing import Any
 
 from reshard.errors import RequestError, SystemRefusal, check_word
 from reshard.geometry.value import value
+from reshard.live.wire.notes import Notes
 from reshard.live.wire.transport import SECONDS, TorchDistributed, Transport, reason
 from reshard.storage.server import own_address
 
 GROUP = "reshard.transports"
 """The entry points of other packages' transports: functions (store, rank, size, *, device, seconds, address) -> Transport."""
-VERSION = 4
+VERSION = 5
 """Of what the ranks say to each other. Both ends must have the same."""
 _PAUSE = 0.02
 # Who sets it has chosen the network interface for gloo.
@@ -47,6 +48,12 @@ class Joining:
     """What carries the bytes: gloo, nccl, shared, or the name of another transport."""
     seconds: float = SECONDS
     """The longest wait for another rank."""
+    owner: str = "a sender"
+    """Who sends: a program, its host and its process."""
+    process: str = ""
+    """A random text of its process, which no other one has."""
+    take_over: bool = False
+    """Whether it takes engines over that another sender has joined."""
     version: int = VERSION
     """The version of the protocol."""
 
@@ -85,8 +92,8 @@ def opened_store(host: str, seconds: float = SECONDS) -> Any:
     return distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 
 
-def joined(joining: Joining, rank: int, store: Any = None, device: str = "cpu") -> Transport:
-    """The transport of a rank other than source rank 0, once all are there.
+def joined(joining: Joining, rank: int, store: Any = None, device: str = "cpu") -> tuple[Transport, Notes]:
+    """The transport of a rank other than source rank 0, once all are there, and its way to the notes at source rank 0.
 
     Raises: RequestError with the reason of rank 0 if it does not let them go.
     """
@@ -104,7 +111,8 @@ def joined(joining: Joining, rank: int, store: Any = None, device: str = "cpu") 
         if refusal := store.get("go").decode():
             raise RequestError(refusal)
         address = None if _INTERFACE in os.environ else own_address(f"http://{_bracketed(joining.host)}:{joining.port}")
-        return join(_prefixed(store), rank, joining.size, device=device, seconds=seconds, address=address)
+        transport = join(_prefixed(store), rank, joining.size, device=device, seconds=seconds, address=address)
+        return transport, Notes(store, joining.host, joining.port)
     except Exception as error:
         store.set("cannot", f"rank {rank}: {reason(error)}")
         raise
