@@ -216,7 +216,8 @@ def _arranged(transport: Transport, members: Members, arrange: Arrange) -> tuple
     """Hear what the target ranks hold, and answer all ranks: what they receive and send, or a refusal. Returns also what is sent whole."""
     others, targets = range(1, members.sources), range(members.sources, members.sources + members.targets)
     try:
-        hellos = [Hello.of(transport.hear(peer).document) for peer in targets]
+        # All are heard before one is refused: a rank that tells does not hear.
+        hellos = [*map(Hello.of, [transport.hear(peer).document for peer in targets])]
         arrangement = arrange(hellos)
         answers = [arrangement.answer(rank) for rank in range(members.targets)]
         for hello, answer in zip(hellos, answers, strict=True):
