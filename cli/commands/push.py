@@ -56,6 +56,12 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Tell servers on other hosts the secret of the push over HTTP, instead of by RESHARD_LIVE_TOKEN.",
 )
+@options.option(
+    "--take-over",
+    section=options.TARGET,
+    is_flag=True,
+    help="Take the servers over from the Sender or push of another process that updates them.",
+)
 @options.format_name
 @options.model
 @options.option("--dry-run", section=options.OUTPUT, is_flag=True, help="Ask the servers and show the proven plan; send nothing.")

@@ -28,8 +28,12 @@ class Link:
     """What becomes of requests that run when an update begins: wait for them, abort them, or keep them for later with what they have."""
     device: str = "cpu"
     """With nccl: this rank's GPU, such as "cuda:0"."""
+    name: str = ""
+    """How other senders call this one; empty: by the name of its program."""
+    take_over: bool = False
+    """Whether an engine that another sender has joined is taken over from it."""
     bind: str | None = None
-    """The address of this machine at which source rank 0 listens while the ranks join; None: that of `host`. 0.0.0.0 and :: are all."""
+    """The address of this machine at which source rank 0 listens; None: that of `host`. 0.0.0.0 and :: are all."""
     port: int = 0
     """The port; 0: a free one."""
     trust_network: bool = False
@@ -37,8 +41,10 @@ class Link:
 
 
 class LinkOptions(TypedDict, total=False):
-    """Fields of Link that are keywords, too."""
+    """Fields of Link that are keywords of `Sender` and `push`, too."""
 
+    take_over: bool
+    """Whether an engine that another sender has joined is taken over from it."""
     bind: str | None
     """The address of this machine at which the servers' ranks find the sender; default: the one on its way to the first server."""
     port: int
@@ -92,9 +98,10 @@ class RankAnswer:
         """The tensors of its load form for which bytes come. The others are constants."""
         if self.receives is None:
             return {held.name for held in self.targets}
-        made = [*self.beside.merges, *(part for computed in self.beside.computes for part in computed.parts)]
+        made = {merged.tensor for merged in self.beside.merges}
+        made |= {part.tensor for computed in self.beside.computes for part in computed.parts}
         sent = {i for way in self.receives.ways for i in np.unique(way.target_tensors).tolist()}
-        return {self.receives.targets[i].name for i in sent} | {each.tensor for each in made}
+        return made | {self.receives.targets[i].name for i in sent}
 
 
 @value(eq=False)

@@ -11,8 +11,10 @@ A document of plain values goes over the channel:
     others      ["model.layers.0.self_attn.attn._k_scale", ...]            what the engine computes itself: it takes no update of these
     is_open     false                                                      whether an update has begun and has not been finished
     holds       "blake3:01ab..."                                           the fingerprint of what its staging still holds; "": none
+    number      18                                                         the highest number that its weights had as version
+    before      "train.py (host h, process 7)"                             who had joined it before and has ended; "": nobody
 
-A rank that takes no update tells {"refused": why} instead.
+A rank that takes no update tells {"refused": why} instead, and "in_use": true where another sender has joined it.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ from reshard.geometry.value import value
 from reshard.live.plan.schedule import HeldTensor
 
 _KINDS = {"engine": str, "rank": int, "degrees": dict, "config": dict, "model": str, "is_open": bool, "holds": str}
+_KINDS |= {"number": int, "before": str}
 """The fields of a hello that are no lists."""
 _MOST_ELEMENTS = 1 << 48
+_TAKE_OVER = "Close that Sender, end its process or wait for that push; or take over: Sender(..., take_over=True), push --take-over"
 
 
 @value
@@ -67,11 +71,18 @@ class Hello:
     """Whether an update has begun and has not been finished."""
     holds: str = ""
     """The fingerprint of the weights that its staging still holds, of an update that was installed; empty: it holds none."""
+    number: int = 0
+    """The highest number that its weights had as version."""
+    before: str = ""
+    """The sender that had joined it before and has ended without leaving; empty: none."""
 
     @staticmethod
     def of(document: Mapping[str, Any]) -> Hello:
         """From the document. Raises RequestError if it is another one, or tells why the rank takes no update."""
         if "refused" in document:
+            if document.get("in_use"):
+                why = "Two senders would undo each other's updates. Nothing was sent"
+                raise RequestError(str(document["refused"]), where="a rank of the engine", why=why, do=_TAKE_OVER, id="target-in-use")
             raise RequestError(str(document["refused"]), where="a rank of the engine")
         try:
             tensors = tuple(KeptTensor(_texts(names), _typed(dtype, str), _sizes(shape)) for names, dtype, shape in document["tensors"])

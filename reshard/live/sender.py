@@ -57,7 +57,9 @@ class Sender:
         verify: compare the digests of all bytes that arrive before they are installed.
         fallback: "whole": send tensors that cannot be planned whole to the engine's own loader; None: refuse them by name.
         changes: send what changed since the last update, where that is less. This rank then keeps a copy of the tensors that it has sent.
-        reach: where source rank 0 listens while the ranks join, `bind` and `port`; and `trust_network` (Link).
+        reach: `take_over`: take the engine over from a Sender or push of another process that has joined it; by default this one is refused
+        by the name of that process. `bind` and `port`: where source rank 0 listens. `trust_network`: whether the secret of the update may
+        go over HTTP to an engine that is not asked at a loopback address.
 
         Raises: RequestError or SystemRefusal on every rank; trainer and engines stay as they were.
         """

@@ -16,17 +16,25 @@ A session's methods are called by all source ranks at the same time.
 
 from __future__ import annotations
 
+import json
+import os
+import secrets
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
-from secrets import token_hex
+from pathlib import Path
+from threading import Event
 from typing import Any
 
-from reshard.errors import RequestError, SystemRefusal
+from reshard.engine.events import event
+from reshard.errors import RequestError, SystemRefusal, printable
 from reshard.live.arrangement import Arrangement, Link
 from reshard.live.engines.control import EngineControl
+from reshard.live.engines.watch import requested
 from reshard.live.hello import Hello, check, check_numbers, held_to_json
 from reshard.live.leading import Lead, UpdateReport, Version, dropped
 from reshard.live.plan.schedule import Schedule
@@ -35,19 +43,23 @@ from reshard.live.wire.channel import Joining, is_loopback, joined, led
 from reshard.live.wire.exchange import Members
 from reshard.live.wire.line import Outcome
 from reshard.live.wire.meeting import ANY_ADDRESS, Meeting
+from reshard.live.wire.notes import Notes
 from reshard.live.wire.secret import SECRET, TOKEN, Secret
 from reshard.live.wire.transport import Transport, reason
 
+_EVERY = 0.5
+"""Seconds between two looks at the notes."""
+_PROCESS = secrets.token_hex(8)
 Arrange = Callable[[Sequence[Hello]], Arrangement]
 
 
 class Session:
     """A source rank's end of the channel. Make it with `opened`."""
 
-    def __init__(self, transport: Transport, members: Members, sends: Schedule | None, lead: Lead | None) -> None:
+    def __init__(self, transport: Transport, notes: Notes, members: Members, sends: Schedule | None, lead: Lead | None) -> None:
         """sends: what this rank sends; None: a stream. lead: of source rank 0."""
         self.transport, self.members, self.sends = transport, members, sends
-        self._lead, self._is_lost = lead, False
+        self._notes, self._lead, self._is_lost = notes, lead, False
 
     def update(self, send: Callable[[], Outcome], ready: Callable[[], None], version: Version = None) -> UpdateReport:
         """One update.
@@ -68,33 +80,62 @@ class Session:
         try:
             return self._lead.update(send, failures, version)
         finally:
-            self._is_lost = self._lead.is_lost
+            if self._lead.is_lost:
+                self._is_lost = True
+                self.close()
 
     def close(self) -> None:
         """Leave the channel. The engines give their staging back, and go on with the weights that they have."""
         if self._lead is not None and not self._is_lost:
             self._lead.leave()
         self._is_lost = True
-        with suppress(Exception):
-            self.transport.close()
+        for end in (self.transport, self._notes):
+            with suppress(Exception):
+                end.close()
 
     def _follow(self, send: Callable[[], Outcome], failures: list[str]) -> UpdateReport:
         """What another source rank than 0 does."""
-        self._is_lost = True
+        self._is_lost, over = True, Event()
         try:
             self.transport.tell(0, {"failures": failures})
             end = self.transport.hear(0).document
             if end.get("go"):
+                requested(self._listen, over)
                 outcome = send()
                 self.transport.tell(0, {"failures": outcome.failures, "nbytes": outcome.nbytes})
                 self.transport.hear(0)
                 end = self.transport.hear(0).document
         except Exception as error:
-            raise dropped(reason(error), "The engine's log says whether it has installed the update. Make a new Sender") from None
+            if (noted := self._noted_end()) is None:
+                raise dropped(reason(error), "The engine's log says whether it has installed the update. Make a new Sender") from None
+            end = noted
+        finally:
+            over.set()
         self._is_lost = bool(end.get("is_lost"))
+        if self._is_lost:
+            with suppress(Exception):
+                self._notes.leave(f"read {self.transport.rank}", "")
+            self.close()
         if "failed" in end:
             raise dropped(end["failed"], end["do"])
         return UpdateReport(**{**end["report"], "fallbacks": tuple(end["report"]["fallbacks"])})
+
+    def _listen(self, over: Event) -> None:
+        """Break the connections of this rank once source rank 0 has stopped the update, or has ended."""
+        with suppress(Exception):
+            while not over.wait(_EVERY) and self._notes.read("stop") is None:
+                pass
+        if not over.is_set():
+            self.transport.close()
+
+    def _noted_end(self) -> dict[str, Any] | None:
+        """How an update has ended that source rank 0 has stopped; None if it has not."""
+        with suppress(Exception):
+            while self._notes.read("stop") is not None:
+                if (end := self._notes.read("end")) is not None:
+                    return dict(json.loads(end))
+                time.sleep(_EVERY / 5)
+        return None
 
 
 def opened(engines: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrange: Arrange, link: Link) -> Session:
@@ -113,12 +154,12 @@ def _followed(trainers: Trainers, link: Link) -> Session:
     if "refused" in shared:
         raise RequestError(shared["refused"])
     joining = Joining.of(shared)
-    transport = joined(joining, trainers.rank, joining.key(bytes.fromhex(shared[SECRET])), link.device)
+    transport, notes = joined(joining, trainers.rank, joining.key(bytes.fromhex(shared[SECRET])), link.device)
     answer = transport.hear(0)
     if "refused" in answer.document:
         transport.close()
         raise RequestError(answer.document["refused"])
-    return Session(transport, Members(joining.sources, joining.targets), Schedule.from_bytes(answer.content), None)
+    return Session(transport, notes, Members(joining.sources, joining.targets), Schedule.from_bytes(answer.content), None)
 
 
 def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrange: Arrange, link: Link) -> Session:
@@ -148,7 +189,7 @@ def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrang
                     )
 
         try:
-            transport = led(joining, meeting.open(joining.key(secret.content)), still_coming, link.device)
+            transport, notes = led(joining, meeting.open(joining.key(secret.content)), still_coming, link.device)
         finally:
             secret.forget()
         members = Members(joining.sources, joining.targets)
@@ -160,7 +201,10 @@ def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrang
         except Exception:
             transport.close()
             raise
-    return Session(transport, members, sends, Lead(transport, members, engines, sizes, link.pause, fallbacks))
+    for before in sorted({hello.before for hello in hellos} - {""}):
+        event("replaced", f"{printable(before)} had joined the engine before and has ended", owner=before)
+    number = max(hello.number for hello in hellos)
+    return Session(transport, notes, members, sends, Lead(transport, notes, members, engines, sizes, link, fallbacks, number))
 
 
 def _met(engines: Sequence[EngineControl], sizes: Sequence[int], sources: int, link: Link) -> tuple[Joining, Meeting, Secret]:
@@ -168,8 +212,18 @@ def _met(engines: Sequence[EngineControl], sizes: Sequence[int], sources: int, l
     own = [engine.own_address() for engine in engines]
     host = link.host or (own[0] if link.bind is None or link.bind in ANY_ADDRESS else link.bind)
     meeting = Meeting(link.bind or host, link.port)
-    about = {"backend": link.backend, "seconds": link.seconds, "channel": token_hex(8)}
-    joining = Joining(host, meeting.port, sources, sum(sizes), **about)
+    joining = Joining(
+        host,
+        meeting.port,
+        sources,
+        sum(sizes),
+        backend=link.backend,
+        seconds=link.seconds,
+        owner=f"{link.name or Path(sys.argv[0]).name or 'python'} (host {os.uname().nodename}, process {os.getpid()})",
+        process=_PROCESS,
+        take_over=link.take_over,
+        channel=secrets.token_hex(8),
+    )
     return joining, meeting, Secret.of(all(map(is_loopback, own)), link.trust_network)
 
 

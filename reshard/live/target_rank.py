@@ -16,21 +16,24 @@ of the next one, until an update fails or another one needs the memory.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, printable
 from reshard.live.hello import held_from_json
 from reshard.live.plan.beside import Beside
 from reshard.live.plan.schedule import HeldTensor, Schedule
 from reshard.live.wire.channel import Joining, channel_of, joined
 from reshard.live.wire.computing import compute, merge
 from reshard.live.wire.exchange import Exchange, Members
+from reshard.live.wire.notes import Notes
 from reshard.live.wire.secret import SECRET, Secret
 from reshard.live.wire.staging import Staged
 from reshard.live.wire.stream import receive_stream
-from reshard.live.wire.transport import Transport, reason
+from reshard.live.wire.transport import Message, Transport, reason
 
 if TYPE_CHECKING:
     import torch
@@ -75,20 +78,39 @@ class TargetRank:
         self._staged: Staged | None = None
         self._beside = Beside()
         self._values: dict[str, torch.Tensor] = {}
-        self._expected, self._channel = 0, dict[str, Any]()
-        self._fingerprint = self._holds = ""
+        self._expected = self._number = 0
+        self._joining: Joining | None = None
+        self._notes: Notes | None = None
+        self._fingerprint = self._holds = self._since = ""
 
     def join(self, info: Mapping[str, Any]) -> None:
-        """Join the channel that the sender names, and leave the one before."""
-        self._leave()
+        """Join the channel that the sender names, and leave the one before; stay in that one if the sender is refused."""
         try:
-            joining, self._channel = Joining.of(info), channel_of(info)
-            key = joining.key(Secret.heard(info.get(SECRET)))
+            joining = Joining.of(info)
             # Source rank 0 waits for all ranks of the channel; it hears at once which of them cannot come.
             rank = joining.sources + joining.offset + self._served.rank()
-            self._transport = transport = joined(joining, rank, key, self._served.device if joining.backend == "nccl" else "cpu")
-            transport.tell(SOURCE, self._described())
-            self._prepare(transport, Members(joining.sources, joining.targets))
+            key = joining.key(Secret.heard(info.get(SECRET)))
+            transport, notes = joined(joining, rank, key, self._served.device if joining.backend == "nccl" else "cpu")
+        except Exception as error:
+            self._log.warning("reshard: the channel of an update was not joined: %s", reason(error))
+            return
+        owner = self._joining.owner if self._joining is not None else ""
+        is_owned = self._notes is not None and self._notes.is_there()
+        try:
+            transport.tell(SOURCE, (is_owned and self._refusal(joining)) or self._described("" if is_owned else owner))
+            if refusal := (answer := transport.hear(SOURCE)).document.get("refused"):
+                raise RequestError(refusal)
+        except Exception as error:
+            self._log.warning("reshard: the channel of an update was not joined: %s", reason(error))
+            _closed(transport, notes)
+            return
+        if owner:
+            what = "takes over from" if is_owned else "comes after an owner that has ended,"
+            self._log.warning("reshard: %s %s %s", printable(joining.owner), what, printable(owner))
+        self._leave(joining.owner if is_owned else "")
+        self._transport, self._notes, self._joining, self._since = transport, notes, joining, _now()
+        try:
+            self._prepare(answer, transport, Members(joining.sources, joining.targets))
         except Exception as error:
             self._log.warning("reshard: the channel of an update was not joined: %s", reason(error))
             self._leave()
@@ -100,7 +122,7 @@ class TargetRank:
     def receive(self, channel: Mapping[str, Any] | None = None) -> None:
         """Receive an update, and hear whether it is to be installed. channel: that of the sender; None: the one that was joined."""
         self._is_ready = False
-        if self._transport is None or channel not in (None, self._channel):
+        if self._transport is None or self._joining is None or channel not in (None, channel_of(self._joining.to_json())):
             self._log.warning("reshard: the update is dropped: this rank is not in the sender's channel, another sender may have come")
             return
         self._holds = ""
@@ -110,7 +132,8 @@ class TargetRank:
         try:
             self._transport.tell(SOURCE, {"failures": failures})
             decision = self._transport.hear(SOURCE).document
-            self._is_ready, self._fingerprint = bool(decision["install"]) and not failures, str(decision["fingerprint"])
+            self._fingerprint, self._number = str(decision["fingerprint"]), max(self._number, int(decision["number"]))
+            self._is_ready = bool(decision["install"]) and not failures
             if not self._is_ready:
                 self._log.warning("reshard: the update is dropped, the weights stay as they were: %s", decision.get("reason"))
         except Exception as error:
@@ -139,30 +162,42 @@ class TargetRank:
         """Leave the channel, and give the staging back, unless it is kept."""
         self._leave()
 
-    def _described(self) -> Mapping[str, Any]:
-        """What source rank 0 is told; or why this rank takes no update: it waits for an answer."""
+    def _refusal(self, joining: Joining) -> Mapping[str, Any] | None:
+        """Why a sender may not join while the owner of this rank is there; None: it takes over."""
+        assert self._joining is not None
+        if self._is_open:
+            what = "is in the middle of an update of this engine, and another one can begin once it has ended"
+        elif joining.take_over or joining.process == self._joining.process:
+            return None
+        else:
+            what = "updates this engine"
+        return {"refused": f"{self._joining.owner}, joined at {self._since}, {what}", "in_use": True}
+
+    def _described(self, before: str) -> Mapping[str, Any]:
+        """What source rank 0 is told; or why this rank takes no update: it waits for an answer. before: an owner that has ended."""
         try:
-            return {**self._served.described(), "is_open": self._is_open, "holds": self._holds}
+            own = {"is_open": self._is_open, "holds": self._holds, "number": self._number, "before": before}
+            return {**self._served.described(), **own}
         except Exception as error:
             return {"refused": reason(error)}
 
-    def _leave(self) -> None:
-        transport = self._transport
-        self._transport = self._exchange = None
+    def _leave(self, taker: str = "") -> None:
+        """Leave the channel. taker: who takes this rank over, which its owner is told."""
+        transport, notes, joining = self._transport, self._notes, self._joining
+        self._transport = self._exchange = self._joining = self._notes = None
         if not self._holds:
             self._staged = None
         self._beside, self._values = Beside(), {}
         self._is_ready = False
-        if transport is not None:
-            with suppress(Exception):
-                transport.close()
+        if taker and notes is not None and joining is not None:
+            # An owner that is stopped must not be waited for.
+            Thread(target=_closed, args=(transport, notes, f"taken {joining.offset}", f"{taker}, at {_now()}"), daemon=True).start()
+        else:
+            _closed(transport, notes)
 
-    def _prepare(self, transport: Transport, members: Members) -> None:
-        """Hear the plan, and make place for what it brings."""
-        answer = transport.hear(SOURCE)
+    def _prepare(self, answer: Message, transport: Transport, members: Members) -> None:
+        """Make place for what the plan brings."""
         about = answer.document
-        if "refused" in about:
-            raise RequestError(about["refused"])
         self._verify, self._expected, self._changes = bool(about["verify"]), int(about["expected"]), bool(about["changes"])
         try:
             self._staged = self._room_for(held_from_json(about["targets"]), about["fills"], str(about["since"]))
@@ -204,3 +239,18 @@ class TargetRank:
         except Exception as error:
             return [reason(error)]
         return []
+
+
+def _closed(transport: Transport | None, notes: Notes | None, *note: str) -> None:
+    """Leave a channel, and a note before."""
+    with suppress(Exception):
+        if note and notes is not None:
+            notes.leave(*note)
+    for end in (transport, notes):
+        with suppress(Exception):
+            if end is not None:
+                end.close()
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())

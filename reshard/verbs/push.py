@@ -71,7 +71,7 @@ class PushOptions(ModelOptions, SelectionOptions, RecipeOptions, LinkOptions, Ef
 class PushResult:
     """What a push has sent."""
 
-    JSON = "servers format parallel version fingerprint bytes=nbytes full_bytes=full_nbytes since seconds sending_seconds dropped notes"
+    JSON = "servers format parallel version fingerprint bytes=nbytes full_bytes=full_nbytes since seconds waiting_seconds sending_seconds dropped notes"
 
     servers: tuple[str, ...]
     """The addresses of the servers."""
@@ -93,6 +93,8 @@ class PushResult:
     """The checkpoint since which changes were sent; None: all weights were."""
     seconds: float
     """From the pause of the servers until they answered again."""
+    waiting_seconds: float
+    """The part of it in which the servers waited for requests that ran."""
     sending_seconds: float
     """The part of it in which weights were read and sent."""
     dropped: tuple[DropSummary, ...] = ()
@@ -103,7 +105,8 @@ class PushResult:
     def to_json(self) -> dict[str, Any]:
         """The result as plain values with stable keys."""
         sizes = {"tp": self.parallel.tp, "pp": self.parallel.pp, "ep": self.parallel.ep}
-        return document(self, parallel=sizes, seconds=round(self.seconds, 3), sending_seconds=round(self.sending_seconds, 3))
+        seconds = {name: round(getattr(self, name), 3) for name in ("seconds", "waiting_seconds", "sending_seconds")}
+        return document(self, parallel=sizes, **seconds)
 
     @property
     def what(self) -> str:
@@ -161,7 +164,7 @@ class PlannedPush:
     base: Base | None = None
     """The checkpoint that the servers hold, by the version that they tell, if only changes are to be sent."""
     link: LinkOptions = field(default_factory=LinkOptions)
-    """How the servers' ranks find this process."""
+    """How the servers' ranks are joined."""
 
     @property
     def total(self) -> int:
@@ -321,7 +324,9 @@ class _Pushing:
         from reshard.live.session import opened
         from reshard.live.trainers import Trainers
 
-        session = opened(lambda: self._servers, Trainers(), self._arranged, Link(seconds=_SECONDS, **self._planned.link))
+        session = opened(
+            lambda: self._servers, Trainers(), self._arranged, Link(seconds=_SECONDS, name="reshard push", **self._planned.link)
+        )
         try:
             report = session.update(lambda: self._sent(session), lambda: None, lambda: self._version or self._fingerprint)
         except SystemRefusal as refusal:
@@ -353,6 +358,7 @@ class _Pushing:
             sum(each.nbytes * len(self._targets[each.pp_rank, each.tp_rank]) for each in self._staged),
             self._base.path if self._base else None,
             report.seconds,
+            report.waiting_seconds,
             report.sending_seconds,
             drops(self._plan),
             self._notes,
@@ -389,6 +395,7 @@ class _Pushing:
         """Send the weights. Whatever goes wrong here is kept, and the servers hear that nothing more comes: they must not wait."""
         from reshard.live.wire.line import Outcome
         from reshard.live.wire.stream import StreamWriter
+        from reshard.live.wire.transport import ConnectionEnded
 
         def writers(staged: StagedRank) -> list[StreamWriter]:
             peers = map(session.members.target, self._targets[staged.pp_rank, staged.tp_rank])
@@ -403,7 +410,7 @@ class _Pushing:
             for done in running.run():
                 self._effort.report(done.nbytes)
         except BaseException as error:  # Ctrl-C, too: the servers are to answer again
-            self._stopped = error
+            self._stopped = None if isinstance(error, ConnectionEnded) else error
             streams.give_up()
             return Outcome(failures=[str(error) or type(error).__name__])
         assert running.fingerprint is not None

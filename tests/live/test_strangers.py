@@ -437,11 +437,15 @@ def test_an_update_goes_on_among_strangers(trainer):
     assert len(reached) > 3
 
 
-def test_no_file_of_a_secret_is_left(trainer):
-    before = {*MEMORY.glob("reshard-*")}
-    trainer.ask("open", engine="stand-in", tp=TP)
-    trainer.ask("open", engine="stand-in", tp=TP, config={"vocab_size": 300})
-    assert {*MEMORY.glob("reshard-*")} <= before
+@pytest.mark.parametrize("lie", [{}, {"config": 3}])
+def test_no_file_of_a_secret_is_left(lie, ranks_of_llama, monkeypatch):
+    numbers, made = [], own_memory.made
+    monkeypatch.setattr(own_memory, "made", lambda nbytes: numbers.append(made(nbytes)) or numbers[-1])
+    with serving(ranks_of_llama, CONFIG, tp=2) as (server, address), suppress(RequestError):
+        honest = server.ranks[0].described
+        server.ranks[0].described = lambda: {**honest(), **lie}
+        library.push(HF / "llama", address)
+    assert len(numbers) == 1 and not (MEMORY / f"reshard-{numbers[0][0]}").exists()
 
 
 def test_an_engine_with_another_token_does_not_join_and_nobody_tells_a_token(tmp_path, monkeypatch, capfd):

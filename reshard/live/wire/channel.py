@@ -2,9 +2,9 @@
 
 Source rank 0 opens a meeting (meeting.py) at an address that the others can reach, and tells it to the engines by their own interface. Only
 who knows the secret (secret.py) is heard there. Every rank says that it is there; then rank 0 says "go", or why not, so that nobody waits
-for ranks that do not come. Once all have joined the transport, the meeting is over.
+for ranks that do not come. What they note there later, notes.py tells.
 
-    meeting   "here <rank>", "joined <rank>"   this rank is there     "cannot"   why a rank cannot come     "go"   "" or why not
+    meeting   "here <rank>"   this rank is there          "cannot"   why a rank cannot come          "go"   "" or why not
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from reshard.errors import RequestError, ReshardError, SystemRefusal, check_word
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.live.wire.meeting import CANNOT, Guest, Meeting, torch_store
+from reshard.live.wire.notes import Notes
 from reshard.live.wire.secret import SECRET, derived
 from reshard.live.wire.transport import SECONDS, TorchDistributed, Transport, reason
 
@@ -53,6 +53,12 @@ class Joining:
     """What carries the bytes: gloo, nccl, shared, or the name of another transport."""
     seconds: float = SECONDS
     """The longest wait for another rank."""
+    owner: str = "a sender"
+    """Who sends: a program, its host and its process."""
+    process: str = ""
+    """A random text of its process, which no other one has."""
+    take_over: bool = False
+    """Whether it takes engines over that another sender has joined."""
     version: int = VERSION
     """The version of the protocol."""
 
@@ -91,8 +97,8 @@ def channel_of(info: Mapping[str, Any]) -> dict[str, Any]:
     return {name: info.get(name) for name in ("host", "port", "channel")}
 
 
-def joined(joining: Joining, rank: int, key: bytes, device: str = "cpu") -> Transport:
-    """The transport of a rank other than source rank 0, once all are there.
+def joined(joining: Joining, rank: int, key: bytes, device: str = "cpu") -> tuple[Transport, Notes]:
+    """The transport of a rank other than source rank 0, once all are there, and its way to the notes at source rank 0.
 
     Raises: RequestError with the reason of rank 0 if it does not let them go. SystemRefusal if it does not know the key.
     """
@@ -106,16 +112,15 @@ def joined(joining: Joining, rank: int, key: bytes, device: str = "cpu") -> Tran
             raise RequestError(refusal)
         address = None if _INTERFACE in os.environ else guest.address
         transport = join(torch_store(guest), rank, joining.size, device=device, seconds=joining.seconds, address=address)
-        guest.ask(f"joined {rank}", "")
-        return transport
+        return transport, Notes(guest, guest.close)
     except Exception as error:
         if not guest.ask(CANNOT):
             guest.ask(CANNOT, f"rank {rank}: {reason(error)}")
         raise
 
 
-def led(joining: Joining, meeting: Meeting, check: Callable[[], None], device: str = "cpu") -> Transport:
-    """The transport of source rank 0, once all are there. Then nobody listens any more, except with nccl, which connects later.
+def led(joining: Joining, meeting: Meeting, check: Callable[[], None], device: str = "cpu") -> tuple[Transport, Notes]:
+    """The transport of source rank 0, once all are there, and its notes, with whose end the meeting ends.
 
     check: raises if the engines cannot come, such as when a request to one of them has failed.
     """
@@ -137,20 +142,15 @@ def led(joining: Joining, meeting: Meeting, check: Callable[[], None], device: s
                 )
         guest.ask("go", "")
         address = None if _INTERFACE in os.environ else joining.host
-        transport = join(torch_store(guest), 0, joining.size, device=device, seconds=joining.seconds, address=address)
-        for rank in range(1, joining.size):
-            guest.wait(f"joined {rank}")
+        return join(torch_store(guest), 0, joining.size, device=device, seconds=joining.seconds, address=address), Notes(
+            guest, meeting.close
+        )
     except Exception as error:
         if isinstance(error, ReshardError) and meeting.strangers:
             error.why = f"{plural(meeting.strangers, 'connection')} did not know the secret of this update"
         guest.ask("go", reason(error))
         meeting.close()
         raise
-    if joining.backend == "nccl":
-        weakref.finalize(transport, meeting.close)
-    else:
-        meeting.close()
-    return transport
 
 
 def is_loopback(host: str) -> bool:

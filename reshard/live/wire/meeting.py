@@ -31,7 +31,7 @@ SECONDS_UNKNOWN = 10.0
 """How long they may take."""
 _NONCE, _LENGTH = 16, 4
 _MOST_FIRST, _MOST = 1 << 10, 1 << 20
-_SLICE, _TRIES, _PAUSE = 0.5, 20, 0.1
+_SLICE, _TRIES, _PAUSE, _SECONDS = 0.5, 20, 0.1, 3.0
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """All addresses of this machine -> one of them."""
 CANNOT = "cannot"
@@ -136,7 +136,8 @@ class Guest:
 
     def __init__(self, host: str, port: int, key: bytes, seconds: float) -> None:
         """seconds: the longest wait for a value. Raises SystemRefusal if nobody who knows the key listens there."""
-        self.key, self._seconds, self._where, self._lock = key, seconds, f"{host}, port {port}", threading.Lock()
+        self.key, self._seconds, self._lock = key, seconds, threading.Lock()
+        self._place, self._where = (host, port), f"{host}, port {port}"
         ends_at = time.monotonic() + SECONDS_UNKNOWN
         for _ in range(_TRIES):
             # Strangers who flood the meeting end the oldest connections that have not said anything yet: then this one comes again.
@@ -158,7 +159,8 @@ class Guest:
     def ask(self, name: str, value: str | None = None, seconds: float = 0.0) -> str | None:
         """Set a value; or the value of a name, after at most so many seconds, and half a second; None: there is none yet."""
         try:
-            return self._exchanged([name, value, seconds])
+            told: str | None = self._exchanged([name, value, seconds])
+            return told
         except OSError as error:
             raise SystemRefusal(f"the connection to the sender ended: {error}", where=self._where) from None
 
@@ -171,6 +173,14 @@ class Guest:
             if time.monotonic() > ends_at:
                 raise SystemRefusal(f"nobody has told {name!r} within {self._seconds:.0f} s", where=self._where)
         return value
+
+    def is_heard(self) -> bool:
+        """Whether somebody listens there, who may be stopped."""
+        try:
+            socket.create_connection(self._place, _SECONDS).close()
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         """End the connection."""
@@ -197,9 +207,9 @@ class Guest:
 
 def torch_store(guest: Guest) -> Any:
     """A store of torch.distributed in the meeting, for a transport; its `key` is known to the ranks of the channel alone."""
-    import torch.distributed as dist
+    import torch.distributed
 
-    class MeetingStore(dist.Store):
+    class MeetingStore(torch.distributed.Store):  # type: ignore[name-defined, misc]
         key = derived(guest.key, b"transport")
 
         def set(self, name: str, value: str | bytes) -> None:

@@ -99,13 +99,13 @@ class SharedMemory(TorchDistributed):
     def _note(self, peer: int, slot: int, nbytes: int) -> Pending:
         import torch
 
-        return self.begun(self.group.send, peer, torch.tensor([slot, nbytes]))
+        return self.begun("send", peer, torch.tensor([slot, nbytes]))
 
     def _noted(self, peer: int) -> tuple[torch.Tensor, Pending]:
         import torch
 
         note = torch.empty(2, dtype=torch.int64)
-        return note, self.begun(self.group.recv, peer, note)
+        return note, self.begun("recv", peer, note)
 
 
 class _Notes:

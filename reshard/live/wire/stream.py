@@ -17,9 +17,9 @@ run has the count 1, and any stride. n is the sum of length * count, and at most
 
 With `changes`, a body travels as a parcel does (changes.py): a head int64 [1], and what has changed since the update before, which the
 staging still holds. With `verify`, the end [0, 0] is followed by the digest of all bodies, uint8 [32], as they are without changes: BLAKE3
-with a key of the channel. Bytes that no message writes stay as they are in the staging: constants and zeros before the first update, then the bytes of the update
-before. The rank counts: the stream must bring exactly as many bytes as the sender announced for it (`expected`), or the update fails. After
-the stream, rank and sender agree as in every update.
+with a key of the channel. Bytes that no message writes stay as they are in the staging: constants and zeros before the first update, then
+the bytes of the update before. The rank counts: the stream must bring exactly as many bytes as the sender announced for it (`expected`), or
+the update fails. After the stream, rank and sender agree as in every update.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.errors import RequestError, ReshardError, SystemRefusal, printable
@@ -27,6 +29,8 @@ SECONDS = 300.0
 # The hello of 40,000 tensors has 10 MB and 400,000 values. The schedule of a rank has a few megabytes.
 _MOST_DOCUMENT, _MOST_CONTENT, _MOST_VALUES = 32 << 20, 256 << 20, 1 << 20
 _NO_KEY = bytes(SEAL)
+_NOTHING = 1
+"""A tag under which no rank sends."""
 
 
 @value(eq=False)
@@ -74,7 +78,8 @@ class Transport(Protocol):
         """Wait for a message."""
 
     def close(self) -> None:
-        """End the connections. A second call does nothing."""
+        """End the connections. Waits in other threads, and those of the other ranks for this one, end with an error. A second call does
+        nothing."""
 
 
 class TorchDistributed:
@@ -105,8 +110,6 @@ class TorchDistributed:
         backend: gloo, whose tensors lie in the memory of the host, or nccl, whose tensors lie on `device`. address: where the other ranks
         reach this one by gloo; None: what gloo finds, by GLOO_SOCKET_IFNAME or by the name of the host.
         """
-        from datetime import timedelta
-
         import torch.distributed as dist
 
         if backend == "gloo":
@@ -126,12 +129,12 @@ class TorchDistributed:
     def send(self, peer: int, tensor: torch.Tensor) -> Pending:
         """Begin to send a contiguous tensor."""
         self.nbytes_sent += tensor.nbytes
-        return self.begun(self.group.send, peer, tensor)
+        return self.begun("send", peer, tensor)
 
     def receive(self, peer: int, tensor: torch.Tensor) -> Pending:
         """Begin to receive into a contiguous tensor."""
         self.nbytes_received += tensor.nbytes
-        return self.begun(self.group.recv, peer, tensor)
+        return self.begun("recv", peer, tensor)
 
     def tell(self, peer: int, document: Mapping[str, Any], content: bytes = b"") -> None:
         """Send a message: the lengths of its two parts, then both and the seal."""
@@ -141,8 +144,8 @@ class TorchDistributed:
         lengths = torch.tensor([len(text), len(content)], dtype=torch.int64, device=self.device)
         seal = self._seal.of(f"{self.rank} to {peer}", _sealed(len(text), text + content))
         body = torch.frombuffer(bytearray(text + content + seal), dtype=torch.uint8).to(self.device)
-        self.begun(self.group.send, peer, lengths).wait()
-        self.begun(self.group.send, peer, body).wait()
+        self.begun("send", peer, lengths).wait()
+        self.begun("send", peer, body).wait()
 
     def hear(self, peer: int) -> Message:
         """Wait for a message. Raises SystemRefusal for what is too large, not sealed, or not a JSON object, in this order."""
@@ -150,12 +153,12 @@ class TorchDistributed:
 
         where = f"rank {peer} of the channel"
         lengths = torch.empty(2, dtype=torch.int64, device=self.device)
-        self.begun(self.group.recv, peer, lengths).wait()
+        self.begun("recv", peer, lengths).wait()
         text, content = lengths.tolist()
         if not (0 < text <= _MOST_DOCUMENT and 0 <= content <= _MOST_CONTENT):
             raise SystemRefusal(f"a message claims {text:,} and {content:,} bytes", where=where)
         body = torch.empty(text + content + SEAL, dtype=torch.uint8, device=self.device)
-        self.begun(self.group.recv, peer, body).wait()
+        self.begun("recv", peer, body).wait()
         data = body.cpu().numpy().tobytes()
         self._seal.check(f"{peer} to {self.rank}", _sealed(text, data[:-SEAL]), data[-SEAL:], where)
         return Message(_document(data[:text], where), data[text:-SEAL])
@@ -164,12 +167,25 @@ class TorchDistributed:
         """End the connections."""
         group, self.group = self.group, None
         if group is not None:
+            self._break(group)
             group.abort()
 
-    def begun(self, operation: Any, peer: int, tensor: torch.Tensor) -> Pending:
-        """Begin `group.send` or `group.recv`; what goes wrong names the other rank."""
+    def _break(self, group: Any) -> None:
+        """Let the waits of gloo end, on both sides; `abort` of torch 2.13 leaves them asleep. A wait that takes too long breaks all
+        connections of its group (gloo/transport/tcp/unbound_buffer.cc), so one is made that waits for what nobody sends."""
+        import torch
+
+        if self.device == "cpu":
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], (self.rank + 1) % self.size, _NOTHING).wait(timedelta(milliseconds=1))
+
+    def begun(self, operation: str, peer: int, tensor: torch.Tensor) -> Pending:
+        """Begin `send` or `recv` of the group; what goes wrong names the other rank."""
+        group = self.group
+        if group is None:
+            raise ConnectionEnded("this rank has ended the connection to it", where=f"rank {peer} of the channel")
         try:
-            pending: Pending = operation([tensor], peer, 0)
+            pending: Pending = getattr(group, operation)([tensor], peer, 0)
         except RuntimeError as error:
             raise lost(peer, error) from None
         return _Work(pending, peer)
@@ -213,11 +229,15 @@ def payload_digest(transport: Transport) -> Any:
     return blake3(key=derived(transport.key, b"payload"))
 
 
-def lost(peer: int, error: Exception) -> SystemRefusal:
+class ConnectionEnded(SystemRefusal):
+    """A connection to another rank of the channel carries nothing more."""
+
+
+def lost(peer: int, error: Exception) -> ConnectionEnded:
     """The error for a connection that carries nothing more."""
     # Gloo puts its own file before its sentence, and advice behind it.
     said = reason(error).partition(" This is typically")[0].partition("] ")
-    return SystemRefusal(f"the connection to it ended: {said[2] or said[0]}", where=f"rank {peer} of the channel")
+    return ConnectionEnded(f"the connection to it ended: {said[2] or said[0]}", where=f"rank {peer} of the channel")
 
 
 def reason(error: Exception) -> str:
