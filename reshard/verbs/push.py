@@ -71,7 +71,10 @@ class PushOptions(ModelOptions, SelectionOptions, RecipeOptions, LinkOptions, Ef
 class PushResult:
     """What a push has sent."""
 
-    JSON = "servers format parallel version fingerprint bytes=nbytes full_bytes=full_nbytes since seconds waiting_seconds sending_seconds dropped notes"
+    JSON = (
+        "servers format parallel version fingerprint bytes=nbytes full_bytes=full_nbytes since seconds waiting_seconds sending_seconds "
+        "dropped notes"
+    )
 
     servers: tuple[str, ...]
     """The addresses of the servers."""
