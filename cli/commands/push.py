@@ -47,7 +47,10 @@ if TYPE_CHECKING:
 )
 @options.option("--since", section=options.TARGET, metavar="CKPT", help="Likewise, since this checkpoint, which was pushed before.")
 @options.option(
-    "--take-over", section=options.TARGET, is_flag=True, help="Take the servers over from the Sender or push of another process that updates them."
+    "--take-over",
+    section=options.TARGET,
+    is_flag=True,
+    help="Take the servers over from the Sender or push of another process that updates them.",
 )
 @options.format_name
 @options.model

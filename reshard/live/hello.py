@@ -80,7 +80,9 @@ class Hello:
             raise RequestError(str(document["refused"]), where="a rank of the engine")
         try:
             tensors = tuple(KeptTensor(tuple(names), dtype, tuple(shape)) for names, dtype, shape in document["tensors"])
-            values = {name: document[name] for name in ("engine", "rank", "degrees", "config", "model", "is_open", "holds", "number", "before")}
+            values = {
+                name: document[name] for name in ("engine", "rank", "degrees", "config", "model", "is_open", "holds", "number", "before")
+            }
             return Hello(**values, tensors=tensors, others=frozenset(document["others"]))
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(

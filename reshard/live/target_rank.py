@@ -84,34 +84,29 @@ class TargetRank:
 
     def join(self, info: Mapping[str, Any]) -> None:
         """Join the channel that the sender names, and leave the one before; stay in that one if the sender is refused."""
+        transport, notes = None, None
         try:
             joining = Joining.of(info)
             # Source rank 0 waits for all ranks of the channel; it hears at once which of them cannot come.
             rank = joining.sources + joining.offset + self._served.rank()
             transport, notes = joined(joining, rank, device=self._served.device if joining.backend == "nccl" else "cpu")
-        except Exception as error:
-            self._log.warning("reshard: the channel of an update was not joined: %s", reason(error))
-            return
-        owner = self._joining.owner if self._joining is not None else ""
-        is_owned = self._notes is not None and self._notes.is_there()
-        try:
-            transport.tell(SOURCE, (is_owned and self._refusal(joining)) or self._described("" if is_owned else owner))
+            owner, is_owned = self._joining, self._notes is not None and self._notes.is_there()
+            ended = owner.owner if owner is not None and not is_owned else ""
+            transport.tell(SOURCE, (is_owned and self._refusal(joining)) or self._described(ended))
             if refusal := (answer := transport.hear(SOURCE)).document.get("refused"):
                 raise RequestError(refusal)
-        except Exception as error:
-            self._log.warning("reshard: the channel of an update was not joined: %s", reason(error))
-            _closed(transport, notes)
-            return
-        if owner:
-            what = "takes over from" if is_owned else "comes after an owner that has ended,"
-            self._log.warning("reshard: %s %s %s", printable(joining.owner), what, printable(owner))
-        self._leave(joining.owner if is_owned else "")
-        self._transport, self._notes, self._joining, self._since = transport, notes, joining, _now()
-        try:
+            if owner is not None:
+                what = "takes over from" if is_owned else "comes after an owner that has ended,"
+                self._log.warning("reshard: %s %s %s", printable(joining.owner), what, printable(owner.owner))
+            self._leave(joining.owner if is_owned else "")
+            self._transport, self._notes, self._joining, self._since = transport, notes, joining, _now()
             self._prepare(answer, transport, Members(joining.sources, joining.targets))
         except Exception as error:
             self._log.warning("reshard: the channel of an update was not joined: %s", reason(error))
-            self._leave()
+            if transport is not None and self._transport is transport:
+                self._leave()
+            else:
+                _closed(transport, notes)
 
     def start(self) -> None:
         """Begin an update."""

@@ -71,7 +71,10 @@ class PushOptions(ModelOptions, SelectionOptions, RecipeOptions, LinkOptions, Ef
 class PushResult:
     """What a push has sent."""
 
-    JSON = "servers format parallel version fingerprint bytes=nbytes full_bytes=full_nbytes since seconds waiting_seconds sending_seconds dropped notes"
+    JSON = (
+        "servers format parallel version fingerprint bytes=nbytes full_bytes=full_nbytes since seconds waiting_seconds sending_seconds "
+        "dropped notes"
+    )
 
     servers: tuple[str, ...]
     """The addresses of the servers."""
@@ -324,7 +327,8 @@ class _Pushing:
         from reshard.live.session import opened
         from reshard.live.trainers import Trainers
 
-        session = opened(lambda: self._servers, Trainers(), self._arranged, Link(seconds=_SECONDS, name="reshard push", **self._planned.link))
+        link = Link(seconds=_SECONDS, name="reshard push", **self._planned.link)
+        session = opened(lambda: self._servers, Trainers(), self._arranged, link)
         try:
             report = session.update(lambda: self._sent(session), lambda: None, lambda: self._version or self._fingerprint)
         except SystemRefusal as refusal:

@@ -1,9 +1,9 @@
 """Notes: what ranks of a channel leave for each other at source rank 0, beside the transport. They outlive connections that are broken.
 
-    stop        why source rank 0 has stopped the update, for the other source ranks
-    end         how the update ended, for source ranks that have stopped
-    read N      source rank N has read the end
-    taken N     who has taken over the engine whose first rank is target rank N, by this rank
+stop        why source rank 0 has stopped the update, for the other source ranks
+end         how the update ended, for source ranks that have stopped
+read N      source rank N has read the end
+taken N     who has taken over the engine whose first rank is target rank N, by this rank
 """
 
 from __future__ import annotations
