@@ -48,6 +48,7 @@ from reshard.live.wire.transport import Transport, reason
 _EVERY = 0.2
 """Seconds between two looks at the notes."""
 _PROCESS = secrets.token_hex(8)
+"""Of this process and those that it forks."""
 Arrange = Callable[[Sequence[Hello]], Arrangement]
 
 
@@ -171,7 +172,7 @@ def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrang
             backend=link.backend,
             seconds=link.seconds,
             owner=f"{link.name or Path(sys.argv[0]).name or 'python'} (host {os.uname().nodename}, process {os.getpid()})",
-            process=_PROCESS,
+            process=f"{_PROCESS} {os.getpid()}",
             take_over=link.take_over,
         )
     except Exception as error:

@@ -3,7 +3,8 @@
 stop        why source rank 0 has stopped the update, for the other source ranks
 end         how the update ended, for source ranks that have stopped
 read N      source rank N has read the end
-taken N     who has taken over the engine whose first rank is target rank N, by this rank
+turn N      whose turn the engine is whose first rank is target rank N: BUSY while source rank 0 updates it; who has taken it over, and
+            when; or nothing
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from __future__ import annotations
 import socket
 from typing import Any
 
+BUSY = "busy"
 _SECONDS = 3.0
+
+
+def turn_of(offset: int) -> str:
+    """The note that says whose turn an engine is. offset: the number of its first rank."""
+    return f"turn {offset}"
 
 
 class Notes:
@@ -28,6 +35,10 @@ class Notes:
     def read(self, name: str) -> str | None:
         """A note; None: there is none yet. Raises an exception if source rank 0 is not there."""
         return str(self._store.get(name).decode()) if self._store.check([name]) else None
+
+    def turn(self, name: str, before: str, after: str) -> str:
+        """Change a note, if it says `before`; returns what it says then. One that nobody has left says nothing."""
+        return str(self._store.compare_set(name, before, after).decode())
 
     def is_there(self) -> bool:
         """Whether source rank 0 is there, without waiting for an answer of it: a process that is stopped is there."""
