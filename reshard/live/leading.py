@@ -25,7 +25,7 @@ from reshard.live.engines.control import EngineControl
 from reshard.live.engines.watch import EVERY, Watch, requested
 from reshard.live.wire.exchange import Members
 from reshard.live.wire.line import Outcome
-from reshard.live.wire.notes import Notes
+from reshard.live.wire.notes import BUSY, Notes, turn_of
 from reshard.live.wire.transport import Transport, reason
 
 _LOG = "The engine's log says why, in a line that begins with reshard:"
@@ -72,6 +72,7 @@ class Lead:
         """sizes: the number of ranks of each engine. fallbacks: weights that are sent whole. number: the highest that was a version."""
         self._transport, self._notes, self._link = transport, notes, link
         self._engines, self._sizes, self._fallbacks, self._number = engines, sizes, fallbacks, number
+        self._turns = [turn_of(sum(sizes[:i])) for i in range(len(sizes))]
         self._others = range(1, members.sources)
         self._targets = range(members.sources, members.sources + members.targets)
         self._watches: list[Watch] = []
@@ -84,10 +85,19 @@ class Lead:
 
     def update(self, send: Callable[[], Outcome], failures: Sequence[str], version: Version) -> UpdateReport:
         """One update, as Session.update; failures: why this rank cannot send."""
+        try:
+            return self._update(send, failures, version)
+        finally:
+            for note in self._turns:
+                self._notes.turn(note, BUSY, "")
+
+    def _update(self, send: Callable[[], Outcome], failures: Sequence[str], version: Version) -> UpdateReport:
         began, outcome = time.monotonic(), Outcome(failures=[*failures])
         self._watches = [Watch(engine, self._link.seconds) for engine in self._engines]
         for peer in self._others:
             self._hear(peer, outcome)
+        for note in self._turns:
+            self._notes.turn(note, "", BUSY)
         if takers := [*filter(None, map(self._taken, range(len(self._engines))))]:
             self.is_lost = True
             outcome.failures[:0] = takers
@@ -280,8 +290,8 @@ class Lead:
 
     def _taken(self, i: int) -> str:
         """Who has taken an engine over; empty: nobody."""
-        taker = self._notes.read(f"taken {sum(self._sizes[:i])}")
-        return f"{self._engines[i].name} was taken over by {taker}" if taker else ""
+        turn = self._notes.read(self._turns[i])
+        return f"{self._engines[i].name} was taken over by {turn}" if turn not in (None, "", BUSY) else ""
 
     def _wait(self, requests: Iterable[Future[None]], outcome: Outcome) -> bool:
         """Wait for requests to the engines. After one that fails nobody knows whether the engine's update is still open. Returns whether

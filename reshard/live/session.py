@@ -47,9 +47,10 @@ from reshard.live.wire.notes import Notes
 from reshard.live.wire.secret import SECRET, TOKEN, Secret
 from reshard.live.wire.transport import Transport, reason
 
-_EVERY = 0.5
+_EVERY = 0.2
 """Seconds between two looks at the notes."""
 _PROCESS = secrets.token_hex(8)
+"""Of this process and those that it forks."""
 Arrange = Callable[[Sequence[Hello]], Arrangement]
 
 
@@ -96,45 +97,42 @@ class Session:
     def _follow(self, send: Callable[[], Outcome], failures: list[str]) -> UpdateReport:
         """What another source rank than 0 does."""
         self._is_lost, over = True, Event()
+        noted = requested(self._noted_end, over)
         try:
             self.transport.tell(0, {"failures": failures})
             end = self.transport.hear(0).document
             if end.get("go"):
-                requested(self._listen, over)
                 outcome = send()
                 self.transport.tell(0, {"failures": outcome.failures, "nbytes": outcome.nbytes})
                 self.transport.hear(0)
                 end = self.transport.hear(0).document
         except Exception as error:
-            if (noted := self._noted_end()) is None:
-                raise dropped(reason(error), "The engine's log says whether it has installed the update. Make a new Sender") from None
-            end = noted
-        finally:
             over.set()
-        self._is_lost = bool(end.get("is_lost"))
-        if self._is_lost:
+            if (told := noted.result()) is None:
+                raise dropped(reason(error), "The engine's log says whether it has installed the update. Make a new Sender") from None
+            end = told
+        over.set()
+        if end.get("is_lost"):
             with suppress(Exception):
                 self._notes.leave(f"read {self.transport.rank}", "")
             self.close()
+        self._is_lost = bool(end.get("is_lost"))
         if "failed" in end:
             raise dropped(end["failed"], end["do"])
         return UpdateReport(**{**end["report"], "fallbacks": tuple(end["report"]["fallbacks"])})
 
-    def _listen(self, over: Event) -> None:
-        """Break the connections of this rank once source rank 0 has stopped the update, or has ended."""
+    def _noted_end(self, over: Event) -> dict[str, Any] | None:
+        """How the update ends, if source rank 0 stops it; None if it does not until the update is over. Once it has stopped the update, or
+        its process has ended, the connections of this rank are broken: nobody waits for what does not come."""
         with suppress(Exception):
-            while not over.wait(_EVERY) and self._notes.read("stop") is None:
-                pass
-        if not over.is_set():
-            self.transport.close()
-
-    def _noted_end(self) -> dict[str, Any] | None:
-        """How an update has ended that source rank 0 has stopped; None if it has not."""
-        with suppress(Exception):
-            while self._notes.read("stop") is not None:
-                if (end := self._notes.read("end")) is not None:
-                    return dict(json.loads(end))
-                time.sleep(_EVERY / 5)
+            while (stop := self._notes.read("stop")) is not None or not over.is_set():
+                if stop is not None:
+                    self.transport.close()
+                    if (end := self._notes.read("end")) is not None:
+                        return dict(json.loads(end))
+                time.sleep(_EVERY)
+            return None
+        self.transport.close()
         return None
 
 
@@ -220,7 +218,7 @@ def _met(engines: Sequence[EngineControl], sizes: Sequence[int], sources: int, l
         backend=link.backend,
         seconds=link.seconds,
         owner=f"{link.name or Path(sys.argv[0]).name or 'python'} (host {os.uname().nodename}, process {os.getpid()})",
-        process=_PROCESS,
+        process=f"{_PROCESS} {os.getpid()}",
         take_over=link.take_over,
         channel=secrets.token_hex(8),
     )

@@ -18,18 +18,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
-from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.errors import RequestError, printable
+from reshard.live.engines.watch import requested
 from reshard.live.hello import held_from_json
 from reshard.live.plan.beside import Beside
 from reshard.live.plan.schedule import HeldTensor, Schedule
 from reshard.live.wire.channel import Joining, channel_of, joined
 from reshard.live.wire.computing import compute, merge
 from reshard.live.wire.exchange import Exchange, Members
-from reshard.live.wire.notes import Notes
+from reshard.live.wire.notes import Notes, turn_of
 from reshard.live.wire.secret import SECRET, Secret
 from reshard.live.wire.staging import Staged
 from reshard.live.wire.stream import receive_stream
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 SOURCE = 0
 """The rank of the channel that leads."""
+_FOR_OWNER = 5.0
+"""Seconds in which an owner answers that is not stopped."""
 
 
 class Served(Protocol):
@@ -85,35 +88,30 @@ class TargetRank:
 
     def join(self, info: Mapping[str, Any]) -> None:
         """Join the channel that the sender names, and leave the one before; stay in that one if the sender is refused."""
+        transport, notes = None, None
         try:
             joining = Joining.of(info)
             # Source rank 0 waits for all ranks of the channel; it hears at once which of them cannot come.
             rank = joining.sources + joining.offset + self._served.rank()
             key = joining.key(Secret.heard(info.get(SECRET)))
             transport, notes = joined(joining, rank, key, self._served.device if joining.backend == "nccl" else "cpu")
-        except Exception as error:
-            self._log.warning("reshard: the channel of an update was not joined: %s", reason(error))
-            return
-        owner = self._joining.owner if self._joining is not None else ""
-        is_owned = self._notes is not None and self._notes.is_there()
-        try:
-            transport.tell(SOURCE, (is_owned and self._refusal(joining)) or self._described("" if is_owned else owner))
+            owner, is_owned = self._joining, self._notes is not None and self._notes.is_there()
+            ended = owner.owner if owner is not None and not is_owned else ""
+            transport.tell(SOURCE, (is_owned and self._refusal(joining)) or self._described(ended))
             if refusal := (answer := transport.hear(SOURCE)).document.get("refused"):
                 raise RequestError(refusal)
-        except Exception as error:
-            self._log.warning("reshard: the channel of an update was not joined: %s", reason(error))
-            _closed(transport, notes)
-            return
-        if owner:
-            what = "takes over from" if is_owned else "comes after an owner that has ended,"
-            self._log.warning("reshard: %s %s %s", printable(joining.owner), what, printable(owner))
-        self._leave(joining.owner if is_owned else "")
-        self._transport, self._notes, self._joining, self._since = transport, notes, joining, _now()
-        try:
+            if owner is not None:
+                what = "takes over from" if is_owned else "comes after an owner that has ended,"
+                self._log.warning("reshard: %s %s %s", printable(joining.owner), what, printable(owner.owner))
+            self._leave()
+            self._transport, self._notes, self._joining, self._since = transport, notes, joining, _now()
             self._prepare(answer, transport, Members(joining.sources, joining.targets))
         except Exception as error:
             self._log.warning("reshard: the channel of an update was not joined: %s", reason(error))
-            self._leave()
+            if transport is not None and self._transport is transport:
+                self._leave()
+            else:
+                _closed(transport, notes)
 
     def start(self) -> None:
         """Begin an update."""
@@ -163,14 +161,17 @@ class TargetRank:
         self._leave()
 
     def _refusal(self, joining: Joining) -> Mapping[str, Any] | None:
-        """Why a sender may not join while the owner of this rank is there; None: it takes over."""
-        assert self._joining is not None
-        if self._is_open:
+        """Why a sender may not join while the owner of this rank is there; None: it takes over, and the owner begins no other update."""
+        assert self._joining is not None and self._notes is not None
+        what = "updates this engine"
+        if joining.take_over or joining.process == self._joining.process:
+            taker = f"{joining.owner}, at {_now()}"
+            turning = requested(self._notes.turn, turn_of(self._joining.offset), "", taker)
+            # An owner that is stopped is not waited for. All ranks of the engine ask: the first one turns the note.
+            turn = turning.result() if wait([turning], _FOR_OWNER).done else taker
+            if not self._is_open and turn.startswith(joining.owner):
+                return None
             what = "is in the middle of an update of this engine, and another one can begin once it has ended"
-        elif joining.take_over or joining.process == self._joining.process:
-            return None
-        else:
-            what = "updates this engine"
         return {"refused": f"{self._joining.owner}, joined at {self._since}, {what}", "in_use": True}
 
     def _described(self, before: str) -> Mapping[str, Any]:
@@ -181,19 +182,13 @@ class TargetRank:
         except Exception as error:
             return {"refused": reason(error)}
 
-    def _leave(self, taker: str = "") -> None:
-        """Leave the channel. taker: who takes this rank over, which its owner is told."""
-        transport, notes, joining = self._transport, self._notes, self._joining
+    def _leave(self) -> None:
+        _closed(self._transport, self._notes)
         self._transport = self._exchange = self._joining = self._notes = None
         if not self._holds:
             self._staged = None
         self._beside, self._values = Beside(), {}
         self._is_ready = False
-        if taker and notes is not None and joining is not None:
-            # An owner that is stopped must not be waited for.
-            Thread(target=_closed, args=(transport, notes, f"taken {joining.offset}", f"{taker}, at {_now()}"), daemon=True).start()
-        else:
-            _closed(transport, notes)
 
     def _prepare(self, answer: Message, transport: Transport, members: Members) -> None:
         """Make place for what the plan brings."""
@@ -241,12 +236,9 @@ class TargetRank:
         return []
 
 
-def _closed(transport: Transport | None, notes: Notes | None, *note: str) -> None:
-    """Leave a channel, and a note before."""
-    with suppress(Exception):
-        if note and notes is not None:
-            notes.leave(*note)
-    for end in (transport, notes):
+def _closed(*ends: Transport | Notes | None) -> None:
+    """Leave a channel."""
+    for end in ends:
         with suppress(Exception):
             if end is not None:
                 end.close()

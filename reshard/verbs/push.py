@@ -327,9 +327,8 @@ class _Pushing:
         from reshard.live.session import opened
         from reshard.live.trainers import Trainers
 
-        session = opened(
-            lambda: self._servers, Trainers(), self._arranged, Link(seconds=_SECONDS, name="reshard push", **self._planned.link)
-        )
+        link = Link(seconds=_SECONDS, name="reshard push", **self._planned.link)
+        session = opened(lambda: self._servers, Trainers(), self._arranged, link)
         try:
             report = session.update(lambda: self._sent(session), lambda: None, lambda: self._version or self._fingerprint)
         except SystemRefusal as refusal:

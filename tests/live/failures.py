@@ -127,11 +127,8 @@ def paired(server: Any, old: Path, new: Path, before: object, after: object) -> 
             pids = [each.processes[0].pid for each in (one, two)]
             answers = server.answers()
             whole = [i for i in (0, 1) if said[i][1] and "error" not in said[i][1]]
-            named = all(
-                f"process {pids[1 - i]})" in (said[i][0].get("error") or (said[i][1] or {}).get("error", ""))
-                for i in (0, 1)
-                if i not in whole
-            )
+            errors = [joined.get("error") or (update or {}).get("error", "") for joined, update in (said[0], said[1])]
+            named = all(f"process {pids[1 - i]})" in errors[i] for i in (0, 1) if i not in whole)
             is_whole = answers in (before, after) and bool(whole) and answers in [(before, after)[i] for i in whole]
             what = f"pair {number}{', the second takes over' if takes_over else ''}: "
             yield what + f"{len(whole)} updated, the other is told by whom", named and bool(whole), str(said)

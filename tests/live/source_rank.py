@@ -7,8 +7,8 @@ A request has `do` and its arguments; the answer is a document, with `error` whe
     stand_in_held, stand_in_asked, stand_in_fails
     open     engine (an address, or "stand-in"), tp, options: make a Sender with a plan made by hand
     join     engine (an address; the stand-ins by default), fallback: make a Sender that plans itself
-    update   version, spoil, who, slow, after: a report. spoil: what goes wrong on rank `who`: it sends a wrong byte, a wrong last one (heads
-             are left alone), or it dies when it has sent `after` tensors. slow: seconds that each tensor takes
+    update   version, spoil, who, slow, after: a report. spoil: what goes wrong on rank `who`: it sends a wrong byte, a wrong last one
+             (heads are left alone), or it dies when it has sent `after` tensors. slow: seconds that each tensor takes
     reshape  name, who: give a weight of rank `who`, or of each rank, another shape
     close    leave the engine
     memory   bytes of this process in memory

@@ -50,7 +50,11 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[Check]:
             done = pushed(reshard, old, server.address, "--port", port)
             yield f"a push among {len(counted)} strangers: the server has the old weights again", *same(server, before, done.stderr)
         done = pushed(reshard, new, server.address, token="another")
-        yield "a push with a token that the server does not have is refused", done.returncode == 5 and "did not join" in done.stderr, done.stderr
+        yield (
+            "a push with a token that the server does not have is refused",
+            done.returncode == 5 and "did not join" in done.stderr,
+            done.stderr,
+        )
         yield "a push that is refused: the server answers as before", *same(server, before)
         log = (work / "llama.log").read_text()
         yield "the server's log says why", "RESHARD_LIVE_TOKEN is not set here" in log, log[-500:]

@@ -99,7 +99,7 @@ STRANGERS = {
     "an HTTP request": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
     "a huge length": bytes(16) + b"\xff" * 4,
     "a length beyond the first": bytes(16) + (1 << 20).to_bytes(4, "big"),
-    "a right form without the key": bytes(16) + framed(bytes(32), "question", 0, b'["go", "", 0]'),
+    "a right form without the key": bytes(16) + framed(bytes(32), "question", 0, b'["go", "", 0, null]'),
     "nothing": b"",
 }
 

@@ -2,7 +2,7 @@
 
     meeting     nonce [16]                 first, whoever connects
     rank        nonce [16]
-    rank        length [4] seal [32] JSON  [name, value, seconds]: set a value, or wait for one
+    rank        length [4] seal [32] JSON  [name, value, seconds, before]: set a value, or wait for one
     meeting     length [4] seal [32] JSON  the value; null: nobody has set it
 
 The key of a connection follows from the channel's key and both nonces, so nothing of another connection can be said again, and both ends
@@ -107,8 +107,8 @@ class Meeting:
         self._unknown.pop(writer, None)
         writer.close()
 
-    async def _answer(self, name: str, value: str | None, seconds: float) -> str | None:
-        if value is not None:
+    async def _answer(self, name: str, value: str | None, seconds: float, before: str | None) -> str | None:
+        if value is not None and before in (None, self._values.get(name, "")):
             self._values[name] = value
             self._came[name].set()
         elif seconds:
@@ -146,7 +146,7 @@ class Guest:
                 nonce = self._received(_NONCE)
                 self._connection.sendall(own := secrets.token_bytes(_NONCE))
                 self._seal = Seal(derived(key, nonce + own))
-                self._exchanged([CANNOT, None, 0.0])
+                self._exchanged([CANNOT, None, 0.0, None])
                 self._connection.settimeout(seconds)
                 self.address = str(self._connection.getsockname()[0])
                 """The address of this machine on the way to source rank 0."""
@@ -156,10 +156,10 @@ class Guest:
             time.sleep(_PAUSE)
         raise SystemRefusal("the sender is not there, or does not know the secret of this update", where=self._where, do=SAME)
 
-    def ask(self, name: str, value: str | None = None, seconds: float = 0.0) -> str | None:
-        """Set a value; or the value of a name, after at most so many seconds, and half a second; None: there is none yet."""
+    def ask(self, name: str, value: str | None = None, seconds: float = 0.0, before: str | None = None) -> str | None:
+        """The value of a name; None: there is none. value: set it first, in any case or if it is `before`. seconds: wait for it so long."""
         try:
-            told: str | None = self._exchanged([name, value, seconds])
+            told: str | None = self._exchanged([name, value, seconds, before])
             return told
         except OSError as error:
             raise SystemRefusal(f"the connection to the sender ended: {error}", where=self._where) from None

@@ -1,10 +1,11 @@
 """Notes: what ranks of a channel leave for each other in the meeting (meeting.py), beside the transport. They outlive connections that are
 broken.
 
-    stop        why source rank 0 has stopped the update, for the other source ranks
-    end         how the update ended, for source ranks that have stopped
-    read N      source rank N has read the end
-    taken N     who has taken over the engine whose first rank is target rank N, by this rank
+stop        why source rank 0 has stopped the update, for the other source ranks
+end         how the update ended, for source ranks that have stopped
+read N      source rank N has read the end
+turn N      whose turn the engine is whose first rank is target rank N: BUSY while source rank 0 updates it; who has taken it over, and
+            when; or nothing
 """
 
 from __future__ import annotations
@@ -13,6 +14,13 @@ import weakref
 from collections.abc import Callable
 
 from reshard.live.wire.meeting import Guest
+
+BUSY = "busy"
+
+
+def turn_of(offset: int) -> str:
+    """The note that says whose turn an engine is. offset: the number of its first rank."""
+    return f"turn {offset}"
 
 
 class Notes:
@@ -29,6 +37,10 @@ class Notes:
     def read(self, name: str) -> str | None:
         """A note; None: there is none yet. Raises an exception if source rank 0 is not there."""
         return self._guest.ask(name)
+
+    def turn(self, name: str, before: str, after: str) -> str:
+        """Change a note, if it says `before`; returns what it says then. One that nobody has left says nothing."""
+        return self._guest.ask(name, after, before=before) or ""
 
     def is_there(self) -> bool:
         """Whether source rank 0 is there, without waiting for an answer of it: a process that is stopped is there."""
