@@ -2,8 +2,8 @@
 
     python tests/live/failures.py [--reshard PATH] [--python PATH] [--long]
 
-1. of two trainer ranks, which send slowly, one is killed when it has sent 5, 25, 50, 75 and 95 % of its tensors: the other one is told
-   within 15 s, what it is told about the server is true, and the server holds the old weights, or the new ones where it says so;
+1. of two trainer ranks, which send slowly, one is killed at 5, 25, 50, 75 and 95 % of an update: the other one is told within 15 s, what it
+   is told about the server is true, and the server holds the old weights;
 2. pairs of trainers that come at the same time: one is refused by the name of the other one, or takes over; the server's workers raise
    nothing;
 3. a worker, the engine's process or the API process is killed at 5 to 95 % of an update (one of each; --long: ten): every rank is told
@@ -32,8 +32,8 @@ from live.check import BACKEND, ROOT, TP, VLLM, Check, made, same  # noqa: E402
 from live.served import served  # noqa: E402
 from live.source_rank import SourceRanks, source_ranks  # noqa: E402
 
-SLOW = 0.1
-"""Seconds of a tensor: an update takes some seconds."""
+SLOW = 2.0
+"""Seconds of what a rank sends at once: an update of the tiny llama, which is sent at twice, takes four."""
 PERCENT = (5, 25, 50, 75, 95)
 TOLD = 15.0
 RAISED = re.compile(r"Worker failed with error|RuntimeError.*weight_update")
@@ -78,9 +78,9 @@ def killed(server: Any, new: Path, old: Path, who: int, percent: int, tensors: i
     with source_ranks(2) as trainer:
         trainer.ask("load", files=str(new))
         trainer.ask("open", engine=server.address, tp=TP)
-        ended_at = ended_when(trainer, who)
-        said = trainer.ask("update", spoil="dies", who=who, slow=SLOW, after=tensors * percent // 100)
-        seconds = time.monotonic() - ended_at[0]
+        killed_at = killed_later(trainer.processes[who].pid, percent / 100 * tensors * SLOW)
+        said = trainer.ask("update", slow=SLOW)
+        seconds = time.monotonic() - killed_at[0]
         error = (said[1 - who] or {}).get("error", "")
         yield f"{what}: told after {seconds:.1f} s", seconds < TOLD and said[who] is None and bool(error), str(said)
         is_paused = server.asked("/is_paused")["is_paused"]
@@ -95,16 +95,16 @@ def killed(server: Any, new: Path, old: Path, who: int, percent: int, tensors: i
     yield f"{what}: a new trainer goes on", *same(server, before)
 
 
-def ended_when(trainer: SourceRanks, who: int) -> list[float]:
-    """When a rank's process ends, once it has."""
-    found: list[float] = []
+def killed_later(pid: Any, seconds: float) -> list[float]:
+    """When a process was killed, after so many seconds; at first: when it will be."""
+    killed_at = [time.monotonic() + seconds]
 
-    def wait() -> None:
-        trainer.processes[who].join()
-        found.append(time.monotonic())
+    def kill() -> None:
+        killed_at[0] = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
 
-    threading.Thread(target=wait, daemon=True).start()
-    return found
+    threading.Timer(seconds, kill).start()
+    return killed_at
 
 
 def paired(server: Any, old: Path, new: Path, before: object, after: object) -> Iterator[Check]:
@@ -141,14 +141,7 @@ def ended(server: Any, new: Path, victim: str, percent: int) -> Iterator[Check]:
     with source_ranks(2) as trainer:
         trainer.ask("load", files=str(new))
         trainer.ask("open", engine=server.address, tp=TP)
-        pid, killed_at = pid_of(server, victim), [0.0]
-
-        def kill() -> None:
-            killed_at[0] = time.monotonic()
-            os.kill(pid, signal.SIGKILL)
-
-        timer = threading.Timer(percent / 100 * 40 * SLOW, kill)
-        timer.start()
+        killed_at = killed_later(pid_of(server, victim), percent / 100 * 2 * SLOW)
         said = trainer.ask("update", slow=SLOW)
         seconds = time.monotonic() - killed_at[0]
         errors = [(each or {}).get("error", "") for each in said]

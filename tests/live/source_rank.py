@@ -7,8 +7,8 @@ A request has `do` and its arguments; the answer is a document, with `error` whe
     stand_in_held, stand_in_asked, stand_in_fails
     open     engine (an address, or "stand-in"), tp, options: make a Sender with a plan made by hand
     join     engine (an address; the stand-ins by default), fallback: make a Sender that plans itself
-    update   version, spoil, who, slow, after: a report. spoil: what goes wrong on rank `who`: it sends a wrong byte, a wrong last one
-             (heads are left alone), or it dies when it has sent `after` tensors. slow: seconds that each tensor takes
+    update   version, spoil, who, slow: a report. spoil: what goes wrong on rank `who`: it sends a wrong byte, a wrong last one
+             (heads are left alone), or it dies. slow: seconds before each tensor
     reshape  name, who: give a weight of rank `who`, or of each rank, another shape
     close    leave the engine
     memory   bytes of this process in memory
@@ -134,7 +134,7 @@ class SourceRank:
         if self.stand_ins:
             self.stand_ins[-1].fail_next(what)
 
-    def update(self, version: str | None = None, spoil: str | None = None, who: int = -1, slow: float = 0.0, after: int = 0) -> Any:
+    def update(self, version: str | None = None, spoil: str | None = None, who: int = -1, slow: float = 0.0) -> Any:
         assert self.sender is not None
         transport, sent = self.sender.transport, 0
         send, spoil = transport.send, spoil if self.rank == who % self.size else None
@@ -143,7 +143,7 @@ class SourceRank:
             nonlocal sent
             sent += 1
             time.sleep(slow)
-            return send(peer, tensor) if spoil is None else self._spoiled(send, peer, tensor, spoil, sent > after)
+            return send(peer, tensor) if spoil is None else self._spoiled(send, peer, tensor, spoil)
 
         if spoil or slow:
             transport.send = spoiled
@@ -155,11 +155,9 @@ class SourceRank:
         about = {"nbytes": report.nbytes, "seconds": report.seconds, "version": report.version, "sent": transport.nbytes_sent}
         return {**about, "fallbacks": list(report.fallbacks), "tensors": sent}
 
-    def _spoiled(self, send: Any, peer: int, tensor: torch.Tensor, spoil: str, is_time: bool) -> Any:
+    def _spoiled(self, send: Any, peer: int, tensor: torch.Tensor, spoil: str) -> Any:
         if spoil == "dies":
-            if is_time:
-                os._exit(1)
-            return send(peer, tensor)
+            os._exit(1)
         wrong = tensor.clone()
         if spoil != "last":
             wrong[0] += 1
