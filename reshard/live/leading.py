@@ -76,8 +76,8 @@ class Lead:
         self._others = range(1, members.sources)
         self._targets = range(members.sources, members.sources + members.targets)
         self._watches: list[Watch] = []
-        self._are_open = False
-        """Whether an update of an engine may be open that nobody can end."""
+        self._is_counted = self._are_open = False
+        """Whether the first engine's version counts in `number`; whether an update of an engine may be open that nobody can end."""
         self._stopped = ""
         """Why the connections were broken."""
         self.is_lost = False
@@ -141,7 +141,7 @@ class Lead:
         """Pause the engines and start the update; where one refuses, undo both."""
         undo: list[Callable[[], None]] = []
         self._are_open = True
-        told = requested(self._engines[0].version)
+        told = None if self._is_counted else requested(self._engines[0].version)
         try:
             for watch in self._watches:
                 # A pause that was not answered in time may come yet.
@@ -150,7 +150,8 @@ class Lead:
             for watch in self._watches:
                 watch.ask(watch.engine.start)
                 undo.append(partial(watch.ask, watch.engine.finish))
-            self._number = max(self._number, _number(self._watches[0].answer(told)))
+            if told is not None:
+                self._number, self._is_counted = max(self._number, _number(self._watches[0].answer(told))), True
         except Exception as error:
             outcome.failures.append(reason(error))
             for action in reversed(undo):
