@@ -277,7 +277,7 @@ def test_memory_that_is_not_ours_is_refused_and_stays_as_it_is(what, tmp_path):
         "a link": lambda: path.symlink_to(victim),
         "a FIFO": lambda: os.mkfifo(path),
         "a folder": path.mkdir,
-        "another size": lambda: path.write_bytes(bytes(7)),
+        "another size": lambda: (path.write_bytes(bytes(7)), path.chmod(0o600)),
         "others may read it": lambda: (path.write_bytes(bytes(8)), path.chmod(0o644)),
         "a hard link": lambda: (path.write_bytes(bytes(8)), path.chmod(0o600), os.link(path, f"{path}-2")),
     }
