@@ -46,6 +46,22 @@ if TYPE_CHECKING:
     help="Send what changed since the base of a chain of deltas; the servers keep a copy for the next push.",
 )
 @options.option("--since", section=options.TARGET, metavar="CKPT", help="Likewise, since this checkpoint, which was pushed before.")
+@options.option(
+    "--bind", section=options.TARGET, metavar="ADDRESS", help="Where the servers' ranks find this command (default: on the way to them)."
+)
+@options.option("--port", section=options.TARGET, type=click.IntRange(1, 65535), help="The port there (default: a free one).")
+@options.option(
+    "--trust-network",
+    section=options.TARGET,
+    is_flag=True,
+    help="Tell servers on other hosts the secret of the push over HTTP, instead of by RESHARD_LIVE_TOKEN.",
+)
+@options.option(
+    "--take-over",
+    section=options.TARGET,
+    is_flag=True,
+    help="Take the servers over from the Sender or push of another process that updates them.",
+)
 @options.format_name
 @options.model
 @options.option("--dry-run", section=options.OUTPUT, is_flag=True, help="Ask the servers and show the proven plan; send nothing.")
@@ -67,6 +83,7 @@ def command(source: str, servers: tuple[str, ...], dry_run: bool, as_json: bool,
     from reshard.verbs.push import planned_push
 
     effort = {name: given.pop(name) for name in ("workers", "memory", "source_checksums", "verify_source", "show_progress")}
+    given["port"] = given["port"] or 0
     version, limits = given.pop("version"), Effort(effort["workers"], effort["memory"], source_checksums=effort["source_checksums"])
     found = planned_push(source, servers, limits, **given)
     if dry_run:

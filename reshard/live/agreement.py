@@ -10,7 +10,6 @@ from reshard.canonical.content import Content
 from reshard.canonical.quantizing import QUANTIZE, form_of_settings
 from reshard.canonical.renaming import is_of_adapter
 from reshard.errors import RequestError, UnsupportedError, some
-from reshard.geometry.meshes import Parallel
 from reshard.geometry.quantities import plural
 from reshard.index.index import Tensor
 from reshard.live.hello import Hello
@@ -44,11 +43,11 @@ def agreed_plan(said: Sequence[RankDescription | str], hellos: Sequence[Hello], 
     descriptions = [each for each in said if isinstance(each, RankDescription)]
     first = hellos[0]
     name, _, version = first.engine.partition(" ")
-    parallel = _parallel(first)
+    parallel = first.parallel
     for hello in hellos:
-        if (hello.engine, _parallel(hello)) != (first.engine, parallel):
+        if (hello.engine, hello.parallel) != (first.engine, parallel):
             raise RequestError(
-                f"the engines differ: {first.engine} on {parallel}, and {hello.engine} on {_parallel(hello)}",
+                f"the engines differ: {first.engine} on {parallel}, and {hello.engine} on {hello.parallel}",
                 do="Update engines of other sizes by a Sender of their own",
             )
     config, form = _served_form(_agreed_config(descriptions, first), descriptions, first)
@@ -99,11 +98,6 @@ def _merging(source: Checkpoint) -> Mapping[str, Any]:
             do="Give Sender PEFT's model, whose `peft_config` has one adapter, or the merged weights by name",
         )
     return {"merge_adapter": OWN_ADAPTER}
-
-
-def _parallel(hello: Hello) -> Parallel:
-    """The parallel sizes of a rank's engine."""
-    return Parallel(*(hello.degrees.get(axis, 1) for axis in ("tp", "pp", "ep")))
 
 
 def _served_form(config: Mapping[str, Any], descriptions: Sequence[RankDescription], hello: Hello) -> tuple[Mapping[str, Any], str | None]:

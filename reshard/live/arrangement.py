@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypedDict
+
+import numpy as np
 
 from reshard.geometry.value import value
 from reshard.live.plan.beside import Beside
@@ -26,6 +28,29 @@ class Link:
     """What becomes of requests that run when an update begins: wait for them, abort them, or keep them for later with what they have."""
     device: str = "cpu"
     """With nccl: this rank's GPU, such as "cuda:0"."""
+    name: str = ""
+    """How other senders call this one; empty: by the name of its program."""
+    take_over: bool = False
+    """Whether an engine that another sender has joined is taken over from it."""
+    bind: str | None = None
+    """The address of this machine at which source rank 0 listens; None: that of `host`. 0.0.0.0 and :: are all."""
+    port: int = 0
+    """The port; 0: a free one."""
+    trust_network: bool = False
+    """Whether the secret of the update may go over HTTP to an engine that is not asked at a loopback address."""
+
+
+class LinkOptions(TypedDict, total=False):
+    """Fields of Link that are keywords of `Sender` and `push`, too."""
+
+    take_over: bool
+    """Whether an engine that another sender has joined is taken over from it."""
+    bind: str | None
+    """The address of this machine at which the servers' ranks find the sender; default: the one on its way to the first server."""
+    port: int
+    """The port there; default: a free one."""
+    trust_network: bool
+    """Whether the secret of the update may go over HTTP to a server that is not asked at a loopback address."""
 
 
 class Planned(Protocol):
@@ -67,6 +92,16 @@ class RankAnswer:
     """Whether it may receive changes to the update before."""
     since: str = ""
     """Of a stream with changes: the fingerprint of what they are changes of, which the rank has said that it holds; empty: nothing."""
+
+    @property
+    def fed(self) -> set[str]:
+        """The tensors of its load form for which bytes come. The others are constants."""
+        if self.receives is None:
+            return {held.name for held in self.targets}
+        made = {merged.tensor for merged in self.beside.merges}
+        made |= {part.tensor for computed in self.beside.computes for part in computed.parts}
+        sent = {i for way in self.receives.ways for i in np.unique(way.target_tensors).tolist()}
+        return made | {self.receives.targets[i].name for i in sent}
 
 
 @value(eq=False)

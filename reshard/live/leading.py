@@ -1,25 +1,37 @@
 """Lead: what source rank 0 does in an update, while the other source ranks follow (session.py).
 
+While ranks wait for each other, the requests to the engines and the engines themselves are watched. If one ends, the connections of this
+rank are broken, so that nobody waits for what does not come, and the other source ranks are told by notes (wire/notes.py).
+
 If anything fails before the decision, the engines drop the update and go on with their old weights. A rank that fails while it installs, or
 whose result is not heard, leaves its engine in doubt: it may hold old and new weights, and stays paused. The next whole update mends it.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager, suppress
 from functools import partial
+from threading import Event, Lock
 from typing import Any
 
-from reshard.errors import SystemRefusal
+from reshard.errors import SystemRefusal, printable
 from reshard.geometry.value import value
+from reshard.live.arrangement import Link
 from reshard.live.engines.control import EngineControl
+from reshard.live.engines.watch import EVERY, Watch, requested
 from reshard.live.wire.exchange import Members
 from reshard.live.wire.line import Outcome
+from reshard.live.wire.notes import BUSY, Notes, turn_of
 from reshard.live.wire.transport import Transport, reason
 
+_LOG = "The engine's log says why, in a line that begins with reshard:"
+_PAUSED = "stays paused until an update succeeds"
+_FOR_READERS = 5.0
+"""Seconds in which the other source ranks read how an update ended that has lost its connections."""
 INSTALLED, KEPT, IN_DOUBT = "installed", "kept", "in doubt"
 Version = str | Callable[[], str] | None
 """What engines call new weights; a function tells it once they were sent; None: a number, one more than the first engine's."""
@@ -33,6 +45,8 @@ class UpdateReport:
     """Bytes of weights on the wire, of all source ranks."""
     seconds: float
     """From the pause to the end, with the engines' own processing."""
+    waiting_seconds: float
+    """The part of it in which the engines waited for requests that ran, until they were paused."""
     sending_seconds: float
     """The part of it in which weights were sent."""
     version: str
@@ -47,70 +61,140 @@ class Lead:
     def __init__(
         self,
         transport: Transport,
+        notes: Notes,
         members: Members,
         engines: Sequence[EngineControl],
         sizes: Sequence[int],
-        pause: str,
+        link: Link,
         fallbacks: tuple[str, ...] = (),
+        number: int = 0,
     ) -> None:
-        """sizes: the number of ranks of each engine. fallbacks: weights that are sent whole."""
-        self._fallbacks = fallbacks
-        self._transport, self._engines, self._sizes, self._pause = transport, engines, sizes, pause
+        """sizes: the number of ranks of each engine. fallbacks: weights that are sent whole. number: the highest that was a version."""
+        self._transport, self._notes, self._link = transport, notes, link
+        self._engines, self._sizes, self._fallbacks, self._number = engines, sizes, fallbacks, number
+        self._turns = [turn_of(sum(sizes[:i])) for i in range(len(sizes))]
         self._others = range(1, members.sources)
         self._targets = range(members.sources, members.sources + members.targets)
+        self._watches: list[Watch] = []
+        self._is_counted = self._are_open = False
+        """Whether the first engine's version counts in `number`; whether an update of an engine may be open that nobody can end."""
+        self._stopped = ""
+        """Why the connections were broken."""
         self.is_lost = False
         """Whether a connection has ended: no further update is possible."""
 
     def update(self, send: Callable[[], Outcome], failures: Sequence[str], version: Version) -> UpdateReport:
         """One update, as Session.update; failures: why this rank cannot send."""
+        try:
+            return self._update(send, failures, version)
+        finally:
+            for note in self._turns:
+                self._notes.turn(note, BUSY, "")
+
+    def _update(self, send: Callable[[], Outcome], failures: Sequence[str], version: Version) -> UpdateReport:
         began, outcome = time.monotonic(), Outcome(failures=[*failures])
+        self._watches = [Watch(engine, self._link.seconds) for engine in self._engines]
         for peer in self._others:
             self._hear(peer, outcome)
-        if not outcome.failures:
-            self._begin(outcome)
+        for note in self._turns:
+            self._notes.turn(note, "", BUSY)
+        if takers := [*filter(None, map(self._taken, range(len(self._engines))))]:
+            self.is_lost = True
+            outcome.failures[:0] = takers
         if outcome.failures:
-            raise self._failed(outcome, "Nothing was sent, the engine goes on with the weights that it has")
-        with ThreadPoolExecutor(len(self._engines)) as pool:
-            receiving = [pool.submit(engine.update) for engine in self._engines]
-            self._tell(self._others, {"go": True}, outcome)
+            back = ". Make a new Sender, with take_over=True to take the engine back" if takers else ""
+            raise self._failed(outcome, f"Nothing was sent, the engine goes on with the weights that it has{back}")
+        paused_at = time.monotonic()
+        self._begin(outcome)
+        if outcome.failures:
+            raise self._failed(outcome, f"Nothing was sent. {self._statement([KEPT] * len(self._engines))}")
+        waiting_seconds = time.monotonic() - paused_at
+        receiving = [requested(engine.update) for engine in self._engines]
+        self._tell(self._others, {"go": True}, outcome)
+        with self._guarding(receiving, FIRST_COMPLETED, outcome):
             sending_seconds = self._send(send, outcome)
-            is_whole = not outcome.failures
-            decision = {"install": is_whole, "reason": _joined(outcome.failures), "fingerprint": outcome.fingerprint}
-            self._tell([*self._others, *self._targets], decision, outcome)
-            self._wait(receiving, outcome)
-            finishing = [pool.submit(engine.finish) for engine in self._engines]
+        is_whole = not outcome.failures
+        named = self._named(version)
+        decision = {"install": is_whole, "reason": _joined(outcome.failures), "fingerprint": outcome.fingerprint, "number": self._number}
+        self._tell([*self._others, *self._targets], decision, outcome)
+        self._wait(receiving, outcome)
+        finishing = [requested(engine.finish) for engine in self._engines]
+        with self._guarding(finishing, ALL_COMPLETED, outcome):
             states = self._states(outcome) if is_whole else [KEPT] * len(self._engines)
-            self._wait(finishing, outcome)
-        told = self._end(states, version, outcome)
+        self._are_open = not self._wait(finishing, outcome)
+        self._end(states, named, outcome)
         if outcome.failures:
-            raise self._failed(outcome, _statement(self._engines, states))
-        report = UpdateReport(outcome.nbytes, time.monotonic() - began, sending_seconds, told, self._fallbacks)
+            raise self._failed(outcome, self._statement(states))
+        report = UpdateReport(outcome.nbytes, time.monotonic() - began, waiting_seconds, sending_seconds, named, self._fallbacks)
         about = {name: getattr(report, name) for name in UpdateReport.__slots__}  # type: ignore[attr-defined]
         self._tell(self._others, {"report": about}, outcome)
         return report
 
     def leave(self) -> None:
-        """Let the engines leave the channel. After an update that may still be open they are not asked: their workers would raise."""
-        for engine in self._engines:
+        """Let the engines leave the channel. Where an update may still be open they are not asked: their workers would raise."""
+        for i, engine in enumerate(self._engines):
             with suppress(Exception):
-                engine.leave()
+                if not self._are_open and not self._taken(i):
+                    Watch(engine, self._link.seconds).ask(engine.leave)
 
     def _begin(self, outcome: Outcome) -> None:
         """Pause the engines and start the update; where one refuses, undo both."""
         undo: list[Callable[[], None]] = []
+        self._are_open = True
+        told = None if self._is_counted else requested(self._engines[0].version)
         try:
-            for engine in self._engines:
+            for watch in self._watches:
                 # A pause that was not answered in time may come yet.
-                undo.append(engine.resume)
-                engine.pause(self._pause)
-            for engine in self._engines:
-                engine.start()
-                undo.append(engine.finish)
+                undo.append(partial(watch.ask, watch.engine.resume))
+                watch.ask(watch.engine.pause, self._link.pause)
+            for watch in self._watches:
+                watch.ask(watch.engine.start)
+                undo.append(partial(watch.ask, watch.engine.finish))
+            if told is not None:
+                self._number, self._is_counted = max(self._number, _number(self._watches[0].answer(told))), True
         except Exception as error:
             outcome.failures.append(reason(error))
             for action in reversed(undo):
                 with suppress(Exception):
                     action()
+
+    @contextmanager
+    def _guarding(self, requests: Sequence[Future[None]], when: str, outcome: Outcome) -> Iterator[None]:
+        """Wait for ranks of the engines in this context. If an engine ends meanwhile, or those requests, by which its ranks take part, the
+        connections of this rank are broken.
+
+        when: whether its ranks take part until all of the requests have ended, or the first one.
+        """
+        over, lock = Event(), Lock()
+
+        def guard() -> None:
+            try:
+                while True:
+                    done, running = wait(requests, EVERY, when)
+                    if over.is_set():
+                        return
+                    for watch, request in zip(self._watches, requests, strict=True):
+                        if request in running:
+                            watch.look()
+                    if (not running or (done and when == FIRST_COMPLETED)) and not over.wait(EVERY):
+                        for request in done:
+                            request.result()
+                        raise SystemRefusal("the engine's ranks do not take part in the update any more", do=_LOG)
+            except Exception as error:
+                with lock:
+                    if not over.is_set():
+                        self._stopped = reason(error)
+                        self._notes.leave("stop", self._stopped)
+                        self._transport.close()
+
+        requested(guard)
+        try:
+            yield
+        finally:
+            with lock:
+                over.set()
+            if self._stopped:
+                outcome.failures.insert(0, self._stopped)
 
     def _send(self, send: Callable[[], Outcome], outcome: Outcome) -> float:
         """Send this rank's part, and hear how it went for all others; returns the seconds that it took."""
@@ -162,28 +246,66 @@ class Lead:
         result.clear()
         result.update(told)
 
-    def _end(self, states: Sequence[str], version: Version, outcome: Outcome) -> str:
-        """Let the engines answer again, unless they are in doubt; returns the version of those that have new weights."""
-        for engine, state in zip(self._engines, states, strict=True):
+    def _named(self, version: Version) -> str:
+        """What the engines will call the weights. No number is given twice."""
+        named = (version() if callable(version) else version) or str(self._number + 1)
+        self._number = max(self._number, _number(named))
+        return named
+
+    def _end(self, states: Sequence[str], version: str, outcome: Outcome) -> None:
+        """Let the engines answer again, unless they are in doubt, and ask whether they do."""
+        for i, (watch, state) in enumerate(zip(self._watches, states, strict=True)):
+            ask, engine = watch.ask, watch.engine
             try:
                 if state == INSTALLED:
-                    version = (version() if callable(version) else version) or _next(engine.version())
-                    engine.set_version(version)
-                    engine.clear_cache()
-                if state != IN_DOUBT:
-                    engine.resume()
+                    ask(engine.set_version, version)
+                    ask(engine.clear_cache)
+                if state != IN_DOUBT and not self._taken(i):
+                    ask(engine.resume)
+                if state == INSTALLED:
+                    is_paused, told = requested(engine.is_paused), ask(engine.version)
+                    if told != version:
+                        raise SystemRefusal(f"it tells the version {printable(told)!r} after {version!r} was set", where=engine.name)
+                    if watch.answer(is_paused):
+                        raise SystemRefusal("it is still paused after it was resumed", where=engine.name)
             except Exception as error:
                 outcome.failures.append(reason(error))
-        return version if isinstance(version, str) else ""
 
-    def _wait(self, requests: Iterable[Future[None]], outcome: Outcome) -> None:
-        """Wait for requests to the engines. After one that fails nobody knows whether the engine's update is still open."""
-        for request in requests:
+    def _statement(self, states: Sequence[str]) -> str:
+        """What the engines hold after an update that failed, and whether they answer: they are asked."""
+        return ". ".join(map(self._stated, range(len(states)), states))
+
+    def _stated(self, i: int, state: str) -> str:
+        watch = self._watches[i]
+        name = watch.engine.name
+        if taken := self._taken(i):
+            return taken
+        try:
+            is_paused = watch.ask(watch.engine.is_paused)
+        except Exception as error:
+            return f"{name} could not be asked what it holds ({reason(error).rstrip('.')})"
+        if state == IN_DOUBT:
+            return f"{name} may hold old and new weights, and {'answers' if is_paused is False else _PAUSED}"
+        answers = {True: _PAUSED, False: "answers", None: "was asked to go on; it does not tell whether it does"}[is_paused]
+        return f"{name} holds the {'new' if state == INSTALLED else 'old'} weights and {answers}"
+
+    def _taken(self, i: int) -> str:
+        """Who has taken an engine over; empty: nobody."""
+        turn = self._notes.read(self._turns[i])
+        return f"{self._engines[i].name} was taken over by {turn}" if turn not in (None, "", BUSY) else ""
+
+    def _wait(self, requests: Iterable[Future[None]], outcome: Outcome) -> bool:
+        """Wait for requests to the engines. After one that fails nobody knows whether the engine's update is still open. Returns whether
+        none did."""
+        failures = []
+        for watch, request in zip(self._watches, requests, strict=True):
             try:
-                request.result()
+                watch.answer(request)
             except Exception as error:
-                outcome.failures.append(reason(error))
-                self.is_lost = True
+                failures.append(reason(error))
+        outcome.failures += failures
+        self.is_lost |= bool(failures)
+        return not failures
 
     def _tell(self, peers: Iterable[int], document: dict[str, Any], outcome: Outcome) -> None:
         for peer in peers:
@@ -192,8 +314,16 @@ class Lead:
     def _failed(self, outcome: Outcome, do: str) -> SystemRefusal:
         """The error of an update that failed, told to the other source ranks."""
         self.is_lost |= bool(outcome.lost)
-        failed = _joined(outcome.failures)
-        self._tell(self._others, {"failed": failed, "do": do, "is_lost": self.is_lost}, outcome)
+        failed = self._stopped or _joined(outcome.failures)
+        document = {"failed": failed, "do": do, "is_lost": self.is_lost}
+        others = [*self._others] if self._stopped else [peer for peer in self._others if peer not in outcome.lost]
+        self._tell(others, document, outcome)
+        if self.is_lost:
+            self.leave()
+            self._notes.leave("end", json.dumps(document))
+            ends_at = time.monotonic() + _FOR_READERS
+            while time.monotonic() < ends_at and not all(self._notes.read(f"read {peer}") is not None for peer in others):
+                time.sleep(0.05)
         return dropped(failed, do)
 
 
@@ -202,21 +332,11 @@ def dropped(failed: str, do: str) -> SystemRefusal:
     return SystemRefusal(f"the update failed: {failed}", do=do)
 
 
-def _statement(engines: Sequence[EngineControl], states: Sequence[str]) -> str:
-    """What the engines hold after an update that failed."""
-    words = {
-        INSTALLED: "holds the new weights and answers",
-        KEPT: "holds the old weights and answers",
-        IN_DOUBT: "may hold old and new weights, and stays paused until an update succeeds",
-    }
-    return ". ".join(f"{engine.name} {words[state]}" for engine, state in zip(engines, states, strict=True))
-
-
 def _joined(failures: Sequence[str]) -> str:
     """The first failures: others follow from them."""
     return "; ".join([*dict.fromkeys(failure.rstrip(".") for failure in failures)][:2])
 
 
-def _next(version: str) -> str:
-    """One more than a version that is a number; 1 after any other."""
-    return str(int(version) + 1) if version.isdecimal() else "1"
+def _number(version: str) -> int:
+    """A version that is a number; 0 for any other."""
+    return int(version) if version.isdecimal() and len(version) < 19 else 0

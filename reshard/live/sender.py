@@ -9,12 +9,13 @@ Both lines run on every rank of the trainer, at the same time. The plan is compu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.errors import RequestError, check_word
 from reshard.live.agreement import agreed_plan
-from reshard.live.arrangement import Arrangement, Link, Planned
+from reshard.live.arrangement import Arrangement, Link, LinkOptions, Planned
 from reshard.live.engines.choice import controls
 from reshard.live.hello import Hello
 from reshard.live.leading import UpdateReport
@@ -43,6 +44,7 @@ class Sender:
         verify: bool = False,
         fallback: str | None = None,
         changes: bool = False,
+        **reach: Unpack[LinkOptions],
     ) -> None:
         """Join the engines, plan, and check both sides; nothing is sent yet.
 
@@ -55,6 +57,9 @@ class Sender:
         verify: compare the digests of all bytes that arrive before they are installed.
         fallback: "whole": send tensors that cannot be planned whole to the engine's own loader; None: refuse them by name.
         changes: send what changed since the last update, where that is less. This rank then keeps a copy of the tensors that it has sent.
+        reach: `take_over`: take the engine over from a Sender or push of another process that has joined it; by default this one is refused
+        by the name of that process. `bind` and `port`: where source rank 0 listens. `trust_network`: whether the secret of the update may
+        go over HTTP to an engine that is not asked at a loopback address.
 
         Raises: RequestError or SystemRefusal on every rank; trainer and engines stay as they were.
         """
@@ -62,7 +67,7 @@ class Sender:
             check_word("fallback", fallback, ["whole"])
             if plan is not None:
                 raise RequestError("`fallback=` is about a plan that Sender makes, and `plan=` gives one", do="Leave out one of them")
-        link = transport if isinstance(transport, Link) else Link(transport)
+        link = replace(transport if isinstance(transport, Link) else Link(transport), **reach)
         trainers = Trainers.of(group)
         self.plan: Planned | None = None
         """The plan, on source rank 0."""

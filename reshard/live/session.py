@@ -16,35 +16,51 @@ A session's methods are called by all source ranks at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
+from threading import Event
 from typing import Any
 
-from reshard.errors import RequestError, SystemRefusal
+from reshard.engine.events import event
+from reshard.errors import RequestError, SystemRefusal, printable
 from reshard.live.arrangement import Arrangement, Link
 from reshard.live.engines.control import EngineControl
-from reshard.live.hello import Hello, check, held_to_json
+from reshard.live.engines.watch import requested
+from reshard.live.hello import Hello, check, check_numbers, held_to_json
 from reshard.live.leading import Lead, UpdateReport, Version, dropped
 from reshard.live.plan.schedule import Schedule
 from reshard.live.trainers import Trainers
-from reshard.live.wire.channel import Joining, joined, led, opened_store
+from reshard.live.wire.channel import Joining, is_loopback, joined, led
 from reshard.live.wire.exchange import Members
 from reshard.live.wire.line import Outcome
+from reshard.live.wire.meeting import ANY_ADDRESS, Meeting
+from reshard.live.wire.notes import Notes
+from reshard.live.wire.secret import SECRET, TOKEN, Secret
 from reshard.live.wire.transport import Transport, reason
 
+_EVERY = 0.2
+"""Seconds between two looks at the notes."""
+_PROCESS = secrets.token_hex(8)
+"""Of this process and those that it forks."""
 Arrange = Callable[[Sequence[Hello]], Arrangement]
 
 
 class Session:
     """A source rank's end of the channel. Make it with `opened`."""
 
-    def __init__(self, transport: Transport, members: Members, sends: Schedule | None, lead: Lead | None) -> None:
+    def __init__(self, transport: Transport, notes: Notes, members: Members, sends: Schedule | None, lead: Lead | None) -> None:
         """sends: what this rank sends; None: a stream. lead: of source rank 0."""
         self.transport, self.members, self.sends = transport, members, sends
-        self._lead, self._is_lost = lead, False
+        self._notes, self._lead, self._is_lost = notes, lead, False
 
     def update(self, send: Callable[[], Outcome], ready: Callable[[], None], version: Version = None) -> UpdateReport:
         """One update.
@@ -65,19 +81,23 @@ class Session:
         try:
             return self._lead.update(send, failures, version)
         finally:
-            self._is_lost = self._lead.is_lost
+            if self._lead.is_lost:
+                self._is_lost = True
+                self.close()
 
     def close(self) -> None:
         """Leave the channel. The engines give their staging back, and go on with the weights that they have."""
         if self._lead is not None and not self._is_lost:
             self._lead.leave()
         self._is_lost = True
-        with suppress(Exception):
-            self.transport.close()
+        for end in (self.transport, self._notes):
+            with suppress(Exception):
+                end.close()
 
     def _follow(self, send: Callable[[], Outcome], failures: list[str]) -> UpdateReport:
         """What another source rank than 0 does."""
-        self._is_lost = True
+        self._is_lost, over = True, Event()
+        noted = requested(self._noted_end, over)
         try:
             self.transport.tell(0, {"failures": failures})
             end = self.transport.hear(0).document
@@ -87,11 +107,33 @@ class Session:
                 self.transport.hear(0)
                 end = self.transport.hear(0).document
         except Exception as error:
-            raise dropped(reason(error), "The engine's log says whether it has installed the update. Make a new Sender") from None
+            over.set()
+            if (told := noted.result()) is None:
+                raise dropped(reason(error), "The engine's log says whether it has installed the update. Make a new Sender") from None
+            end = told
+        over.set()
+        if end.get("is_lost"):
+            with suppress(Exception):
+                self._notes.leave(f"read {self.transport.rank}", "")
+            self.close()
         self._is_lost = bool(end.get("is_lost"))
         if "failed" in end:
             raise dropped(end["failed"], end["do"])
         return UpdateReport(**{**end["report"], "fallbacks": tuple(end["report"]["fallbacks"])})
+
+    def _noted_end(self, over: Event) -> dict[str, Any] | None:
+        """How the update ends, if source rank 0 stops it; None if it does not until the update is over. Once it has stopped the update, or
+        its process has ended, the connections of this rank are broken: nobody waits for what does not come."""
+        with suppress(Exception):
+            while (stop := self._notes.read("stop")) is not None or not over.is_set():
+                if stop is not None:
+                    self.transport.close()
+                    if (end := self._notes.read("end")) is not None:
+                        return dict(json.loads(end))
+                time.sleep(_EVERY)
+            return None
+        self.transport.close()
+        return None
 
 
 def opened(engines: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrange: Arrange, link: Link) -> Session:
@@ -110,30 +152,29 @@ def _followed(trainers: Trainers, link: Link) -> Session:
     if "refused" in shared:
         raise RequestError(shared["refused"])
     joining = Joining.of(shared)
-    transport = joined(joining, trainers.rank, device=link.device)
+    transport, notes = joined(joining, trainers.rank, joining.key(bytes.fromhex(shared[SECRET])), link.device)
     answer = transport.hear(0)
     if "refused" in answer.document:
         transport.close()
         raise RequestError(answer.document["refused"])
-    return Session(transport, Members(joining.sources, joining.targets), Schedule.from_bytes(answer.content), None)
+    return Session(transport, notes, Members(joining.sources, joining.targets), Schedule.from_bytes(answer.content), None)
 
 
 def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrange: Arrange, link: Link) -> Session:
     try:
         engines = find()
         sizes = [engine.ranks() for engine in engines]
-        host = link.host or engines[0].own_address()
-        store = opened_store(host, link.seconds)
-        joining = Joining(host, store.port, trainers.size, sum(sizes), backend=link.backend, seconds=link.seconds)
+        joining, meeting, secret = _met(engines, sizes, trainers.size, link)
     except Exception as error:
         trainers.share({"refused": reason(error)})
         raise
-    trainers.share(joining.to_json())
+    trainers.share({**joining.to_json(), SECRET: secret.content.hex()})
     # The engines' ranks are in the channel until they have heard the answer, and only then do the requests end.
     with ThreadPoolExecutor(len(engines)) as pool:
         offsets = accumulate(sizes, initial=0)
         requests = [
-            pool.submit(engine.init, replace(joining, offset=offset).to_json()) for engine, offset in zip(engines, offsets, strict=False)
+            pool.submit(engine.init, {**replace(joining, offset=offset).to_json(), SECRET: secret.told})
+            for engine, offset in zip(engines, offsets, strict=False)
         ]
 
         def still_coming() -> None:
@@ -141,33 +182,70 @@ def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrang
                 if request.done():
                     request.result()
                     raise SystemRefusal(
-                        "the engine's ranks did not join the channel", do="Its log says why, in a line that begins with reshard:"
+                        "the engine's ranks did not join the channel",
+                        do=f"Its log says why, in a line that begins with reshard: such as another version of reshard, or another {TOKEN}",
                     )
 
-        transport = led(joining, store, still_coming, link.device)
+        try:
+            transport, notes = led(joining, meeting.open(joining.key(secret.content)), still_coming, link.device)
+        finally:
+            secret.forget()
         members = Members(joining.sources, joining.targets)
         try:
-            hellos, sends, fallbacks = _arranged(transport, members, arrange)
+            hellos, sends, fallbacks = _arranged(transport, members, sizes, arrange)
             for request in requests:
                 request.result()
             _close_what_is_open(engines, sizes, hellos)
         except Exception:
             transport.close()
             raise
-    return Session(transport, members, sends, Lead(transport, members, engines, sizes, link.pause, fallbacks))
+    for before in sorted({hello.before for hello in hellos} - {""}):
+        event("replaced", f"{printable(before)} had joined the engine before and has ended", owner=before)
+    number = max(hello.number for hello in hellos)
+    return Session(transport, notes, members, sends, Lead(transport, notes, members, engines, sizes, link, fallbacks, number))
 
 
-def _arranged(transport: Transport, members: Members, arrange: Arrange) -> tuple[list[Hello], Schedule | None, tuple[str, ...]]:
+def _met(engines: Sequence[EngineControl], sizes: Sequence[int], sources: int, link: Link) -> tuple[Joining, Meeting, Secret]:
+    """What the ranks are told of the channel; where they will meet; and the secret, which has its way to the engines."""
+    own = [engine.own_address() for engine in engines]
+    host = link.host or (own[0] if link.bind is None or link.bind in ANY_ADDRESS else link.bind)
+    meeting = Meeting(link.bind or host, link.port)
+    joining = Joining(
+        host,
+        meeting.port,
+        sources,
+        sum(sizes),
+        backend=link.backend,
+        seconds=link.seconds,
+        owner=f"{link.name or Path(sys.argv[0]).name or 'python'} (host {os.uname().nodename}, process {os.getpid()})",
+        process=f"{_PROCESS} {os.getpid()}",
+        take_over=link.take_over,
+        channel=secrets.token_hex(8),
+    )
+    return joining, meeting, Secret.of(all(map(is_loopback, own)), link.trust_network)
+
+
+def _arranged(
+    transport: Transport, members: Members, sizes: Sequence[int], arrange: Arrange
+) -> tuple[list[Hello], Schedule | None, tuple[str, ...]]:
     """Hear what the target ranks hold, and answer all ranks: what they receive and send, or a refusal. Returns also what is sent whole."""
     others, targets = range(1, members.sources), range(members.sources, members.sources + members.targets)
+    heard, outcome = dict[int, Mapping[str, Any]](), Outcome()
+    for peer in targets:
+        # A rank that has not been heard does not hear.
+        outcome.attempt(peer, lambda peer=peer: heard.update({peer: transport.hear(peer).document}))  # type: ignore[misc]
     try:
-        hellos = [Hello.of(transport.hear(peer).document) for peer in targets]
+        if outcome.failures:
+            raise SystemRefusal(outcome.failures[0])
+        hellos = [*map(Hello.of, heard.values())]
+        for size, end in zip(sizes, accumulate(sizes), strict=True):
+            check_numbers(hellos[end - size : end])
         arrangement = arrange(hellos)
         answers = [arrangement.answer(rank) for rank in range(members.targets)]
         for hello, answer in zip(hellos, answers, strict=True):
-            check(hello, answer.targets, has_whole=bool(answer.beside.whole))
+            check(hello, answer.targets, answer.fed, has_whole=bool(answer.beside.whole))
     except Exception as error:
-        for peer in [*others, *targets]:
+        for peer in [*others, *heard]:
             with suppress(Exception):
                 transport.tell(peer, {"refused": reason(error)})
         raise

@@ -16,26 +16,33 @@ of the next one, until an update fails or another one needs the memory.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, printable
+from reshard.live.engines.watch import requested
 from reshard.live.hello import held_from_json
 from reshard.live.plan.beside import Beside
 from reshard.live.plan.schedule import HeldTensor, Schedule
 from reshard.live.wire.channel import Joining, channel_of, joined
 from reshard.live.wire.computing import compute, merge
 from reshard.live.wire.exchange import Exchange, Members
+from reshard.live.wire.notes import Notes, turn_of
+from reshard.live.wire.secret import SECRET, Secret
 from reshard.live.wire.staging import Staged
 from reshard.live.wire.stream import receive_stream
-from reshard.live.wire.transport import Transport, reason
+from reshard.live.wire.transport import Message, Transport, reason
 
 if TYPE_CHECKING:
     import torch
 
 SOURCE = 0
 """The rank of the channel that leads."""
+_FOR_OWNER = 5.0
+"""Seconds in which an owner answers that is not stopped."""
 
 
 class Served(Protocol):
@@ -74,22 +81,37 @@ class TargetRank:
         self._staged: Staged | None = None
         self._beside = Beside()
         self._values: dict[str, torch.Tensor] = {}
-        self._expected, self._channel = 0, dict[str, Any]()
-        self._fingerprint = self._holds = ""
+        self._expected = self._number = 0
+        self._joining: Joining | None = None
+        self._notes: Notes | None = None
+        self._fingerprint = self._holds = self._since = ""
 
     def join(self, info: Mapping[str, Any]) -> None:
-        """Join the channel that the sender names, and leave the one before."""
-        self._leave()
+        """Join the channel that the sender names, and leave the one before; stay in that one if the sender is refused."""
+        transport, notes = None, None
         try:
-            joining, self._channel = Joining.of(info), channel_of(info)
+            joining = Joining.of(info)
             # Source rank 0 waits for all ranks of the channel; it hears at once which of them cannot come.
             rank = joining.sources + joining.offset + self._served.rank()
-            self._transport = transport = joined(joining, rank, device=self._served.device if joining.backend == "nccl" else "cpu")
-            transport.tell(SOURCE, self._described())
-            self._prepare(transport, Members(joining.sources, joining.targets))
+            key = joining.key(Secret.heard(info.get(SECRET)))
+            transport, notes = joined(joining, rank, key, self._served.device if joining.backend == "nccl" else "cpu")
+            owner, is_owned = self._joining, self._notes is not None and self._notes.is_there()
+            ended = owner.owner if owner is not None and not is_owned else ""
+            transport.tell(SOURCE, (is_owned and self._refusal(joining)) or self._described(ended))
+            if refusal := (answer := transport.hear(SOURCE)).document.get("refused"):
+                raise RequestError(refusal)
+            if owner is not None:
+                what = "takes over from" if is_owned else "comes after an owner that has ended,"
+                self._log.warning("reshard: %s %s %s", printable(joining.owner), what, printable(owner.owner))
+            self._leave()
+            self._transport, self._notes, self._joining, self._since = transport, notes, joining, _now()
+            self._prepare(answer, transport, Members(joining.sources, joining.targets))
         except Exception as error:
             self._log.warning("reshard: the channel of an update was not joined: %s", reason(error))
-            self._leave()
+            if transport is not None and self._transport is transport:
+                self._leave()
+            else:
+                _closed(transport, notes)
 
     def start(self) -> None:
         """Begin an update."""
@@ -98,7 +120,7 @@ class TargetRank:
     def receive(self, channel: Mapping[str, Any] | None = None) -> None:
         """Receive an update, and hear whether it is to be installed. channel: that of the sender; None: the one that was joined."""
         self._is_ready = False
-        if self._transport is None or channel not in (None, self._channel):
+        if self._transport is None or self._joining is None or channel not in (None, channel_of(self._joining.to_json())):
             self._log.warning("reshard: the update is dropped: this rank is not in the sender's channel, another sender may have come")
             return
         self._holds = ""
@@ -108,7 +130,8 @@ class TargetRank:
         try:
             self._transport.tell(SOURCE, {"failures": failures})
             decision = self._transport.hear(SOURCE).document
-            self._is_ready, self._fingerprint = bool(decision["install"]) and not failures, str(decision["fingerprint"])
+            self._fingerprint, self._number = str(decision["fingerprint"]), max(self._number, int(decision["number"]))
+            self._is_ready = bool(decision["install"]) and not failures
             if not self._is_ready:
                 self._log.warning("reshard: the update is dropped, the weights stay as they were: %s", decision.get("reason"))
         except Exception as error:
@@ -137,30 +160,39 @@ class TargetRank:
         """Leave the channel, and give the staging back, unless it is kept."""
         self._leave()
 
-    def _described(self) -> Mapping[str, Any]:
-        """What source rank 0 is told; or why this rank takes no update: it waits for an answer."""
+    def _refusal(self, joining: Joining) -> Mapping[str, Any] | None:
+        """Why a sender may not join while the owner of this rank is there; None: it takes over, and the owner begins no other update."""
+        assert self._joining is not None and self._notes is not None
+        what = "updates this engine"
+        if joining.take_over or joining.process == self._joining.process:
+            taker = f"{joining.owner}, at {_now()}"
+            turning = requested(self._notes.turn, turn_of(self._joining.offset), "", taker)
+            # An owner that is stopped is not waited for. All ranks of the engine ask: the first one turns the note.
+            turn = turning.result() if wait([turning], _FOR_OWNER).done else taker
+            if not self._is_open and turn.startswith(joining.owner):
+                return None
+            what = "is in the middle of an update of this engine, and another one can begin once it has ended"
+        return {"refused": f"{self._joining.owner}, joined at {self._since}, {what}", "in_use": True}
+
+    def _described(self, before: str) -> Mapping[str, Any]:
+        """What source rank 0 is told; or why this rank takes no update: it waits for an answer. before: an owner that has ended."""
         try:
-            return {**self._served.described(), "is_open": self._is_open, "holds": self._holds}
+            own = {"is_open": self._is_open, "holds": self._holds, "number": self._number, "before": before}
+            return {**self._served.described(), **own}
         except Exception as error:
             return {"refused": reason(error)}
 
     def _leave(self) -> None:
-        transport = self._transport
-        self._transport = self._exchange = None
+        _closed(self._transport, self._notes)
+        self._transport = self._exchange = self._joining = self._notes = None
         if not self._holds:
             self._staged = None
         self._beside, self._values = Beside(), {}
         self._is_ready = False
-        if transport is not None:
-            with suppress(Exception):
-                transport.close()
 
-    def _prepare(self, transport: Transport, members: Members) -> None:
-        """Hear the plan, and make place for what it brings."""
-        answer = transport.hear(SOURCE)
+    def _prepare(self, answer: Message, transport: Transport, members: Members) -> None:
+        """Make place for what the plan brings."""
         about = answer.document
-        if "refused" in about:
-            raise RequestError(about["refused"])
         self._verify, self._expected, self._changes = bool(about["verify"]), int(about["expected"]), bool(about["changes"])
         try:
             self._staged = self._room_for(held_from_json(about["targets"]), about["fills"], str(about["since"]))
@@ -202,3 +234,15 @@ class TargetRank:
         except Exception as error:
             return [reason(error)]
         return []
+
+
+def _closed(*ends: Transport | Notes | None) -> None:
+    """Leave a channel."""
+    for end in ends:
+        with suppress(Exception):
+            if end is not None:
+                end.close()
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())

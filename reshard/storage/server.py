@@ -28,6 +28,10 @@ def is_server(path: object) -> bool:
     return isinstance(path, str) and re.fullmatch(r"https?://[^/]+/?", path) is not None
 
 
+class Silent(SystemRefusal):
+    """A server takes connections, or does not refuse them, and does not answer."""
+
+
 @value
 class Server:
     """A server at an address such as http://host:8000."""
@@ -90,7 +94,7 @@ class Server:
             raise self._unreached(error) from None
 
     def _unreached(self, error: Exception) -> SystemRefusal:
-        return SystemRefusal(
+        return (Silent if isinstance(error, TimeoutError) else SystemRefusal)(
             f"the server cannot be asked: {printable(str(error))[:200]}", where=self.address, do="Check the address, and that it runs"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -21,6 +21,7 @@ from reshard.geometry.documents import document
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.value import value
 from reshard.live.agreement import check_same_model
+from reshard.live.arrangement import LinkOptions
 from reshard.live.engines.choice import server_control
 from reshard.live.from_files.rank_streams import RankStreams
 from reshard.live.from_files.running_engines import RunningEngines
@@ -58,7 +59,7 @@ _SLOWEST = 5e6
 """Bytes per second of a push that is waited for to its end."""
 
 
-class PushOptions(ModelOptions, SelectionOptions, RecipeOptions, EffortOptions, total=False):
+class PushOptions(ModelOptions, SelectionOptions, RecipeOptions, LinkOptions, EffortOptions, total=False):
     """Keywords of `push`. Sizes and format are those of the servers."""
 
     changes: bool
@@ -73,8 +74,8 @@ class PushResult:
     """What a push has sent."""
 
     JSON = (
-        "servers format parallel version fingerprint bytes=nbytes full_bytes=full_nbytes since seconds sending_seconds dropped notes "
-        "source_checks"
+        "servers format parallel version fingerprint bytes=nbytes full_bytes=full_nbytes since seconds waiting_seconds sending_seconds "
+        "dropped notes source_checks"
     )
 
     servers: tuple[str, ...]
@@ -97,6 +98,8 @@ class PushResult:
     """The checkpoint since which changes were sent; None: all weights were."""
     seconds: float
     """From the pause of the servers until they answered again."""
+    waiting_seconds: float
+    """The part of it in which the servers waited for requests that ran."""
     sending_seconds: float
     """The part of it in which weights were read and sent."""
     dropped: tuple[DropSummary, ...] = ()
@@ -109,7 +112,8 @@ class PushResult:
     def to_json(self) -> dict[str, Any]:
         """The result as plain values with stable keys."""
         sizes = {"tp": self.parallel.tp, "pp": self.parallel.pp, "ep": self.parallel.ep}
-        return document(self, parallel=sizes, seconds=round(self.seconds, 3), sending_seconds=round(self.sending_seconds, 3))
+        seconds = {name: round(getattr(self, name), 3) for name in ("seconds", "waiting_seconds", "sending_seconds")}
+        return document(self, parallel=sizes, **seconds)
 
     @property
     def what(self) -> str:
@@ -166,6 +170,8 @@ class PlannedPush:
     """Whether the servers keep what they get, for the changes of the next push."""
     base: Base | None = None
     """The checkpoint that the servers hold, by the version that they tell, if only changes are to be sent."""
+    link: LinkOptions = field(default_factory=LinkOptions)
+    """How the servers' ranks are joined."""
 
     @property
     def total(self) -> int:
@@ -207,6 +213,7 @@ def planned_push(source: Checkpoint | PathLike, server: str | Sequence[str], eff
     for each in servers:
         server_control(each.address, _SECONDS).ranks()
     about_model = take(options, OpenOptions)
+    link: Any = take(options, LinkOptions)
     since, keeps = options.pop("since", None), options.pop("changes", False)
     checkpoint, notes = _opened(source, servers[0], about_model)
     _check_local_config(checkpoint, servers[0])
@@ -225,7 +232,7 @@ def planned_push(source: Checkpoint | PathLike, server: str | Sequence[str], eff
     keeps = keeps or since is not None
     is_expected = keeps and (since is not None or bool(checkpoint.deltas))
     held, reasons = _held(servers, found, _bases(checkpoint, since, base)) if is_expected else (None, ())
-    return PlannedPush(checkpoint.path, found, servers, (*found.layout.notes, *notes, *reasons), keeps, held)
+    return PlannedPush(checkpoint.path, found, servers, (*found.layout.notes, *notes, *reasons), keeps, held, link)
 
 
 def _bases(checkpoint: Checkpoint, since: Checkpoint | PathLike | PushResult | None, base: Callable[..., Base]) -> Iterator[Base]:
@@ -327,7 +334,8 @@ class _Pushing:
         from reshard.live.session import opened
         from reshard.live.trainers import Trainers
 
-        session = opened(lambda: self._servers, Trainers(), self._arranged, Link(seconds=_SECONDS))
+        link = Link(seconds=_SECONDS, name="reshard push", **self._planned.link)
+        session = opened(lambda: self._servers, Trainers(), self._arranged, link)
         try:
             report = session.update(lambda: self._sent(session), lambda: None, lambda: self._version or self._fingerprint)
         except SystemRefusal as refusal:
@@ -359,6 +367,7 @@ class _Pushing:
             sum(each.nbytes * len(self._targets[each.pp_rank, each.tp_rank]) for each in self._staged),
             self._base.path if self._base else None,
             report.seconds,
+            report.waiting_seconds,
             report.sending_seconds,
             drops(self._plan),
             self._notes,
@@ -375,29 +384,28 @@ class _Pushing:
         self._staged = staged_ranks(self._plan, frozenset().union(*(hello.others for hello in hellos)))
         by_rank = {(each.pp_rank, each.tp_rank): each for each in self._staged}
         for number, hello in enumerate(hellos):
-            self._targets.setdefault((hello.degrees["pp_rank"], hello.degrees["tp_rank"]), []).append(number)
+            self._targets.setdefault(hello.position, []).append(number)
         if self._base and any(hello.holds != self._base.fingerprint for hello in hellos):
             self._notes += (f"all weights are sent: the servers have kept no copy of {self._base.path} for changes; they keep this one",)
             self._base = None
         since = self._base.fingerprint if self._base else ""
 
         def answer(number: int) -> RankAnswer:
-            staged = by_rank[hellos[number].degrees["pp_rank"], hellos[number].degrees["tp_rank"]]
+            staged = by_rank[hellos[number].position]
             return RankAnswer(staged.targets, {}, None, staged.nbytes, True, changes=self._planned.keeps, since=since)
 
         return Arrangement(answer)
 
     def _check_degrees(self, hello: Hello) -> None:
-        sizes = self._planned.servers[0].parallel
-        planned = {"tp": sizes.tp, "pp": sizes.pp, "ep": sizes.ep}
-        told = {name: hello.degrees.get(name, 1) for name in planned}
-        if told != planned:
+        planned = self._planned.servers[0].parallel
+        if (told := hello.parallel) != planned:
             raise RequestError(f"a rank says that the sizes are {told}, and the server {planned}", where=self._place, do="Push again")
 
     def _sent(self, session: Session) -> Outcome:
         """Send the weights. Whatever goes wrong here is kept, and the servers hear that nothing more comes: they must not wait."""
         from reshard.live.wire.line import Outcome
         from reshard.live.wire.stream import StreamWriter
+        from reshard.live.wire.transport import ConnectionEnded
 
         def writers(staged: StagedRank) -> list[StreamWriter]:
             peers = map(session.members.target, self._targets[staged.pp_rank, staged.tp_rank])
@@ -412,7 +420,7 @@ class _Pushing:
             for done in running.run():
                 self._effort.report(done.nbytes)
         except BaseException as error:  # Ctrl-C, too: the servers are to answer again
-            self._stopped = error
+            self._stopped = None if isinstance(error, ConnectionEnded) else error
             streams.give_up()
             return Outcome(failures=[str(error) or type(error).__name__])
         assert running.fingerprint is not None

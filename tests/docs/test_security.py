@@ -31,7 +31,23 @@ CLAIMS = {
         "tests/cloud/test_lies.py::test_an_s3_endpoint_does_not_lead_to_another_host",
         "tests/cli/test_live_server.py::test_no_proxy_is_used",
     ],
+    "Only who knows its secret takes part in a push or in an update by `Sender`.": [
+        "tests/live/test_strangers.py::test_what_a_stranger_says_ends_its_connection_and_changes_nothing",
+        "tests/live/test_strangers.py::test_nothing_is_parsed_before_its_seal",
+        "tests/live/test_strangers.py::test_a_conversation_that_was_recorded_cannot_be_said_again",
+        "tests/live/test_strangers.py::test_a_message_that_lies_is_refused_in_one_sentence",
+        "tests/live/test_strangers.py::test_who_changes_bytes_cannot_change_the_digest_with_them",
+        "tests/live/test_strangers.py::test_a_secret_on_one_host_is_a_file_of_this_user_alone_until_it_is_forgotten",
+        "tests/live/test_strangers.py::test_a_secret_goes_to_another_host_only_where_the_network_is_trusted_or_by_the_environment",
+        "tests/live/test_strangers.py::test_an_engine_with_another_token_does_not_join_and_nobody_tells_a_token",
+    ],
+    "The transport `shared` opens no file that a peer names": [
+        "tests/live/test_strangers.py::test_memory_that_is_not_ours_is_refused_and_stays_as_it_is",
+        "tests/live/test_strangers.py::test_a_rank_that_names_another_file_for_shared_memory_is_refused",
+    ],
     "A server's answer is input like a checkpoint, and limited as a whole": [
+        "tests/live/test_strangers.py::test_a_rank_that_lies_about_itself_is_refused_before_the_server_is_paused",
+        "tests/live/test_strangers.py::test_a_rank_cannot_keep_weights_as_its_own",
         "tests/cli/test_live_server.py::test_a_server_that_lies_is_refused_in_one_sentence_within_its_limits",
     ],
     "It writes only to the directory and the files that you name.": [

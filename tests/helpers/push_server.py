@@ -6,8 +6,9 @@ Which tensors the ranks hold is read from files that `reshard convert --to vllm`
 import json
 import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from helpers.fixture_places import stored
@@ -21,6 +22,11 @@ class PushServer:
     def __init__(self, folder, config, *, tp, pp=1, dp=1, ep=False, backend="reshard", model="", dtype="bfloat16"):
         self.tp, self.pp, self.dp, self.ep, self.backend, self.model, self.dtype = tp, pp, dp, ep, backend, model, dtype
         self.asked, self.version, self.is_paused, self.is_open = [], "default", False, False
+        self.folder, self._goes_on = folder, threading.Event()
+        self.refuses, self.ignores, self.hangs = set(), set(), set()
+        """Paths that are answered 500 at once; as if they were done; not before `go_on`."""
+        self.slow = {}
+        """Path -> seconds that it takes."""
         self.barrier, self.votes = threading.Barrier(tp * pp * dp), [False] * (tp * pp * dp)
         self.ranks = [_Rank(self, rank, folder, config) for rank in range(tp * pp * dp)]
         self._targets = [TargetRank(rank, logging.getLogger("stand-in")) for rank in self.ranks]
@@ -38,7 +44,15 @@ class PushServer:
             "/get_world_size": {"world_size": len(self.ranks)},
             "/weight_info": {"weight_version": self.version},
             "/is_paused": {"is_paused": self.is_paused},
+            "/health": {},
         }
+        time.sleep(self.slow.get(path, 0))
+        if path in self.hangs:
+            self._goes_on.wait(120)
+        if path in self.refuses:
+            return 500, {"error": f"no {path}"}
+        if path in self.ignores:
+            return 200, {"message": "done"}
         if path in answers:
             return 200, answers[path]
         try:
@@ -46,6 +60,11 @@ class PushServer:
         except AttributeError:
             return 404, {}
         return 200, {"message": "done"}
+
+    def go_on(self):
+        """Answer what hangs."""
+        self.hangs.clear()
+        self._goes_on.set()
 
     def about(self):
         sizes = {"tensor_parallel_size": self.tp, "pipeline_parallel_size": self.pp, "data_parallel_size": self.dp}
@@ -158,16 +177,26 @@ def serving(*arguments, **options):
             body = json.dumps(document).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            with suppress(ConnectionError):  # who asked may have gone
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, *unused):
             pass
 
     running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    running.daemon_threads = True
     threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def end():
+        """Listen no more. Requests that hang are not answered, and their connections stay."""
+        running.shutdown()
+        running.socket.close()
+
+    found.end = end
     try:
         yield found, f"http://127.0.0.1:{running.server_address[1]}"
     finally:
+        found.go_on()
         running.shutdown()
         running.server_close()

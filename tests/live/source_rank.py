@@ -7,8 +7,8 @@ A request has `do` and its arguments; the answer is a document, with `error` whe
     stand_in_held, stand_in_asked, stand_in_fails
     open     engine (an address, or "stand-in"), tp, options: make a Sender with a plan made by hand
     join     engine (an address; the stand-ins by default), fallback: make a Sender that plans itself
-    update   version, spoil, who: a report. spoil: what goes wrong on rank `who`: it sends a wrong byte, a wrong last one (heads are
-             left alone), or it dies
+    update   version, spoil, who, slow: a report. spoil: what goes wrong on rank `who`: it sends a wrong byte, a wrong last one
+             (heads are left alone), or it dies. slow: seconds before each tensor
     reshape  name, who: give a weight of rank `who`, or of each rank, another shape
     close    leave the engine
     memory   bytes of this process in memory
@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import resource
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -81,18 +82,21 @@ class SourceRank:
         transport: str = "gloo",
         replicas: int = 1,
         changes: bool = False,
+        reach: dict[str, Any] | None = None,
     ) -> Any:
         engines: Any = self.stand_ins if engine == "stand-in" else engine
         plan = self.plan(tp, config, exchange, replicas)
-        self.sender = Sender(self.weights, engines, plan=plan, transport=Link(transport, seconds=60.0), verify=verify, changes=changes)
+        link = Link(transport, seconds=60.0)
+        self.sender = Sender(self.weights, engines, plan=plan, transport=link, verify=verify, changes=changes, **(reach or {}))
         return {"nbytes": plan.nbytes}
 
     def plan(self, tp: int, config: dict[str, Any] | None = None, exchange: bool = False, replicas: int = 1) -> HandPlan:
         dtype = F32 if next(iter(self.weights.values())).dtype == torch.float32 else BF16
         return HandPlan({**self.config, **(config or {})}, self.shapes, self.size, tp, dtype, exchange=exchange, replicas=replicas)
 
-    def join(self, engine: Any = None, fallback: str | None = None) -> Any:
-        self.sender = Sender(self.weights, engine or self.stand_ins, transport=Link(seconds=60.0), fallback=fallback)
+    def join(self, engine: Any = None, fallback: str | None = None, take_over: bool = False) -> Any:
+        link = Link(seconds=60.0)
+        self.sender = Sender(self.weights, engine or self.stand_ins, transport=link, fallback=fallback, take_over=take_over)
         plan: Any = self.sender.plan
         return {"fallbacks": list(plan.fallbacks), "lines": str(plan).splitlines(), "nbytes": plan.nbytes} if plan else {}
 
@@ -130,19 +134,26 @@ class SourceRank:
         if self.stand_ins:
             self.stand_ins[-1].fail_next(what)
 
-    def update(self, version: str | None = None, spoil: str | None = None, who: int = -1) -> Any:
+    def update(self, version: str | None = None, spoil: str | None = None, who: int = -1, slow: float = 0.0) -> Any:
         assert self.sender is not None
-        transport, spoiled = self.sender.transport, spoil is not None and self.rank == who % self.size
-        send = transport.send
-        if spoiled:
-            transport.send = lambda peer, tensor: self._spoiled(send, peer, tensor, spoil)
+        transport, sent = self.sender.transport, 0
+        send, spoil = transport.send, spoil if self.rank == who % self.size else None
+
+        def spoiled(peer: int, tensor: torch.Tensor) -> Any:
+            nonlocal sent
+            sent += 1
+            time.sleep(slow)
+            return send(peer, tensor) if spoil is None else self._spoiled(send, peer, tensor, spoil)
+
+        if spoil or slow:
+            transport.send = spoiled
         try:
             report = self.sender.update(version)
         finally:
-            if spoiled:
+            if spoil or slow:
                 transport.send = send
         about = {"nbytes": report.nbytes, "seconds": report.seconds, "version": report.version, "sent": transport.nbytes_sent}
-        return {**about, "fallbacks": list(report.fallbacks)}
+        return {**about, "fallbacks": list(report.fallbacks), "tensors": sent}
 
     def _spoiled(self, send: Any, peer: int, tensor: torch.Tensor, spoil: str) -> Any:
         if spoil == "dies":

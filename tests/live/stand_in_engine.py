@@ -73,6 +73,13 @@ class StandInEngine:
     def leave(self) -> None:
         self._all("close")
 
+    def look(self) -> bool:
+        return True
+
+    def is_paused(self) -> bool:
+        said = [each for each in self.asked if each == "resume" or each.startswith("pause")]
+        return bool(said) and said[-1] != "resume"
+
     def held(self) -> list[dict[str, bytes]]:
         """Name -> bytes of the tensor, of each rank."""
         return self._all("held")

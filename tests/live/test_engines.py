@@ -1,9 +1,10 @@
 """What a sender asks of a server, and what it says when the server cannot take updates. The server is a stand-in that answers as told."""
 
 import json
+import time
 
 import pytest
-from helpers.weight_servers import server
+from helpers.weight_servers import sending, server
 
 from reshard.errors import CheckpointError, RequestError, SystemRefusal, UnsupportedError
 from reshard.live.engines.choice import controls
@@ -146,3 +147,23 @@ def test_sglang_keeps_a_cache_while_requests_run_and_that_is_said():
     answers = {**sglang(), "/flush_cache": (400, b"Flush cache failed.", {})}
     with server(answers) as (address, _), pytest.raises(SystemRefusal, match=r"400 .*flush_cache: Flush cache failed"):
         SglangServer(address, 10).clear_cache()
+
+
+def test_a_look_tells_a_server_that_has_ended_from_one_that_does_not_answer():
+    with server(answering(**{"/health": {}, "/is_paused": {"is_paused": True}})) as (address, _):
+        engine = VllmServer(address, 10)
+        assert engine.look() and engine.is_paused() is True
+    with pytest.raises(SystemRefusal, match="refused"):
+        engine.look()
+    with server({**answering(), "/health": (503, b"", {})}) as (address, _), pytest.raises(SystemRefusal, match="engine has ended"):
+        VllmServer(address, 10).look()
+    with sending(lambda: _pausing()) as (address, _):
+        assert VllmServer(address, 0.5).look() is False
+    with server(sglang()) as (address, _):
+        assert SglangServer(address, 10).look() and SglangServer(address, 10).is_paused() is None
+
+
+def _pausing():
+    """An answer that does not come in time."""
+    yield b""
+    time.sleep(3)

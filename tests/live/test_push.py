@@ -75,7 +75,7 @@ def test_in_steps_the_server_is_paused_updated_and_cleared(tmp_path):
         asked = [path for path in server.asked if not path.startswith(("/server_info", "/get_world_size", "/weight_info", "/model_info"))]
     assert asked == [
         "/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update",
-        "/update_weight_version", "/reset_prefix_cache", "/resume", "/shutdown_weight_transfer_engine",
+        "/update_weight_version", "/reset_prefix_cache", "/resume", "/is_paused", "/shutdown_weight_transfer_engine",
     ]  # fmt: skip
     document = result.document
     assert document["version"] == library.fingerprint(HF / "llama").root and document["servers"] == [address]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, ClassVar, Protocol
 
 from reshard.errors import CheckpointError, RequestError, SystemRefusal, printable
-from reshard.storage.server import Server, document
+from reshard.storage.server import Server, Silent, document
 
 # What a request takes beyond the waits of the ranks among themselves.
 _BEYOND = 60.0
@@ -54,6 +55,12 @@ class EngineControl(Protocol):
     def leave(self) -> None:
         """Let its ranks leave the channel and give the staging back (TargetRank.close). No update may be open."""
 
+    def look(self) -> bool:
+        """Whether it answers now. It may run requests of the others meanwhile. Raises SystemRefusal if it has ended."""
+
+    def is_paused(self) -> bool | None:
+        """Whether requests wait for `resume`; None: it does not tell."""
+
 
 class AskedServer:
     """A server of an engine, asked by HTTP."""
@@ -70,6 +77,15 @@ class AskedServer:
     def own_address(self) -> str:
         """This machine's address on the way to the server."""
         return self._server.own_address()
+
+    def look(self) -> bool:
+        """Whether it answers now. Raises SystemRefusal if nobody listens at its address, or its engine has ended."""
+        with suppress(Silent, CheckpointError):
+            status, _, _ = self._server.answer("/health", seconds=self._seconds)
+            if status == 503:
+                raise SystemRefusal("the server's engine has ended: it answers 503 to /health", where=self.name)
+            return True
+        return False
 
     def _asked(self, path: str) -> Any:
         answer = self._server.ask(path)

@@ -112,6 +112,9 @@ class SglangServer(AskedServer):
         """Release the connection."""
         self._post("/destroy_weights_update_group", {"group_name": step_text("leave")})
 
+    def is_paused(self) -> None:
+        """SGLang 0.5.23 has no route that tells it."""
+
     def _step(self, step: str, values: Mapping[str, Any] | None = None) -> None:
         question = {"group_name": step_text(step, values), "names": [], "dtypes": [], "shapes": []}
         if not self._post("/update_weights_from_distributed", question).get("success"):

@@ -85,6 +85,11 @@ class VllmServer(AskedServer):
         """Release the connection."""
         self._post("/shutdown_weight_transfer_engine")
 
+    def is_paused(self) -> bool | None:
+        """Whether requests wait."""
+        answer = self._asked("/is_paused")
+        return bool(answer["is_paused"]) if isinstance(answer, dict) and "is_paused" in answer else None
+
 
 class VllmInProcess:
     """vLLM's `LLM` in this process. It runs no requests during an update, since the caller is here."""
@@ -149,3 +154,11 @@ class VllmInProcess:
     def leave(self) -> None:
         """Release the connection."""
         self._llm.shutdown_weight_transfer_engine()
+
+    def look(self) -> bool:
+        """It is in this process; its requests fail when its workers have ended."""
+        return True
+
+    def is_paused(self) -> bool:
+        """It runs nothing while the caller is here."""
+        return False

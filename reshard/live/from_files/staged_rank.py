@@ -9,6 +9,7 @@ as scales of the KV cache, are in the files and not in the staging.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 
@@ -55,22 +56,25 @@ class StagedRank:
 
 
 def staged_ranks(plan: Plan, computed: Collection[str] = ()) -> tuple[StagedRank, ...]:
-    """The ranks of a plan to an engine's format. computed: the names of tensors that the engine computes itself."""
+    """The ranks of a plan to an engine's format. computed: the names of tensors that the engine computes itself. A tensor for which the
+    source has values stays, whatever its name."""
     files: dict[tuple[int, int], list[TargetFile]] = {}
     for file in plan.layout.files:
         files.setdefault((file.ranks.get("pp", 0), file.ranks.get("tp", 0)), []).append(file)
-    constants = [each for each in plan.target_index.constants if each.expected.strip(b"\0") and each.name not in computed]
+    constants = [each for each in plan.target_index.constants if each.expected.strip(b"\0")]
     return tuple(_staged(pp, tp, own, constants, computed) for (pp, tp), own in sorted(files.items(), key=lambda item: item[0]))
 
 
 def _staged(
     pp_rank: int, tp_rank: int, files: Sequence[TargetFile], constants: Iterable[Constant], computed: Collection[str]
 ) -> StagedRank:
-    kept = [item for file in files for item in file.tensors if item.tensor.name not in computed]
+    stored = [item for file in files for item in file.tensors]
+    left = {item.tensor.name for item in stored if item.tensor.name in computed and item.tensor.filled == math.prod(item.tensor.shape)}
+    kept = [item for item in stored if item.tensor.name not in left]
     targets = tuple(HeldTensor(each.name, each.dtype, each.shape, row_major(each.shape)) for each in (item.tensor for item in kept))
     offsets, _ = places(targets)
     paths = {file.path: _places_of(file, offsets) for file in files}
-    own = tuple(each for each in constants if each.path in paths)
+    own = tuple(each for each in constants if each.path in paths and each.name not in left)
     nbytes = sum(item.tensor.nbytes - item.tensor.filled * item.tensor.dtype.itemsize for item in kept)
     return StagedRank(pp_rank, tp_rank, targets, paths, own, nbytes + sum(each.nbytes for each in own))
 

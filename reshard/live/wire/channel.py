@@ -1,28 +1,34 @@
 """A channel: how ranks of a trainer and of engines, which know nothing of each other, become ranks of one transport.
 
-Source rank 0 opens a store at an address that the others can reach, and tells it to the engines by their own interface. Every rank says in
-the store that it is there; then rank 0 says "go", or why not, so that nobody waits for ranks that do not come.
+Source rank 0 opens a meeting (meeting.py) at an address that the others can reach, and tells it to the engines by their own interface. Only
+who knows the secret (secret.py) is heard there. Every rank says that it is there; then rank 0 says "go", or why not, so that nobody waits
+for ranks that do not come. What they note there later, notes.py tells.
 
-    store     "here <rank>"   this rank is there          "cannot"   why a rank cannot come          "go"   "" or why not
+    meeting   "here <rank>"   this rank is there          "cannot"   why a rank cannot come          "go"   "" or why not
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
+from dataclasses import replace
 from functools import partial
+from ipaddress import ip_address
 from typing import Any
 
-from reshard.errors import RequestError, SystemRefusal, check_word
+from reshard.errors import RequestError, ReshardError, SystemRefusal, check_word
+from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
+from reshard.live.wire.meeting import CANNOT, Guest, Meeting, torch_store
+from reshard.live.wire.notes import Notes
+from reshard.live.wire.secret import SECRET, derived
 from reshard.live.wire.transport import SECONDS, TorchDistributed, Transport, reason
-from reshard.storage.server import own_address
 
 GROUP = "reshard.transports"
 """The entry points of other packages' transports: functions (store, rank, size, *, device, seconds, address) -> Transport."""
-VERSION = 4
+VERSION = 5
 """Of what the ranks say to each other. Both ends must have the same."""
 _PAUSE = 0.02
 # Who sets it has chosen the network interface for gloo.
@@ -36,7 +42,7 @@ class Joining:
     host: str
     """Where source rank 0 can be reached."""
     port: int
-    """The port of its store."""
+    """The port of its meeting."""
     sources: int
     """The ranks of the trainer."""
     targets: int
@@ -47,8 +53,17 @@ class Joining:
     """What carries the bytes: gloo, nccl, shared, or the name of another transport."""
     seconds: float = SECONDS
     """The longest wait for another rank."""
+    owner: str = "a sender"
+    """Who sends: a program, its host and its process."""
+    process: str = ""
+    """A random text of its process, which no other one has."""
+    take_over: bool = False
+    """Whether it takes engines over that another sender has joined."""
     version: int = VERSION
     """The version of the protocol."""
+
+    channel: str = ""
+    """The number of this channel, which no other one has."""
 
     @staticmethod
     def of(info: Mapping[str, Any]) -> Joining:
@@ -59,9 +74,13 @@ class Joining:
                 do="Install the same version of reshard in the trainer's environment and in the engine's",
             )
         try:
-            return Joining(**info)
+            return Joining(**{name: told for name, told in info.items() if name != SECRET})
         except TypeError as error:
             raise RequestError(f"the sender's values are not those of a channel: {error}") from None
+
+    def key(self, secret: bytes) -> bytes:
+        """The key of the channel, which follows from the secret and from all that every rank is told."""
+        return derived(secret, json.dumps(replace(self, offset=0).to_json(), sort_keys=True).encode())
 
     @property
     def size(self) -> int:
@@ -75,79 +94,71 @@ class Joining:
 
 def channel_of(info: Mapping[str, Any]) -> dict[str, Any]:
     """What tells a channel from others, of the values with which ranks join."""
-    return {name: info.get(name) for name in ("host", "port")}
+    return {name: info.get(name) for name in ("host", "port", "channel")}
 
 
-def opened_store(host: str, seconds: float = SECONDS) -> Any:
-    """A store that other hosts can reach at this address, on a free port; it lives as long as this object."""
-    distributed = _distributed()
+def joined(joining: Joining, rank: int, key: bytes, device: str = "cpu") -> tuple[Transport, Notes]:
+    """The transport of a rank other than source rank 0, once all are there, and its way to the notes at source rank 0.
 
-    return distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
-
-
-def joined(joining: Joining, rank: int, store: Any = None, device: str = "cpu") -> Transport:
-    """The transport of a rank other than source rank 0, once all are there.
-
-    Raises: RequestError with the reason of rank 0 if it does not let them go.
+    Raises: RequestError with the reason of rank 0 if it does not let them go. SystemRefusal if it does not know the key.
     """
-    distributed = _distributed()
-
-    seconds = joining.seconds
-    store = store or distributed.TCPStore(
-        joining.host, joining.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds)
-    )
+    guest = Guest(joining.host, joining.port, key, joining.seconds)
     try:
         if not 0 < rank < joining.size:
             raise RequestError(f"rank {rank} is not one of the {joining.size} of the channel", do="Ask the engine for its ranks again")
         join = _joins(joining.backend)
-        store.set(f"here {rank}", "")
-        if refusal := store.get("go").decode():
+        guest.ask(f"here {rank}", "")
+        if refusal := guest.wait("go"):
             raise RequestError(refusal)
-        address = None if _INTERFACE in os.environ else own_address(f"http://{_bracketed(joining.host)}:{joining.port}")
-        return join(_prefixed(store), rank, joining.size, device=device, seconds=seconds, address=address)
+        address = None if _INTERFACE in os.environ else guest.address
+        transport = join(torch_store(guest), rank, joining.size, device=device, seconds=joining.seconds, address=address)
+        return transport, Notes(guest, guest.close)
     except Exception as error:
-        store.set("cannot", f"rank {rank}: {reason(error)}")
+        if not guest.ask(CANNOT):
+            guest.ask(CANNOT, f"rank {rank}: {reason(error)}")
         raise
 
 
-def led(joining: Joining, store: Any, check: Callable[[], None], device: str = "cpu") -> Transport:
-    """The transport of source rank 0, once all are there.
+def led(joining: Joining, meeting: Meeting, check: Callable[[], None], device: str = "cpu") -> tuple[Transport, Notes]:
+    """The transport of source rank 0, once all are there, and its notes, with whose end the meeting ends.
 
     check: raises if the engines cannot come, such as when a request to one of them has failed.
     """
-    awaited, ends_at = [f"here {rank}" for rank in range(1, joining.size)], time.monotonic() + joining.seconds
+    guest = meeting.guest(joining.seconds)
+    awaited, ends_at = [*range(1, joining.size)], time.monotonic() + joining.seconds
     try:
         join = _joins(joining.backend)
         while awaited:
+            if refusal := guest.ask(CANNOT):
+                raise SystemRefusal(refusal, where="the channel between trainer and engine")
             check()
-            if store.check(["cannot"]):
-                raise SystemRefusal(store.get("cannot").decode(), where="the channel between trainer and engine")
-            if store.check(awaited[:1]):
+            if guest.ask(f"here {awaited[0]}", seconds=_PAUSE) is not None:
                 awaited.pop(0)
             elif time.monotonic() > ends_at:
                 raise SystemRefusal(
-                    f"{len(awaited)} of {joining.size} ranks did not come within {joining.seconds:.0f} s, the first is{awaited[0][4:]}",
+                    f"{len(awaited)} of {joining.size} ranks did not come within {joining.seconds:.0f} s, the first is {awaited[0]}",
                     where="the channel between trainer and engine",
                     do=f"Check that the engine's machine reaches {joining.host}:{joining.port}",
                 )
-            else:
-                time.sleep(_PAUSE)
+        guest.ask("go", "")
+        address = None if _INTERFACE in os.environ else joining.host
+        return join(torch_store(guest), 0, joining.size, device=device, seconds=joining.seconds, address=address), Notes(
+            guest, meeting.close
+        )
     except Exception as error:
-        store.set("go", reason(error))
+        if isinstance(error, ReshardError) and meeting.strangers:
+            error.why = f"{plural(meeting.strangers, 'connection')} did not know the secret of this update"
+        guest.ask("go", reason(error))
+        meeting.close()
         raise
-    store.set("go", "")
-    address = None if _INTERFACE in os.environ else joining.host
-    return join(_prefixed(store), 0, joining.size, device=device, seconds=joining.seconds, address=address)
 
 
-def _bracketed(host: str) -> str:
-    """A host in an address: of version 6 of IP in brackets."""
-    return f"[{host}]" if ":" in host else host
-
-
-def _prefixed(store: Any) -> Any:
-    """The part of the store that belongs to the transport."""
-    return _distributed().PrefixStore("transport", store)
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _joins(backend: str) -> Callable[..., Transport]:
@@ -167,9 +178,3 @@ def _joins(backend: str) -> Callable[..., Transport]:
     check_word("transport", backend, ["gloo", "nccl", "shared", *found])
     join: Callable[..., Transport] = found[backend].load()
     return join
-
-
-def _distributed() -> Any:
-    import torch.distributed
-
-    return torch.distributed

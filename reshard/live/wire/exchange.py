@@ -30,7 +30,7 @@ from reshard.live.wire.changes import WHOLE, apply, body_bytes, encode
 from reshard.live.wire.computing import on_wire
 from reshard.live.wire.line import Line, Outcome
 from reshard.live.wire.parcels import PARCEL, PARCEL_OF_CHANGES, PackedBox, Parcel, parcels
-from reshard.live.wire.transport import Transport, reason
+from reshard.live.wire.transport import Transport, payload_digest, reason
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ class Exchange:
         changes: bool = False,
         most: int | None = None,
     ) -> None:
-        """verify: whether targets compare the BLAKE3 digest of each way's bytes with that of the source. changes: whether parcels of which
+        """verify: whether targets compare the keyed digest of each way's bytes with that of the source. changes: whether parcels of which
         little has changed travel as changes; both ends must have the same. most: bytes of a parcel."""
         self._transport, self._members, self._schedule, self._verify, self._changes = transport, members, schedule, verify, changes
         self._most = most or (PARCEL_OF_CHANGES if changes else PARCEL)
@@ -79,7 +79,7 @@ class Exchange:
         outcome, digests = Outcome(), []
         line = Line(self._transport, self._buffers, outcome)
         for way in self._ways:
-            peer, digest = self._members.target(way.target_rank), _digest() if self._verify else None
+            peer, digest = self._members.target(way.target_rank), payload_digest(self._transport) if self._verify else None
             for parcel in parcels(self._schedule, way, self._most):
                 packed, buffer = None, None
                 try:
@@ -125,7 +125,7 @@ class Exchange:
         outcome, digests = Outcome(), []
         line = Line(self._transport, self._buffers, outcome)
         for way in self._ways:
-            digest = _digest() if self._verify else None
+            digest = payload_digest(self._transport) if self._verify else None
             for parcel in parcels(self._schedule, way, self._most):
                 if self._changes:
                     outcome.attempt(
@@ -255,12 +255,6 @@ def _put(buffer: torch.Tensor, packed: PackedBox, box: torch.Tensor) -> None:
         out.copy_(box.reshape(-1).view(buffer.dtype))
     else:
         out.view(torch_type(packed.form.wire)).view(packed.sizes).copy_(box)
-
-
-def _digest() -> Any:
-    from blake3 import blake3
-
-    return blake3()
 
 
 def _add(digest: Any, tensor: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """SharedMemory: a transport for ranks on one host. Bytes go through memory that they share, and gloo carries only notes of it.
 
-Each rank has a file of SLOTS slots in the memory of the host; nothing of it takes memory before it is used. What it sends is copied into
-the next slot that is free:
+Each rank has a file of SLOTS slots in the memory of the host (own_memory.py); nothing of it takes memory before it is used. What it sends
+is copied into the next slot that is free:
 
     sender      copies into a slot     note [slot, bytes] ──▶     waits for the note that comes back, then uses the slot again
     receiver                           copies out of the slot     ◀── note
@@ -12,14 +12,10 @@ The files have no name any more once all ranks have opened them, so nothing is l
 from __future__ import annotations
 
 import mmap
-import os
-import secrets
-import tempfile
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import RequestError
+from reshard.live.wire import own_memory
 from reshard.live.wire.transport import SECONDS, Pending, TorchDistributed
 
 if TYPE_CHECKING:
@@ -33,9 +29,9 @@ SLOT = 32 << 20
 class SharedMemory(TorchDistributed):
     """A process group of torch on one host, whose tensors travel through shared memory."""
 
-    def __init__(self, group: Any, files: dict[int, torch.Tensor]) -> None:
-        """files: of each rank its slots."""
-        super().__init__(group)
+    def __init__(self, group: Any, files: dict[int, torch.Tensor], store: Any = None) -> None:
+        """files: of each rank its slots. store: that of the group."""
+        super().__init__(group, store=store)
         self._files = files
         self._busy = [_Notes() for _ in range(SLOTS)]
         self._next = 0
@@ -49,21 +45,19 @@ class SharedMemory(TorchDistributed):
         Raises: RequestError if a rank is on another host, or cannot see the files of this one.
         """
         joined = TorchDistributed.join(store, rank, size, seconds=seconds, address=address)
-        folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-        own = folder / f"reshard-{secrets.token_hex(8)}"
+        own, descriptor = own_memory.made(SLOTS * SLOT)
         try:
-            files = {rank: _mapped(own, os.O_CREAT | os.O_EXCL)}
-            store.set(f"file {rank}", f"{os.uname().nodename} {own}")
+            files = {rank: _mapped(descriptor)}
+            store.set(f"file {rank}", own)
             for other in range(size):
                 if other != rank:
-                    files[other] = _opened(store.get(f"file {other}").decode())
+                    files[other] = _mapped(own_memory.opened(store.get(f"file {other}").decode(), SLOTS * SLOT))
             store.set(f"opened {rank}", "")
             for other in range(size):
                 store.get(f"opened {other}")
         finally:
-            with suppress(FileNotFoundError):
-                own.unlink()
-        return SharedMemory(joined.group, files)
+            own_memory.removed(own)
+        return SharedMemory(joined.group, files, store)
 
     def send(self, peer: int, tensor: torch.Tensor) -> Pending:
         """Begin to send a contiguous tensor. It may change at once: it has been copied."""
@@ -105,13 +99,13 @@ class SharedMemory(TorchDistributed):
     def _note(self, peer: int, slot: int, nbytes: int) -> Pending:
         import torch
 
-        return self.begun(self.group.send, peer, torch.tensor([slot, nbytes]))
+        return self.begun("send", peer, torch.tensor([slot, nbytes]))
 
     def _noted(self, peer: int) -> tuple[torch.Tensor, Pending]:
         import torch
 
         note = torch.empty(2, dtype=torch.int64)
-        return note, self.begun(self.group.recv, peer, note)
+        return note, self.begun("recv", peer, note)
 
 
 class _Notes:
@@ -137,24 +131,9 @@ class _Arriving:
             self._transport.take(self._peer, part, note)
 
 
-def _mapped(path: Path, flags: int) -> torch.Tensor:
-    """The slots in a file as one tensor of bytes."""
+def _mapped(descriptor: int) -> torch.Tensor:
+    """The slots in a file as one tensor of bytes; closes the descriptor."""
     import torch
 
-    descriptor = os.open(path, os.O_RDWR | flags, 0o600)
-    try:
-        os.truncate(descriptor, SLOTS * SLOT)
-        return torch.frombuffer(mmap.mmap(descriptor, SLOTS * SLOT), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
-
-
-def _opened(place: str) -> torch.Tensor:
-    host, _, path = place.partition(" ")
-    try:
-        return _mapped(Path(path), 0)
-    except OSError:
-        raise RequestError(
-            f"the shared memory of a rank on {host} is not visible on {os.uname().nodename}",
-            do="Use transport gloo or nccl, or run trainer and engine on one host, in one container",
-        ) from None
+    with open(descriptor, "r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), SLOTS * SLOT), dtype=torch.uint8)

@@ -16,15 +16,16 @@ run has the count 1, and any stride. n is the sum of length * count, and at most
     head [-1, 0]          the sender gives up: the rank keeps its old weights; nothing else follows
 
 With `changes`, a body travels as a parcel does (changes.py): a head int64 [1], and what has changed since the update before, which the
-staging still holds. With `verify`, the end [0, 0] is followed by the BLAKE3 digest of all bodies, uint8 [32], as they are without changes.
-Bytes that no message writes stay as they are in the staging: constants and zeros before the first update, then the bytes of the update
-before. The rank counts: the stream must bring exactly as many bytes as the sender announced for it (`expected`), or the update fails. After
-the stream, rank and sender agree as in every update.
+staging still holds. With `verify`, the end [0, 0] is followed by the digest of all bodies, uint8 [32], as they are without changes: BLAKE3
+with a key of the channel. Bytes that no message writes stay as they are in the staging: constants and zeros before the first update, then
+the bytes of the update before. The rank counts: the stream must bring exactly as many bytes as the sender announced for it (`expected`), or
+the update fails. After the stream, rank and sender agree as in every update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hmac import compare_digest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +33,7 @@ import numpy.typing as npt
 
 from reshard.errors import RequestError
 from reshard.live.wire.changes import WHOLE, apply, body_bytes, encode
-from reshard.live.wire.transport import Transport
+from reshard.live.wire.transport import Transport, payload_digest
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,12 @@ class StreamWriter:
 
     def __init__(self, transport: Transport | None, peer: int = 0, *, verify: bool = False, changes: bool = False) -> None:
         """transport: None: bytes are counted, and nothing is sent. peer: the engine rank's number in the channel."""
-        self._transport, self._peer, self._digest, self._changes = transport, peer, _digest() if verify else None, changes
+        self._transport, self._peer, self._digest, self._changes = (
+            transport,
+            peer,
+            payload_digest(transport) if verify and transport else None,
+            changes,
+        )
         self.nbytes = 0
         """The bytes of weights that were sent."""
 
@@ -112,7 +118,7 @@ def receive_stream(
         transport.receive(peer, tensor).wait()
         return tensor.cpu()
 
-    digest, nbytes = _digest() if verify else None, 0
+    digest, nbytes = payload_digest(transport) if verify else None, 0
     while True:
         count, length = received(2, torch.int64).tolist()
         if count == -1:
@@ -131,7 +137,7 @@ def receive_stream(
         if number:
             _place(parts, body)
         nbytes += length
-    if digest is not None and received(32, torch.uint8).numpy().tobytes() != digest.digest():
+    if digest is not None and not compare_digest(received(32, torch.uint8).numpy().tobytes(), digest.digest()):
         raise _refused("the digest of the bytes that arrived is not the sender's")
     if nbytes != expected:
         raise _refused(f"{nbytes:,} bytes arrived, and {expected:,} were announced")
@@ -162,12 +168,6 @@ def _place(parts: Sequence[torch.Tensor], body: torch.Tensor) -> None:
     for part in parts:
         part.copy_(body[start : start + part.numel()].view(part.shape))
         start += part.numel()
-
-
-def _digest() -> Any:
-    from blake3 import blake3
-
-    return blake3()
 
 
 def _refused(what: str) -> RequestError:
