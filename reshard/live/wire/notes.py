@@ -9,11 +9,11 @@ turn N      whose turn the engine is whose first rank is target rank N: BUSY whi
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
+from reshard.storage.server import own_address
+
 BUSY = "busy"
-_SECONDS = 3.0
 
 
 def turn_of(offset: int) -> str:
@@ -26,7 +26,7 @@ class Notes:
 
     def __init__(self, store: Any, host: str, port: int) -> None:
         """store: that of source rank 0, which listens at this address as long as its end is not closed."""
-        self._store, self._address = store, (host, port)
+        self._store, self._address = store, f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def leave(self, name: str, text: str) -> None:
         """Leave a note. Raises an exception if source rank 0 is not there."""
@@ -43,7 +43,7 @@ class Notes:
     def is_there(self) -> bool:
         """Whether source rank 0 is there, without waiting for an answer of it: a process that is stopped is there."""
         try:
-            socket.create_connection(self._address, _SECONDS).close()
+            own_address(self._address)
         except OSError:
             return False
         return True
