@@ -39,7 +39,7 @@ from reshard.live.hello import Hello, check, held_to_json
 from reshard.live.leading import Lead, UpdateReport, Version, dropped
 from reshard.live.plan.schedule import Schedule
 from reshard.live.trainers import Trainers
-from reshard.live.wire.channel import Joining, joined, led, opened_store
+from reshard.live.wire.channel import Joining, joined, led, notes_of, opened_store
 from reshard.live.wire.exchange import Members
 from reshard.live.wire.line import Outcome
 from reshard.live.wire.notes import Notes
@@ -194,7 +194,7 @@ def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrang
                         "the engine's ranks did not join the channel", do="Its log says why, in a line that begins with reshard:"
                     )
 
-        transport, notes = led(joining, store, still_coming, link.device), Notes(store, host, store.port)
+        transport, notes = led(joining, store, still_coming, link.device), notes_of(joining, store)
         members = Members(joining.sources, joining.targets)
         try:
             hellos, sends, fallbacks = _arranged(transport, members, arrange)

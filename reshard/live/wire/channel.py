@@ -112,7 +112,7 @@ def joined(joining: Joining, rank: int, store: Any = None, device: str = "cpu") 
             raise RequestError(refusal)
         address = None if _INTERFACE in os.environ else own_address(f"http://{_bracketed(joining.host)}:{joining.port}")
         transport = join(_prefixed(store), rank, joining.size, device=device, seconds=seconds, address=address)
-        return transport, Notes(store, joining.host, joining.port)
+        return transport, notes_of(joining, store)
     except Exception as error:
         store.set("cannot", f"rank {rank}: {reason(error)}")
         raise
@@ -146,6 +146,11 @@ def led(joining: Joining, store: Any, check: Callable[[], None], device: str = "
     store.set("go", "")
     address = None if _INTERFACE in os.environ else joining.host
     return join(_prefixed(store), 0, joining.size, device=device, seconds=joining.seconds, address=address)
+
+
+def notes_of(joining: Joining, store: Any) -> Notes:
+    """A rank's way to the notes at source rank 0."""
+    return Notes(store, partial(own_address, f"http://{_bracketed(joining.host)}:{joining.port}"))
 
 
 def _bracketed(host: str) -> str:

@@ -9,9 +9,8 @@ turn N      whose turn the engine is whose first rank is target rank N: BUSY whi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
-
-from reshard.storage.server import own_address
 
 BUSY = "busy"
 
@@ -24,9 +23,9 @@ def turn_of(offset: int) -> str:
 class Notes:
     """A rank's way to the notes."""
 
-    def __init__(self, store: Any, host: str, port: int) -> None:
-        """store: that of source rank 0, which listens at this address as long as its end is not closed."""
-        self._store, self._address = store, f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    def __init__(self, store: Any, visit: Callable[[], object]) -> None:
+        """store: that of source rank 0. visit: connects to where it listens as long as its end is not closed; OSError if it does not."""
+        self._store, self._visit = store, visit
 
     def leave(self, name: str, text: str) -> None:
         """Leave a note. Raises an exception if source rank 0 is not there."""
@@ -43,7 +42,7 @@ class Notes:
     def is_there(self) -> bool:
         """Whether source rank 0 is there, without waiting for an answer of it: a process that is stopped is there."""
         try:
-            own_address(self._address)
+            self._visit()
         except OSError:
             return False
         return True
