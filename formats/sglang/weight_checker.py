@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.adapter.serving_format.weight_checker import (
-    MOST_RANKS,
     ParameterHash,
     ReadableWeight,
     ServerFacts,

@@ -82,10 +82,6 @@ OtherNames = tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]
 """Modules that an engine knows under several names: a pattern of one name, and what else may stand in the place of what it matches."""
 
 
-MOST_RANKS = 1 << 16
-"""Along one axis."""
-
-
 class ServerFacts(NamedTuple):
     """What a server says about itself."""
 
