@@ -9,7 +9,6 @@ from reshard.adapter.dcp_reader import DcpFolder, KeyedFolder
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.save_folders import step_of
-from reshard.adapter.state_dicts import decoded
 from reshard.canonical.tensor_classes import RUN_ROOTS, root_of
 from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
 from reshard.index.shards import Shards
@@ -60,6 +59,10 @@ def add_arrays(builder: IndexBuilder, folder: DcpFolder, names: NumberNames, roo
     """Add the arrays among the objects that stand beside the weights or in the state of a parameter. Returns the names of these objects."""
     placed = {fqn: kind_and_name(stored_path(folder.metadata, fqn), names, roots) for fqn in folder.metadata.objects}
     chosen = [fqn for fqn, place in placed.items() if may_be_array(key_path(folder.metadata, fqn), place)]
+    if not chosen:
+        return
+    from reshard.adapter.state_dicts import decoded  # few checkpoints have such objects
+
     for fqn, value in zip(chosen, folder.values([folder.metadata.objects[fqn] for fqn in chosen]), strict=True):
         path, (kind, name, _) = folder.prefix + folder.metadata.objects[fqn].path, placed[fqn]
         arrays, _ = decoded({name: value}, path)

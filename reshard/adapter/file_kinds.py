@@ -12,23 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from reshard.geometry.value import value
 from reshard.plans.layout import LeftFile
 
 MOST_BYTES = 64 << 20
 """Longer files are left: their content is held in memory while a conversion is planned."""
 # Pickles, and archives that can hold one; GGUF and HDF5, whatever their names say.
 HEADS = (b"\x80", b"PK\x03\x04", b"\x1f\x8b", b"GGUF", b"\x89HDF")
-
-
-@value(eq=False)
-class BesideWeights:
-    """What lies beside the weights."""
-
-    carried: Mapping[str, bytes]
-    """The content of each file that goes along, by its name: the path below the folder."""
-    left: tuple[LeftFile, ...]
-    """The others."""
 
 
 @cache

@@ -22,10 +22,9 @@ from reshard.storage.files import Files, LocalFiles, inside, leads_elsewhere, re
 from reshard.storage.json_input import parsed
 
 if TYPE_CHECKING:
-    from reshard.adapter.file_kinds import BesideWeights
     from reshard.geometry.dtypes import DType
     from reshard.models.architecture import Architecture
-    from reshard.plans.layout import LeftFile, Sidecar
+    from reshard.plans.layout import BesideWeights, LeftFile, Sidecar
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -172,7 +171,7 @@ class ModelFiles:
         checkpoint: the tree of the checkpoint; None: only this folder is looked at, and it is not the checkpoint's. paths: its files that
         hold tensors. owned: globs of the files that its format owns; the small ones are read by its reader.
         """
-        from reshard.adapter.file_kinds import BesideWeights
+        from reshard.plans.layout import BesideWeights
 
         if checkpoint is None:
             return _beside(self.files, self.folder, None)
@@ -239,7 +238,8 @@ def _beside(files: Files, folder: str, used: Collection[str] | None) -> BesideWe
     used: the files and folders that the reader of the checkpoint uses; None: the folder is the model's and not the checkpoint's, so that
     its own weights and state are not looked at.
     """
-    from reshard.adapter.file_kinds import HEADS, MOST_BYTES, BesideWeights, kinds, left
+    from reshard.adapter.file_kinds import HEADS, MOST_BYTES, kinds, left
+    from reshard.plans.layout import BesideWeights
 
     carried: dict[str, bytes] = {}
     others: list[LeftFile] = []

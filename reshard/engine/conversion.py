@@ -23,7 +23,6 @@ from reshard.engine.blocks import (
 )
 from reshard.engine.casts import about_beyond
 from reshard.engine.checks.reading import Reading
-from reshard.engine.checks.recorded_digests import FileDigests
 from reshard.engine.destinations.destination import Destination, FinishedBlocks, Replaces
 from reshard.engine.destinations.journal import RunHeader
 from reshard.engine.events import event
@@ -38,7 +37,7 @@ from reshard.plans.layout import Sidecar, TargetFile
 from reshard.plans.manifest import CHECKSUMS
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey, Task
-from reshard.storage.claims import SourceChecks
+from reshard.storage.claims import FileDigests, SourceChecks
 from reshard.storage.system_calls import is_url
 
 Executor = Callable[[Sequence[Task]], Iterator[tuple[Task, SourceChecks]]]

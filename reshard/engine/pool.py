@@ -25,10 +25,15 @@ class Effort:
     """How much of the machine a verb may use."""
 
     workers: int | None = None
+    """Threads; None: one per processor, at most 8."""
     memory: int | None = None
+    """The most bytes of all buffers; None: `DEFAULT_MEMORY`."""
     progress: Callable[[int], None] | None = None
+    """Called with the number of bytes done since the last call."""
     source_checksums: bool = True
+    """Whether what is read is compared with the CRC-32 that the source holds of it."""
     verify_source: bool = False
+    """Whether files are first read whole and compared with recorded SHA-256."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from reshard.engine.casts import cast, numpy_type
-from reshard.engine.recipes.combiner import Turn, Words, check_equal, check_finite, combine
 from reshard.engine.recipes.dequantizer import Dequantizer, StoredWords
 from reshard.engine.recipes.quantizer import RECIPES, Quantizer, Tiles
 from reshard.engine.transfer import Block, FileRange, Pieces, SlabPieces, Strip, Worker, bytes_of, strips
@@ -19,6 +19,9 @@ from reshard.geometry.dtypes import F32, DType
 from reshard.geometry.low_rank import Float32, add_products, row_lengths
 from reshard.index.index import Combination, LowRankUpdate, Tensor
 from reshard.plans.digests import CURRENT, Hash
+
+if TYPE_CHECKING:
+    from reshard.engine.recipes.combiner import Words
 
 # The most elements of a factor that stay in memory while a tensor is read.
 _MOST_KEPT = 1 << 20
@@ -202,11 +205,13 @@ class _Combined:
     """The values of a tensor that come from several checkpoints."""
 
     def __init__(self, combination: Combination) -> None:
-        self._combination = combination
+        from reshard.engine.recipes import combiner  # most tensors come from one checkpoint
+
+        self._combination, self._combiner = combination, combiner
         self.inputs = [Values(each.tensor, each.tensor.values_dtype) for each in combination.inputs]
         """The values of each input."""
         is_slerp = combination.rule == "slerp"
-        self._turn = Turn(combination.inputs[0].tensor.shape, combination.weights[1]) if is_slerp else None
+        self._turn = combiner.Turn(combination.inputs[0].tensor.shape, combination.weights[1]) if is_slerp else None
 
     def within(self, slab: Box, axis: int) -> tuple[SlabPieces, ...]:
         """What the pieces of each input hold of a slab."""
@@ -225,10 +230,10 @@ class _Combined:
             return cast(values[end].read(worker, pieces.of_inputs[end], strip), self._combination.inputs[end].tensor.values_dtype, dtype)
         coefficients = self._turn.coefficients(lambda box: self._flat(worker, box)) if self._turn else self._combination.weights
         inputs = self._words(worker, pieces, strip, hashes)
-        result, is_finite = combine(self._combination, coefficients, inputs, dtype)
+        result, is_finite = self._combiner.combine(self._combination, coefficients, inputs, dtype)
         if not is_finite:  # an input has such an element, or the sum is too large
             for each, words in zip(self._combination.inputs, inputs, strict=True):
-                check_finite(words, each, strip.box)
+                self._combiner.check_finite(words, each, strip.box)
         return result.reshape(strip.sizes)
 
     def _words(self, worker: Worker, pieces: SlabPieces, strip: Strip, hashes: Sequence[Hash]) -> Words:
@@ -245,7 +250,7 @@ class _Combined:
     def _equal(self, worker: Worker, pieces: SlabPieces, strip: Strip, dtype: DType, hashes: Sequence[Hash]) -> Block:
         first, *others = self._words(worker, pieces, strip, hashes)
         for number, words in enumerate(others, 1):
-            check_equal(first, words, self._combination, number, strip.box)
+            self._combiner.check_equal(first, words, self._combination, number, strip.box)
         return cast(first, self._combination.inputs[0].tensor.dtype, dtype)
 
     def _flat(self, worker: Worker, box: Box) -> tuple[Block, Block]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +26,9 @@ from reshard.geometry.quantities import grouped, plural
 from reshard.geometry.sections import Columns, Pattern, Sections, StoredTensor
 from reshard.geometry.value import value
 from reshard.index.index import Tensor
-from reshard.storage.checksums import FileChecksums, StoredChecksum
+
+if TYPE_CHECKING:
+    from reshard.storage.checksums import StoredChecksum
 
 
 @value
@@ -132,6 +134,8 @@ class TargetFile:
 
     def sealed(self, known: Sequence[int | None]) -> TargetFile:
         """The file with its checksums in its framing. known: their values."""
+        from reshard.storage.checksums import FileChecksums
+
         checksums = FileChecksums(self.checksums, known)
         return replace(self, literals=tuple((at, checksums.filled_in(at, data)) for at, data in self.literals))
 
@@ -187,6 +191,16 @@ class LeftFile:
     """Its kind, such as "log"."""
     reason: str
     """Why it is left."""
+
+
+@value(eq=False)
+class BesideWeights:
+    """What lies beside the weights."""
+
+    carried: Mapping[str, bytes]
+    """The content of each file that goes along, by its name: the path below the folder."""
+    left: tuple[LeftFile, ...]
+    """The others."""
 
 
 def left_by_kind(files: Iterable[LeftFile]) -> dict[str, int]:

@@ -15,7 +15,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from reshard.adapter import registry
-from reshard.adapter.file_kinds import BesideWeights, left
+from reshard.adapter.file_kinds import left
 from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles, adapter_config_at, blaming_the_parent
 from reshard.adapter.save_folders import step_of
 from reshard.canonical.combining import CombinedCheckpoint, Formula, combined, steps_note
@@ -40,7 +40,7 @@ from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor, about_left_out
 from reshard.index.shards import Relocation
 from reshard.models.quantization import check_has_settings, packed_names, quantization_of, unknown_quantization, without_quantization
-from reshard.plans.layout import Layout, Target
+from reshard.plans.layout import BesideWeights, Layout, Target
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
 from reshard.requests.checkpoint import Checkpoint

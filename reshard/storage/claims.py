@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import NamedTuple
 
+from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 
 Listing = tuple["array[int]", "array[int]", "array[int]"]
@@ -37,6 +38,23 @@ class SourceChecks:
             return ()
         known = self.checked + self.partial
         return (f"{self.checked:,} of {known:,} storages checked: {self.partial:,} were read in part, and a CRC-32 tells of whole ones",)
+
+
+@value
+class FileDigests:
+    """How many files of a source were read whole and compared with their recorded digests."""
+
+    verified: int = 0
+    """Files that have their digest."""
+    without_digest: int = 0
+    """Files with tensors of which no digest is recorded."""
+
+    def notes(self) -> tuple[str, ...]:
+        """A sentence, if any file was looked at."""
+        if not self.verified and not self.without_digest:
+            return ()
+        verb = "has the digest that was" if self.verified == 1 else "have the digests that were"
+        return (f"{plural(self.verified, 'file')} of the source {verb} recorded; of {self.without_digest} with tensors none is recorded",)
 
 
 class Claim(NamedTuple):

@@ -13,7 +13,6 @@ from typing import Any, Literal, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG, DECLARATION
-from reshard.engine.checks.recorded_digests import FileDigests, check_digests
 from reshard.engine.conversion import Conversion, check_nothing_is_missing, destination_at
 from reshard.engine.destinations.destination import Destination
 from reshard.engine.events import event
@@ -33,7 +32,7 @@ from reshard.plans.summary import DropSummary, drops
 from reshard.plans.tasks import PartNumber, imbalance, tasks_of_part
 from reshard.requests.keywords import ConvertOptions, PathLike, checked_keywords
 from reshard.requests.unchanged import files_of_target, own_files, reason_to_convert
-from reshard.storage.claims import SourceChecks
+from reshard.storage.claims import FileDigests, SourceChecks
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import is_url, local_path, system_errors
 from reshard.storage.trees import trees_of
@@ -297,6 +296,10 @@ def conversion(
     source that does not have its recorded digest (`verify_source`).
     """
     running = _conversion(plan, target, existing, effort, provenance, sharing)
+    if not effort.verify_source:
+        return running
+    from reshard.engine.checks.recorded_digests import check_digests
+
     sources = [plan.routes[i].source for i in {i for task in running.tasks for i in task.routes}]
     updates = (tensor for source in sources for update in source.updates for tensor in update.tensors)
     running.source_digests = check_digests(effort, (plan.source_files, chain(sources, updates)))

@@ -17,7 +17,7 @@ from reshard.adapter.save_folders import step_of
 from reshard.canonical.content import Content, check_selected
 from reshard.containers import safetensors
 from reshard.engine.checks.reading import Reading
-from reshard.engine.checks.recorded_digests import FileDigests, check_digests
+from reshard.engine.checks.recorded_digests import check_digests
 from reshard.engine.compare import Comparison, Side, check_recorded, comparable
 from reshard.engine.deltas.frames import CHECKSUM, MadeFrame, made_frames
 from reshard.engine.events import event
@@ -36,7 +36,7 @@ from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import EffortOptions, ModelOptions, PathLike, PlanOptions, checked_keywords, take
 from reshard.requests.opening import open_both
 from reshard.secrets import masked_in
-from reshard.storage.claims import SourceChecks
+from reshard.storage.claims import FileDigests, SourceChecks
 from reshard.storage.files import Files
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.staging import Staging

@@ -22,9 +22,9 @@ from reshard.adapter.model_files import CARRIED, CONFIG
 from reshard.engine.events import event
 from reshard.engine.pool import Effort, run_jobs
 from reshard.errors import CheckpointError, UnsupportedError
-from reshard.geometry.quantities import grouped, plural
-from reshard.geometry.value import value
+from reshard.geometry.quantities import grouped
 from reshard.index.index import Tensor
+from reshard.storage.claims import FileDigests
 from reshard.storage.files import Files, LocalFiles, inside, missing, read_range, read_whole
 from reshard.storage.trees import numbered, tree_at, trees_of
 
@@ -33,22 +33,6 @@ _DOWNLOADS = ".cache/huggingface/download/"
 _MOST_BYTES, _STEP = 64 << 20, 1 << 20
 # What is read beside the tensors: the config, the tokenizer, the index of the files.
 _BESIDE = (*CARRIED, CONFIG, "*.index.json")
-
-
-@value
-class FileDigests:
-    """How many files of a source were read whole and compared with their recorded digests."""
-
-    verified: int = 0
-    """Files that have their digest."""
-    without_digest: int = 0
-    """Files with tensors of which no digest is recorded."""
-
-    def notes(self) -> Iterator[str]:
-        """A sentence, if any file was looked at."""
-        if self.verified or self.without_digest:
-            verb = "has the digest that was" if self.verified == 1 else "have the digests that were"
-            yield f"{plural(self.verified, 'file')} of the source {verb} recorded; of {self.without_digest} with tensors none is recorded"
 
 
 def check_digests(effort: Effort, *sources: tuple[Files, Iterable[Tensor]]) -> FileDigests:

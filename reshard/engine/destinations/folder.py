@@ -13,12 +13,12 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.engine.blocks import Job, block_jobs, copied_blocks, is_refused, read_back, source_trace, widest_element, workers_of
 from reshard.engine.checks.reading import Reading
 from reshard.engine.destinations.destination import Begun, FinishedBlocks, Records, Replaces, check_empty, check_same, complete_result
 from reshard.engine.destinations.journal import Journal, RunHeader, Unfinished, journal_of_part, progress, read_header, read_journal
-from reshard.engine.destinations.sealing import Sealing
 from reshard.engine.events import event
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recipes.quantizer import Tiles
@@ -34,6 +34,9 @@ from reshard.storage.lock import is_locked
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.staging import Staging
 from reshard.storage.system_calls import system_errors
+
+if TYPE_CHECKING:
+    from reshard.engine.destinations.sealing import Sealing
 
 
 class LocalFolder:
@@ -205,23 +208,23 @@ class LocalFolder:
     ) -> Iterator[tuple[Job, bytes]]:
         routes, workers = [i for task in tasks for i in task.routes], self.workers(plan, tasks)
         jobs = (job for job in block_jobs(plan, routes, tiles, workers=workers) if job.key not in done)
-        sealing = Sealing(plan, self._staging)
+        sealing = self._sealing_of(plan)
         if self._is_alone:
             self._log_begin(plan)
             self._sealing = sealing
-            if self._resumed and (self._resumed.committing or not self._reads_back):  # every block is there
+            if sealing and self._resumed and (self._resumed.committing or not self._reads_back):  # every block is there
                 sealing.complete(workers, trusts=True)
             if self._resumed and self._resumed.committing:
-                self._check_is_all_there(plan, jobs, sealing.sealed())
+                self._check_is_all_there(plan, jobs, self._sealed(plan))
             elif self._resumed:
-                self._write_framing(plan, sealing.sealed(), again=True)
+                self._write_framing(plan, self._sealed(plan), again=True)
             assert self._journal is not None
             journal = self._journal
         else:
             self._prepare(plan, resume=True)
             journal = Journal(self._staging, source_trace(plan), None, path=journal_of_part(self._staging))
         try:
-            for job, digest in copied_blocks(plan, sealing, jobs, widest_element(plan), workers, reading=reading):
+            for job, digest in copied_blocks(plan, sealing or self._staging, jobs, widest_element(plan), workers, reading=reading):
                 if not is_refused(plan, job):
                     journal.add(job.key, digest, job.nbytes, job.beyond)
                 yield job, digest
@@ -232,6 +235,18 @@ class LocalFolder:
                 journal.withdraw()
             journal.stop()
             raise
+
+    def _sealing_of(self, plan: Plan) -> Sealing | None:
+        """What keeps account of the checksums in the framing of the files; None if no file has any."""
+        if not any(file.checksums for file in plan.layout.files):
+            return None
+        from reshard.engine.destinations.sealing import Sealing
+
+        return Sealing(plan, self._staging)
+
+    def _sealed(self, plan: Plan) -> Iterable[TargetFile]:
+        """The files of the plan with their checksums, as far as they are known."""
+        return self._sealing.sealed() if self._sealing else plan.layout.files
 
     def _log_begin(self, plan: Plan) -> None:
         files, replaces, resumed, workers = plan.layout.files, self._header.replaces, self._resumed, self.workers(plan, ())
@@ -268,10 +283,11 @@ class LocalFolder:
     def commit(self, plan: Plan, made: Records) -> None:
         # The old checkpoint goes, then the new one comes. Index, config and manifest are the first to go and the last to come.
         staging = self._staging
-        assert self._journal is not None and self._sealing is not None
-        self._sealing.complete(self.workers(plan, ()), trusts=False)
+        assert self._journal is not None
+        if self._sealing:
+            self._sealing.complete(self.workers(plan, ()), trusts=False)
         staging.sync()
-        sidecars = (*plan.layout.sidecars, *made(self._sealing.sealed(), staging.read))
+        sidecars = (*plan.layout.sidecars, *made(self._sealed(plan), staging.read))
         for sidecar in sidecars:
             staging.add(sidecar.path, sidecar.content)
         self._journal.begin_commit()
