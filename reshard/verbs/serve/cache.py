@@ -38,7 +38,6 @@ from reshard.serving.learned.library import Library
 from reshard.storage.claims import SourceChecks
 from reshard.storage.files import LocalFiles
 from reshard.storage.lock import Lock
-from reshard.storage.output_file import OutputFile
 from reshard.storage.own_files import cache_root, json_object, read_own
 from reshard.storage.system_calls import absolute_place, is_url, system_errors
 from reshard.verbs.convert import convert
@@ -162,7 +161,13 @@ class Cache:
             links = self.root / "links"
             links.mkdir(exist_ok=True)
         about = {"entry": entry.name, "source": absolute_place(plan.source_files.root)}
-        OutputFile.at(links / asked).write(json.dumps(about).encode())
+        link, partial = links / asked, links / f".{asked}"
+        if link.is_dir() and not link.is_symlink():
+            raise RequestError("it is a directory", where=str(link), do="Move it away, or choose another cache")
+        with system_errors("written", link):  # what else has its name, such as a FIFO, is replaced and never opened
+            partial.unlink(missing_ok=True)
+            partial.write_text(json.dumps(about))
+            os.replace(partial, link)
         made, checks = f"{plan.layout.format} {plan.layout.parallel}", result.source_checks
         return CacheEntry(str(entry), result.fingerprint.root, made, _nbytes(entry), about["source"], 0.0, source_checks=checks)
 
