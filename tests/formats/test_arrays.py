@@ -11,8 +11,6 @@ import types
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from helpers.fixture_places import FIXTURES
 from helpers.reshard_command import reshard as run
 from safetensors.numpy import load_file
@@ -23,6 +21,9 @@ from reshard.containers import torch_zip
 from reshard.geometry.dtypes import BF16, F32, from_torch
 from reshard.storage.decoded_ranges import DecodedRanges
 from reshard.storage.files import LocalFiles
+
+torch = pytest.importorskip("torch", reason="torch writes and loads the files")
+dcp = pytest.importorskip("torch.distributed.checkpoint", reason="torch writes and loads the files")
 
 TORCHAO = FIXTURES / "torchao"
 W = torch.arange(24, dtype=torch.float32).reshape(4, 6)

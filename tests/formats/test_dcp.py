@@ -6,8 +6,6 @@ import re
 import shutil
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from helpers.fixture_places import DCP, open_case
 
 import reshard
@@ -88,6 +86,8 @@ def test_a_truncated_file_is_named(tmp_path):
 @pytest.mark.parametrize("moved_to", ["__0_0.distcp", "__9_0.distcp"], ids=["behind the tensors", "in a file of its own"])
 def test_a_file_that_is_cut_within_an_object_is_named(moved_to, tmp_path):
     """Megatron writes its objects behind the tensors. torch cannot load the entry."""
+    torch = pytest.importorskip("torch", reason="torch writes the files")
+    dcp = pytest.importorskip("torch.distributed.checkpoint", reason="torch writes the files")
     folder = tmp_path / "c"
     dcp.save({"weight": torch.arange(6.0), "scheduler": {"epochs": [1, 2]}}, checkpoint_id=folder, no_dist=True)
     metadata = dcp.FileSystemReader(folder).read_metadata()

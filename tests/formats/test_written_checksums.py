@@ -7,8 +7,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from helpers.fixture_places import FIXTURES, HF
 from helpers.reshard_command import result_tree
 
@@ -16,6 +14,9 @@ import reshard
 from reshard.engine.pool import Effort
 from reshard.storage.checksums import FileChecksums, StoredChecksum
 from reshard.verbs.convert import conversion
+
+torch = pytest.importorskip("torch", reason="torch writes and loads the files")
+dcp = pytest.importorskip("torch.distributed.checkpoint", reason="torch writes and loads the files")
 
 TARGETS = (
     ("hf/llama", {"to": "dcp"}),
