@@ -188,6 +188,9 @@ _LAYOUT = {
     "sources": [[object]],
     "templates": [_TEMPLATE],
     "stages": [{"pp": int, "pp_rank": int, "ep": bool, "tensors": [[object]]}],
+    "unread": [object],
+    "twice": [object],
+    "digest": str,
 }
 
 # File in reference/schemas -> (title, shape). Every document but the lines of `watch` starts with `schema_version`.

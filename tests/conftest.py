@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 # Tests make blocks smaller in reshard.geometry.boxes; these modules must have taken the real size before.
 import reshard.engine.pool
 import reshard.engine.transfer  # noqa: F401
+from reshard import secrets
 
 # Machines are slow at times, and no test is timed.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -61,3 +62,10 @@ def pytest_runtest_makereport(item, call):
     if is_missing and is_expected([entry.path for entry in call.excinfo.traceback]):
         report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1] or 0, REASON)
     return report
+
+
+@pytest.fixture(autouse=True)
+def no_secrets_of_other_tests():
+    """A process remembers the values that opened a store, and masks them from then on; some tests open one with a word."""
+    secrets._remembered.clear()
+    secrets._given.cache_clear()

@@ -107,7 +107,10 @@ def test_converts_document_has_stable_keys(tmp_path):
     assert [*planned][:7] == ["schema_version", "source", "adapter", "combined", "deltas", "target", "totals"]
     assert [*planned][7:] == ["files", "sidecars", "left", "notes", "dropped", "findings", "ranks"]
     assert list(full) == [*planned, "tensors", "tasks", "left_files", "dropped_tensors"]
-    assert list(done) == ["schema_version", "path", "files", "dropped", "left", "notes", "findings", "fingerprint", "seconds", "unchanged"]
+    assert list(done) == [
+        "schema_version", "path", "files", "dropped", "left", "notes", "findings", "fingerprint", "seconds", "unchanged", "source_checks",
+        "source_digests", "overflow",
+    ]  # fmt: skip
     assert [rank["query_heads"] for rank in planned["ranks"]] == [[0, 4], [4, 8]]
     assert [rank["padding_rows"] for rank in planned["ranks"]] == [0, 6]
     everything = reshard(*arguments, "--overwrite", "--full").document
@@ -188,7 +191,8 @@ def test_verify_tells_equal_from_different(tmp_path):
     different = reshard("verify", HF / "llama", HF / "qwen3")
     assert different.code == 1 and "q_norm" in different.out
     document = reshard("verify", HF / "llama", HF / "qwen3", "--json").document
-    assert list(document) == ["schema_version", "equal", "tensors", "bytes", "differences", "notes", "server"] and not document["equal"]
+    keys = ["schema_version", "equal", "tensors", "bytes", "differences", "notes", "source_checks", "server"]
+    assert list(document) == keys and not document["equal"]
     assert list(document["differences"][0]) == ["name", "kind", "detail"]
 
 

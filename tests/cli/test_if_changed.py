@@ -28,14 +28,16 @@ def run(source, tmp_path):
 
     def convert(*options, code=0, target=tmp_path / "out"):
         before = tree(target)
-        result = reshard("convert", source, target, "--to", "vllm", "--tp", 2, *options, "--if-changed", "--json")
+        usual = {"--to": "vllm", "--tp": 2}
+        options = (*(word for name, text in usual.items() if name not in options for word in (name, text)), *options)
+        result = reshard("convert", source, target, *options, "--if-changed", "--json")
         assert result.code == code, result.err
         if code:
             assert tree(target) == before
             return result
         fresh = tmp_path / "fresh"
         shutil.rmtree(fresh, ignore_errors=True)
-        assert reshard("convert", source, fresh, "--to", "vllm", "--tp", 2, *options).code == 0
+        assert reshard("convert", source, fresh, *options).code == 0
         assert result_tree(target) == result_tree(fresh)
         if result.document["unchanged"]:
             assert tree(target) == before

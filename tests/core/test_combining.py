@@ -16,6 +16,7 @@ import pytest
 import safetensors.numpy
 from helpers.fixture_places import DCP, FIXTURES, FSDP, HF
 from helpers.reshard_command import result_tree
+from helpers.zip_checksums import with_right_checksums
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -740,7 +741,7 @@ def test_every_source_is_recorded_with_its_fingerprint_and_compared_with_what_re
     (file,) = [path for path in (tmp_path / "dcp").glob("*.distcp") if path.stat().st_size > 50_000][:1]
     data = bytearray(file.read_bytes())
     data[-3000] ^= 1
-    file.write_bytes(data)
+    file.write_bytes(with_right_checksums(data))
     with pytest.raises(CheckpointError, match=r"does not match reshard\.json.*dcp"):
         reshard.convert(reshard.plan(mixed, to="hf", average=True), tmp_path / "never")
     assert not (tmp_path / "never").exists()

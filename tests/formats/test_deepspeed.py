@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers.fixture_places import FIXTURES, described, open_case, truth
 from helpers.reshard_command import reshard as run
+from helpers.zip_checksums import with_right_checksums
 
 import reshard
 from reshard.canonical.content import Selection
@@ -156,14 +157,14 @@ def test_model_states_of_another_step_are_named(tmp_path):
     path = tag / "zero_pp_rank_3_mp_rank_00_model_states.pt"
     raw = path.read_bytes()
     at = raw.index(b"K\x02", raw.index(b"global_steps"))
-    path.write_bytes(raw[: at + 1] + b"\x05" + raw[at + 2 :])
+    path.write_bytes(with_right_checksums(raw[: at + 1] + b"\x05" + raw[at + 2 :]))
     refused(folder, "rank_3_", "of step 5", "of step 2")
 
 
 def change_steps(path, key, step):
     raw = path.read_bytes()
     at = raw.index(b"K\x02", raw.index(key))
-    path.write_bytes(raw[: at + 1] + bytes([step]) + raw[at + 2 :])
+    path.write_bytes(with_right_checksums(raw[: at + 1] + bytes([step]) + raw[at + 2 :]))
 
 
 def test_a_model_of_another_step_than_its_optimizer_is_named(tmp_path):
@@ -176,7 +177,7 @@ def test_a_model_of_another_step_than_its_optimizer_is_named(tmp_path):
     assert any("counted 2 steps, the run 3" in note for note in found.index.facts.notes), "an optimizer begun anew is no fault"
     raw = bytearray(model.read_bytes())
     raw[weight.byte_offset] ^= 1
-    model.write_bytes(raw)
+    model.write_bytes(with_right_checksums(raw))
     refused(folder, "counted 2 steps", "of step 3", "up_proj")
 
 
@@ -399,7 +400,7 @@ def test_tied_weights_are_known_by_their_memory_where_nothing_notes_them(tmp_pat
     path = tag / "mp_rank_00_model_states.pt"
     raw = path.read_bytes()
     assert raw.count(b"shared_params") == 1
-    path.write_bytes(raw.replace(b"shared_params", b"shared_nobody"))
+    path.write_bytes(with_right_checksums(raw.replace(b"shared_params", b"shared_nobody")))
     found = reshard.open(folder).index
     assert dict(found.facts.tied) == {"lm_head.weight": "model.embed_tokens.weight"} and "lm_head.weight" in found.by_kind("master")
 
@@ -484,7 +485,7 @@ def test_a_master_whose_shape_is_in_no_file_is_one_row(tmp_path):
     path = tag / "mp_rank_00_model_states.pt"
     raw = path.read_bytes()
     assert raw.count(b"head.weight") == 1
-    path.write_bytes(raw.replace(b"head.weight", b"hand.weight"))
+    path.write_bytes(with_right_checksums(raw.replace(b"head.weight", b"hand.weight")))
     opened = reshard.open(folder)
     master = described(opened.index.by_kind("master")["head.weight"], opened.files)
     expected = truth(case)["head.weight", "master"]

@@ -8,6 +8,7 @@ import zipfile
 import pytest
 from helpers.fixture_places import DCP, FIXTURES, FSDP, HF, described, open_case, truth
 from helpers.reshard_command import reshard as command_line
+from helpers.zip_checksums import with_right_checksums
 
 import reshard
 from reshard.containers import inert_pickle, torch_zip
@@ -31,13 +32,13 @@ def rank_file(folder, rank, kind="model"):
 
 
 def flip(path, tensor):
-    """Change one bit of a tensor of a torch.save file."""
+    """Change one bit of a tensor of a torch.save file, as if it had been saved so."""
     found = torch_zip.read(LocalFiles(path), path.name)
     for key in tensor:
         found = found.get("_local_tensor") if key == "local" else found[key]
     raw = bytearray(path.read_bytes())
     raw[found.byte_offset] ^= 1
-    path.write_bytes(bytes(raw))
+    path.write_bytes(with_right_checksums(raw))
 
 
 # ---- what is missing ----

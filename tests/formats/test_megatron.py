@@ -13,6 +13,7 @@ import pytest
 from helpers.fixture_places import FIXTURES, described, open_case, truth
 from helpers.reshard_command import reshard as run
 from helpers.sampled import sampled
+from helpers.zip_checksums import with_right_checksums
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -415,7 +416,7 @@ def test_ranks_of_two_iterations_are_told_apart(tmp_path):
     (number,) = re.findall(rb"iterationq(.)", raw, flags=re.DOTALL)  # the word's place in the memo, by which the root's key refers to it
     later = raw.replace(b"h" + number + b"K\x02", b"h" + number + b"K\x03")
     assert later != raw
-    path.write_bytes(later)
+    path.write_bytes(with_right_checksums(later))
     refused(folder, "iteration 3.*iteration 2", "mp_rank_01")
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.fixture_places import FIXTURES, described, open_case, truth
 from helpers.reshard_command import reshard as reshard_command
+from helpers.zip_checksums import with_right_checksums
 from safetensors.torch import load_file
 
 import reshard
@@ -180,7 +181,8 @@ def test_an_unknown_part_of_an_adapter_is_refused(name, tmp_path):
     shutil.copytree(FIXTURES / "megatron_lora" / "qwen3-moe-legacy", tmp_path / "case")
     old = b"linear_qkv.adapter.linear_in.weight"
     for path in (tmp_path / "case" / "checkpoint").rglob("model_optim_rng.pt"):
-        path.write_bytes(path.read_bytes().replace(old, f"linear_qkv.{name}".encode().ljust(len(old), b"_")))
+        forged = path.read_bytes().replace(old, f"linear_qkv.{name}".encode().ljust(len(old), b"_"))
+        path.write_bytes(with_right_checksums(forged))
     with pytest.raises(UnsupportedError, match="a part of an adapter that reshard does not read"):
         open_case(tmp_path / "case")
 
@@ -190,6 +192,7 @@ def test_half_an_adapter_is_incomplete(tmp_path):
     for path in (tmp_path / "case" / "checkpoint").rglob("model_optim_rng.pt"):
         content = path.read_bytes()
         assert content.count(b"linear_qkv.adapter.linear_in.weight") == 1
-        path.write_bytes(content.replace(b"linear_qkv.adapter.linear_in.weight", b"linear_qkv.adapter.abc._extra_state"))
+        forged = content.replace(b"linear_qkv.adapter.linear_in.weight", b"linear_qkv.adapter.abc._extra_state")
+        path.write_bytes(with_right_checksums(forged))
     with pytest.raises(IncompleteError, match=r"lora_A\.weight: it is in no file"):
         open_case(tmp_path / "case")

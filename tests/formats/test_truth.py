@@ -44,7 +44,8 @@ def test_two_extensions_are_undone_from_the_last_to_the_first(monkeypatch):
         def decompress(self, data):
             return bytes((byte - 13) % 256 for byte in data)
 
-    monkeypatch.setitem(decoded_ranges._CODECS, "stream.rot13/1", Rot13)
+    for known in (decoded_ranges._EXTENSIONS, decoded_ranges._CODECS):
+        monkeypatch.setitem(known, "stream.rot13/1", Rot13)
     case = FIXTURES / "dcp" / "rot"
     opened = open_case(case)
     assert {(t.name, t.kind): described(t, opened.files) for t in opened.index.tensors} == truth(case)

@@ -33,7 +33,7 @@ def test_an_answer_of_another_kind_is_refused(answer, monkeypatch):
 
 GOOD = {
     "engine": "vllm 0.32.0", "rank": 0, "degrees": {"tp": 1, "tp_rank": 0}, "config": {"model_type": "llama"}, "model": "/m",
-    "tensors": [[["a"], "BF16", [2]]], "others": [], "is_open": False, "holds": "",
+    "tensors": [[["a"], "BF16", [2]]], "others": [], "is_open": False, "holds": "", "number": 0, "before": "",
 }  # fmt: skip
 
 
