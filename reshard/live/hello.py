@@ -79,7 +79,7 @@ class Hello:
     @staticmethod
     def of(document: Mapping[str, Any]) -> Hello:
         """From the document. Raises RequestError if it is another one, or tells why the rank takes no update."""
-        if "refused" in document:
+        if isinstance(document, Mapping) and "refused" in document:
             if document.get("in_use"):
                 why = "Two senders would undo each other's updates. Nothing was sent"
                 raise RequestError(str(document["refused"]), where="a rank of the engine", why=why, do=_TAKE_OVER, id="target-in-use")

@@ -184,7 +184,7 @@ def other_bytes(path, *, replaced):
     stamps, content = os.stat(path), bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     if replaced:
-        path.rename(path.with_name("old"))
+        path.rename(path.parent.with_name("old"))  # inside, it would go along
     path.write_bytes(content)
     os.utime(path, ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
 

@@ -262,5 +262,6 @@ def test_the_users_files_in_an_output_that_is_too_old_stay(run, tmp_path):
     (out / "10" / "evaluation.txt").write_text("mine")
     save(run, 30)
     done = watch(run, out, "--keep", 2)
-    assert (10, "removed") in events(done) and "10 held what reshard did not write: evaluation.txt" in done.err
+    assert (30, "removed") in events(done) and f"{out / '10'}, which is older than the newest 2" in done.out
+    assert "10 held what reshard did not write: evaluation.txt" in done.err
     assert tree(out / ".replaced-10") == {"evaluation.txt": b"mine"} and not (out / "10").exists()
