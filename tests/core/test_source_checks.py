@@ -2,16 +2,15 @@
 
 The damage is made without reshard: zipfile says where the bytes of a member lie."""
 
-import io
 import os
 import shutil
-import zipfile
 import zlib
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.zip_checksums import payload, zips
 
 import reshard
 from reshard.engine.checks.reading import Reading
@@ -26,18 +25,9 @@ LONG, SHORT = torch.arange(6000 * 1024, dtype=torch.float32).reshape(6000, 1024)
 
 def members(raw):
     """The members of all zips in a file, one after the other: (name, byte offset, length)."""
-    start, at = 0, 0
-    while (end := raw.find(b"PK\5\6", at)) >= 0:
-        at = end + 4
-        try:
-            archive = zipfile.ZipFile(io.BytesIO(raw[start : end + 22]))
-        except zipfile.BadZipFile:  # these four bytes are a tensor's
-            continue
+    for start, archive in zips(raw):
         for each in archive.infolist():
-            header = start + each.header_offset
-            lengths = int.from_bytes(raw[header + 26 : header + 28], "little"), int.from_bytes(raw[header + 28 : header + 30], "little")
-            yield each.filename, header + 30 + sum(lengths), each.file_size
-        start = end + 22
+            yield each.filename, payload(raw, start + each.header_offset), each.file_size
 
 
 def flip(path, suffix, at=0, bit=0):

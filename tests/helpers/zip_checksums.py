@@ -5,24 +5,35 @@ import zipfile
 import zlib
 
 
-def with_right_checksums(raw):
-    """The bytes of a file, in which the directories of all its zips (one after the other) have the CRC-32 of each member."""
-    made, start, at = bytearray(raw), 0, 0
+def zips(raw):
+    """The zips in a file, one after the other: (where the zip starts, the zip)."""
+    start, at = 0, 0
     while (end := raw.find(b"PK\5\6", at)) >= 0:
         at = end + 4
         try:
             archive = zipfile.ZipFile(io.BytesIO(raw[start : end + 22]))
         except zipfile.BadZipFile:  # these four bytes are a tensor's
             continue
+        yield start, archive
+        start = end + 22
+
+
+def payload(raw, header):
+    """Where the bytes of the member begin whose local header lies at `header`."""
+    return header + 30 + _two(raw, header + 26) + _two(raw, header + 28)
+
+
+def with_right_checksums(raw):
+    """The bytes of a file, in which the directories of all its zips have the CRC-32 of each member."""
+    made, entry = bytearray(raw), 0
+    for start, archive in zips(raw):
         entry = start + archive.start_dir
         for each in archive.infolist():
             assert raw[entry : entry + 4] == b"PK\1\2" and each.compress_type == zipfile.ZIP_STORED
-            header = start + each.header_offset
-            payload = header + 30 + sum(_two(raw, header + 26 + skipped) for skipped in (0, 2))
-            made[entry + 16 : entry + 20] = zlib.crc32(raw[payload : payload + each.file_size]).to_bytes(4, "little")
+            first = payload(raw, start + each.header_offset)
+            made[entry + 16 : entry + 20] = zlib.crc32(raw[first : first + each.file_size]).to_bytes(4, "little")
             entry += 46 + sum(_two(raw, entry + 28 + skipped) for skipped in (0, 2, 4))
-        start = end + 22
-    assert start, "there is no zip"
+    assert entry, "there is no zip"
     return bytes(made)
 
 
