@@ -374,7 +374,7 @@ def _check_packed(drafts: Sequence[Draft]) -> None:
     """Raises RequestError if a checkpoint is quantized and is not dequantized, or if none is that could be."""
     for draft in drafts:
         config = draft.source.model_files.config or {}
-        stored = {name: tensor.dtype.name for name, tensor in draft.content.tensors.items() if tensor.encoding is None}
+        stored = {name: tensor.dtype.name for name, tensor in draft.content.tensors.items() if not tensor.is_computed}
         codes = {*draft.kept_for, *packed_names(stored), *(name for name, dtype in stored.items() if dtype.startswith("F8"))}
         if codes or (unknown_quantization(config) and not draft.request.dequantize):
             raise RequestError(
@@ -558,7 +558,7 @@ def _merged(draft: Draft, settings: LoraSettings, tensors: Mapping[str, Tensor],
         )
     merged = with_adapter_merged(content, os.path.abspath(path or draft.source.path), settings, tensors)
     # Digests of the base say nothing about the weights that replace some of it.
-    replaced = {name for name, tensor in merged.tensors.items() if tensor is not content.tensors.get(name) and not tensor.updates}
+    replaced = {name for name, tensor in merged.tensors.items() if tensor is not content.tensors.get(name) and not tensor.is_computed}
     merged = replace(merged, recorded=lambda: {name: text for name, text in content.recorded().items() if name not in replaced})
     return replace(draft, content=merged).noting(*_notes_on_merge(merged, content, path or "of the checkpoint"))
 
@@ -567,7 +567,7 @@ def _notes_on_merge(merged: Content, base: Content, path: str) -> Iterator[str]:
     """Notes on an adapter that is merged, and on weights of it that have another element type than those of the base."""
     count = merged.merged.weights if merged.merged else 0
     yield f"the adapter {path} is merged into {plural(count, 'weight')}: base + scale * (B x A) in float32, rounded once"
-    if merged.model and merged.model.is_tied and merged.tensors[merged.model.architecture.tied[1]].updates:
+    if merged.model and merged.model.is_tied and merged.tensors[merged.model.architecture.tied[1]].origin.changed_by:
         yield "the head is tied to the embedding, so the merge changes both, as PEFT's does"
     if other := [name for name, tensor in merged.weights.items() if tensor.dtype != base.tensors[name].dtype]:
         dtype = merged.tensors[other[0]].dtype
