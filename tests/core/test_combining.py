@@ -662,7 +662,7 @@ def test_several_sources_need_a_word_on_how_they_become_one(tmp_path):
     with pytest.raises(RequestError, match="contradict each other"):
         reshard.plan(paths, to="hf", slerp=0.5, average=True)
     with pytest.raises(RequestError, match="LoRA adapters are not combined"):
-        reshard.plan(paths, to="hf", average=True, merge_adapter=HF / "llama")
+        reshard.plan([FIXTURES / "peft" / "plain" / "adapter", FIXTURES / "peft" / "plain" / "adapter"], to="peft", average=True)
 
 
 def test_steps_in_another_order_are_noted_where_order_counts(tmp_path):
