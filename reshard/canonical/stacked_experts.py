@@ -36,7 +36,7 @@ def by_expert(index: Index, weights: Mapping[str, Tensor], model: Model) -> tupl
     experts: dict[str, list[Tensor]] = {}
     for name, tensor in weights.items():
         weight = model.weights.get(name)
-        if weight and weight.declared.by_expert() and not tensor.encoding and not tensor.updates:
+        if weight and weight.declared.by_expert() and not tensor.is_computed:
             located = located_in(tensor.shards, _of_experts(model, name)).of(tensor.shards)
             experts[name] = [replace(tensor, name=own, shape=single.weights[own].shape, shards=shards) for own, shards in located]
 

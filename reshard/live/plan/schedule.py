@@ -57,7 +57,7 @@ class Derived:
     """How a source computes what it sends: codes or scales of whole blocks of a weight [out, in], by a recipe."""
 
     recipe: str
-    """The recipe, one of reshard.engine.recipes.on_tensors.TENSOR_RECIPES."""
+    """The recipe, one of reshard.engine.origins.on_tensors.TENSOR_RECIPES."""
     is_scale: bool
     """Whether it sends the scales; False: the codes."""
     sizes: tuple[int, ...]

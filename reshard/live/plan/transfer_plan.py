@@ -27,7 +27,7 @@ from reshard.geometry.sections import Columns
 from reshard.geometry.value import Drawn, value
 from reshard.index.index import Index, Tensor
 from reshard.live.plan.balance import chosen_holders
-from reshard.live.plan.beside import Beside, BesideFiles, Computed, Merged
+from reshard.live.plan.beside import Beside, BesideFiles, Computed, MergedBox
 from reshard.live.plan.blocks import is_quantized_here, quantized_boxes
 from reshard.live.plan.joining import Forms, Meetings, joined
 from reshard.live.plan.merging import is_merged_here, merged_boxes
@@ -270,9 +270,9 @@ def transfer_plan(plan: Plan, *, sources: Sequence[RankMemory], replicas: int = 
     paths = tuple(file.path for file in plan.source.files)
     forms = Forms()
     beside = BesideFiles(plan.layout.files)
-    quantized = quantized_boxes(plan, [route for route in plan.routes if route.source.derivation], forms, beside)
-    merged = merged_boxes(plan, [route for route in plan.routes if route.source.updates], beside)
-    copied = [route for route in plan.routes if not (route.source.derivation or route.source.updates)]
+    quantized = quantized_boxes(plan, filter(is_quantized_here, plan.routes), forms, beside)
+    merged = merged_boxes(plan, filter(is_merged_here, plan.routes), beside)
+    copied = [route for route in plan.routes if not route.source.is_computed]
     copied += [*quantized.routes, *merged.routes, *_whole_routes(whole, plan.layout, beside)]
     meetings = [_cut(each, forms) for each in (*joined(copied, forms), *quantized.meetings)]
     made = tuple(forms.numbers)
@@ -318,13 +318,7 @@ def _held(stored: Any) -> HeldTensor:
 
 def _check_computed(routes: Iterable[Route]) -> None:
     """Raises UnsupportedError, with a name, for values that a transfer does not compute."""
-    refused = [
-        route.name
-        for route in routes
-        if route.source.encoding
-        or (route.source.updates and not is_merged_here(route))
-        or (route.source.derivation and not is_quantized_here(route))
-    ]
+    refused = [route.name for route in routes if route.source.is_computed and not (is_merged_here(route) or is_quantized_here(route))]
     if refused:
         raise UnsupportedError(
             f"{plural(len(refused), 'tensor')} of the target would be computed in a way that a live update does not know",
@@ -345,7 +339,7 @@ def _whole_routes(whole: Iterable[Tensor], layout: Layout, beside: BesideFiles) 
 
 def _beside_ranks(
     computes: Mapping[int, tuple[Computed, ...]],
-    merges: Mapping[int, tuple[Merged, ...]],
+    merges: Mapping[int, tuple[MergedBox, ...]],
     whole: Container[str],
     beside: BesideFiles,
     rank_of: Columns,
