@@ -17,6 +17,7 @@ from reshard.engine.destinations.forecast import StoreForecast
 from reshard.health.findings import Finding, FindingKind, Report
 from reshard.index.balance import ByteShare
 from reshard.index.index import StoredFile
+from reshard.live.from_files.pushing import PushResult
 from reshard.measures.changes import Change
 from reshard.plans.layout import LeftFile
 from reshard.plans.plan import Totals
@@ -30,7 +31,6 @@ from reshard.verbs.delta import DeltaResult
 from reshard.verbs.look.diff import Diff
 from reshard.verbs.look.explain import Explanation
 from reshard.verbs.look.stats import TensorStatistics
-from reshard.verbs.push import PushResult
 from reshard.verbs.serve.cache import CacheEntry
 from reshard.verbs.verify import Comparison
 from reshard.verbs.watch import WatchEvent
