@@ -34,7 +34,8 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
 from reshard.models.lookup import declared_at
-from reshard.models.model import Model, ModelWeight
+from reshard.models.model import Model
+from reshard.models.weights import ModelWeight
 from reshard.storage.files import Files
 
 
