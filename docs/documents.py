@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.canonical.content import AppliedDelta, Drop
+from reshard.canonical.content import Drop
 from reshard.canonical.dequantization import QuantizedFamily
 from reshard.canonical.tensor_classes import StoredModel
 from reshard.engine.checks.recorded_digests import FileDigests
@@ -17,6 +17,7 @@ from reshard.engine.destinations.forecast import StoreForecast
 from reshard.health.findings import Finding, FindingKind, Report
 from reshard.index.balance import ByteShare
 from reshard.index.index import StoredFile
+from reshard.index.provenance import AppliedDelta
 from reshard.live.from_files.pushing import PushResult
 from reshard.measures.changes import Change
 from reshard.plans.layout import LeftFile
