@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import field, replace
 
-from reshard.canonical.content import Content, Drop, MergedAdapter
+from reshard.canonical.content import Content, Drop
 from reshard.canonical.lora import LoraSettings
 from reshard.canonical.name_variants import Names
 from reshard.canonical.renaming import PREFIX, adapter_name
@@ -28,6 +28,7 @@ from reshard.geometry.mosaics import Mosaic, Tile
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import mutable, value
 from reshard.index.origin import LowRankProduct, Merged, Tensor
+from reshard.index.provenance import MergedAdapter
 
 _BASE_LAYER = ".base_layer"
 # Their experts are [in, out], and their class in transformers 5.23 has no is_transposed: PEFT takes them as [out, in].

@@ -16,10 +16,11 @@ from reshard.geometry.dtypes import DType, from_safetensors
 from reshard.geometry.extents import Extent, Piece
 from reshard.index.origin import Encoded, Tensor
 from reshard.index.shards import Shards
-from reshard.models.model import Model, ModelWeight
+from reshard.models.model import Model
 from reshard.models.quantization import SETTING, quantization_of, quantization_settings, without_quantization
 from reshard.models.roles import ROLES
 from reshard.models.stored_forms import StoredForm
+from reshard.models.weights import ModelWeight
 
 QUANTIZE, REQUANTIZE = ("fp8-block", "mxfp4"), ("fp8-block",)
 """What --quantize and --requantize take."""

@@ -15,8 +15,9 @@ from reshard.geometry.mosaics import Mosaic, Tile, joined, stacked
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards, rows_meeting
 from reshard.index.subviews import SubviewsBuilder, SubviewsByTensor
-from reshard.models.model import Model, numbered
+from reshard.models.model import Model
 from reshard.models.quantization import without_quantization
+from reshard.models.weights import numbered
 
 
 def stacks(model: Model) -> Mapping[str, Mosaic]:

@@ -14,12 +14,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from reshard.canonical.content import AppliedDelta
 from reshard.engine.record import samples
 from reshard.errors import CheckpointError, ReshardError, some
 from reshard.geometry.boxes import blocks
 from reshard.geometry.quantities import grouped, plural
 from reshard.index.origin import Mixed, Patched, Tensor
+from reshard.index.provenance import AppliedDelta
 from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
 from reshard.plans.manifest import MANIFEST, FileRecord, read_digests, read_manifest
 from reshard.plans.plan import Plan

@@ -10,12 +10,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from reshard.canonical.content import AppliedDelta, Content
+from reshard.canonical.content import Content
 from reshard.engine.origins.patched import new_checksum
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.index.deltas import DeltaFacts, Patch
 from reshard.index.origin import Patched, Tensor
+from reshard.index.provenance import AppliedDelta
 from reshard.plans.manifest import usable_manifest
 from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.keywords import PathLike

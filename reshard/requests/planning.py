@@ -20,16 +20,7 @@ from reshard.adapter.file_kinds import left
 from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles, adapter_config_at, blaming_the_parent
 from reshard.adapter.save_folders import step_of
 from reshard.canonical.combining import CombinedCheckpoint, Formula, combined, steps_note
-from reshard.canonical.content import (
-    ADAPTER_LEFT_OUT,
-    Combined,
-    CombinedSource,
-    Content,
-    Selection,
-    check_against_model,
-    check_counted,
-    check_selected,
-)
+from reshard.canonical.content import ADAPTER_LEFT_OUT, Content, Selection, check_against_model, check_counted, check_selected
 from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs
 from reshard.canonical.quantizing import quantized, requantized
@@ -39,6 +30,7 @@ from reshard.errors import CheckpointError, RequestError, UnsupportedError, blam
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor, about_left_out
+from reshard.index.provenance import Combined, CombinedSource
 from reshard.index.shards import Relocation
 from reshard.models.quantization import check_has_settings, packed_names, quantization_of, unknown_quantization, without_quantization
 from reshard.plans.layout import BesideWeights, Layout, Target

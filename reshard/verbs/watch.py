@@ -22,7 +22,7 @@ from reshard.verbs.steps.happened import WatchEvent, among_newest, check_written
 from reshard.verbs.steps.kept import Kept, kept
 
 if TYPE_CHECKING:
-    from reshard.verbs.push import PushResult
+    from reshard.live.from_files.pushing import PushResult
 
 _POLL_SECONDS = 30.0
 # A step that cannot be converted is tried again after twice the time, up to this.

@@ -17,8 +17,9 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import cached_property
-from operator import mul
+from operator import attrgetter, mul
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,9 @@ class ByteRun:
     """The same in the target."""
 
 
+_WORDS = attrgetter(*(field.name for field in fields(ByteRun)))
+
+
 @value(slots=False, eq=False)
 class Way:
     """The boxes that travel from one source rank to one target rank, in the order in which they travel. n boxes."""
@@ -210,6 +214,10 @@ class Schedule:
             for at in np.ndindex(*run.counts):
                 a, b = (sum(map(mul, at, strides)) for strides in (run.source_strides, run.target_strides))
                 yield source + a, target + b, run.length
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The ways as plain values, with their runs."""
+        return [{"to": way.target_rank, "bytes": self.nbytes_of(way), "runs": [*map(_WORDS, self.runs(way))]} for way in self.ways]
 
     def to_bytes(self) -> bytes:
         """The schedule as bytes: a safe container of plain numbers and JSON, no pickle."""
