@@ -88,6 +88,8 @@ class Hello:
             tensors = tuple(KeptTensor(_texts(names), _typed(dtype, str), _sizes(shape)) for names, dtype, shape in document["tensors"])
             values = {name: _typed(document[name], kind) for name, kind in _KINDS.items()}
             _sizes([values["rank"], *values["degrees"].values()])
+            if values["number"] < 0 or not all(tensor.names for tensor in tensors):
+                raise ValueError("a version is negative, or a tensor has no name")
             return Hello(**values, tensors=tensors, others=frozenset(_texts(document["others"])))
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(
