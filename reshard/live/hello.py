@@ -130,11 +130,8 @@ def check_numbers(hellos: Sequence[Hello]) -> None:
     """Raises RequestError unless the ranks of an engine, in the order of their numbers, are all ranks of one replica or more."""
     for number, hello in enumerate(hellos):
         sizes = hello.parallel
-        if (
-            hello.rank != number
-            or hello.position != divmod(number % (sizes.tp * sizes.pp), sizes.tp)
-            or len(hellos) % (sizes.tp * sizes.pp)
-        ):
+        ranks = sizes.tp * sizes.pp
+        if hello.rank != number or hello.position != divmod(number % ranks, sizes.tp) or len(hellos) % ranks:
             raise RequestError(
                 f"it says that it is rank {hello.rank}, pipeline stage and number {hello.position}, on {sizes}",
                 where=f"rank {number} of {len(hellos)} of {hello.engine}",

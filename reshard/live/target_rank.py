@@ -104,13 +104,13 @@ class TargetRank:
             if owner is not None:
                 what = "takes over from" if is_owned else "comes after an owner that has ended,"
                 self._log.warning("reshard: %s %s %s", printable(joining.owner), what, printable(owner.owner))
-            self._leave()
+            self.close()
             self._transport, self._guest, self._joining, self._since = transport, guest, joining, _now()
             self._prepare(answer, transport, Members(joining.sources, joining.targets))
         except Exception as error:
             self._log.warning("reshard: the channel of an update was not joined: %s", reason(error))
             if transport is not None and self._transport is transport:
-                self._leave()
+                self.close()
             else:
                 _closed(transport, guest)
 
@@ -159,7 +159,12 @@ class TargetRank:
 
     def close(self) -> None:
         """Leave the channel, and give the staging back, unless it is kept."""
-        self._leave()
+        _closed(self._transport, self._guest)
+        self._transport = self._exchange = self._joining = self._guest = None
+        if not self._holds:
+            self._staged = None
+        self._beside, self._values = Beside(), {}
+        self._is_ready = False
 
     def _refusal(self, joining: Joining) -> Mapping[str, Any] | None:
         """Why a sender may not join while the owner of this rank is there; None: it takes over, and the owner begins no other update."""
@@ -182,14 +187,6 @@ class TargetRank:
             return {**self._served.described(), **own}
         except Exception as error:
             return {"refused": reason(error)}
-
-    def _leave(self) -> None:
-        _closed(self._transport, self._guest)
-        self._transport = self._exchange = self._joining = self._guest = None
-        if not self._holds:
-            self._staged = None
-        self._beside, self._values = Beside(), {}
-        self._is_ready = False
 
     def _prepare(self, answer: Message, transport: Transport, members: Members) -> None:
         """Make place for what the plan brings."""
