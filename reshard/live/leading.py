@@ -16,9 +16,9 @@ from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
-from itertools import islice
+from itertools import accumulate
 from threading import Event, Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from reshard.errors import SystemRefusal, printable
 from reshard.geometry.value import value
@@ -35,6 +35,7 @@ _PAUSED = "stays paused until an update succeeds"
 _FOR_READERS = 5.0
 """Seconds in which the other source ranks read how an update ended that has lost its connections."""
 INSTALLED, KEPT, IN_DOUBT = "installed", "kept", "in doubt"
+OfRank = TypeVar("OfRank")
 Version = str | Callable[[], str] | None
 """What engines call new weights; a function tells it once they were sent; None: a number, one more than the first engine's."""
 
@@ -225,10 +226,9 @@ class Lead:
     def _states(self, outcome: Outcome) -> list[str]:
         """What became of each engine, by what its ranks tell."""
         not_heard = Message({"installed": False, "broken": True, "reason": "the result of a rank was not heard"})
-        results = iter([(outcome.attempt(peer, partial(self._transport.hear, peer)) or not_heard).document for peer in self._targets])
+        results = [(outcome.attempt(peer, partial(self._transport.hear, peer)) or not_heard).document for peer in self._targets]
         states = []
-        for size in self._sizes:
-            own = [*islice(results, size)]
+        for own in of_engines(results, self._sizes):
             outcome.failures += [result["reason"] for result in own if not result["installed"]][:1]
             if all(result["installed"] for result in own):
                 states.append(INSTALLED)
@@ -315,6 +315,11 @@ class Lead:
             while time.monotonic() < ends_at and not all(self._guest.ask(f"read {peer}") is not None for peer in others):
                 time.sleep(0.05)
         return dropped(failed, do)
+
+
+def of_engines(of_ranks: Sequence[OfRank], sizes: Sequence[int]) -> list[Sequence[OfRank]]:
+    """What the ranks of each engine have, of that of all target ranks. sizes: the number of ranks of each engine."""
+    return [of_ranks[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def dropped(failed: str, do: str) -> SystemRefusal:

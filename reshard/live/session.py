@@ -38,7 +38,7 @@ from reshard.live.arrangement import Arrangement, Link
 from reshard.live.engines.control import EngineControl
 from reshard.live.engines.watch import requested
 from reshard.live.hello import Hello, check, check_numbers, held_to_json
-from reshard.live.leading import Lead, UpdateReport, Version, dropped
+from reshard.live.leading import Lead, UpdateReport, Version, dropped, of_engines
 from reshard.live.plan.schedule import Schedule
 from reshard.live.trainers import Trainers
 from reshard.live.wire.channel import Joining, is_loopback, joined, led
@@ -198,7 +198,9 @@ def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrang
             hellos, sends, fallbacks = _arranged(transport, members, sizes, arrange)
             for request in requests:
                 request.result()
-            _close_what_is_open(engines, sizes, hellos)
+            for engine, own in zip(engines, of_engines(hellos, sizes), strict=True):
+                if any(hello.is_open for hello in own):
+                    engine.finish()  # a sender before has left an update open, which the engine's ranks have dropped
         except Exception:
             transport.close()
             guest.close()
@@ -240,8 +242,8 @@ def _arranged(
         if outcome.failures:
             raise SystemRefusal(outcome.failures[0])
         hellos = [Hello.of(said.document) for said in heard if said]
-        for size, end in zip(sizes, accumulate(sizes), strict=True):
-            check_numbers(hellos[end - size : end])
+        for own in of_engines(hellos, sizes):
+            check_numbers(own)
         arrangement = arrange(hellos)
         answers = [arrangement.answer(rank) for rank in range(members.targets)]
         for hello, answer in zip(hellos, answers, strict=True):
@@ -267,12 +269,3 @@ def _arranged(
         raise SystemRefusal(failures[0], where="a rank of the engine")
     fallbacks = dict.fromkeys(held.name for answer in answers for held in answer.beside.whole)
     return hellos, None if arrangement.sends is None else arrangement.sends(0), tuple(fallbacks)
-
-
-def _close_what_is_open(engines: Sequence[EngineControl], sizes: Sequence[int], hellos: Sequence[Hello]) -> None:
-    """End an update that a sender before has left open; the engine's ranks have dropped it when they joined this channel."""
-    start = 0
-    for engine, size in zip(engines, sizes, strict=True):
-        if any(hello.is_open for hello in hellos[start : start + size]):
-            engine.finish()
-        start += size
