@@ -194,14 +194,17 @@ _RANDOM = re.compile(r"(^|\.)random\b|Generator|RandomState")
 
 
 def tensors_in(*values: Any) -> Iterator[Any]:
-    """The plain tensors in values that `read` returned, and storages that no tensor views: in containers, and in the arguments and the
-    state of stand-ins."""
+    """The plain tensors in values that `read` returned, and storages that no tensor views."""
+    return (value for value in _walked(*values) if is_plain_tensor(value) or isinstance(value, _Storage))
+
+
+def _walked(*values: Any) -> Iterator[Any]:
+    """These values, and all that they hold: in containers, and in the arguments and the state of stand-ins."""
     left, visited = list(values), set[int]()
     while left:
         value = left.pop()
-        if is_plain_tensor(value) or isinstance(value, _Storage):
-            yield value
-        elif isinstance(value, dict | list | tuple | Inert) and id(value) not in visited:
+        yield value
+        if isinstance(value, dict | list | tuple | Inert) and not isinstance(value, _Storage) and id(value) not in visited:
             visited.add(id(value))
             inside = (value.args, value.state, value.items, value.mapping) if isinstance(value, Inert) else value
             left.extend(inside.values() if isinstance(inside, dict) else inside)
@@ -220,18 +223,10 @@ def as_setting(files: Files, value: Any) -> Any:
 def _read_settings(files: Files, root: Any) -> None:
     """Put numbers in place of the tensors of one element among the settings of param groups, in all optimizers' state dicts in `root`: an
     optimizer keeps its learning rate and betas as either."""
-
-    left, visited = [root], set[int]()
-    while left:
-        value = left.pop()
-        if id(value) in visited:
-            continue
-        visited.add(id(value))
+    for value in _walked(root):
         if isinstance(value, dict) and isinstance(value.get("param_groups"), list):
             for group in (group for group in value["param_groups"] if isinstance(group, dict)):
                 group.update({key: as_setting(files, setting) for key, setting in group.items()})
-        elif isinstance(value, dict | list):
-            left.extend(part for part in (value.values() if isinstance(value, dict) else value) if isinstance(part, dict | list))
 
 
 class _Storage(NamedTuple):
@@ -291,7 +286,7 @@ class _Elements:
         self._source, self._pickle, self._start = source, pickle, start
         self._count, self._last, self._budget = 0, 0, 1 << 30
 
-    def place(self, data: bytes, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], swapped: bool) -> LocatedTensor | None:
+    def place(self, data: bytes, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> LocatedTensor | None:
         """The array as a tensor; None if its elements are not found."""
         for as_text in (True, False) if self._pickle[1] < 3 else (False, True):
             stored = data.decode("latin1").encode() if as_text else data
@@ -300,11 +295,9 @@ class _Elements:
         else:
             return None
         self._count += 1
-        component = dtype.itemsize // (2 if dtype.name.startswith("C") else 1)
-        codecs = ((f"swap{component}",) if swapped else ()) + (("latin1",) if stored != data else ())
         path, offset = self._source.path, self._source.start + self._start + at
-        if codecs:
-            path, offset = self._source.files.decoded(path, offset, len(stored), codecs, limit=len(data)), 0
+        if stored != data:
+            path, offset = self._source.files.decoded(path, offset, len(stored), ("latin1",), limit=len(data)), 0
         return LocatedTensor(path, offset, dtype, shape, strides, f"array {self._count}")
 
     def _find(self, stored: bytes) -> int | None:

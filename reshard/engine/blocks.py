@@ -10,7 +10,7 @@ from heapq import merge
 from itertools import groupby, islice
 from operator import itemgetter
 
-from reshard.engine.casts import overflow, values_beyond
+from reshard.engine.casts import Overflow, overflow, values_beyond
 from reshard.engine.checks.reading import Reading
 from reshard.engine.events import event
 from reshard.engine.origins.encoded import Tiles
@@ -22,7 +22,6 @@ from reshard.engine.recorded import BlockDigests, fingerprint_of
 from reshard.engine.transfer import Pieces, SharedPatches, Sink, Worker, bytes_of, strips
 from reshard.errors import CheckpointError, TargetError
 from reshard.geometry.boxes import Box, blocks
-from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.origin import Encoded
@@ -198,16 +197,15 @@ def copied_blocks(
 
         return perform
 
-    refused: dict[str, tuple[str, DType, int]] = {}
+    refused = Overflow()
     for job, block in run_reading(jobs, make_worker, workers, (plan.source_files, lambda job: (job.source, job.box)), memory=ahead):
         if is_refused(plan, job):
-            *_, count = refused.get(job.route.name, (0,))
-            refused[job.route.name] = job.route.name, job.route.target.dtype, count + job.beyond
+            refused[job.route.name, job.route.target.dtype] += job.beyond
         yield job, block
     reading.complete()
     if refused:
         do = "Choose a wider type, such as `dtype=bf16`, leave these tensors as they are with `keep_dtype=`, or say `allow_overflow=True`"
-        raise overflow(refused.values(), do)
+        raise overflow(refused, do)
 
 
 def is_refused(plan: Plan, job: Job) -> bool:

@@ -8,7 +8,8 @@ AVX2 and its scalar code give bfloat16 NaNs with different bits.)
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -21,6 +22,8 @@ from reshard.geometry.functions import values_of, weights_of
 from reshard.geometry.quantities import plural
 
 Block = npt.NDArray[Any]
+Overflow = Counter[tuple[str, DType]]
+"""How many finite values of tensors a cast makes infinite, by the name and the type to which they are cast."""
 
 _NUMPY = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U64": "u8", "U32": "u4", "U16": "u2",
           "U8": "u1", "BOOL": "?", "C64": "c8", "C128": "c16"}  # fmt: skip
@@ -71,22 +74,21 @@ def values_beyond() -> int:
     return count
 
 
-def overflow(counts: Iterable[tuple[str, DType, int]], do: str) -> ValuesOverflow:
-    """The error for values that a cast makes infinite. counts: as for `about_beyond`."""
+def overflow(counts: Overflow, do: str) -> ValuesOverflow:
+    """The error for values that a cast makes infinite."""
     return ValuesOverflow(about_beyond(counts), why="The model would compute with them, and nothing was committed", do=do)
 
 
-def about_beyond(counts: Iterable[tuple[str, DType, int]]) -> str:
-    """A sentence on values that a cast makes infinite. counts: of tensors, their names, types and numbers of such values."""
-    named = sorted(counts)
-    total, types = sum(count for *_, count in named), dict.fromkeys(dtype for _, dtype, _ in named)
+def about_beyond(counts: Overflow) -> str:
+    """A sentence on values that a cast makes infinite."""
+    total, types = sum(counts.values()), dict.fromkeys(dtype for _, dtype in sorted(counts))
     huge = np.array([np.finfo(np.float64).max]).view(F64.word)
     become = dict.fromkeys(f"{float(cast(huge, F64, dtype.of('')).view(numpy_type(dtype))[0]):g}" for dtype in types)
     values_beyond()
     verbs = ("is", "becomes") if total == 1 else ("are", "become")
     return (
-        f"{plural(total, 'element')} of {plural(len(named), 'tensor')} {verbs[0]} beyond {', '.join(dtype.torch for dtype in types)} and "
-        f"{verbs[1]} {' or '.join(become)}: {some([f'{name} ({count:,})' for name, _, count in named])}"
+        f"{plural(total, 'element')} of {plural(len(counts), 'tensor')} {verbs[0]} beyond {', '.join(dtype.torch for dtype in types)} and "
+        f"{verbs[1]} {' or '.join(become)}: {some([f'{name} ({counts[name, dtype]:,})' for name, dtype in sorted(counts)])}"
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import is_master_key
-from reshard.engine.casts import about_beyond, cast, values_beyond
+from reshard.engine.casts import Overflow, about_beyond, cast, values_beyond
 from reshard.engine.checks.reading import Reading
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recorded import BlockDigests, mismatch, tensor_digest
@@ -163,18 +163,18 @@ def compare(left: Side, right: Side, result: Comparison, *, with_cast: bool = Fa
                 element = _first_difference(a, b, box)
         return element, digests_of_block.result(), beyond
 
-    overflow: dict[str, tuple[str, DType, int]] = {}
+    overflow = Overflow()
     for (i, j, _), (element, hashed, beyond) in walk(pairs, (left.files, right.files), lambda: measure, effort=effort, reading=reading):
         name = pairs[i][0].name
         if beyond:
-            overflow[name] = name, pairs[i][1].dtype, overflow.get(name, ("", None, 0))[2] + beyond
+            overflow[name, pairs[i][1].dtype] += beyond
         if element is not None:
             different.setdefault(name, {})[j] = element
         for of_side, digest in zip(digests, hashed, strict=True):
             if digest is not None:
                 of_side.setdefault(name, {})[j] = digest
     if overflow:
-        result.notes.append(about_beyond(overflow.values()))
+        result.notes.append(about_beyond(overflow))
     for name, elements in sorted(different.items()):
         first = elements[min(elements)]
         result.differences.append(Difference(name, "values", f"the values differ, first at element {list(first.offsets)}"))

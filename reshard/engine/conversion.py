@@ -9,6 +9,7 @@ Processes that share a conversion do not talk to each other: the last one finds 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from reshard.engine.blocks import (
     digests_by_tensor,
     fingerprint_of_blocks,
 )
-from reshard.engine.casts import about_beyond
+from reshard.engine.casts import Overflow, about_beyond
 from reshard.engine.checks.reading import Reading
 from reshard.engine.destinations.destination import Destination, FinishedBlocks, Replaces
 from reshard.engine.destinations.journal import RunHeader
@@ -167,7 +168,7 @@ class Conversion:
             self.notes += (*notes_on_source(self.plan, digests), *self._inputs.notes())
             if self.overflow:
                 types = {route.name: route.target.dtype for route in self.plan.routes}
-                self.notes += (about_beyond((name, types[name], count) for name, count in self.overflow.items()),)
+                self.notes += (about_beyond(Overflow({(name, types[name]): count for name, count in self.overflow.items()})),)
         except (CheckpointError, ValuesOverflow):
             # The input is wrong, or does not fit, so this run can never be resumed.
             self.destination.abandon()
@@ -235,10 +236,10 @@ class Conversion:
             if is_new:
                 yield Done(job.route.name, job.nbytes)
         self.notes += tiles.notes()
-        self.overflow = dict[str, int]()
+        overflow = Counter[str]()
         for (i, _), count in sorted(beyond.items()):
-            if count:
-                self.overflow[plan.routes[i].name] = self.overflow.get(plan.routes[i].name, 0) + count
+            overflow[plan.routes[i].name] += count
+        self.overflow = dict(+overflow)
         if lost:
             self.notes += (f"{lost:,} bytes had changed since the interrupted run wrote them, and were copied again",)
         seconds, what = time.monotonic() - began, "all blocks" if is_all else plural(len(tasks), "task")

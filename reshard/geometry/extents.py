@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-import numpy.typing as npt
-
 from reshard.errors import CheckpointError
-from reshard.geometry.boxes import Box, contiguous_runs, row_major
+from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
-from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 
 
@@ -107,27 +103,6 @@ def covering_spans(sizes: tuple[int, ...], strides: tuple[int, ...], gap: int) -
         elif size > 1:
             found = [(step * stride + offset, each) for step in range(size) for offset, each in found]
     return found
-
-
-@value
-class Runs:
-    """The contiguous runs of a strided box, all of one length."""
-
-    order: tuple[int, ...]
-    """The axes of the box in the order of the file, outermost first."""
-    elements: int
-    """The number of elements in each run."""
-    byte_offsets: npt.NDArray[np.int64]
-    """[n]: where each run starts in the file."""
-
-    def __repr__(self) -> str:
-        return f"Runs({plural(len(self.byte_offsets), 'run')} of {plural(self.elements, 'element')}, axes {self.order})"
-
-
-def dense_runs(piece: Piece, box: Box) -> Runs:
-    """The contiguous runs of a box inside a piece, in file order."""
-    order, elements, starts = contiguous_runs(box.sizes, piece.extent.strides)
-    return Runs(order, elements, piece.byte_offset_of(box) + starts * piece.extent.dtype.itemsize)
 
 
 def is_row_major(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:

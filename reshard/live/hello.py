@@ -88,6 +88,8 @@ class Hello:
             tensors = tuple(KeptTensor(_texts(names), _typed(dtype, str), _sizes(shape)) for names, dtype, shape in document["tensors"])
             values = {name: _typed(document[name], kind) for name, kind in _KINDS.items()}
             _sizes([values["rank"], *values["degrees"].values()])
+            if values["number"] < 0 or not all(tensor.names for tensor in tensors):
+                raise ValueError("a version is negative, or a tensor has no name")
             return Hello(**values, tensors=tensors, others=frozenset(_texts(document["others"])))
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(
@@ -128,11 +130,8 @@ def check_numbers(hellos: Sequence[Hello]) -> None:
     """Raises RequestError unless the ranks of an engine, in the order of their numbers, are all ranks of one replica or more."""
     for number, hello in enumerate(hellos):
         sizes = hello.parallel
-        if (
-            hello.rank != number
-            or hello.position != divmod(number % (sizes.tp * sizes.pp), sizes.tp)
-            or len(hellos) % (sizes.tp * sizes.pp)
-        ):
+        ranks = sizes.tp * sizes.pp
+        if hello.rank != number or hello.position != divmod(number % ranks, sizes.tp) or len(hellos) % ranks:
             raise RequestError(
                 f"it says that it is rank {hello.rank}, pipeline stage and number {hello.position}, on {sizes}",
                 where=f"rank {number} of {len(hellos)} of {hello.engine}",

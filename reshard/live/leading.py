@@ -1,7 +1,7 @@
 """Lead: what source rank 0 does in an update, while the other source ranks follow (session.py).
 
 While ranks wait for each other, the requests to the engines and the engines themselves are watched. If one ends, the connections of this
-rank are broken, so that nobody waits for what does not come, and the other source ranks are told by notes (wire/notes.py).
+rank are broken, so that nobody waits for what does not come, and the other source ranks are told in the meeting (wire/meeting.py).
 
 If anything fails before the decision, the engines drop the update and go on with their old weights. A rank that fails while it installs, or
 whose result is not heard, leaves its engine in doubt: it may hold old and new weights, and stays paused. The next whole update mends it.
@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
+from itertools import accumulate
 from threading import Event, Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from reshard.errors import SystemRefusal, printable
 from reshard.geometry.value import value
@@ -25,14 +27,15 @@ from reshard.live.engines.control import EngineControl
 from reshard.live.engines.watch import EVERY, Watch, requested
 from reshard.live.wire.exchange import Members
 from reshard.live.wire.line import Outcome
-from reshard.live.wire.notes import BUSY, Notes, turn_of
-from reshard.live.wire.transport import Transport, reason
+from reshard.live.wire.meeting import BUSY, Guest, turn_of
+from reshard.live.wire.transport import Message, Transport, reason
 
 _LOG = "The engine's log says why, in a line that begins with reshard:"
 _PAUSED = "stays paused until an update succeeds"
 _FOR_READERS = 5.0
 """Seconds in which the other source ranks read how an update ended that has lost its connections."""
 INSTALLED, KEPT, IN_DOUBT = "installed", "kept", "in doubt"
+OfRank = TypeVar("OfRank")
 Version = str | Callable[[], str] | None
 """What engines call new weights; a function tells it once they were sent; None: a number, one more than the first engine's."""
 
@@ -61,7 +64,7 @@ class Lead:
     def __init__(
         self,
         transport: Transport,
-        notes: Notes,
+        guest: Guest,
         members: Members,
         engines: Sequence[EngineControl],
         sizes: Sequence[int],
@@ -70,7 +73,7 @@ class Lead:
         number: int = 0,
     ) -> None:
         """sizes: the number of ranks of each engine. fallbacks: weights that are sent whole. number: the highest that was a version."""
-        self._transport, self._notes, self._link = transport, notes, link
+        self._transport, self._guest, self._link = transport, guest, link
         self._engines, self._sizes, self._fallbacks, self._number = engines, sizes, fallbacks, number
         self._turns = [turn_of(sum(sizes[:i])) for i in range(len(sizes))]
         self._others = range(1, members.sources)
@@ -88,16 +91,16 @@ class Lead:
         try:
             return self._update(send, failures, version)
         finally:
-            for note in self._turns:
-                self._notes.turn(note, BUSY, "")
+            for turn in self._turns:
+                self._guest.ask(turn, "", before=BUSY)
 
     def _update(self, send: Callable[[], Outcome], failures: Sequence[str], version: Version) -> UpdateReport:
         began, outcome = time.monotonic(), Outcome(failures=[*failures])
         self._watches = [Watch(engine, self._link.seconds) for engine in self._engines]
         for peer in self._others:
             self._hear(peer, outcome)
-        for note in self._turns:
-            self._notes.turn(note, "", BUSY)
+        for turn in self._turns:
+            self._guest.ask(turn, BUSY, before="")
         if takers := [*filter(None, map(self._taken, range(len(self._engines))))]:
             self.is_lost = True
             outcome.failures[:0] = takers
@@ -126,8 +129,7 @@ class Lead:
         if outcome.failures:
             raise self._failed(outcome, self._statement(states))
         report = UpdateReport(outcome.nbytes, time.monotonic() - began, waiting_seconds, sending_seconds, named, self._fallbacks)
-        about = {name: getattr(report, name) for name in UpdateReport.__slots__}  # type: ignore[attr-defined]
-        self._tell(self._others, {"report": about}, outcome)
+        self._tell(self._others, {"report": asdict(report)}, outcome)
         return report
 
     def leave(self) -> None:
@@ -184,7 +186,7 @@ class Lead:
                 with lock:
                     if not over.is_set():
                         self._stopped = reason(error)
-                        self._notes.leave("stop", self._stopped)
+                        self._guest.ask("stop", self._stopped)
                         self._transport.close()
 
         requested(guard)
@@ -208,8 +210,6 @@ class Lead:
         except Exception as error:
             outcome.failures.append(reason(error))
         for peer in [*self._others, *self._targets]:
-            if peer in outcome.lost:
-                continue
             self._hear(peer, outcome)
         return time.monotonic() - began
 
@@ -225,26 +225,16 @@ class Lead:
 
     def _states(self, outcome: Outcome) -> list[str]:
         """What became of each engine, by what its ranks tell."""
-        results: list[dict[str, Any]] = []
-        for peer in self._targets:
-            result: dict[str, Any] = {"installed": False, "broken": True, "reason": "the result of a rank was not heard"}
-            outcome.attempt(peer, partial(self._hear_result, peer, result))
-            results.append(result)
-        states, start = [], 0
-        for size in self._sizes:
-            own = results[start : start + size]
-            start += size
+        not_heard = Message({"installed": False, "broken": True, "reason": "the result of a rank was not heard"})
+        results = [(outcome.attempt(peer, partial(self._transport.hear, peer)) or not_heard).document for peer in self._targets]
+        states = []
+        for own in of_engines(results, self._sizes):
             outcome.failures += [result["reason"] for result in own if not result["installed"]][:1]
             if all(result["installed"] for result in own):
                 states.append(INSTALLED)
             else:
                 states.append(KEPT if not any(result["installed"] or result.get("broken") for result in own) else IN_DOUBT)
         return states
-
-    def _hear_result(self, peer: int, result: dict[str, Any]) -> None:
-        told = self._transport.hear(peer).document
-        result.clear()
-        result.update(told)
 
     def _named(self, version: Version) -> str:
         """What the engines will call the weights. No number is given twice."""
@@ -291,7 +281,7 @@ class Lead:
 
     def _taken(self, i: int) -> str:
         """Who has taken an engine over; empty: nobody."""
-        turn = self._notes.read(self._turns[i])
+        turn = self._guest.ask(self._turns[i])
         return f"{self._engines[i].name} was taken over by {turn}" if turn not in (None, "", BUSY) else ""
 
     def _wait(self, requests: Iterable[Future[None]], outcome: Outcome) -> bool:
@@ -320,11 +310,16 @@ class Lead:
         self._tell(others, document, outcome)
         if self.is_lost:
             self.leave()
-            self._notes.leave("end", json.dumps(document))
+            self._guest.ask("end", json.dumps(document))
             ends_at = time.monotonic() + _FOR_READERS
-            while time.monotonic() < ends_at and not all(self._notes.read(f"read {peer}") is not None for peer in others):
+            while time.monotonic() < ends_at and not all(self._guest.ask(f"read {peer}") is not None for peer in others):
                 time.sleep(0.05)
         return dropped(failed, do)
+
+
+def of_engines(of_ranks: Sequence[OfRank], sizes: Sequence[int]) -> list[Sequence[OfRank]]:
+    """What the ranks of each engine have, of that of all target ranks. sizes: the number of ranks of each engine."""
+    return [of_ranks[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def dropped(failed: str, do: str) -> SystemRefusal:

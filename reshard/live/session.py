@@ -21,10 +21,12 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from threading import Event
@@ -36,19 +38,18 @@ from reshard.live.arrangement import Arrangement, Link
 from reshard.live.engines.control import EngineControl
 from reshard.live.engines.watch import requested
 from reshard.live.hello import Hello, check, check_numbers, held_to_json
-from reshard.live.leading import Lead, UpdateReport, Version, dropped
+from reshard.live.leading import Lead, UpdateReport, Version, dropped, of_engines
 from reshard.live.plan.schedule import Schedule
 from reshard.live.trainers import Trainers
 from reshard.live.wire.channel import Joining, is_loopback, joined, led
 from reshard.live.wire.exchange import Members
 from reshard.live.wire.line import Outcome
-from reshard.live.wire.meeting import ANY_ADDRESS, Meeting
-from reshard.live.wire.notes import Notes
+from reshard.live.wire.meeting import ANY_ADDRESS, Guest, Meeting
 from reshard.live.wire.secret import SECRET, TOKEN, Secret
 from reshard.live.wire.transport import Transport, reason
 
 _EVERY = 0.2
-"""Seconds between two looks at the notes."""
+"""Seconds between two looks into the meeting."""
 _PROCESS = secrets.token_hex(8)
 """Of this process and those that it forks."""
 Arrange = Callable[[Sequence[Hello]], Arrangement]
@@ -57,10 +58,11 @@ Arrange = Callable[[Sequence[Hello]], Arrangement]
 class Session:
     """A source rank's end of the channel. Make it with `opened`."""
 
-    def __init__(self, transport: Transport, notes: Notes, members: Members, sends: Schedule | None, lead: Lead | None) -> None:
+    def __init__(self, transport: Transport, guest: Guest, members: Members, sends: Schedule | None, lead: Lead | None) -> None:
         """sends: what this rank sends; None: a stream. lead: of source rank 0."""
         self.transport, self.members, self.sends = transport, members, sends
-        self._notes, self._lead, self._is_lost = notes, lead, False
+        self._guest, self._lead, self._is_lost = guest, lead, False
+        weakref.finalize(self, guest.close)  # a session that nobody has any more owns no engine
 
     def update(self, send: Callable[[], Outcome], ready: Callable[[], None], version: Version = None) -> UpdateReport:
         """One update.
@@ -90,7 +92,7 @@ class Session:
         if self._lead is not None and not self._is_lost:
             self._lead.leave()
         self._is_lost = True
-        for end in (self.transport, self._notes):
+        for end in (self.transport, self._guest):
             with suppress(Exception):
                 end.close()
 
@@ -114,7 +116,7 @@ class Session:
         over.set()
         if end.get("is_lost"):
             with suppress(Exception):
-                self._notes.leave(f"read {self.transport.rank}", "")
+                self._guest.ask(f"read {self.transport.rank}", "")
             self.close()
         self._is_lost = bool(end.get("is_lost"))
         if "failed" in end:
@@ -125,10 +127,10 @@ class Session:
         """How the update ends, if source rank 0 stops it; None if it does not until the update is over. Once it has stopped the update, or
         its process has ended, the connections of this rank are broken: nobody waits for what does not come."""
         with suppress(Exception):
-            while (stop := self._notes.read("stop")) is not None or not over.is_set():
+            while (stop := self._guest.ask("stop")) is not None or not over.is_set():
                 if stop is not None:
                     self.transport.close()
-                    if (end := self._notes.read("end")) is not None:
+                    if (end := self._guest.ask("end")) is not None:
                         return dict(json.loads(end))
                 time.sleep(_EVERY)
             return None
@@ -152,12 +154,13 @@ def _followed(trainers: Trainers, link: Link) -> Session:
     if "refused" in shared:
         raise RequestError(shared["refused"])
     joining = Joining.of(shared)
-    transport, notes = joined(joining, trainers.rank, joining.key(bytes.fromhex(shared[SECRET])), link.device)
+    transport, guest = joined(joining, trainers.rank, joining.key(bytes.fromhex(shared[SECRET])), link.device)
     answer = transport.hear(0)
     if "refused" in answer.document:
         transport.close()
+        guest.close()
         raise RequestError(answer.document["refused"])
-    return Session(transport, notes, Members(joining.sources, joining.targets), Schedule.from_bytes(answer.content), None)
+    return Session(transport, guest, Members(joining.sources, joining.targets), Schedule.from_bytes(answer.content), None)
 
 
 def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrange: Arrange, link: Link) -> Session:
@@ -168,12 +171,12 @@ def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrang
     except Exception as error:
         trainers.share({"refused": reason(error)})
         raise
-    trainers.share({**joining.to_json(), SECRET: secret.content.hex()})
+    trainers.share({**asdict(joining), SECRET: secret.content.hex()})
     # The engines' ranks are in the channel until they have heard the answer, and only then do the requests end.
     with ThreadPoolExecutor(len(engines)) as pool:
         offsets = accumulate(sizes, initial=0)
         requests = [
-            pool.submit(engine.init, {**replace(joining, offset=offset).to_json(), SECRET: secret.told})
+            pool.submit(engine.init, {**asdict(replace(joining, offset=offset)), SECRET: secret.told})
             for engine, offset in zip(engines, offsets, strict=False)
         ]
 
@@ -187,7 +190,7 @@ def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrang
                     )
 
         try:
-            transport, notes = led(joining, meeting.open(joining.key(secret.content)), still_coming, link.device)
+            transport, guest = led(joining, meeting.open(joining.key(secret.content)), still_coming, link.device)
         finally:
             secret.forget()
         members = Members(joining.sources, joining.targets)
@@ -195,14 +198,17 @@ def _led(find: Callable[[], Sequence[EngineControl]], trainers: Trainers, arrang
             hellos, sends, fallbacks = _arranged(transport, members, sizes, arrange)
             for request in requests:
                 request.result()
-            _close_what_is_open(engines, sizes, hellos)
+            for engine, own in zip(engines, of_engines(hellos, sizes), strict=True):
+                if any(hello.is_open for hello in own):
+                    engine.finish()  # a sender before has left an update open, which the engine's ranks have dropped
         except Exception:
             transport.close()
+            guest.close()
             raise
     for before in sorted({hello.before for hello in hellos} - {""}):
         event("replaced", f"{printable(before)} had joined the engine before and has ended", owner=before)
     number = max(hello.number for hello in hellos)
-    return Session(transport, notes, members, sends, Lead(transport, notes, members, engines, sizes, link, fallbacks, number))
+    return Session(transport, guest, members, sends, Lead(transport, guest, members, engines, sizes, link, fallbacks, number))
 
 
 def _met(engines: Sequence[EngineControl], sizes: Sequence[int], sources: int, link: Link) -> tuple[Joining, Meeting, Secret]:
@@ -230,28 +236,25 @@ def _arranged(
 ) -> tuple[list[Hello], Schedule | None, tuple[str, ...]]:
     """Hear what the target ranks hold, and answer all ranks: what they receive and send, or a refusal. Returns also what is sent whole."""
     others, targets = range(1, members.sources), range(members.sources, members.sources + members.targets)
-    heard, outcome = dict[int, Mapping[str, Any]](), Outcome()
-    for peer in targets:
-        # A rank that has not been heard does not hear.
-        outcome.attempt(peer, lambda peer=peer: heard.update({peer: transport.hear(peer).document}))  # type: ignore[misc]
+    outcome = Outcome()
+    heard = [outcome.attempt(peer, partial(transport.hear, peer)) for peer in targets]
     try:
         if outcome.failures:
             raise SystemRefusal(outcome.failures[0])
-        hellos = [*map(Hello.of, heard.values())]
-        for size, end in zip(sizes, accumulate(sizes), strict=True):
-            check_numbers(hellos[end - size : end])
+        hellos = [Hello.of(said.document) for said in heard if said]
+        for own in of_engines(hellos, sizes):
+            check_numbers(own)
         arrangement = arrange(hellos)
         answers = [arrangement.answer(rank) for rank in range(members.targets)]
         for hello, answer in zip(hellos, answers, strict=True):
             check(hello, answer.targets, answer.fed, has_whole=bool(answer.beside.whole))
     except Exception as error:
-        for peer in [*others, *heard]:
+        for peer in {*others, *targets} - outcome.lost:  # a rank that has not been heard does not hear
             with suppress(Exception):
                 transport.tell(peer, {"refused": reason(error)})
         raise
     for peer, answer in zip(targets, answers, strict=True):
-        about: dict[str, Any] = {"targets": held_to_json(answer.targets), "fills": dict(answer.fills)}
-        about["beside"] = answer.beside.to_json()
+        about: dict[str, Any] = {"targets": held_to_json(answer.targets), "fills": dict(answer.fills), "beside": answer.beside.to_json()}
         content = answer.receives.to_bytes() if answer.receives is not None else b""
         about |= {"expected": answer.expected, "verify": answer.verify, "changes": answer.changes, "since": answer.since}
         transport.tell(peer, about, content)
@@ -266,12 +269,3 @@ def _arranged(
         raise SystemRefusal(failures[0], where="a rank of the engine")
     fallbacks = dict.fromkeys(held.name for answer in answers for held in answer.beside.whole)
     return hellos, None if arrangement.sends is None else arrangement.sends(0), tuple(fallbacks)
-
-
-def _close_what_is_open(engines: Sequence[EngineControl], sizes: Sequence[int], hellos: Sequence[Hello]) -> None:
-    """End an update that a sender before has left open; the engine's ranks have dropped it when they joined this channel."""
-    start = 0
-    for engine, size in zip(engines, sizes, strict=True):
-        if any(hello.is_open for hello in hellos[start : start + size]):
-            engine.finish()
-        start += size

@@ -20,6 +20,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.errors import RequestError, printable
@@ -30,7 +31,7 @@ from reshard.live.plan.schedule import HeldTensor, Schedule
 from reshard.live.wire.channel import Joining, channel_of, joined
 from reshard.live.wire.computing import compute, merge
 from reshard.live.wire.exchange import Exchange, Members
-from reshard.live.wire.notes import Notes, turn_of
+from reshard.live.wire.meeting import Guest, turn_of
 from reshard.live.wire.secret import SECRET, Secret
 from reshard.live.wire.staging import Staged
 from reshard.live.wire.stream import receive_stream
@@ -83,19 +84,19 @@ class TargetRank:
         self._values: dict[str, torch.Tensor] = {}
         self._expected = self._number = 0
         self._joining: Joining | None = None
-        self._notes: Notes | None = None
+        self._guest: Guest | None = None
         self._fingerprint = self._holds = self._since = ""
 
     def join(self, info: Mapping[str, Any]) -> None:
         """Join the channel that the sender names, and leave the one before; stay in that one if the sender is refused."""
-        transport, notes = None, None
+        transport, guest = None, None
         try:
             joining = Joining.of(info)
             # Source rank 0 waits for all ranks of the channel; it hears at once which of them cannot come.
             rank = joining.sources + joining.offset + self._served.rank()
             key = joining.key(Secret.heard(info.get(SECRET)))
-            transport, notes = joined(joining, rank, key, self._served.device if joining.backend == "nccl" else "cpu")
-            owner, is_owned = self._joining, self._notes is not None and self._notes.is_there()
+            transport, guest = joined(joining, rank, key, self._served.device if joining.backend == "nccl" else "cpu")
+            owner, is_owned = self._joining, self._guest is not None and self._guest.is_heard()
             ended = owner.owner if owner is not None and not is_owned else ""
             transport.tell(SOURCE, (is_owned and self._refusal(joining)) or self._described(ended))
             if refusal := (answer := transport.hear(SOURCE)).document.get("refused"):
@@ -103,15 +104,15 @@ class TargetRank:
             if owner is not None:
                 what = "takes over from" if is_owned else "comes after an owner that has ended,"
                 self._log.warning("reshard: %s %s %s", printable(joining.owner), what, printable(owner.owner))
-            self._leave()
-            self._transport, self._notes, self._joining, self._since = transport, notes, joining, _now()
+            self.close()
+            self._transport, self._guest, self._joining, self._since = transport, guest, joining, _now()
             self._prepare(answer, transport, Members(joining.sources, joining.targets))
         except Exception as error:
             self._log.warning("reshard: the channel of an update was not joined: %s", reason(error))
             if transport is not None and self._transport is transport:
-                self._leave()
+                self.close()
             else:
-                _closed(transport, notes)
+                _closed(transport, guest)
 
     def start(self) -> None:
         """Begin an update."""
@@ -120,7 +121,7 @@ class TargetRank:
     def receive(self, channel: Mapping[str, Any] | None = None) -> None:
         """Receive an update, and hear whether it is to be installed. channel: that of the sender; None: the one that was joined."""
         self._is_ready = False
-        if self._transport is None or self._joining is None or channel not in (None, channel_of(self._joining.to_json())):
+        if self._transport is None or self._joining is None or channel not in (None, channel_of(asdict(self._joining))):
             self._log.warning("reshard: the update is dropped: this rank is not in the sender's channel, another sender may have come")
             return
         self._holds = ""
@@ -158,18 +159,23 @@ class TargetRank:
 
     def close(self) -> None:
         """Leave the channel, and give the staging back, unless it is kept."""
-        self._leave()
+        _closed(self._transport, self._guest)
+        self._transport = self._exchange = self._joining = self._guest = None
+        if not self._holds:
+            self._staged = None
+        self._beside, self._values = Beside(), {}
+        self._is_ready = False
 
     def _refusal(self, joining: Joining) -> Mapping[str, Any] | None:
         """Why a sender may not join while the owner of this rank is there; None: it takes over, and the owner begins no other update."""
-        assert self._joining is not None and self._notes is not None
+        assert self._joining is not None and self._guest is not None
         what = "updates this engine"
         if joining.take_over or joining.process == self._joining.process:
             taker = f"{joining.owner}, at {_now()}"
-            turning = requested(self._notes.turn, turn_of(self._joining.offset), "", taker)
+            turning = requested(self._guest.ask, turn_of(self._joining.offset), taker, before="")
             # An owner that is stopped is not waited for. All ranks of the engine ask: the first one turns the note.
             turn = turning.result() if wait([turning], _FOR_OWNER).done else taker
-            if not self._is_open and turn.startswith(joining.owner):
+            if not self._is_open and (turn or "").startswith(joining.owner):
                 return None
             what = "is in the middle of an update of this engine, and another one can begin once it has ended"
         return {"refused": f"{self._joining.owner}, joined at {self._since}, {what}", "in_use": True}
@@ -181,14 +187,6 @@ class TargetRank:
             return {**self._served.described(), **own}
         except Exception as error:
             return {"refused": reason(error)}
-
-    def _leave(self) -> None:
-        _closed(self._transport, self._notes)
-        self._transport = self._exchange = self._joining = self._notes = None
-        if not self._holds:
-            self._staged = None
-        self._beside, self._values = Beside(), {}
-        self._is_ready = False
 
     def _prepare(self, answer: Message, transport: Transport, members: Members) -> None:
         """Make place for what the plan brings."""
@@ -236,7 +234,7 @@ class TargetRank:
         return []
 
 
-def _closed(*ends: Transport | Notes | None) -> None:
+def _closed(*ends: Transport | Guest | None) -> None:
     """Leave a channel."""
     for end in ends:
         with suppress(Exception):

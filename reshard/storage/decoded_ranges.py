@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import re
 import threading
-from array import array
 from codecs import getincrementaldecoder
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
-from functools import partial
 from typing import Any
 
 from reshard.errors import CheckpointError
@@ -47,26 +45,11 @@ class _Latin1:
         return self._decoder.decode(data).encode("latin1")
 
 
-class _Swapped:
-    """Undoes the byte order of big-endian elements of that many bytes."""
-
-    def __init__(self, itemsize: int) -> None:
-        self._itemsize, self._rest = itemsize, b""
-
-    def decompress(self, data: bytes) -> bytes:
-        data = self._rest + data
-        whole = len(data) // self._itemsize * self._itemsize
-        self._rest = data[whole:]
-        elements = array({2: "H", 4: "I", 8: "Q"}[self._itemsize], data[:whole])
-        elements.byteswap()
-        return elements.tobytes()
-
-
 # The names by which torch registers its extensions: torch/distributed/checkpoint/_extension.py, ZStandard.registry_name. Each makes a
 # decompressor; if its input consists of frames, it has `eof`, which is true after the end of the frame.
 _EXTENSIONS: dict[str, Callable[[], Any]] = {"stream.zstd/1": _zstd, "stream.zstd": _zstd}
 # What else encodes a range: the elements of a numpy array in a pickle.
-_CODECS: dict[str, Callable[[], Any]] = {**_EXTENSIONS, "latin1": _Latin1, **{f"swap{size}": partial(_Swapped, size) for size in (2, 4, 8)}}
+_CODECS: dict[str, Callable[[], Any]] = {**_EXTENSIONS, "latin1": _Latin1}
 
 
 def check_known(names: Sequence[str], *, where: str) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, Unpack
 
 from reshard.adapter import registry
@@ -61,6 +62,7 @@ _ALONE = Sharing()
 _NO_PROVENANCE = Provenance()
 _IMBALANCE = 0.1
 """From here on, a part says that there are too few tasks."""
+_Make = Callable[..., Conversion]
 
 
 @value
@@ -294,7 +296,8 @@ def conversion(
     a web server, which is only read, and if Ray is not installed; SystemRefusal if no cluster answers; CheckpointError for a file of the
     source that does not have its recorded digest (`verify_source`).
     """
-    running = _conversion(plan, target, existing, effort, provenance, sharing)
+    make = partial(Conversion, plan, provenance=provenance, source_checksums=effort.source_checksums)
+    running = (_shared_conversion if sharing.part or sharing.ray else _conversion)(plan, target, existing, effort, make, sharing)
     if not effort.verify_source:
         return running
     from reshard.engine.checks.recorded_digests import check_digests
@@ -304,24 +307,21 @@ def conversion(
     return running
 
 
-def _conversion(plan: Plan, target: PathLike, existing: Existing, effort: Effort, provenance: Provenance, sharing: Sharing) -> Conversion:
-    if sharing.part or sharing.ray:
-        return _shared_conversion(plan, target, existing, effort, provenance, sharing)
+def _conversion(plan: Plan, target: PathLike, existing: Existing, effort: Effort, make: _Make, sharing: Sharing) -> Conversion:
+    """A conversion by this process alone."""
     destination = _destination(plan, target, "resume" if sharing.finish else existing, effort)
     if sharing.finish:
         check_nothing_is_missing(plan, destination)
-        return Conversion(plan, destination, resume=True, provenance=provenance, source_checksums=effort.source_checksums)
+        return make(destination, resume=True)
     begun = destination.begun() if existing == "update" else None
     resume = existing == "resume" or (begun is not None and begun.header.identity == plan.identity())
     # Asked now, before anything is created, and again when no other run can write there. Whoever writes there now is named by `run`.
     if not destination.is_running:
         may_replace(destination, plan, "resume" if resume else existing)
-    return Conversion(plan, destination, resume=resume, provenance=provenance, source_checksums=effort.source_checksums)
+    return make(destination, resume=resume)
 
 
-def _shared_conversion(
-    plan: Plan, target: PathLike, existing: Existing, effort: Effort, provenance: Provenance, sharing: Sharing
-) -> Conversion:
+def _shared_conversion(plan: Plan, target: PathLike, existing: Existing, effort: Effort, make: _Make, sharing: Sharing) -> Conversion:
     """A part of a conversion, or one by a Ray cluster. It goes on from what is there, and replaces nothing in a store."""
     if is_url(target) and existing not in ("refuse", "resume"):
         raise RequestError(
@@ -339,9 +339,7 @@ def _shared_conversion(
         connected(sharing.ray_address)
         assert plan.order is not None, "a plan that can be run was asked for"
         executor = ray_executor(PlanFile.of(plan), (plan.order.source, *plan.order.others), destination.place, effort)
-        return Conversion(
-            plan, destination, tasks=tasks, executor=executor, provenance=provenance, source_checksums=effort.source_checksums
-        )
+        return make(destination, tasks=tasks, executor=executor)
     more = imbalance([task.weight for task in tasks], sharing.part.of)
     if more > _IMBALANCE and is_url(target):
         event(
@@ -352,8 +350,7 @@ def _shared_conversion(
             tasks=len(tasks),
             parts=sharing.part.of,
         )
-    of_part, checks = tasks_of_part(tasks, sharing.part), effort.source_checksums
-    return Conversion(plan, destination, tasks=of_part, provenance=provenance, source_checksums=checks)
+    return make(destination, tasks=tasks_of_part(tasks, sharing.part))
 
 
 def _destination(plan: Plan, target: PathLike, existing: Existing, effort: Effort) -> Destination:

@@ -12,7 +12,6 @@ from reshard.containers.distributed_tensors import Decoder
 from reshard.engine.compare import Comparison, Side
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16
-from reshard.geometry.extents import dense_runs
 from reshard.geometry.mosaics import Mosaic, stacked
 from reshard.index.index import ParamGroup
 from reshard.index.origin import EncodedPart
@@ -69,8 +68,6 @@ def others() -> Iterator[object]:
     yield ParamGroup(tuple(f"w{i}" for i in range(1000)), {"lr": 0.1})
     tensor = checkpoint.index.tensors[0]
     yield EncodedPart(tensor, Component("weight_scale", "scale", (128, 128)), (128, 128), (0, 1))
-    piece = next(tensor.pieces())
-    yield dense_runs(piece, piece.box.narrow(0, 0, 1))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,7 @@ Check = tuple[str, bool, str]
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[Check]:
     """Each check as (what, passed, detail)."""
     site = installed(python, work)
-    old, new = (made(python, ROOT / "fixtures" / "hf" / "llama", work / name, turns) for name, turns in (("old", 0), ("new", 1)))
-    with served(python, new, TP, site, work / "reference.log") as server:
-        expected = server.answers()
-    with served(python, old, TP, site, work / "llama.log", *BACKEND) as server:
+    with served_llama(python, site, work) as (server, old, new, expected):
         yield from updated(server, old, new, expected)
         yield from refused(server, old, new, expected)
         yield from killed(server, old, new, expected)
@@ -65,6 +63,16 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[Check]:
     if LONG:
         yield from explained(python, old, site, work)
         yield from in_process(python, old, new, site, work)
+
+
+@contextmanager
+def served_llama(python: Path, site: Path, work: Path) -> Iterator[tuple[Any, Path, Path, object]]:
+    """A server of a llama with old weights; folders of the old and the new ones; the answers of a server that started with the new ones."""
+    old, new = (made(python, ROOT / "fixtures" / "hf" / "llama", work / name, turns) for name, turns in (("old", 0), ("new", 1)))
+    with served(python, new, TP, site, work / "reference.log") as server:
+        expected = server.answers()
+    with served(python, old, TP, site, work / "llama.log", *BACKEND) as server:
+        yield server, old, new, expected
 
 
 def updated(server: Any, old: Path, new: Path, expected: object) -> Iterator[Check]:

@@ -18,6 +18,9 @@ from safetensors.torch import load_file
 
 import reshard
 
+sys.path.append(str(Path(__file__).resolve().parent.parent.parent / "examples" / "live"))
+from nixl_descriptors import descriptors
+
 SECONDS = 60.0
 
 
@@ -45,7 +48,7 @@ def source(rank: int, given, pipe) -> None:
     for way in sends.ways:
         metadata, addresses = targets[way.target_rank]
         peer = agent.add_remote_agent(metadata)
-        runs = list(sends.descriptors(way, {name: tensor.data_ptr() for name, tensor in own.items()}, addresses))
+        runs = list(descriptors(sends, way, {name: tensor.data_ptr() for name, tensor in own.items()}, addresses))
         local = agent.get_xfer_descs([(ours, length, 0) for ours, _, length in runs], "DRAM")
         remote = agent.get_xfer_descs([(theirs, length, 0) for _, theirs, length in runs], "DRAM")
         handle = agent.initialize_xfer("WRITE", local, remote, peer, b"done")

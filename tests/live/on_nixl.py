@@ -3,7 +3,7 @@
     python tests/live/on_nixl.py [--reshard PATH] [--python PATH]
 
 Makes the environment (.venv-nixl) if there is none. Each as a check: sources and targets are processes with a NIXL agent each, whose memory
-is registered; the sources write by the descriptor lists of `Schedule.descriptors`. Each target then holds, byte for byte, what
+is registered; the sources write by the descriptor lists of examples/live/nixl_descriptors.py. Each target then holds, byte for byte, what
 `convert --to vllm` writes for it, and as many bytes were written as the plan says.
 """
 

@@ -19,13 +19,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
 # This folder is a package here: tests/serving has a file of its name.
 sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path or ".").resolve() != HERE)]
 
 from helpers.framework_environments import installed, run_checks  # noqa: E402
-from live.check import BACKEND, TP, VLLM, Check, made, same  # noqa: E402
-from live.served import served  # noqa: E402
+from live.check import TP, VLLM, Check, same, served_llama  # noqa: E402
 from live.source_rank import free_port, source_ranks  # noqa: E402
 
 SAID = (b"", os.urandom(300), bytes(16) + b"\xff" * 4, b"\x00" * 9 + b"go")
@@ -33,11 +31,7 @@ SAID = (b"", os.urandom(300), bytes(16) + b"\xff" * 4, b"\x00" * 9 + b"go")
 
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[Check]:
     """Each check as (what, passed, detail)."""
-    site = installed(python, work)
-    old, new = (made(python, ROOT / "fixtures" / "hf" / "llama", work / name, turns) for name, turns in (("old", 0), ("new", 1)))
-    with served(python, new, TP, site, work / "reference.log") as server:
-        expected = server.answers()
-    with served(python, old, TP, site, work / "llama.log", *BACKEND) as server:
+    with served_llama(python, installed(python, work), work) as (server, old, new, expected):
         before = server.answers()
         yield "the new weights give other answers", before != expected, ""
         with source_ranks(2) as trainer, strangers() as (port, counted):

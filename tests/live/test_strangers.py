@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from live.test_update import LLAMA, TP, digests, held
 import reshard as library
 from reshard.errors import RequestError, SystemRefusal
 from reshard.geometry.dtypes import BF16
+from reshard.live.hello import Hello
 from reshard.live.plan.schedule import HeldTensor
 from reshard.live.target_rank import TargetRank
 from reshard.live.wire import meeting as meetings
@@ -261,8 +263,8 @@ def test_the_key_of_a_channel_depends_on_all_that_its_ranks_are_told():
         {"backend": "shared"},
         {"version": 4},
     ):
-        keys.append(Joining(**{**joining.to_json(), **change}).key(b"secret"))
-    assert len({*keys}) == len(keys) and Joining(**{**joining.to_json(), "offset": 2}).key(b"secret") == keys[0]
+        keys.append(Joining(**{**asdict(joining), **change}).key(b"secret"))
+    assert len({*keys}) == len(keys) and Joining(**{**asdict(joining), "offset": 2}).key(b"secret") == keys[0]
 
 
 @pytest.mark.parametrize(
@@ -476,7 +478,7 @@ def test_another_version_of_the_protocol_is_refused_by_a_sentence(caplog):
     import logging
 
     rank = TargetRank(None, logging.getLogger("stand-in"))
-    rank.join({**Joining("127.0.0.1", 4000, 1, 1).to_json(), "version": 4})
+    rank.join({**asdict(Joining("127.0.0.1", 4000, 1, 1)), "version": 4})
     assert f"sender speaks version 4 of the protocol of updates, the engine {VERSION}" in caplog.text
     assert "Install the same version of reshard" in caplog.text
 
@@ -499,6 +501,7 @@ HELLOS = {
     "a shape that is text": {"tensors": [[["a"], "BF16", "12"]]},
     "names that are text": {"tensors": [["ab", "BF16", [2]]]},
     "no tensors": {"tensors": None},
+    "a tensor without a name": {"tensors": [[[], "BF16", [2]]]},
     "an engine that is a list": {"engine": ["vllm", "0.32.0"]},
     "names that are numbers": {"others": [1, 2]},
 }
@@ -512,6 +515,14 @@ def test_a_rank_that_lies_about_itself_is_refused_before_the_server_is_paused(li
         with pytest.raises(RequestError) as refusal:
             library.push(HF / "llama", address)
     assert refusal.value.exit_code != 70 and "\n" not in str(refusal.value) and "/pause" not in server.asked
+
+
+def test_a_version_that_is_negative_is_refused(ranks_of_llama):
+    with serving(ranks_of_llama, CONFIG, tp=2) as (server, _):
+        told = {**server.ranks[0].described(), "is_open": False, "holds": "", "number": 0, "before": ""}
+    Hello.of(told)
+    with pytest.raises(RequestError, match="a version is negative"):
+        Hello.of({**told, "number": -1})
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,9 @@ from reshard.models.lookup import find_model
 
 ROOT = Path(__file__).resolve().parents[2]
 HF = ROOT / "fixtures" / "hf"
-sys.path.append(str(ROOT / "fixtures"))
+sys.path += [str(ROOT / "fixtures"), str(ROOT / "examples" / "live")]
 import named_weights  # noqa: E402
+from nixl_descriptors import descriptors  # noqa: E402
 
 SCRIPT = Path(__file__).resolve().parent / "torch_memory.py"
 
@@ -295,7 +296,7 @@ def test_descriptors_are_addresses_that_a_copy_of_memory_takes(tmp_path):
     targets = {name: array.ctypes.data for name, array in staged.items()}
     for rank, held in enumerate(arrays):
         schedule, sources = plan.sends(rank), {name: array.ctypes.data for name, array in held.items()}
-        for source, target, nbytes in schedule.descriptors(schedule.ways[0], sources, targets):
+        for source, target, nbytes in descriptors(schedule, schedule.ways[0], sources, targets):
             ctypes.memmove(target, source, nbytes)
     expected = received(plan, arrays, 0)
     assert all(np.array_equal(staged[name], expected[name]) for name in staged if name not in plan.fills(0))

@@ -49,18 +49,30 @@ class Reading:
     @property
     def checks(self) -> SourceChecks:
         """What was checked so far."""
-        return sum((seen.checks for seen in self._seen.values()), SourceChecks())
+        files = [file for seen in self._seen.values() for file in seen.by_path.values()]
+        without = sum(file.without if file.claims else 1 for file in files)
+        return SourceChecks(sum(file.checked for file in files), sum(len(file.open) for file in files), without)
 
     def complete(self) -> None:
-        """Read what is lacking of storages that were read but for a small part. Raises WrongChecksum."""
+        """Read what is lacking of storages that were read except for a small part. Raises WrongChecksum."""
         for seen in self._seen.values():
-            seen.complete()
+            for path, file in list(seen.by_path.items()):
+                for storage in list(file.open.values()):
+                    if storage.lacking <= max(_PAGE, _LACKING * storage.pieces.nbytes):
+                        seen.fill(file, path, storage)
 
     def see_again(self, plan: Plan, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Read what an earlier run has copied: of each storage of which it copied a part, the ranges (path, start, stop) of that part.
         The rest of the storage will be copied now, and then it is whole. Raises WrongChecksum."""
-        if isinstance(files := self.of_plan(plan), _SeenFiles):
-            files.see_again(ranges)
+        files, parts = self.of_plan(plan), dict[tuple[str, Claim], list[tuple[int, int]]]()
+        for path, start, stop in ranges if self._is_checking else ():
+            for claim in files.claims(path).meeting(start, stop):
+                parts.setdefault((path, claim), []).append((max(start, claim.start), min(stop, claim.stop)))
+        for (path, claim), of_storage in parts.items():
+            if sum(last - first for first, last in of_storage) < claim.stop - claim.start:
+                for first, last in of_storage:
+                    for at, buffer in _buffers(first, last):
+                        files.read_into(path, at, buffer)
 
     @staticmethod
     def check_unchanged(files: Files, index: Index, is_same: Callable[[], bool] = lambda: True, *, verb: str = "read") -> None:
@@ -113,7 +125,9 @@ class _SeenFile:
                 self.open.pop(claim.start, None)
 
     def storage(self, claim: Claim) -> _Storage | None:
-        """The storage, if it needs more bytes."""
+        """The storage, if it has a CRC-32 and needs more bytes."""
+        if not claim.crc32:
+            self.end(claim, checked=False)
         with self.lock:
             return None if self.is_done(claim) else self.open.setdefault(claim.start, self.open.get(claim.start) or _Storage(claim))
 
@@ -124,7 +138,9 @@ class _SeenFiles(JoinedFiles):
     def __init__(self, files: Files, tensors: Callable[[], Iterable[Tensor]]) -> None:
         super().__init__(files, ())
         # The files are kept, so that no others get their identity.
-        self._unseen, self._tensors, self._files = files, tensors, dict[str, _SeenFile]()
+        self._unseen, self._tensors = files, tensors
+        self.by_path: dict[str, _SeenFile] = {}
+        """The files of which something was read."""
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         super().read_into(path, byte_offset, buffer)
@@ -143,43 +159,16 @@ class _SeenFiles(JoinedFiles):
         for i, byte_offset in enumerate(byte_offsets):
             self._see(file, path, byte_offset, buffer[i * length : (i + 1) * length])
 
-    @property
-    def checks(self) -> SourceChecks:
-        files = self._files.values()
-        without = sum(file.without if file.claims else 1 for file in files)
-        return SourceChecks(sum(file.checked for file in files), sum(len(file.open) for file in files), without)
-
-    def complete(self) -> None:
-        for path, file in list(self._files.items()):
-            for storage in list(file.open.values()):
-                if storage.lacking <= max(_PAGE, _LACKING * storage.pieces.nbytes):
-                    self._fill(file, path, storage)
-
-    def see_again(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        parts: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        for path, start, stop in ranges:
-            for claim in self.claims(path).meeting(start, stop):
-                parts.setdefault((path, claim.start), []).append((max(start, claim.start), min(stop, claim.stop)))
-        for (path, start), of_storage in parts.items():
-            (claim,) = self.claims(path).meeting(start, start + 1)
-            if sum(last - first for first, last in of_storage) < claim.stop - claim.start:
-                for first, last in of_storage:
-                    for at, buffer in _buffers(first, last):
-                        self.read_into(path, at, buffer)
-
     def _claimed(self, path: str) -> _SeenFile | None:
         """What was read of a file that tells checksums; None for another file."""
-        file = self._files.get(path) or self._files.setdefault(path, _SeenFile(self.claims(path)))
+        file = self.by_path.get(path) or self.by_path.setdefault(path, _SeenFile(self.claims(path)))
         return file if file.claims else None
 
     def _see(self, file: _SeenFile, path: str, byte_offset: int, data: memoryview) -> None:
         """Take note of bytes that were read."""
         for claim in file.claims.meeting(byte_offset, byte_offset + len(data)):
             start, stop = max(claim.start, byte_offset), min(claim.stop, byte_offset + len(data))
-            if (start, stop) == (claim.start, claim.stop) and claim.crc32 and not file.is_done(claim):
-                self._compare(file, path, claim, crc32(data[start - byte_offset : stop - byte_offset]))
-                continue
-            if not (storage := self._wanting(file, claim)):
+            if not (storage := file.storage(claim)):
                 continue
             if storage.pieces.runs > _MOST_PIECES:
                 self._count(file, path, claim, stop - start)
@@ -190,23 +179,17 @@ class _SeenFiles(JoinedFiles):
                     shift = claim.start - byte_offset
                     storage.pieces.add(first, last, crc32(data[first + shift : last + shift]))
             if storage.lacking <= 0:
-                self._fill(file, path, storage)
+                self.fill(file, path, storage)
 
     def _count(self, file: _SeenFile, path: str, claim: Claim, nbytes: int) -> None:
         """Take note that so many bytes of a storage were read, in runs."""
-        if storage := self._wanting(file, claim):
+        if storage := file.storage(claim):
             with storage.lock:
                 storage.counted += nbytes
             if storage.lacking <= 0:
-                self._fill(file, path, storage)
+                self.fill(file, path, storage)
 
-    def _wanting(self, file: _SeenFile, claim: Claim) -> _Storage | None:
-        """The storage, if it has a CRC-32 and needs more bytes."""
-        if not claim.crc32:
-            file.end(claim, checked=False)
-        return file.storage(claim) if claim.crc32 else None
-
-    def _fill(self, file: _SeenFile, path: str, storage: _Storage) -> None:
+    def fill(self, file: _SeenFile, path: str, storage: _Storage) -> None:
         """Read what is lacking of a storage, and compare it."""
         with storage.lock:
             if file.is_done(storage.claim):
@@ -215,17 +198,15 @@ class _SeenFiles(JoinedFiles):
                 for at, buffer in _buffers(start, stop):
                     super().read_into(path, storage.claim.start + at, buffer)
                     storage.pieces.add(at, at + len(buffer), crc32(buffer))
-            crc = storage.pieces.crc
+            claim, crc = storage.claim, storage.pieces.crc
             assert crc is not None
-            self._compare(file, path, storage.claim, crc)
-
-    def _compare(self, file: _SeenFile, path: str, claim: Claim, crc: int) -> None:
-        if crc != claim.crc32:
-            member = member_name(Range(self._unseen, path, claim.header))
-            users = sorted({*self._users(path, claim, file.claims)})
-            why = f"{some(users)} {'has its' if len(users) == 1 else 'have their'} values there, so they would be wrong" if users else None
-            raise wrong_crc32(path.replace("\0", " bytes "), member, crc, claim.crc32, why)
-        file.end(claim, checked=True)
+            if crc != claim.crc32:
+                member = member_name(Range(self._unseen, path, claim.header))
+                users = sorted({*self._users(path, claim, file.claims)})
+                have = "has its" if len(users) == 1 else "have their"
+                why = f"{some(users)} {have} values there, so they would be wrong" if users else None
+                raise wrong_crc32(path.replace("\0", " bytes "), member, crc, claim.crc32, why)
+            file.end(claim, checked=True)
 
     def _users(self, path: str, claim: Claim, claims: Claims) -> Iterator[str]:
         """The tensors of which an element lies in a storage."""

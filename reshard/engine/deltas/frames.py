@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.engine.casts import overflow, values_beyond
+from reshard.engine.casts import Overflow, overflow, values_beyond
 from reshard.engine.checks.reading import Reading
 from reshard.engine.compare import PairDigests
 from reshard.engine.origins.patched import new_checksum
@@ -138,7 +138,8 @@ def _compared(
             assert digest is not None
             of_side[number] = digest
     if beyond := values_beyond():
-        raise overflow([(new.name, old.dtype, beyond)], "Convert the new step with `allow_overflow=True`, or give a base of a wider type")
+        do = "Convert the new step with `allow_overflow=True`, or give a base of a wider type"
+        raise overflow(Overflow({(new.name, old.dtype): beyond}), do)
     return changed, checksum.hexdigest(), digests
 
 

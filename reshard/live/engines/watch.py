@@ -19,13 +19,13 @@ _TOLD_EVERY = 10.0
 Answer = TypeVar("Answer")
 
 
-def requested(request: Callable[..., Answer], *arguments: Any) -> Future[Answer]:
+def requested(request: Callable[..., Answer], *arguments: Any, **more: Any) -> Future[Answer]:
     """A request that runs, on a thread of its own: no process waits for it when it ends."""
     future: Future[Answer] = Future()
 
     def run() -> None:
         try:
-            future.set_result(request(*arguments))
+            future.set_result(request(*arguments, **more))
         except BaseException as error:
             future.set_exception(error)
 

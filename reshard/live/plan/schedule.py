@@ -19,12 +19,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
-from operator import attrgetter, mul
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import DType, from_safetensors
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns
@@ -198,22 +197,6 @@ class Schedule:
             source, target = self.sources[way.source_tensors[i]], self.targets[way.target_tensors[i]]
             starts = int(way.source_starts[i]) * source.dtype.itemsize, int(way.target_starts[i]) * target.dtype.itemsize
             yield _run(form, source.name, starts[0], target.name, starts[1])
-
-    def descriptors(self, way: Way, sources: Mapping[str, int], targets: Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
-        """(address in the source, address in the target, bytes) of each run of a way, one by one: what a transport of remote memory takes.
-        NIXL's descriptor lists are made of these: (address, bytes, device) of either side.
-
-        sources, targets: where each tensor starts in the memory of its rank.
-
-        Raises: UnsupportedError if an element type changes on the way.
-        """
-        if any(self.forms[i].source != self.forms[i].target or self.forms[i].derived for i in np.unique(way.forms).tolist()):
-            raise UnsupportedError("a transport of remote memory copies bytes, and some elements of this way are cast", do="Send it packed")
-        for run in self.runs(way):
-            source, target = sources[run.source_tensor] + run.source_offset, targets[run.target_tensor] + run.target_offset
-            for at in np.ndindex(*run.counts):
-                a, b = (sum(map(mul, at, strides)) for strides in (run.source_strides, run.target_strides))
-                yield source + a, target + b, run.length
 
     def to_json(self) -> list[dict[str, Any]]:
         """The ways as plain values, with their runs."""

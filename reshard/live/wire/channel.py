@@ -2,9 +2,7 @@
 
 Source rank 0 opens a meeting (meeting.py) at an address that the others can reach, and tells it to the engines by their own interface. Only
 who knows the secret (secret.py) is heard there. Every rank says that it is there; then rank 0 says "go", or why not, so that nobody waits
-for ranks that do not come. What they note there later, notes.py tells.
-
-    meeting   "here <rank>"   this rank is there          "cannot"   why a rank cannot come          "go"   "" or why not
+for ranks that do not come.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from ipaddress import ip_address
 from typing import Any
@@ -22,7 +20,6 @@ from reshard.errors import RequestError, ReshardError, SystemRefusal, check_word
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.live.wire.meeting import CANNOT, Guest, Meeting, torch_store
-from reshard.live.wire.notes import Notes
 from reshard.live.wire.secret import SECRET, derived
 from reshard.live.wire.transport import SECONDS, TorchDistributed, Transport, reason
 
@@ -80,16 +77,12 @@ class Joining:
 
     def key(self, secret: bytes) -> bytes:
         """The key of the channel, which follows from the secret and from all that every rank is told."""
-        return derived(secret, json.dumps(replace(self, offset=0).to_json(), sort_keys=True).encode())
+        return derived(secret, json.dumps(asdict(replace(self, offset=0)), sort_keys=True).encode())
 
     @property
     def size(self) -> int:
         """The ranks of the channel."""
         return self.sources + self.targets
-
-    def to_json(self) -> dict[str, Any]:
-        """What goes over the engine's interface."""
-        return {name: getattr(self, name) for name in self.__slots__}  # type: ignore[attr-defined]
 
 
 def channel_of(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,8 +90,8 @@ def channel_of(info: Mapping[str, Any]) -> dict[str, Any]:
     return {name: info.get(name) for name in ("host", "port", "channel")}
 
 
-def joined(joining: Joining, rank: int, key: bytes, device: str = "cpu") -> tuple[Transport, Notes]:
-    """The transport of a rank other than source rank 0, once all are there, and its way to the notes at source rank 0.
+def joined(joining: Joining, rank: int, key: bytes, device: str = "cpu") -> tuple[Transport, Guest]:
+    """The transport of a rank other than source rank 0, once all are there, and its end of the meeting.
 
     Raises: RequestError with the reason of rank 0 if it does not let them go. SystemRefusal if it does not know the key.
     """
@@ -112,15 +105,15 @@ def joined(joining: Joining, rank: int, key: bytes, device: str = "cpu") -> tupl
             raise RequestError(refusal)
         address = None if _INTERFACE in os.environ else guest.address
         transport = join(torch_store(guest), rank, joining.size, device=device, seconds=joining.seconds, address=address)
-        return transport, Notes(guest, guest.close)
+        return transport, guest
     except Exception as error:
         if not guest.ask(CANNOT):
             guest.ask(CANNOT, f"rank {rank}: {reason(error)}")
         raise
 
 
-def led(joining: Joining, meeting: Meeting, check: Callable[[], None], device: str = "cpu") -> tuple[Transport, Notes]:
-    """The transport of source rank 0, once all are there, and its notes, with whose end the meeting ends.
+def led(joining: Joining, meeting: Meeting, check: Callable[[], None], device: str = "cpu") -> tuple[Transport, Guest]:
+    """The transport of source rank 0, once all are there, and its end of the meeting, which ends with it.
 
     check: raises if the engines cannot come, such as when a request to one of them has failed.
     """
@@ -142,9 +135,7 @@ def led(joining: Joining, meeting: Meeting, check: Callable[[], None], device: s
                 )
         guest.ask("go", "")
         address = None if _INTERFACE in os.environ else joining.host
-        return join(torch_store(guest), 0, joining.size, device=device, seconds=joining.seconds, address=address), Notes(
-            guest, meeting.close
-        )
+        return join(torch_store(guest), 0, joining.size, device=device, seconds=joining.seconds, address=address), guest
     except Exception as error:
         if isinstance(error, ReshardError) and meeting.strangers:
             error.why = f"{plural(meeting.strangers, 'connection')} did not know the secret of this update"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from reshard.geometry.value import mutable, value
 from reshard.live.wire.transport import Pending, Transport, reason
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _BUFFERS = 2
 _UNDER_WAY = 8
+Result = TypeVar("Result")
 
 
 @mutable
@@ -30,14 +31,15 @@ class Outcome:
     lost: set[int] = field(default_factory=set)
     """Ranks of the channel whose connections ended."""
 
-    def attempt(self, peer: int, action: Callable[[], object]) -> None:
-        """Do something with another rank, unless its connection has ended. What goes wrong is noted."""
+    def attempt(self, peer: int, action: Callable[[], Result]) -> Result | None:
+        """Do something with another rank, unless its connection has ended; returns what comes of it. What goes wrong is noted."""
         if peer not in self.lost:
             try:
-                action()
+                return action()
             except Exception as error:
                 self.lost.add(peer)
                 self.failures.append(reason(error))
+        return None
 
 
 @value(eq=False)

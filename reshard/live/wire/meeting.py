@@ -8,6 +8,17 @@
 The key of a connection follows from the channel's key and both nonces, so nothing of another connection can be said again, and both ends
 prove that they know it. A length beyond its limit, then a seal that is not right end the connection, before anything is parsed. Strangers
 take no thread, at most MOST_UNKNOWN connections and SECONDS_UNKNOWN seconds; more of them end the oldest ones.
+
+Values that ranks leave for each other here outlive connections of the transport that are broken:
+
+    here N      rank N is there
+    cannot      why a rank cannot come
+    go          empty, or why the ranks are not let in
+    stop        why source rank 0 has stopped the update, for the other source ranks
+    end         how the update ended, for source ranks that have stopped
+    read N      source rank N has read the end
+    turn N      whose turn the engine is whose first rank is target rank N: BUSY while source rank 0 updates it; who has taken it over, and
+                when; or empty
 """
 
 from __future__ import annotations
@@ -19,6 +30,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -34,8 +46,12 @@ _MOST_FIRST, _MOST = 1 << 10, 1 << 20
 _SLICE, _TRIES, _PAUSE, _SECONDS = 0.5, 20, 0.1, 3.0
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """All addresses of this machine -> one of them."""
-CANNOT = "cannot"
-"""The name of the value by which a rank says why it cannot come."""
+CANNOT, BUSY = "cannot", "busy"
+
+
+def turn_of(offset: int) -> str:
+    """The name of the value that says whose turn an engine is. offset: the number of its first rank."""
+    return f"turn {offset}"
 
 
 class Meeting:
@@ -68,7 +84,9 @@ class Meeting:
     def guest(self, seconds: float) -> Guest:
         """The end of source rank 0, which has come."""
         host, port = self._socket.getsockname()[:2]
-        return Guest(ANY_ADDRESS.get(host, host), port, self._key, seconds)
+        guest = Guest(ANY_ADDRESS.get(host, host), port, self._key, seconds)
+        guest.close = self.close
+        return guest
 
     def close(self) -> None:
         """End all connections soon, once answers that are due are on their way, and listen no more. A second call does nothing."""
@@ -150,6 +168,8 @@ class Guest:
                 self._connection.settimeout(seconds)
                 self.address = str(self._connection.getsockname()[0])
                 """The address of this machine on the way to source rank 0."""
+                self.close: Callable[[], None] = self._connection.close
+                """Ends the connection; that of source rank 0 ends the meeting."""
                 return
             if time.monotonic() > ends_at:
                 break
@@ -157,7 +177,8 @@ class Guest:
         raise SystemRefusal("the sender is not there, or does not know the secret of this update", where=self._where, do=SAME)
 
     def ask(self, name: str, value: str | None = None, seconds: float = 0.0, before: str | None = None) -> str | None:
-        """The value of a name; None: there is none. value: set it first, in any case or if it is `before`. seconds: wait for it so long."""
+        """The value of a name; None: there is none. value: set it first, in any case or if it is `before`, which is empty if there is none.
+        seconds: wait for it so long."""
         try:
             told: str | None = self._exchanged([name, value, seconds, before])
             return told
@@ -175,16 +196,12 @@ class Guest:
         return value
 
     def is_heard(self) -> bool:
-        """Whether somebody listens there, who may be stopped."""
+        """Whether source rank 0 is there, without waiting for an answer of it: a process that is stopped is there."""
         try:
             socket.create_connection(self._place, _SECONDS).close()
         except OSError:
             return False
         return True
-
-    def close(self) -> None:
-        """End the connection."""
-        self._connection.close()
 
     def _exchanged(self, question: list[Any]) -> Any:
         with self._lock:
