@@ -360,7 +360,7 @@ class Model:
         compared."""
         quirks = self.architecture.engines.get(engine)
         of_class = quirks.of_class.items() if quirks else ()
-        return next((rules for name, rules in of_class if name == self.class_name or (rules.when and self.holds(rules.when))), quirks)
+        return next((rules for name, rules in of_class if name == self.class_name or self.holds(name)), quirks)
 
     def holds(self, when: str | None) -> bool:
         """Whether a condition of the declaration holds: a key of the config that is set, "KEY is VALUE", or one of these after "not ";
@@ -761,7 +761,7 @@ def numbered(pattern: str, layer: int | None, expert: int | None = None) -> str:
 
 
 def evaluate(expression: str, values: Mapping[str, int], *, exact: bool = True) -> int:
-    """The value of sums and differences of products such as "2 * heads * head_dim + rope_dim".
+    """The value of sums and differences of products such as "2 * heads * head_dim + rope_dim"; % is the remainder of a division.
 
     Raises: RequestError if a division leaves a remainder, or if the value is below 0. exact=False: divisions are rounded down instead.
     """
@@ -774,12 +774,14 @@ def evaluate(expression: str, values: Mapping[str, int], *, exact: bool = True) 
 
 def _product(expression: str, values: Mapping[str, int], exact: bool) -> int:
     result = 1
-    for sign, word in re.findall(r"(?:^|([*/]))\s*(\w+)\s*", expression):
+    for sign, word in re.findall(r"(?:^|([*/%]))\s*(\w+)\s*", expression):
         number = int(word) if word.isdigit() else values[word]
         if sign == "/":
             result, rest = divmod(result, number)
             if rest and exact:
                 raise RequestError(f"{expression!r} is not a whole number for {dict(values)}", do="Check the config given with `model=`")
+        elif sign == "%":
+            result %= number
         else:
             result *= number
     return result

@@ -62,10 +62,8 @@ def split_rules(model: Model, rules: EngineRules, tp: int) -> SplitRules:
     """The padding with which `tp` ranks split the model."""
     steps = rules.quantized_steps
     is_quantized = bool(steps) and any(weight.form for weight in model.weights.values() if weight.role in steps)
-    padding = SplitRules(rules.vocabulary_multiple or tp, steps if is_quantized else {})
-    if rules.pads_vocabulary_for_tp and padding.padded_vocabulary(model.dimensions.get("vocab", 0)) % tp:
-        return replace(padding, vocabulary_multiple=padding.vocabulary_multiple * tp)
-    return padding
+    multiple = rules.vocabulary_multiple(model.dimensions.get("vocab", 0), tp) if rules.vocabulary_multiple else tp
+    return SplitRules(multiple, steps if is_quantized else {})
 
 
 def with_split(part: Part, rules: EngineRules) -> Part:
