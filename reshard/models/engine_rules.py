@@ -149,7 +149,7 @@ class EngineRules:
 
     # Names.
     names: tuple[Rename, ...] = ()
-    """Changes to the Hugging Face names, applied in order: first those that are about a set of layers."""
+    """Changes to the Hugging Face names, applied in order. `at` puts those that are about a set of layers first."""
     module_names: Mapping[str, str] = field(default_factory=dict)
     """Module names by the role of the tensor's first part, where the engine does not use Hugging Face's names. {layer} is the number within
     the stage."""
@@ -231,7 +231,7 @@ class EngineRules:
         """These rules with only what one version of the engine has."""
         return replace(
             self,
-            names=_of_version(self.names, version),
+            names=tuple(sorted(_of_version(self.names, version), key=lambda rename: not rename.layers)),
             keep_fused={role: since for role, since in self.keep_fused.items() if since <= version},
             extra_tensors=_of_version(self.extra_tensors, version),
         )
@@ -270,7 +270,7 @@ def _of_version(rows: Iterable[Versioned], version: Version) -> tuple[Versioned,
 @lru_cache(maxsize=1 << 16)
 def _renamed(name: str, renames: tuple[Rename, ...], sets: tuple[str, ...]) -> str:
     """A name after the changes. The ranks of a run have the same names."""
-    for rename in sorted(renames, key=lambda rename: not rename.layers):
+    for rename in renames:
         if not rename.layers or rename.layers in sets:
             name = re.sub(rename.pattern, rename.replacement, name)
     return name

@@ -78,11 +78,6 @@ class EngineRank:
         start = self.tp_rank * base + min(self.tp_rank, remainder)
         return range(start, start + base + (self.tp_rank < remainder))
 
-    @cached_property
-    def _names_by_set(self) -> bool:
-        """Whether the engine's names of a layer depend on the sets that the layer is in."""
-        return bool(self.rules.layer_lists) or any(rename.layers for rename in self.rules.names)
-
     def tensors(self, dtypes: Mapping[str, DType]) -> Iterator[StoredTensor]:
         """The tensors of the state dict, in the model's order. dtypes: canonical name -> the element type to store.
 
@@ -178,12 +173,12 @@ class EngineRank:
     def _renamed(self, name: str, layer: int | None) -> str:
         """The engine's name of a tensor of a layer; in the engine's own list of such layers, if there is one."""
         rules = self.rules
-        if layer is None or not self._names_by_set:
+        if layer is None or not (rules.layer_lists or any(rename.layers for rename in rules.names[:1])):
             return rules.renamed(name.replace("{layer}", str(layer)))
         sets = tuple(of for of, layers in self.model.layer_sets.items() if layer in layers)
-        if found := next((of for of in rules.layer_lists if of in sets), None):
-            number = sorted(self.model.layer_sets[found]).index(layer)
-            name = f"{rules.layer_lists[found]}.{number}.{name.partition('.{layer}.')[2]}"
+        if own := next((of for of in rules.layer_lists if of in sets), None):
+            number = sorted(self.model.layer_sets[own]).index(layer)
+            name = f"{rules.layer_lists[own]}.{number}.{name.partition('.{layer}.')[2]}"
         return rules.renamed(name.replace("{layer}", str(layer)), sets)
 
     def _rank_tensor(self, name: str, parts: list[Part]) -> RankTensor:

@@ -166,9 +166,9 @@ def test_a_tower_ends_at_the_block_that_the_config_names(number, blocks, tmp_pat
     model = find_model(config)
     if blocks is None:
         with pytest.raises(RequestError, match="for vision_feature_layer; the number of one of the 3 blocks is expected"):
-            left_out_by_class(model, rules_of("vllm", model))
+            left_out_by_class(model, rules_of("vllm", model).left_out)
         return
-    left = left_out_by_class(model, rules_of("vllm", model))
+    left = left_out_by_class(model, rules_of("vllm", model).left_out)
     assert {int(name.split(".")[4]) for name in left if ".layers." in name} == set(range(blocks, 3))
 
 

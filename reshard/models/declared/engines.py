@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from reshard.geometry.dtypes import FLOATING_WORDS, DType, from_user
@@ -68,7 +69,7 @@ def _assumptions(node: Node, dimensions: Mapping[str, Dimension]) -> dict[str, o
 def _refusals(node: Node, dimensions: Mapping[str, Dimension]) -> dict[str, str]:
     """Condition -> reason. dimensions: also the words that a condition can name."""
     for when, inner in node.mapping().items():
-        numbers = re.findall(r"\{(\w+)\}", _sentence(inner))
+        numbers = re.findall(r"\{(\w+)\}", inner.sentence())
         for term in re.split(" and | or ", when):
             sides = term.removeprefix("not ").split(" > ")
             if len(sides) > 1 or words_of(sides[0]) <= dimensions.keys():
@@ -138,11 +139,11 @@ def _fusions(module: str, node: Node) -> Iterator[Fusion]:
 def _left_out(names: str, node: Node) -> LeftOut:
     """The reason; or a mapping of the reason and the key for the last block that is used."""
     if not isinstance(node.value, dict):
-        return LeftOut(names, _sentence(node, "the reason"))
+        return LeftOut(names, node.sentence("the reason"))
     keys = node.mapping(("behind", "because"))
     if missing := next((key for key in ("behind", "because") if key not in keys), None):
         raise node.error(f"it has no `{missing}`", do="Write the reason, or {behind: KEY, because: REASON}")
-    return LeftOut(names, _sentence(keys["because"], "the reason"), keys["behind"].config_key())
+    return LeftOut(names, keys["because"].sentence("the reason"), keys["behind"].config_key())
 
 
 def _dtype(node: Node) -> DType | None:
@@ -158,19 +159,11 @@ def _dimension(node: Node) -> str:
     return node.word(r"[a-z_][a-z0-9_]*", "a dimension")
 
 
-def _sentence(node: Node, expected: str = "a sentence") -> str:
-    if not isinstance(node.value, str) or not node.value.strip():
-        raise node.unexpected(expected)
-    return node.value
-
-
 # Those that need the dimensions of the model, `of_class`, `assumes` and `refuses`, are read by _rules.
 ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "since": _version,
     "names": _names,
-    "names_in": lambda node: tuple(
-        rename for of, inner in node.mapping().items() for rename in _names(inner, layer_set(inner.inner("", of)))
-    ),
+    "names_in": lambda node: tuple(chain(*(_names(inner, layer_set(inner.inner("", of))) for of, inner in node.mapping().items()))),
     "fusions": lambda node: tuple(fusion for module, inner in node.mapping().items() for fusion in _fusions(module, inner)),
     "even_rows_first": lambda node: {role: _dimension(inner) for role, inner in node.mapping().items()},
     "side_by_side": lambda node: frozenset(map(_role, node.items())),
@@ -191,7 +184,7 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "in_place_of": lambda node: {role: _role(inner) for role, inner in node.mapping().items()},
     "extra_tensors": lambda node: tuple(_extra_tensor(name, inner) for name, inner in node.mapping().items()),
     "config_defaults": lambda node: tuple((key, inner.setting()) for key, inner in node.mapping().items()),
-    "notes": lambda node: tuple(_sentence(item) for item in node.items()),
+    "notes": lambda node: tuple(map(Node.sentence, node.items())),
 }
 
 
@@ -199,8 +192,8 @@ _FRAMEWORK_KEYS: dict[str, Callable[[Node], Any]] = {
     "settings": lambda node: {name: _value(inner) for name, inner in node.mapping().items()},
     "values": lambda node: {role: inner.one_of(INVERTIBLE) for role, inner in node.mapping().items()},
     "assumes": lambda node: tuple((key, _plain(inner)) for key, inner in node.mapping().items()),
-    "lacks": partial(_sentence, expected="what the framework lacks"),
-    "built_by": partial(_sentence, expected="a library and its class"),
+    "lacks": partial(Node.sentence, expected="what the framework lacks"),
+    "built_by": partial(Node.sentence, expected="a library and its class"),
 }
 
 

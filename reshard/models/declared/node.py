@@ -218,6 +218,12 @@ class Node:
             raise self.unexpected(expected)
         return self.value
 
+    def sentence(self, expected: str = "a sentence") -> str:
+        """The value, a text for people."""
+        if not isinstance(self.value, str) or not self.value.strip():
+            raise self.unexpected(expected)
+        return self.value
+
     def config_key(self) -> str:
         """The value, a key of the config."""
         return self.word(CONFIG_KEY, "a key of the config")

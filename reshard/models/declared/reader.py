@@ -113,13 +113,13 @@ def _check(made: Architecture, nodes: Sequence[tuple[Node, Weight]], root: Node)
 def _weights(node: Node, reader: WeightReader, parts: Composition | None = None) -> list[tuple[Node, Weight]]:
     """The weights of a mapping, those of the towers of `parts` at their places. The value of a name may be a list, each item of which is
     about other layers."""
-    found: list[tuple[Node, Weight]] = []
+    weights: list[tuple[Node, Weight]] = []
     for name, inner in node.mapping().items():
         if parts and is_place(inner):
-            found += [(inner, weight) for weight in parts.towers[inner.value["tower"]].weights]
+            weights += [(inner, weight) for weight in parts.towers[inner.value["tower"]].weights]
         else:
-            found += [(item, reader.weight(name, item)) for item in inner.items()]
-    return found
+            weights += [(item, reader.weight(name, item)) for item in inner.items()]
+    return weights
 
 
 def _root(content: bytes, where: str) -> Node:
@@ -258,7 +258,7 @@ def _fields(
     keys: Mapping[str, Node], parts: Composition, dimensions: Mapping[str, Dimension], declared: Callable[[Node], Architecture]
 ) -> dict[str, Any]:
     """The fields of the architecture that the declaration sets, except dimensions, weights and `tied`."""
-    base, fields = parts.model, dict[str, Any](chosen=parts.chosen, engines_of_parts=parts.engines)
+    fields = dict[str, Any](chosen=parts.chosen, engines_of_parts=parts.engines)
     if "class" in keys:
         fields["class_name"] = keys["class"].word(r"[A-Za-z_]\w*")
     if "like" in keys:
@@ -268,11 +268,11 @@ def _fields(
         fields["engines"] = {**fields.get("engines", {}), **parts.rules(engines_of(keys["engines"], dimensions))}
     if "frameworks" in keys:
         fields["frameworks"] = {**fields.get("frameworks", {}), **frameworks_of(keys["frameworks"])}
-    inherited = [*([base] if base else []), *parts.towers.values()]
+    why = "the reason why the tensor is not needed"
     for key in ("dropped", "carried"):
-        reasons = {_regex(glob): _reason(node) for glob, node in keys[key].mapping().items()} if key in keys else {}
-        fields[key] = {pattern: reason for part in inherited for pattern, reason in getattr(part, key).items()} | reasons
-    fields["layer_sets"] = {name: rule for part in inherited for name, rule in part.layer_sets.items()}
+        reasons = {_regex(glob): node.sentence(why) for glob, node in keys[key].mapping().items()} if key in keys else {}
+        fields[key] = {pattern: reason for part in parts.declarations for pattern, reason in getattr(part, key).items()} | reasons
+    fields["layer_sets"] = {name: rule for part in parts.declarations for name, rule in part.layer_sets.items()}
     if "layer_sets" in keys:
         rule_of = _rule_of_blocks if "tower" in keys else _layer_rule
         sets = {name: rule_of(node) for name, node in keys["layer_sets"].mapping().items()}
@@ -282,7 +282,7 @@ def _fields(
     if "text_config" in keys or parts.text_config:
         fields["text_config"] = keys["text_config"].config_key() if "text_config" in keys else parts.text_config
     own = {key: _default(node) for key, node in keys["defaults"].mapping().items()} if "defaults" in keys else {}
-    defaults = {key: setting for part in inherited for key, setting in part.defaults.items()} | own
+    defaults = {key: setting for part in parts.declarations for key, setting in part.defaults.items()} | own
     fields["defaults"] = {key: setting for key, setting in defaults.items() if setting != "none"}
     return fields | {key: read(keys[key]) for key, read in _FIELDS.items() if key in keys}
 
@@ -304,12 +304,6 @@ def _regex(glob: str) -> str:
     layer after the last one."""
     special = {"{layer}": r"\d+", "{expert}": r"\d+", "{mtp}": r"(?P<mtp>\d{1,6})", "*": r".*"}
     return "".join(special.get(word, re.escape(word)) for word in re.split(r"(\{layer\}|\{expert\}|\{mtp\}|\*)", glob))
-
-
-def _reason(node: Node) -> str:
-    if not isinstance(node.value, str) or not node.value.strip():
-        raise node.unexpected("the reason why the tensor is not needed")
-    return node.value
 
 
 def _layer_rule(node: Node) -> LayerRule:
