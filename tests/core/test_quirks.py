@@ -196,7 +196,7 @@ def test_a_refusal_holds_at_the_sizes_that_its_condition_names(when, sizes, reas
 def test_keys_that_reshard_0_2_had_are_read_as_rows_with_a_warning(caplog):
     text = """engines:
   vllm: {assumed_settings: {qkv_bias: true}, derives_head_dim: true, tp_at_most_experts: true, one_stage: true, refuses: {tp > 8: few}}
-  sglang: {one_stage: a.key, stages_need_experts: true, quantizes_router: true, all_layers_sparse: false, least_expert_width: 256}
+  sglang: {one_stage_if: a.key, stages_need_experts: true, quantizes_router: true, all_layers_sparse: false, least_expert_width: 256}
   trtllm: {not_loadable: so it is}
 """
     old = declared(text, extends="qwen2_moe").engines

@@ -5,6 +5,8 @@ other classes, and how training frameworks compute the model.
       vllm:
         every_stage: [embedding, final_norm, head]
         names: {mlp.gate: {"0.24": mlp.experts.gate}}
+        assumes: {tie_word_embeddings: false, head_dim: hidden / heads}
+        refuses: {tp > experts: "{tp} ranks are more than its {experts} experts"}
       sglang: {}
     frameworks:
       megatron:
