@@ -211,7 +211,7 @@ def models() -> str:
         if not compared:
             compared = f"as {architecture.family}" if architecture.family != model_type else "not compared"
             if rules := architecture.engines.get("vllm"):
-                reason = f"no class: {rules.no_class}" if rules.no_class else rules.not_loadable
+                reason = rules.refuses.get("always", "").partition(". ")[0]
                 compared = f"names and shapes only; not written: {reason}" if reason else "source of the class only"
         others = [title for folder, title in _OTHER_ENGINES.items() if _references(folder, architecture.family)]
         rows.append((f"`{model_type}`", _described(declaration_text(model_type)), compared, ", ".join(others)))
@@ -250,7 +250,7 @@ def written_for_vllm() -> int:
     from reshard.models.lookup import built_in_model_types, find_architecture
 
     rules = [each.engines.get("vllm") for name in built_in_model_types() if (each := find_architecture(name)) is not None]
-    return sum(each is not None and not each.no_class and not each.not_loadable for each in rules)
+    return sum(each is not None and "always" not in each.refuses for each in rules)
 
 
 def written_for_megatron() -> int:

@@ -43,14 +43,18 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
             do="Learn the layout from SGLang's own loader with `reshard learn --engine sglang`, and add `layout=FILE`. Or convert to hf, "
             "which it loads as well",
         )
+    multiple = model.architecture.vocabulary_multiple or 64
     rules = EngineRules(
         engine="SGLang",
         fusions=_FUSIONS,
-        vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
-        pads_vocabulary_for_tp=True,
+        # Padded once more for the ranks where these do not divide the padded rows (layers/vocab_parallel_embedding.py).
+        vocabulary_multiple=lambda rows, tp: multiple * tp if -(-rows // multiple) * multiple % tp else multiple,
         dtypes={"router.correction": F32},
-        equal_experts=True,
-        refuses_quantized="SGLang reads these files after its kernels have changed the weights' form, which differs between machines",
+        refuses={
+            "quantized": "the weights are quantized, and SGLang reads such files after its kernels have changed the weights' form, which "
+            "differs between machines. Add `dequantize=True`, or convert to hf",
+            "experts % ep": "{ep} ranks do not divide its {experts} experts",
+        },
     )
     return rules.with_quirks(quirks or EngineRules()).at(numbers)
 

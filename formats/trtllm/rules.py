@@ -70,8 +70,10 @@ def rules_for_sizes(model: Model, parallel: Parallel) -> EngineRules:
         module_names=_NAMES,
         splits={"position_embedding": VOCABULARY},
         dtypes={"router": F32},
-        equal_experts=True,
-        refuses_quantized="TensorRT-LLM scales them in a way of its own",
+        refuses={
+            "quantized": "the weights are quantized, and TensorRT-LLM scales them in its own way. Add `dequantize=True`, or convert to hf",
+            "experts % ep": "{ep} ranks do not divide its {experts} experts",
+        },
     ).with_quirks(quirks)
 
 

@@ -20,7 +20,7 @@ from reshard.models.roles import heads
 from reshard.models.stored_forms import StoredForm
 from reshard.models.weights import ModelWeight
 from reshard.plans.layout import Target
-from reshard.serving.legality import about_version
+from reshard.serving.legality import about_version, refused
 
 NEWEST = "0.32.0"
 
@@ -112,8 +112,8 @@ def _check_packed(model: Model, version: str, parallel: Parallel) -> None:
         raise UnsupportedError("the weights are stored in NVFP4 without input_scale, which vLLM expects in its files of ranks", do=_TO_HF)
     if quantization.method == "gptq" and not quantization_settings(model.config).get("sym", True):
         raise UnsupportedError("the weights are quantized by GPTQ with zero points (sym: false), which vLLM does not load", do=_TO_HF)
-    experts, quirks = _packed_experts(model), model.quirks_of("vllm")
-    form, tiles = experts[0].form if experts else None, quirks.packed_expert_tiles if quirks else ()
+    experts, quirks = _packed_experts(model), model.quirks_of("vllm") or EngineRules()
+    form, ranks = experts[0].form if experts else None, 1 if parallel.ep > 1 else parallel.tp
     is_compared = form is not None and form.unit == "FP8 block" and not is_modelopt
     has_one_form = all(weight.form is form for weight in experts)
     if form is None or (is_compared and has_one_form):
@@ -126,8 +126,8 @@ def _check_packed(model: Model, version: str, parallel: Parallel) -> None:
         why = f"Older versions than {as_text(_PACKED_EXPERTS_SINCE)} hold such experts in shapes that depend on the kernel"
     elif form.unit.endswith("group or word") and not _fits_marlin(model, form):
         why = "vLLM holds them in other shapes unless the hidden size is a multiple of 128, and groups are of 32, 64 or 128"
-    elif tiles and not _fills_tiles(model, tiles, parallel):
-        why = f"vLLM rounds them up for its kernel unless their input is a multiple of {tiles[0]}, and a rank's part of them of {tiles[1]}"
+    elif refusal := refused(model, quirks, packed_ranks=ranks):
+        why = refusal
     elif (form.unit == "NVFP4 group" or (quantization.method, form.unit) == ("modelopt", "FP8 block")) and not _has_input_scales(form):
         why = "They have no input scales, such as input_global_scale, which vLLM expects in its files of ranks"
     else:
@@ -137,12 +137,6 @@ def _check_packed(model: Model, version: str, parallel: Parallel) -> None:
 
 def _has_input_scales(form: StoredForm) -> bool:
     return any(each.use == "input scale" for each in form.components)
-
-
-def _fills_tiles(model: Model, tiles: tuple[int, ...], parallel: Parallel) -> bool:
-    """Whether no kernel of vLLM rounds up experts in MXFP4 (oracle/mxfp4.py, mxfp4_round_up_hidden_size_and_intermediate_size)."""
-    width, ranks = model.dimensions["expert_intermediate"], 1 if parallel.ep > 1 else parallel.tp
-    return model.dimensions.get("expert_input", model.dimensions["hidden"]) % tiles[0] == 0 and width % (tiles[1] * ranks) == 0
 
 
 def _fits_marlin(model: Model, form: StoredForm) -> bool:
@@ -174,7 +168,7 @@ def notes(model: Model, target: Target) -> tuple[str, ...]:
         notes = (*notes, _ROUNDED)
     declared = model.architecture
     quirks = declared.engines.get("vllm")
-    if quirks is None or declared.class_name in (None, model.class_name) or model.class_name in quirks.of_class:
+    if quirks is None or declared.class_name in (None, model.class_name) or model.quirks_of("vllm") is not quirks:
         return notes
     return (*notes, f"the config names the class {model.class_name}; the tensors are those of vLLM's class for {declared.class_name}")
 
@@ -223,7 +217,7 @@ def _rules(model: Model, version: Version) -> EngineRules:
         engine="vLLM",
         fusions=tuple(_fusions(version)),
         extra_tensors=tuple(_extra_tensors(model)),
-        vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
+        vocabulary_multiple=lambda *_: model.architecture.vocabulary_multiple or 64,
         layers_per_stage=remainder_before_last_stage,
         names=(Rename(r"(?<!\.attn)(?:\.[kv]_proj)?\.([kv]_scale)$", r".attn.\1"),),
         splits=_GROUPS,
@@ -232,7 +226,7 @@ def _rules(model: Model, version: Version) -> EngineRules:
         zero_expert_biases=method == "gptq",
         # ModelOpt's experts in NVFP4 keep two (layers/quantization/modelopt.py).
         scales_kept_once=frozenset() if is_modelopt_nvfp4 else frozenset({"input_scale"}),
-        no_expert_parallel=_GLOBAL_SCALES if is_modelopt_nvfp4 else None,
+        refuses={"ep > 1": _GLOBAL_SCALES} if is_modelopt_nvfp4 else {},
     )
     return rules.with_quirks(model.quirks_of("vllm") or EngineRules()).at(version)
 

@@ -30,6 +30,17 @@ def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, l
     return found
 
 
+def number_runs(numbers: Iterable[int]) -> list[str]:
+    """Ascending numbers as runs of neighbours: ["0-3", "7"]."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+
+
 def parse_size(value: str | int, option: str) -> int:
     """The number of bytes that a text such as 512MiB, 5GB or 5000000 means. An integer is returned unchanged.
 

@@ -13,7 +13,7 @@ Both are EngineRules. The rules for one model in one version are the engine's, w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, fields, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -49,15 +49,17 @@ class Rename(NamedTuple):
     """The first version with the change."""
     until: Version | None = None
     """The first version without it; None: all later ones have it."""
+    layers: str = ""
+    """The set of layers whose names change; empty: all names."""
 
 
-def renames_of(words: str, by_version: Mapping[Version, str]) -> Iterator[Rename]:
+def renames_of(words: str, by_version: Mapping[Version, str], layers: str = "") -> Iterator[Rename]:
     """The changes for words with dots between them, such as "mlp.gate", that may stand anywhere in a name. by_version: first version ->
-    the words that stand in their place from then on."""
+    the words that stand in their place from then on. layers: the set of layers whose names change; empty: all names."""
     pattern = rf"(?<![^.]){re.escape(words)}(?![^.])"
     for (since, new), (until, _) in pairwise([*sorted(by_version.items()), (None, "")]):
         if new != words:
-            yield Rename(pattern, new, since or (), until)
+            yield Rename(pattern, new, since or (), until, layers)
 
 
 @value
@@ -109,6 +111,18 @@ class LeftOut:
     first block, -1 the last one and -2 the one before. None: all are left out."""
 
 
+# What a condition of `refuses` can name beside keys of the config and dimensions: sizes, which are tp and ep, or pp with the number of a
+# stage and of its layers with experts, or the number of ranks that share a packed expert; `always`; whether the model is quantized, whether
+# its routers are, and the name of the first router; the numbers of layers with and without experts, and the first one without.
+SIZES = ("tp", "ep", "pp", "stage", "sparse_layers_of_stage", "packed_ranks")
+WORDS = (*SIZES, "always", "quantized", "quantized_router", "router", "sparse_layers", "dense_layers", "first_dense_layer")
+
+
+def words_of(condition: str) -> set[str]:
+    """The dimensions and the WORDS in a condition or an expression, among others."""
+    return {*re.findall(r"[a-z]\w*", condition)}
+
+
 Versioned = TypeVar("Versioned", Rename, ExtraTensor)
 
 
@@ -128,17 +142,14 @@ class EngineRules:
     layers_per_stage: Callable[[int, int], tuple[int, ...]] = all_on_each_stage
     """(number of layers, pp) -> number of layers on each pipeline stage."""
     of_class: Mapping[str, EngineRules] = field(default_factory=dict)
-    """The rules of further classes that serve the model, by the name under which the config's `architectures` name them."""
-    when: str | None = None
-    """In `of_class`: a condition on the config under which the engine takes this class, whatever the config names; None: there is none."""
+    """The rules of further classes that serve the model, by the name under which the config's `architectures` name them, or by a condition
+    on the config."""
     since: Version = ()
     """The first version of the engine whose class was compared; (): the oldest version that the engine's own file knows."""
 
     # Names.
     names: tuple[Rename, ...] = ()
-    """Changes to every Hugging Face name, applied in order."""
-    names_in: Mapping[str, tuple[Rename, ...]] = field(default_factory=dict)
-    """Set of layers -> changes to the names of these layers, applied before `names`."""
+    """Changes to the Hugging Face names, applied in order. `at` puts those that are about a set of layers first."""
     module_names: Mapping[str, str] = field(default_factory=dict)
     """Module names by the role of the tensor's first part, where the engine does not use Hugging Face's names. {layer} is the number within
     the stage."""
@@ -179,10 +190,8 @@ class EngineRules:
     the rows 1, 3, 5, ...: the pairs that rotary embeddings turn become halves. "all": in all rows that a rank holds."""
     side_by_side: frozenset[str] = frozenset()
     """Roles whose stacked weights [experts, out, in] the class stores as one matrix [out, experts * in]."""
-    vocabulary_multiple: int | None = None
-    """The rows of vocabulary tables are padded to a multiple of this; None: of tp."""
-    pads_vocabulary_for_tp: bool = False
-    """Whether the rows are padded to a multiple of vocabulary_multiple * tp where tp does not divide the padded rows."""
+    vocabulary_multiple: Callable[[int, int], int] | None = None
+    """(rows of a vocabulary table, tp) -> the rows are padded to a multiple of this; None: of tp."""
     padded_rows: Mapping[str, int] = field(default_factory=dict)
     """Role -> the class makes the rows of such a weight, or of a fused one that begins with it, a multiple of this, and leaves the added
     ones unset or zero; here they are zeros."""
@@ -196,38 +205,13 @@ class EngineRules:
     values: Mapping[str, str] = field(default_factory=dict)
     """Role -> the function, one of functions.FUNCTIONS, whose values the class stores in place of such a weight."""
 
-    # What the engine refuses.
-    no_expert_parallel: str | None = None
-    """Why the experts of this model cannot be distributed over ranks; None if they can."""
-    equal_experts: bool = False
-    """Whether every expert-parallel rank must have the same number of experts."""
-    tp_at_most_experts: bool = False
-    """Whether the class refuses more tensor-parallel ranks than experts."""
-    least_expert_width: int = 0
-    """Ranks that share experts of a smaller width than this are refused: the class would round the width up, and leave the rest unset."""
-    packed_expert_tiles: tuple[int, ...] = ()
-    """Multiples of which the input features of packed experts, and a rank's part of their width, have to be: the class would round others
-    up for its kernel. (): it rounds nothing up."""
-    stages_need_experts: bool = False
-    """Whether the class refuses a pipeline stage without a layer that has experts."""
-    one_stage: bool | str = False
-    """Whether the class refuses several pipeline stages; or a condition on the config, such as "not KEY", under which it does."""
-    refuses_quantized: str | None = None
-    """Why the engine's files cannot hold quantized weights; None if they can."""
-    quantizes_router: bool = False
-    """Whether the class of a quantized model quantizes the router, too, unless the config excludes it."""
-    derives_head_dim: bool = False
-    """Whether the class computes the head dimension as hidden size / heads and ignores the config's head_dim."""
-    ungrouped_heads: bool = False
-    """Whether the class has a KV head for each head and ignores the config's number of KV heads."""
-    all_layers_sparse: bool = False
-    """Whether the class has experts in every layer and ignores the config's dense layers."""
-    assumed_settings: tuple[tuple[str, object], ...] = ()
-    """Config keys that the class ignores, each with the value that it assumes. A model with another value is refused."""
-    no_class: str | None = None
-    """Since when, or why, the engine has no class for this model; None if it has one."""
-    not_loadable: str | None = None
-    """Why the engine does not load this model from files of its format; None if it does."""
+    # What the class does not serve.
+    assumes: Mapping[str, object] = field(default_factory=dict)
+    """Config key -> the value that the class works with, whatever the config says; or dimension -> an expression of dimensions. A model
+    with another value is refused."""
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    """Condition on the config, the dimensions and the WORDS -> why the class refuses models, or parallel sizes, for which it holds. In the
+    reason, `{experts}` stands for the number of experts. A second sentence says what the user can do."""
 
     # Beside the weights.
     config_defaults: tuple[tuple[str, object], ...] = ()
@@ -247,8 +231,7 @@ class EngineRules:
         """These rules with only what one version of the engine has."""
         return replace(
             self,
-            names=_of_version(self.names, version),
-            names_in={of: _of_version(names, version) for of, names in self.names_in.items()},
+            names=tuple(sorted(_of_version(self.names, version), key=lambda rename: not rename.layers)),
             keep_fused={role: since for role, since in self.keep_fused.items() if since <= version},
             extra_tensors=_of_version(self.extra_tensors, version),
         )
@@ -256,18 +239,12 @@ class EngineRules:
     @property
     def changes(self) -> set[Version]:
         """The versions in which something changed."""
-        rows: tuple[Rename | ExtraTensor, ...] = (
-            *self.names,
-            *(name for names in self.names_in.values() for name in names),
-            *self.extra_tensors,
-        )
+        rows: tuple[Rename | ExtraTensor, ...] = (*self.names, *self.extra_tensors)
         return {version for row in rows for version in (row.since, row.until) if version} | {*self.keep_fused.values()}
 
-    def renamed(self, name: str, sets: Collection[str] = ()) -> str:
+    def renamed(self, name: str, sets: tuple[str, ...] = ()) -> str:
         """The engine's name for a Hugging Face name. sets: those that its layer is in."""
-        for of, renames in self.names_in.items():
-            name = _renamed(name, renames) if of in sets else name
-        return _renamed(name, self.names)
+        return _renamed(name, self.names, sets)
 
 
 _NO_RULES = EngineRules()
@@ -277,7 +254,7 @@ def _joined(inner: Any, outer: Any) -> Any:
     """The values of a field of two rules in one: collections are joined."""
     match outer:
         case Mapping():
-            return {**inner, **outer}
+            return {**outer, **inner, **outer}  # those of `outer` first: the first refusal that holds counts
         case tuple():
             return (*inner, *outer)
         case frozenset():
@@ -291,8 +268,9 @@ def _of_version(rows: Iterable[Versioned], version: Version) -> tuple[Versioned,
 
 
 @lru_cache(maxsize=1 << 16)
-def _renamed(name: str, renames: tuple[Rename, ...]) -> str:
+def _renamed(name: str, renames: tuple[Rename, ...], sets: tuple[str, ...]) -> str:
     """A name after the changes. The ranks of a run have the same names."""
     for rename in renames:
-        name = re.sub(rename.pattern, rename.replacement, name)
+        if not rename.layers or rename.layers in sets:
+            name = re.sub(rename.pattern, rename.replacement, name)
     return name

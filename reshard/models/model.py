@@ -68,7 +68,7 @@ class Model(Sizes):
         compared."""
         quirks = self.architecture.engines.get(engine)
         of_class = quirks.of_class.items() if quirks else ()
-        return next((rules for name, rules in of_class if name == self.class_name or (rules.when and self.holds(rules.when))), quirks)
+        return next((rules for name, rules in of_class if name == self.class_name or self.holds(name)), quirks)
 
     @cached_property
     def weights(self) -> dict[str, ModelWeight]:

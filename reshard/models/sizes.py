@@ -273,7 +273,7 @@ def primes_from(start: int, count: int) -> tuple[int, ...]:
 
 
 def evaluate(expression: str, values: Mapping[str, int], *, exact: bool = True) -> int:
-    """The value of sums and differences of products such as "2 * heads * head_dim + rope_dim".
+    """The value of sums and differences of products such as "2 * heads * head_dim + rope_dim"; % is the remainder of a division.
 
     Raises: RequestError if a division leaves a remainder, or if the value is below 0. exact=False: divisions are rounded down instead.
     """
@@ -286,12 +286,14 @@ def evaluate(expression: str, values: Mapping[str, int], *, exact: bool = True) 
 
 def _product(expression: str, values: Mapping[str, int], exact: bool) -> int:
     result = 1
-    for sign, word in re.findall(r"(?:^|([*/]))\s*(\w+)\s*", expression):
+    for sign, word in re.findall(r"(?:^|([*/%]))\s*(\w+)\s*", expression):
         number = int(word) if word.isdigit() else values[word]
         if sign == "/":
             result, rest = divmod(result, number)
             if rest and exact:
                 raise RequestError(f"{expression!r} is not a whole number for {dict(values)}", do="Check the config given with `model=`")
+        elif sign == "%":
+            result %= number
         else:
             result *= number
     return result

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.util import find_spec
+from typing import Any
 
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.meshes import Parallel, stage_layers
 from reshard.geometry.quantities import plural
-from reshard.models.engine_rules import EngineRules, version_numbers
+from reshard.models.engine_rules import SIZES, WORDS, EngineRules, version_numbers, words_of
 from reshard.models.lookup import draft_class, unknown_architecture
 from reshard.models.model import Model
 from reshard.models.quantization import unknown_quantization
+from reshard.models.sizes import evaluate
 from reshard.models.splits import problem
 from reshard.serving.weights import distinct_parts, split_rules, with_split
 
@@ -51,71 +55,70 @@ def has_engine(module: str) -> bool:
 
 def check_served(model: Model, rules: EngineRules) -> None:
     """Raises RequestError if the engine does not load the model, or would answer differently from the model that the config describes."""
-    engine = rules.engine
-    what = f"{engine}'s class for a {model.architecture.model_type} model"
-    for key, value in rules.assumed_settings:
-        if (setting := model.setting(key)) != value:
+    engine, model_type = rules.engine, model.architecture.model_type
+    for key, assumed in rules.assumes.items():
+        is_dimension = key in model.architecture.dimensions
+        value = evaluate(str(assumed), model.dimensions, exact=False) if is_dimension else assumed
+        setting = model.dimensions[key] if is_dimension else model.setting(key)
+        if setting != value:
+            shown = f"{assumed} = {value}" if is_dimension else json.dumps(value)
             raise UnsupportedError(
-                f"{what} works as if {key} were {json.dumps(value)}, the config says {json.dumps(setting)}",
+                f"{engine}'s class for a {model_type} model works as if {key} were {shown}, the config says {json.dumps(setting)}",
                 why="It would refuse the weights, or serve wrong or unset ones",
                 do="Serve it with another engine",
             )
-    if rules.no_class:
-        raise UnsupportedError(
-            f"{engine} has no class for a {model.architecture.model_type} model: {rules.no_class}",
-            do="Serve it with another engine. A conversion to hf or dcp keeps it whole",
-        )
-    if rules.not_loadable:
-        raise UnsupportedError(
-            f"{engine} does not load a {model.architecture.model_type} model from such files: {rules.not_loadable}",
-            do="Convert to hf, which it loads as well",
-        )
     if model.quantization and model.quantization.library:
         raise UnsupportedError(
             f"the weights are quantized for {model.quantization.library}, and {engine} does not load them", do="Add `dequantize=True`"
         )
-    if rules.refuses_quantized and model.quantization:
-        raise UnsupportedError("the weights are quantized", why=rules.refuses_quantized, do="Add `dequantize=True`, or convert to hf")
-    if rules.derives_head_dim:
-        _check_head_dim(model, engine)
-    if rules.ungrouped_heads and model.dimensions["kv_heads"] != model.dimensions["heads"]:
-        raise UnsupportedError(
-            f"{what} has a KV head for each of the {model.dimensions['heads']} heads; the config gives {model.dimensions['kv_heads']}",
-            why="It does not load keys and values of other sizes",
-            do="Serve it with another engine",
-        )
-    if rules.all_layers_sparse and model.dense_layers:
-        raise UnsupportedError(
-            f"{what} has experts in every layer, whatever the config says; layer {model.dense_layers[0]} has none",
-            why="It would serve experts that were never loaded, without a message",
-            do="Serve it with another engine",
-        )
-    if rules.quantizes_router:
-        _check_router(model, engine)
+    if refusal := refused(model, rules):
+        reason, _, remedy = refusal.partition(". ")
+        raise UnsupportedError(f"{engine} does not load a {model_type} model from such files: {reason}", do=remedy or _ELSEWHERE)
 
 
-def _check_head_dim(model: Model, engine: str) -> None:
-    """Raises RequestError if the config's head dimension is not the one that the engine's class computes."""
-    head_dim, derived = model.dimensions["head_dim"], model.dimensions["hidden"] // model.dimensions["heads"]
-    if head_dim != derived:
-        raise UnsupportedError(
-            f"{engine}'s class for a {model.architecture.model_type} model computes a head dimension of hidden size / heads = {derived}, "
-            f"the config says {head_dim}",
-            why="It would load a part of every head without a message",
-            do="Serve it with another engine",
-        )
+_ELSEWHERE = "Serve it with another engine. A conversion to hf or dcp keeps it whole"
 
 
-def _check_router(model: Model, engine: str) -> None:
-    """Raises RequestError if the config does not exclude the routers of a quantized model from quantization."""
-    router = next((weight.name for weight in model.weights.values() if weight.role == "router"), None)
-    if router and model.quantization and model.quantization.form_of(router):
-        raise UnsupportedError(
-            "the config does not say that this router is not quantized",
-            where=router,
-            why=f"{engine} would build a quantized router and cast the weight to it without a message",
-            do="Name the routers in quantization_config, under modules_to_not_convert or ignore",
-        )
+def refused(model: Model, rules: EngineRules, **sizes: int) -> str | None:
+    """Why the class refuses a model, with numbers: the first of its reasons whose condition holds; None if none does.
+
+    sizes: some of the SIZES, for the conditions that name sizes; without them, the others count.
+    """
+    values = {**_values_of(model), **sizes}
+    for when, reason in rules.refuses.items():
+        if bool(sizes) == words_of(when).isdisjoint(SIZES):
+            continue
+        if any(all(_is_so(term, model, values) for term in terms.split(" and ")) for terms in when.split(" or ")):
+            return re.sub(r"\{(\w+)\}", lambda place: str(values.get(place[1], place[0])), reason)
+    return None
+
+
+@lru_cache(maxsize=16)
+def _values_of(model: Model) -> Mapping[str, Any]:
+    """The dimensions of a model, and the WORDS that are about it at all sizes."""
+    router = next((weight.name for weight in model.weights.values() if weight.role == "router"), "") if model.quantization else ""
+    return {
+        **model.dimensions,
+        "always": True,
+        "quantized": model.quantization is not None,
+        "quantized_router": bool(router and model.quantization and model.quantization.form_of(router)),
+        "router": router,
+        "sparse_layers": len(model.sparse_layers),
+        "dense_layers": len(model.dense_layers),
+        "first_dense_layer": next(iter(model.dense_layers), None),
+    }
+
+
+def _is_so(term: str, model: Model, values: Mapping[str, Any]) -> bool:
+    """Whether a term of a condition holds. One with a dimension that the model lacks, or a size that is not asked about, does not."""
+    left, _, right = term.removeprefix("not ").partition(" > ")
+    if not words_of(f"{left} {right}") <= {*WORDS, *model.architecture.dimensions}:
+        return model.holds(term)
+    try:
+        is_so = evaluate(left, values, exact=False) > evaluate(right or "0", values, exact=False)
+    except (KeyError, ZeroDivisionError):
+        return False
+    return is_so is not term.startswith("not ")
 
 
 def about_version(engine: str, version: str, newest: str, model: Model, *, is_known: bool) -> tuple[str, ...]:
@@ -179,14 +182,11 @@ def check_stages(model: Model, pp: int) -> None:
 
 def stage_problem(model: Model, rules: EngineRules, pp: int) -> str | None:
     """Why the engine refuses to distribute the layers over `pp` stages; None if it does not."""
-    if pp > 1 and rules.one_stage is True:
-        return "its class for this model cannot be divided into stages"
-    if pp > 1 and isinstance(key := rules.one_stage, str) and model.holds(key):
-        return f"its class for this model takes one stage, since the config says {key.replace('not ', 'nothing for ')}"
     counts = rules.layers_per_stage(model.dimensions["layers"], pp)
-    for pp_rank in range(pp if rules.stages_need_experts and model.sparse_layers else 0):
-        if not set(stage_layers(counts, pp_rank)) & model.sparse_layers:
-            return f"stage {pp_rank} would have no layer with experts"
+    for stage in range(pp):
+        sparse_layers = len(model.sparse_layers.intersection(stage_layers(counts, stage)))
+        if refusal := refused(model, rules, pp=pp, stage=stage, sparse_layers_of_stage=sparse_layers):
+            return refusal
     return None
 
 
@@ -198,21 +198,13 @@ def legal_tensor_parallel_sizes(model: Model, rules: EngineRules, *, with_expert
 
 def degree_problem(model: Model, rules: EngineRules, tp: int, ep: int = 1) -> tuple[str, str] | None:
     """The first weight that does not split over `tp` ranks, and why; None if all weights split. With `ep` > 1 experts are not split."""
-    sizes, experts = split_rules(model, rules, tp), model.dimensions.get("experts", 0)
+    sizes = split_rules(model, rules, tp)
     for part in distinct_parts(model, rules):
         ranks = 1 if part.expert is not None and ep > 1 else tp
         if reason := problem(with_split(part, rules), ranks, sizes):
             return part.tensor, reason
-    if rules.tp_at_most_experts and model.sparse_layers and tp > experts:
-        return "experts", f"{tp} ranks are more than its {experts} experts"
-    width = model.dimensions.get("expert_intermediate", 0) // tp
-    if tp > 1 and ep == 1 and model.sparse_layers and width < rules.least_expert_width:
-        least = rules.least_expert_width
-        return "experts", f"over {tp} ranks, experts have a width of {width}, which the engine would fill up to {least} with unset elements"
-    if ep > 1 and rules.no_expert_parallel:
-        return "experts", rules.no_expert_parallel
-    if rules.equal_experts and experts % ep:
-        return "experts", f"{ep} ranks do not divide its {experts} experts"
+    if refusal := refused(model, rules, tp=tp, ep=ep):
+        return "experts" if "expert" in refusal else model.architecture.model_type, refusal
     return _unaligned(model, rules)
 
 

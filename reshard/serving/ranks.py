@@ -175,12 +175,12 @@ class EngineRank:
     def _renamed(self, name: str, layer: int | None) -> str:
         """The engine's name of a tensor of a layer; in the engine's own list of such layers, if there is one."""
         rules = self.rules
-        if layer is None or not (rules.layer_lists or rules.names_in):
+        if layer is None or not (rules.layer_lists or any(rename.layers for rename in rules.names[:1])):
             return rules.renamed(name.replace("{layer}", str(layer)))
-        sets = [of for of, layers in self.model.layer_sets.items() if layer in layers]
-        if found := next((of for of in rules.layer_lists if of in sets), None):
-            number = sorted(self.model.layer_sets[found]).index(layer)
-            name = f"{rules.layer_lists[found]}.{number}.{name.partition('.{layer}.')[2]}"
+        sets = tuple(of for of, layers in self.model.layer_sets.items() if layer in layers)
+        if own := next((of for of in rules.layer_lists if of in sets), None):
+            number = sorted(self.model.layer_sets[own]).index(layer)
+            name = f"{rules.layer_lists[own]}.{number}.{name.partition('.{layer}.')[2]}"
         return rules.renamed(name.replace("{layer}", str(layer)), sets)
 
     def _rank_tensor(self, name: str, parts: list[Part]) -> RankTensor:

@@ -34,7 +34,7 @@ def distinct_parts(model: Model, rules: EngineRules) -> tuple[Part, ...]:
 def _parts_by_kind(
     model: Model, keep_fused: frozenset[str], unsupported: frozenset[tuple[str, str]], left_out: tuple[LeftOut, ...]
 ) -> dict[LayerKind | None, tuple[Part, ...]]:
-    absent = {model.weights[name].pattern for name in _left_out_by_class(model, left_out)}
+    absent = {model.weights[name].pattern for name in left_out_by_class(model, left_out)}
     weights: dict[LayerKind | None, tuple[ModelWeight, ...]] = {None: model.weights_outside_layers}
     weights.update({kind: kind.weights for kind in model.layer_kinds})
     return {
@@ -64,10 +64,8 @@ def split_rules(model: Model, rules: EngineRules, tp: int) -> SplitRules:
     """The padding with which `tp` ranks split the model."""
     steps = rules.quantized_steps
     is_quantized = bool(steps) and any(weight.form for weight in model.weights.values() if weight.role in steps)
-    padding = SplitRules(rules.vocabulary_multiple or tp, steps if is_quantized else {})
-    if rules.pads_vocabulary_for_tp and padding.padded_vocabulary(model.dimensions.get("vocab", 0)) % tp:
-        return replace(padding, vocabulary_multiple=padding.vocabulary_multiple * tp)
-    return padding
+    multiple = rules.vocabulary_multiple(model.dimensions.get("vocab", 0), tp) if rules.vocabulary_multiple else tp
+    return SplitRules(multiple, steps if is_quantized else {})
 
 
 def with_split(part: Part, rules: EngineRules) -> Part:
@@ -78,7 +76,7 @@ def with_split(part: Part, rules: EngineRules) -> Part:
 def weights_without_slot(model: Model, rules: EngineRules) -> tuple[str, ...]:
     """The weights that the engine's class of the model has no slot for, although the model's answers depend on them."""
     lacking: dict[int | None, set[str]] = {}
-    left_out = {model.weights[name].pattern for name in left_out_by_class(model, rules)}
+    left_out = {model.weights[name].pattern for name in left_out_by_class(model, rules.left_out)}
     for kind, parts in parts_by_kind(model, rules).items():
         weights = kind.weights if kind else model.weights_outside_layers
         stored = [weight for weight in weights if weight.component is None or weight.component.use != "group index"]
@@ -89,13 +87,9 @@ def weights_without_slot(model: Model, rules: EngineRules) -> tuple[str, ...]:
     return tuple(weight.name for weight in model.weights.values() if weight.pattern in lacking.get(weight.layer, ()))
 
 
-def left_out_by_class(model: Model, rules: EngineRules) -> dict[str, str]:
-    """Weight -> why the engine's class of the model leaves it out, for weights that its answers do not depend on."""
-    return _left_out_by_class(model, rules.left_out)
-
-
 @lru_cache(maxsize=16)
-def _left_out_by_class(model: Model, rows: tuple[LeftOut, ...]) -> dict[str, str]:
+def left_out_by_class(model: Model, rows: tuple[LeftOut, ...]) -> dict[str, str]:
+    """Weight -> why the engine's class of the model leaves it out, for weights that its answers do not depend on. rows: the rules'."""
     return {
         weight.name: row.why
         for row in rows
@@ -139,22 +133,16 @@ def layers_not_served(model: Model) -> dict[str, str]:
 
 def scale_aliases(model: Model, rules: EngineRules) -> dict[str, str]:
     """Scale -> the equal scale that an engine stores in its place, where it stores one scale for the fused weights of an expert."""
-
-    def is_kept_once(part: Part) -> bool:
-        return part.expert is not None and part.parameter in rules.scales_kept_once
-
-    return {name: stored for name, stored in _last_of_fused(model, rules, is_kept_once) if name != stored}
+    scales = _last_of_fused(model, rules, lambda part: part.expert is not None and part.parameter in rules.scales_kept_once)
+    return {name: stored for name, stored in scales if name != stored}
 
 
 def not_stored_by_engines(model: Model, rules: EngineRules) -> dict[str, str]:
     """Component of a packed weight -> why it is left out. Engines know the groups of input features; of weights that they fuse, they keep
     the shape of the last."""
-
-    def is_shape(part: Part) -> bool:
-        return part.component is not None and part.component.use == "shape"
-
+    of_fused = _last_of_fused(model, rules, lambda part: part.component is not None and part.component.use == "shape")
     why = "the shape of a packed weight; of fused weights the engine keeps that of the last"
-    shapes = {name: why for name, stored in _last_of_fused(model, rules, is_shape) if name != stored}
+    shapes = {name: why for name, stored in of_fused if name != stored}
     runs = "the groups of input features, which are runs of neighbours"
     indices = (weight.name for weight in model.weights.values() if weight.component and weight.component.use == "group index")
     return shapes | dict.fromkeys(indices, runs)

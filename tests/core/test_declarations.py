@@ -119,7 +119,7 @@ def test_the_full_example_of_the_documentation_is_the_built_in_llama():
 def test_the_documentation_explains_every_key_and_every_role():
     text = DOCUMENTATION.read_text()
     assert [key for key in KEYS if f"**`{key}`**" not in text] == []
-    assert [key for key in (*WEIGHT_KEYS, *ENGINE_KEYS) if f"| `{key}` |" not in text] == []
+    assert [key for key in (*WEIGHT_KEYS, "of_class", "assumes", "refuses", *ENGINE_KEYS) if f"| `{key}` |" not in text] == []
     assert [role for role in DECLARED_ROLES if f"`{role}`" not in text] == []
 
 

@@ -11,10 +11,11 @@ from reshard.models.declared.reader import parse_declaration
 from reshard.models.engine_rules import EngineRules, ExtraTensor, Fusion, Rename, renames_of
 from reshard.models.lookup import built_in_model_types, declaration_text, find_architecture, find_declaration, read_architecture
 from reshard.models.model import Model
+from reshard.serving.legality import refused
 
 
-def declared(text):
-    return parse_declaration(f"language: 2\nmodel_type: mymodel\nextends: llama\n{text}".encode(), "my.yaml", find_declaration)
+def declared(text, extends="llama"):
+    return parse_declaration(f"language: 2\nmodel_type: mymodel\nextends: {extends}\n{text}".encode(), "my.yaml", find_declaration)
 
 
 def renamed(name, quirks, version):
@@ -40,7 +41,7 @@ def test_a_section_is_read_into_quirks():
     keep_fused: {attention.qkv: "0.31"}
     every_stage: [final_norm, head]
     unsupported: [attention.o.bias]
-    assumed_settings: {a: 1}
+    assumes: {a: 1, head_dim: hidden / heads}
     extra_tensors:
       normalizer: {beside: embedding, square_root_of: hidden, until: "0.9.2"}
       scale: {beside: attention.q, ones: [hidden], dtype: fp32}
@@ -48,7 +49,7 @@ def test_a_section_is_read_into_quirks():
 """
     ).engines["vllm"]
     assert quirks.since == (0, 32) and quirks.every_stage == {"final_norm", "head"} and quirks.notes == ("one",)
-    assert quirks.unsupported == {("attention.o", "bias")} and quirks.assumed_settings == (("a", 1),)
+    assert quirks.unsupported == {("attention.o", "bias")} and quirks.assumes == {"a": 1, "head_dim": "hidden / heads"}
     assert renamed("model.norm.weight", quirks, (0, 32)) == "model.last.weight"
     assert [renamed("lm_head.weight", quirks, (0, minor)) for minor in (8, 9, 30)] == ["lm_head.weight", "out.weight", "head.weight"]
     assert [quirks.at((0, minor)).keep_fused.keys() for minor in (30, 31)] == [set(), {"attention.qkv"}]
@@ -88,7 +89,13 @@ def test_a_file_for_a_built_in_model_type_keeps_what_engines_do_differently_for_
         ),
         ("{vllm: {unsupported: [attention.o]}}", "'attention.o' does not end in .weight or .bias"),
         ("{vllm: {tied_table_stored_as: none}}", "expected one of head, embedding, both"),
-        ("{vllm: {assumed_settings: {a: [1]}}}", "expected true, false, a whole number or a word, found a list"),
+        ("{vllm: {assumes: {a: [1]}}}", "expected true, false, a whole number or a word, found a list"),
+        ("{vllm: {assumes: {head_dim: hidden / head}}}", "line 4: engines > vllm > assumes > head_dim: no dimension is called 'head'"),
+        ("{vllm: {refuses: {tp > expert: few}}}", r"line 4: engines > vllm > refuses > tp > expert: no dimension is called 'expert'"),
+        ("{vllm: {refuses: {heads % ep or: few}}}", "refuses > heads % ep or: expected a key of the config"),
+        ("{vllm: {refuses: {heads % ep: '{head} heads'}}}", "refuses > heads % ep: no dimension is called 'head'"),
+        ("{vllm: {refuses: {pp > 1: [few]}}}", "expected a sentence, found a list"),
+        ("{vllm: {of_class: {'a b': {}}}}", "expected a key of the config"),
         ("[vllm]", "expected a mapping"),
     ],
 )
@@ -120,10 +127,8 @@ def test_the_class_that_the_config_names_has_its_own_quirks():
 
 
 def test_a_function_of_a_weight_is_one_that_reshard_computes():
-    quirks = declared("engines: {vllm: {values: {ssm.a_log: -exp}, dtypes: {ssm.a_log: fp32, router: model}, one_stage: true}}").engines[
-        "vllm"
-    ]
-    assert (quirks.values, quirks.dtypes, quirks.one_stage) == ({"ssm.a_log": "-exp"}, {"ssm.a_log": F32, "router": None}, True)
+    quirks = declared("engines: {vllm: {values: {ssm.a_log: -exp}, dtypes: {ssm.a_log: fp32, router: model}}}").engines["vllm"]
+    assert (quirks.values, quirks.dtypes) == ({"ssm.a_log": "-exp"}, {"ssm.a_log": F32, "router": None})
     with pytest.raises(RequestError, match=r"values > ssm\.a_log: expected one of -exp, x-1, found 'exp'"):
         declared("engines: {vllm: {values: {ssm.a_log: exp}}}")
 
@@ -145,13 +150,65 @@ def test_the_names_of_a_set_of_layers_come_before_the_others():
 engines: {vllm: {names: {mlp.gate: mlp.last}, names_in: {odd: {attn: other, mlp.gate: {"0.30": mlp.gate.own}}}}}""").engines["vllm"]
     rules = quirks.at((0, 32))
     assert [rules.renamed("a.attn.mlp.gate", sets) for sets in ((), ("odd",))] == ["a.attn.mlp.last", "a.other.mlp.last.own"]
-    assert quirks.at((0, 29)).names_in["odd"] == rules.names_in["odd"][:1] and (0, 30) in quirks.changes
+    assert quirks.at((0, 29)).renamed("a.attn.mlp.gate", ("odd",)) == "a.other.mlp.last" and (0, 30) in quirks.changes
 
 
 def test_quirks_of_a_class_around_a_language_model_join_those_of_its_class():
     fusions = (Fusion(("y",), "x"),)
-    inner = EngineRules(every_stage=frozenset({"head"}), names=(Rename("a", "b"),), derives_head_dim=True, since=(0, 30))
-    outer = EngineRules(every_stage=frozenset({"vision"}), names=(Rename("c", "d"),), fusions=fusions, since=(0, 32))
+    inner = EngineRules(
+        every_stage=frozenset({"head"}), names=(Rename("a", "b"),), assumes={"a": 1}, refuses={"always": "b"}, since=(0, 30)
+    )
+    outer = EngineRules(
+        every_stage=frozenset({"vision"}), names=(Rename("c", "d"),), fusions=fusions, assumes={"a": 2, "c": 3}, since=(0, 32)
+    )
     joined = inner.with_quirks(outer)
     assert joined.every_stage == {"head", "vision"} and [rename.pattern for rename in joined.names] == ["a", "c"]
-    assert joined.derives_head_dim and joined.since == (0, 32) and joined.fusions == fusions
+    assert joined.assumes == {"a": 2, "c": 3} and joined.refuses == inner.refuses
+    assert joined.since == (0, 32) and joined.fusions == fusions
+
+
+SIZES = {"hidden_size": 8, "num_hidden_layers": 4, "intermediate_size": 8, "vocab_size": 8, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    "when, sizes, reason",
+    [
+        ("tp > heads", {"tp": 8, "ep": 1}, "8 ranks, 4 heads"),
+        ("tp > heads", {"tp": 4, "ep": 1}, None),
+        ("heads % tp", {"tp": 3, "ep": 1}, "3 ranks, 4 heads"),
+        ("tp > 1 and not ep > 1", {"tp": 3, "ep": 1}, "3 ranks, 4 heads"),
+        ("tp > 1 and not ep > 1", {"tp": 3, "ep": 3}, None),
+        ("not sparse_layers_of_stage", {"pp": 2, "stage": 0, "sparse_layers_of_stage": 0}, "{tp} ranks, 4 heads"),
+        ("not sparse_layers_of_stage", {"tp": 2, "ep": 1}, None),
+        ("pp > 1 and key is on or pp > 2", {"pp": 2, "stage": 0}, None),
+        ("pp > 1 and key is off or pp > 2", {"pp": 2, "stage": 0}, "{tp} ranks, 4 heads"),
+        ("always", {}, "{tp} ranks, 4 heads"),
+        ("always", {"tp": 2, "ep": 1}, None),
+        ("quantized or sparse_layers or quantized_router", {}, None),
+        ("dense_layers > layers - 1", {}, "{tp} ranks, 4 heads"),
+    ],
+)
+def test_a_refusal_holds_at_the_sizes_that_its_condition_names(when, sizes, reason):
+    quirks = declared(f"engines: {{vllm: {{refuses: {{{when}: '{{tp}} ranks, {{heads}} heads'}}}}}}").engines["vllm"]
+    assert refused(Model(declared(""), {**SIZES, "key": "off"}), quirks, **sizes) == reason
+
+
+def test_keys_that_reshard_0_2_had_are_read_as_rows_with_a_warning(caplog):
+    text = """engines:
+  vllm: {assumed_settings: {qkv_bias: true}, derives_head_dim: true, tp_at_most_experts: true, one_stage: true, refuses: {tp > 8: few}}
+  sglang: {one_stage_if: a.key, stages_need_experts: true, quantizes_router: true, all_layers_sparse: false, least_expert_width: 256}
+  trtllm: {not_loadable: so it is}
+"""
+    old = declared(text, extends="qwen2_moe").engines
+    assert old["vllm"].assumes == {"qkv_bias": True, "head_dim": "hidden / heads"}
+    assert old["vllm"].refuses.keys() == {"tp > 8", "sparse_layers and tp > experts", "pp > 1"}
+    assert old["sglang"].refuses.keys() == {
+        "pp > 1 and a.key",
+        "sparse_layers and not sparse_layers_of_stage",
+        "quantized_router",
+        "sparse_layers and tp > 1 and not ep > 1 and 256 > expert_intermediate / tp",
+    }
+    assert old["trtllm"].refuses == {"always": "so it is"}
+    assert "my.yaml, line 5: engines > vllm > one_stage: reshard 0.4 will not read `one_stage`. Write a row of `refuses`" in caplog.text
+    with pytest.raises(RequestError, match="line 4: engines > vllm > assumed_settings: expected a mapping"):
+        declared("engines: {vllm: {assumed_settings: []}}")

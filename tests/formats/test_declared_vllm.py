@@ -166,9 +166,9 @@ def test_a_tower_ends_at_the_block_that_the_config_names(number, blocks, tmp_pat
     model = find_model(config)
     if blocks is None:
         with pytest.raises(RequestError, match="for vision_feature_layer; the number of one of the 3 blocks is expected"):
-            left_out_by_class(model, rules_of("vllm", model))
+            left_out_by_class(model, rules_of("vllm", model).left_out)
         return
-    left = left_out_by_class(model, rules_of("vllm", model))
+    left = left_out_by_class(model, rules_of("vllm", model).left_out)
     assert {int(name.split(".")[4]) for name in left if ".layers." in name} == set(range(blocks, 3))
 
 
@@ -346,7 +346,7 @@ def test_each_layer_that_uses_a_shared_block_has_a_cache_of_its_own(tmp_path):
 def test_a_class_with_as_many_kv_heads_as_heads_takes_no_other_model(tmp_path):
     write(tmp_path / "model", "zamba2-one", num_key_value_heads=4)
     reshard.plan(tmp_path / "model", to="dcp")
-    with pytest.raises(UnsupportedError, match="has a KV head for each of the 8 heads; the config gives 4"):
+    with pytest.raises(UnsupportedError, match="works as if kv_heads were heads = 8, the config says 4"):
         reshard.plan(tmp_path / "model", to="vllm", tp=2)
 
 
@@ -420,7 +420,7 @@ def test_ranks_with_too_narrow_parts_of_experts_are_refused():
     rules = rules_of("vllm", model)
     check_degrees(model, rules, Parallel(2))
     check_degrees(model, rules, Parallel(4, ep=4))
-    with pytest.raises(RequestError, match="a width of 128") as refused:
+    with pytest.raises(RequestError, match="4 ranks hold less than 256 each of an expert's width of 512") as refused:
         check_degrees(model, rules, Parallel(4))
     assert "Legal tensor-parallel sizes are 1, 2" in str(refused.value)
 

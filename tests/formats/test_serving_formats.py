@@ -38,7 +38,7 @@ class MadeUpEngine(ServingFormat):
             engine=self.engine,
             fusions=(Fusion(("mlp.gate", "mlp.up"), "gate_up"),),
             names=(Rename(r"\.self_attn\.o_proj\.", ".self_attn.out."),),
-            assumed_settings=(("attention_bias", False),),
+            assumes={"attention_bias": False},
             notes=("it is made up",),
         )
 

@@ -198,7 +198,9 @@ def test_what_a_class_does_whatever_the_config_says_is_refused(model, key, value
 
 def test_a_router_that_the_config_does_not_exclude_from_quantization_is_refused():
     quantized = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    with pytest.raises(RequestError, match=r"layers\.0\.mlp\.gate\.weight: the config does not say that this router is not quantized"):
+    with pytest.raises(
+        RequestError, match=r"the config does not say that model\.layers\.0\.mlp\.gate\.weight is not quantized.*Name the routers"
+    ):
         rules_of("vllm", find_model(config_of("qwen3_moe-sparse", quantization_config=quantized)))
     quantized["modules_to_not_convert"] = [f"model.layers.{layer}.mlp.gate" for layer in range(4)]
     rules_of("vllm", find_model(config_of("qwen3_moe-sparse", quantization_config=quantized)))

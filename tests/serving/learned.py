@@ -133,7 +133,7 @@ def is_refused(model_type: str) -> bool:
     architecture = find_architecture(model_type)
     assert architecture is not None
     quirks = architecture.engines.get("vllm")
-    return quirks is not None and (quirks.not_loadable or quirks.no_class) is not None
+    return quirks is not None and "always" in quirks.refuses
 
 
 def write_named(folder: Path, config: dict[str, Any], zeros: str | None, types: dict[str, str]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def read(serving_format: ServingEngine, files: Files, hints: Hints) -> Index:
             parallel = _with_stored_experts(parallel, model, headers)
         rules, version = serving_format.stored_rules(model, parallel, headers)
         check_degrees(model, rules, parallel)
-        left_out = left_out_by_class(model, rules)
+        left_out = left_out_by_class(model, rules.left_out)
         shapes = {weight.name: weight.shape for weight in model.weights.values() if weight.name not in left_out}
         expected = partial(rank_tensors, model, placeholder_dtypes(model, rules), rules, parallel)
         placed = _placed(headers, expected, {stored: name for name, stored in scale_aliases(model, rules).items()})

@@ -60,7 +60,7 @@ def lay_out(serving_format: ServingEngine, content: Content, target: Target, com
         config = Sidecar(CONFIG, (json.dumps(engine_config, indent=4) + "\n").encode())
         sidecars = (*(sidecar for sidecar in sidecars if sidecar.path != CONFIG), config)
     besides = {name: reason for name in content.besides_model if (reason := model.reason_not_served(name))}
-    left_out = layers_not_served(model) | left_out_by_class(model, rules) | besides
+    left_out = layers_not_served(model) | left_out_by_class(model, rules.left_out) | besides
     return Layout(
         serving_format.name,
         tuple(rank_files(serving_format, target, lambda tp, pp: rank_tensors(model, stored, rules, target.parallel, tp, pp))),
@@ -104,7 +104,7 @@ def _check_content(content: Content, model: Model, rules: EngineRules) -> None:
             why="It would ignore the weight without a message and give other answers than the model",
             do=f"Leave it out on purpose with {' '.join(globs)}, or serve the model with an engine that has a slot for it",
         )
-    optional = {*without_slot, *left_out_by_class(model, rules), *not_stored_by_engines(model, rules)}
+    optional = {*without_slot, *left_out_by_class(model, rules.left_out), *not_stored_by_engines(model, rules)}
     check_against_model(content, partial=False, strict=True, optional=optional)
     scales = (name for name, weight in model.weights.items() if weight.is_cache_scale and name not in content.tensors)
     if (missing := next(scales, None)) is not None:

@@ -56,6 +56,11 @@ class Composition:
     """The key of the config for an inner config whose model_type names the part -> the part that is meant if it names none."""
 
     @property
+    def declarations(self) -> tuple[Architecture, ...]:
+        """The model that is extended, if there is one, and the towers."""
+        return (*([self.model] if self.model else []), *self.towers.values())
+
+    @property
     def engines(self) -> tuple[Mapping[str, EngineRules], ...]:
         """The rules of the parts, each by engine: the towers, a language model that the config chooses, the parts of the model that is
         extended."""
@@ -68,10 +73,7 @@ class Composition:
     @property
     def dimensions(self) -> dict[str, Dimension]:
         """The dimensions of the parts."""
-        found = dict(self.model.dimensions if self.model else {})
-        for tower in self.towers.values():
-            found |= tower.dimensions
-        return found
+        return {name: dimension for part in self.declarations for name, dimension in part.dimensions.items()}
 
     def rules(self, own: Mapping[str, EngineRules]) -> dict[str, EngineRules]:
         """The rules of the engines that a declaration lists, with those of its parts put in. An engine that was not compared with one of
@@ -233,7 +235,7 @@ def _condition(when: str | None, key: str) -> str | None:
     """A condition on an inner config as one on the whole config."""
     if when is None:
         return None
-    return re.sub(r"(^| and | or )(not )?", lambda found: found[0] + _whole_key(key, ""), when)
+    return re.sub(r"(^| and | or )(not )?", lambda term: term[0] + _whole_key(key, ""), when)
 
 
 def _whole_key(key: str, inner: str) -> str:

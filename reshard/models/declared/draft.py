@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import RequestError
+from reshard.geometry.quantities import number_runs
 from reshard.geometry.value import value
 from reshard.models.architecture import Architecture, Dimension, Weight
 from reshard.models.declared.reader import LANGUAGE, UNKNOWN
@@ -209,7 +210,7 @@ def _weight_line(weight: StoredWeight, facts: _Facts) -> str:
     keys, remark = _keys_of(weight, facts)
     kind = facts.layer_kind(weight.layers) if "{layer}" in weight.name else ""
     if kind is None:
-        only = f"only layers {_ranges(weight.layers)} of {facts.numbers['layers']} have it: dense, sparse or mtp"
+        only = f"only layers {', '.join(number_runs(weight.layers))} of {facts.numbers['layers']} have it: dense, sparse or mtp"
         remark = "; ".join(filter(None, (remark, only)))
     if kind != "":
         keys = {**keys, "layers": kind or _ASK}
@@ -221,7 +222,8 @@ def _keys_of(weight: StoredWeight, facts: _Facts) -> tuple[dict[str, str], str]:
     """The keys to write for a weight, and a remark."""
     several = len(weight.layers_of_shape) > 1
     stored_as = "stored as " + " or ".join(
-        f"{list(shape)}" + (f" in layers {_ranges(layers)}" if several else "") for shape, layers in weight.layers_of_shape.items()
+        f"{list(shape)}" + (f" in layers {', '.join(number_runs(sorted(layers)))}" if several else "")
+        for shape, layers in weight.layers_of_shape.items()
     )
     if fused := next((text for names, text in _FUSED.items() if _has_name(weight, names)), None):
         return {"role": _ASK}, f"{stored_as}; if it is several weights in one, write {fused}"
@@ -259,17 +261,6 @@ def _is_conv1d(weight: StoredWeight) -> bool:
 
 def _with_article(role: str) -> str:
     return f"{'an' if role[0] in 'aeiou' else 'a'} {role}"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers as text: 0-3, 7."""
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1].append(number)
-        else:
-            ranges.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges)
 
 
 # ---- what stands below the weights ----

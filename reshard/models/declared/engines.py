@@ -5,6 +5,8 @@ other classes, and how training frameworks compute the model.
       vllm:
         every_stage: [embedding, final_norm, head]
         names: {mlp.gate: {"0.24": mlp.experts.gate}}
+        assumes: {tie_word_embeddings: false, head_dim: hidden / heads}
+        refuses: {tp > experts: "{tp} ranks are more than its {experts} experts"}
       sglang: {}
     frameworks:
       megatron:
@@ -16,15 +18,20 @@ without a key, was compared with the declaration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from reshard.geometry.dtypes import FLOATING_WORDS, DType, from_user
 from reshard.geometry.functions import FUNCTIONS, INVERTIBLE
-from reshard.models.architecture import USE, Computation, ConfigKey, LayersOf
-from reshard.models.declared.node import Node
+from reshard.models.architecture import USE, Computation, ConfigKey, Dimension, LayersOf
+from reshard.models.declared.node import Node, expression
+from reshard.models.declared.single_rules import in_rows
 from reshard.models.declared.weights import layer_set, split_of
-from reshard.models.engine_rules import EngineRules, ExtraTensor, Fusion, LeftOut, Rename, Version, renames_of
+from reshard.models.engine_rules import WORDS, EngineRules, ExtraTensor, Fusion, LeftOut, Rename, Version, renames_of, words_of
 from reshard.models.roles import ROLES
 
 _WORDS = r"[\w-]+(\.[\w-]+)*"
@@ -33,13 +40,47 @@ _PARAMETERS = ("weight", "bias")
 _NO_LAYER = (*(role.name for role in ROLES.values() if not role.in_layer), "vision", "audio")
 
 
-def engines_of(node: Node) -> dict[str, EngineRules]:
-    """The rules by the name of the engine's format. Raises RequestError, naming the line, for a key that is not understood."""
-    return {engine: _rules(inner) for engine, inner in node.mapping().items()}
+def engines_of(node: Node, dimensions: Mapping[str, Dimension]) -> dict[str, EngineRules]:
+    """The rules by the name of the engine's format. dimensions: those of the model.
+
+    Raises: RequestError, naming the line, for a key that is not understood.
+    """
+    return {engine: _rules(inner, dimensions) for engine, inner in node.mapping().items()}
 
 
-def _rules(node: Node) -> EngineRules:
-    return EngineRules(**{key: ENGINE_KEYS[key](value) for key, value in node.mapping(tuple(ENGINE_KEYS)).items()})
+def _rules(node: Node, dimensions: Mapping[str, Dimension]) -> EngineRules:
+    readers: dict[str, Callable[[Node], Any]] = {
+        "of_class": lambda inner: {
+            replace(other, value=when).condition(): _rules(other, dimensions) for when, other in inner.mapping().items()
+        },
+        **ENGINE_KEYS,
+        "assumes": partial(_assumptions, dimensions=dimensions),
+        "refuses": partial(_refusals, dimensions={**dimensions, **dict.fromkeys(WORDS, Dimension(()))}),
+    }
+    rules = (node if node.mapping().keys() <= readers.keys() else in_rows(node)).read(readers)
+    if "names_in" in rules:
+        rules["names"] = (*rules.pop("names_in"), *rules.get("names", ()))
+    return EngineRules(**rules)
+
+
+def _assumptions(node: Node, dimensions: Mapping[str, Dimension]) -> dict[str, object]:
+    """Config key -> setting, or dimension -> expression."""
+    return {key: expression(inner, dimensions) if key in dimensions else inner.setting() for key, inner in node.mapping().items()}
+
+
+def _refusals(node: Node, dimensions: Mapping[str, Dimension]) -> dict[str, str]:
+    """Condition -> reason. dimensions: also the words that a condition can name."""
+    for when, inner in node.mapping().items():
+        numbers = re.findall(r"\{(\w+)\}", inner.sentence())
+        for term in re.split(" and | or ", when):
+            sides = term.removeprefix("not ").split(" > ")
+            if len(sides) > 1 or words_of(sides[0]) <= dimensions.keys():
+                numbers += sides
+            else:
+                replace(inner, value=term).condition()
+        for number in numbers:
+            expression(replace(inner, value=number), dimensions, optional=True, signs="*/%+-")
+    return dict(node.value)
 
 
 def _version(node: Node) -> Version:
@@ -47,16 +88,16 @@ def _version(node: Node) -> Version:
     return tuple(int(number) for number in text.split("."))
 
 
-def _names(node: Node) -> tuple[Rename, ...]:
-    return tuple(rename for words, inner in node.mapping().items() for rename in _renames(words, inner))
+def _names(node: Node, layers: str = "") -> tuple[Rename, ...]:
+    return tuple(rename for words, inner in node.mapping().items() for rename in _renames(words, inner, layers))
 
 
-def _renames(words: str, node: Node) -> Iterator[Rename]:
+def _renames(words: str, node: Node, layers: str) -> Iterator[Rename]:
     """Other words, or a mapping of versions to words."""
     node.inner("", words).word(_WORDS, "words of a name, with dots between them")
-    if isinstance(node.value, dict):
-        return renames_of(words, {_version(inner.inner("", since)): _engine_words(inner) for since, inner in node.mapping().items()})
-    return renames_of(words, {(): _engine_words(node)})
+    versions = node.mapping().items() if isinstance(node.value, dict) else ()
+    by_version = {_version(inner.inner("", since)): _engine_words(inner) for since, inner in versions}
+    return renames_of(words, by_version or {(): _engine_words(node)}, layers)
 
 
 def _engine_words(node: Node) -> str:
@@ -100,15 +141,11 @@ def _fusions(module: str, node: Node) -> Iterator[Fusion]:
 def _left_out(names: str, node: Node) -> LeftOut:
     """The reason; or a mapping of the reason and the key for the last block that is used."""
     if not isinstance(node.value, dict):
-        return LeftOut(names, _sentence(node, "the reason"))
+        return LeftOut(names, node.sentence("the reason"))
     keys = node.mapping(("behind", "because"))
     if missing := next((key for key in ("behind", "because") if key not in keys), None):
         raise node.error(f"it has no `{missing}`", do="Write the reason, or {behind: KEY, because: REASON}")
-    return LeftOut(names, _sentence(keys["because"], "the reason"), keys["behind"].config_key())
-
-
-def _settings(node: Node) -> tuple[tuple[str, object], ...]:
-    return tuple((key, inner.setting()) for key, inner in node.mapping().items())
+    return LeftOut(names, keys["because"].sentence("the reason"), keys["behind"].config_key())
 
 
 def _dtype(node: Node) -> DType | None:
@@ -124,18 +161,11 @@ def _dimension(node: Node) -> str:
     return node.word(r"[a-z_][a-z0-9_]*", "a dimension")
 
 
-def _sentence(node: Node, expected: str = "a sentence") -> str:
-    if not isinstance(node.value, str) or not node.value.strip():
-        raise node.unexpected(expected)
-    return node.value
-
-
+# Those that need the dimensions of the model, `of_class`, `assumes` and `refuses`, are read by _rules.
 ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
-    "of_class": lambda node: {name: _rules(inner) for name, inner in node.mapping().items()},
-    "when": Node.condition,
     "since": _version,
     "names": _names,
-    "names_in": lambda node: {layer_set(inner.inner("", name)): _names(inner) for name, inner in node.mapping().items()},
+    "names_in": lambda node: tuple(chain(*(_names(inner, layer_set(inner.inner("", of))) for of, inner in node.mapping().items()))),
     "fusions": lambda node: tuple(fusion for module, inner in node.mapping().items() for fusion in _fusions(module, inner)),
     "even_rows_first": lambda node: {role: _dimension(inner) for role, inner in node.mapping().items()},
     "side_by_side": lambda node: frozenset(map(_role, node.items())),
@@ -150,46 +180,28 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "unsupported": _parameters,
     "left_out": lambda node: tuple(_left_out(names, inner) for names, inner in node.mapping().items()),
     "zeros": _parameters,
-    "tp_at_most_experts": Node.flag,
-    "equal_experts": Node.flag,
-    "least_expert_width": lambda node: node.number(1),
     "padded_rows": lambda node: {role: inner.number(1) for role, inner in node.mapping().items()},
     "quantized_steps": lambda node: {role: inner.number(1) for role, inner in node.mapping().items()},
-    "packed_expert_tiles": lambda node: tuple(size.number(1) for size in node.items()),
-    "stages_need_experts": Node.flag,
-    "one_stage": lambda node: node.flag() if isinstance(node.value, bool) else node.condition(),
     "layer_lists": lambda node: {layer_set(inner.inner("", name)): _engine_words(inner) for name, inner in node.mapping().items()},
     "in_place_of": lambda node: {role: _role(inner) for role, inner in node.mapping().items()},
     "extra_tensors": lambda node: tuple(_extra_tensor(name, inner) for name, inner in node.mapping().items()),
-    "quantizes_router": Node.flag,
-    "derives_head_dim": Node.flag,
-    "ungrouped_heads": Node.flag,
-    "all_layers_sparse": Node.flag,
-    "config_defaults": _settings,
-    "assumed_settings": _settings,
-    "no_class": _sentence,
-    "not_loadable": _sentence,
-    "notes": lambda node: tuple(_sentence(item) for item in node.items()),
+    "config_defaults": lambda node: tuple((key, inner.setting()) for key, inner in node.mapping().items()),
+    "notes": lambda node: tuple(map(Node.sentence, node.items())),
 }
 
 
-_FRAMEWORK_KEYS = ("settings", "values", "assumes", "lacks", "built_by")
+_FRAMEWORK_KEYS: dict[str, Callable[[Node], Any]] = {
+    "settings": lambda node: {name: _value(inner) for name, inner in node.mapping().items()},
+    "values": lambda node: {role: inner.one_of(INVERTIBLE) for role, inner in node.mapping().items()},
+    "assumes": lambda node: tuple((key, _plain(inner)) for key, inner in node.mapping().items()),
+    "lacks": partial(Node.sentence, expected="what the framework lacks"),
+    "built_by": partial(Node.sentence, expected="a library and its class"),
+}
 
 
 def frameworks_of(node: Node) -> dict[str, Computation]:
     """The computations by the name of the framework's format. Raises RequestError, naming the line, for what is not understood."""
-    return {framework: _computation(inner) for framework, inner in node.mapping().items()}
-
-
-def _computation(node: Node) -> Computation:
-    keys = node.mapping(_FRAMEWORK_KEYS)
-    return Computation(
-        {name: _value(inner) for name, inner in keys["settings"].mapping().items()} if "settings" in keys else {},
-        {role: inner.one_of(INVERTIBLE) for role, inner in keys["values"].mapping().items()} if "values" in keys else {},
-        tuple((key, _plain(inner)) for key, inner in keys["assumes"].mapping().items()) if "assumes" in keys else (),
-        _sentence(keys["lacks"], "what the framework lacks") if "lacks" in keys else None,
-        _sentence(keys["built_by"], "a library and its class") if "built_by" in keys else None,
-    )
+    return {framework: Computation(**inner.read(_FRAMEWORK_KEYS)) for framework, inner in node.mapping().items()}
 
 
 def _value(node: Node) -> object:

@@ -10,7 +10,7 @@ The parser is libyaml, which PyYAML's wheels contain, or else PyYAML's own, whic
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import RequestError
@@ -158,7 +158,6 @@ CONFIG_KEY = r"[\w.-]+"
 # A key of a dimension, which may name the entry of each layer: num_heads.{layer}.
 KEY_OF_LAYER = r"\.?[\w-]+(\.([\w-]+|\{layer\}))*"
 _TERM = r"(?:[a-z_][a-z0-9_]*|[1-9][0-9]{0,9})"
-_EXPRESSION = re.compile(rf"\s*{_TERM}(?:\s*[*/+-]\s*{_TERM})*\s*")
 
 
 @value
@@ -204,6 +203,10 @@ class Node:
                 raise node.error(f"there is no key {key!r} here", do=_list_of_keys(allowed))
         return nodes
 
+    def read(self, readers: Mapping[str, Callable[[Node], Any]]) -> dict[str, Any]:
+        """The values of a mapping by key. readers: key that it may have -> the function that reads its value."""
+        return {key: readers[key](inner) for key, inner in self.mapping(tuple(readers)).items()}
+
     def items(self) -> list[Node]:
         """The items of a list. A single value is a list of one item."""
         values = self.value if isinstance(self.value, list) else [self.value]
@@ -212,6 +215,12 @@ class Node:
     def word(self, pattern: str = r"\S+", expected: str = "a word") -> str:
         """The value, a word that matches a pattern."""
         if not isinstance(self.value, str) or not re.fullmatch(pattern, self.value):
+            raise self.unexpected(expected)
+        return self.value
+
+    def sentence(self, expected: str = "a sentence") -> str:
+        """The value, a text for people."""
+        if not isinstance(self.value, str) or not self.value.strip():
             raise self.unexpected(expected)
         return self.value
 
@@ -269,13 +278,16 @@ def _list_of_keys(keys: Sequence[str]) -> str | None:
     return f"The keys are {', '.join(keys)}" if keys else None
 
 
-def expression(node: Node, dimensions: Mapping[str, Dimension], *, why: str | None = None, optional: bool = False) -> str:
-    """The text of an expression of dimensions. optional: whether it may use dimensions that not every model has.
+def expression(
+    node: Node, dimensions: Mapping[str, Dimension], *, why: str | None = None, optional: bool = False, signs: str = "*/+-"
+) -> str:
+    """The text of an expression of dimensions. optional: whether it may use dimensions that not every model has. signs: those that
+    it may contain.
 
     Raises: RequestError, with `why`, if it uses a dimension that is not declared.
     """
     text = str(node.value) if isinstance(node.value, int) and not isinstance(node.value, bool) else node.value
-    if not isinstance(text, str) or not _EXPRESSION.fullmatch(text):
+    if not isinstance(text, str) or not re.fullmatch(rf"\s*{_TERM}(?:\s*[{signs}]\s*{_TERM})*\s*", text):
         raise node.unexpected("a sum of products of dimensions and numbers, such as 2 * heads * head_dim + rope_dim")
     for word in re.findall(r"[a-z_][a-z0-9_]*", text):
         if word not in dimensions:

@@ -81,7 +81,7 @@ def parse_declaration(content: bytes, where: str, find: Find, named: Named | Non
     reader = WeightReader(dimensions)
     towers = _weights(keys["towers"], reader, parts) if "towers" in keys else []
     nodes = _weights(keys["weights"], reader) if "weights" in keys else []
-    weights, fields = [weight for _, weight in nodes], _fields(keys, parts, partial(declared, find=find, named=named))
+    weights, fields = [weight for _, weight in nodes], _fields(keys, parts, dimensions, partial(declared, find=find, named=named))
     if base:
         made = base.extended(*weights, model_type=name, without=_without(keys, base), **fields)
         made = replace(made, dimensions=dimensions)
@@ -113,13 +113,13 @@ def _check(made: Architecture, nodes: Sequence[tuple[Node, Weight]], root: Node)
 def _weights(node: Node, reader: WeightReader, parts: Composition | None = None) -> list[tuple[Node, Weight]]:
     """The weights of a mapping, those of the towers of `parts` at their places. The value of a name may be a list, each item of which is
     about other layers."""
-    found: list[tuple[Node, Weight]] = []
+    weights: list[tuple[Node, Weight]] = []
     for name, inner in node.mapping().items():
         if parts and is_place(inner):
-            found += [(inner, weight) for weight in parts.towers[inner.value["tower"]].weights]
+            weights += [(inner, weight) for weight in parts.towers[inner.value["tower"]].weights]
         else:
-            found += [(item, reader.weight(name, item)) for item in inner.items()]
-    return found
+            weights += [(item, reader.weight(name, item)) for item in inner.items()]
+    return weights
 
 
 def _root(content: bytes, where: str) -> Node:
@@ -254,47 +254,37 @@ def _config_keys(node: Node) -> tuple[str, ...]:
     return tuple(item.config_key() for item in node.items())
 
 
-def _fields(keys: Mapping[str, Node], parts: Composition, declared: Callable[[Node], Architecture]) -> dict[str, Any]:
+def _fields(
+    keys: Mapping[str, Node], parts: Composition, dimensions: Mapping[str, Dimension], declared: Callable[[Node], Architecture]
+) -> dict[str, Any]:
     """The fields of the architecture that the declaration sets, except dimensions, weights and `tied`."""
-    base, fields = parts.model, dict[str, Any](chosen=parts.chosen, engines_of_parts=parts.engines)
+    fields = dict[str, Any](chosen=parts.chosen, engines_of_parts=parts.engines)
     if "class" in keys:
         fields["class_name"] = keys["class"].word(r"[A-Za-z_]\w*")
     if "like" in keys:
         like = declared(keys["like"])
         fields["like"], fields["engines"], fields["frameworks"] = like.family, like.engines, like.frameworks
     if "engines" in keys:
-        fields["engines"] = {**fields.get("engines", {}), **parts.rules(engines_of(keys["engines"]))}
+        fields["engines"] = {**fields.get("engines", {}), **parts.rules(engines_of(keys["engines"], dimensions))}
     if "frameworks" in keys:
         fields["frameworks"] = {**fields.get("frameworks", {}), **frameworks_of(keys["frameworks"])}
-    inherited = [*([base] if base else []), *parts.towers.values()]
+    why = "the reason why the tensor is not needed"
     for key in ("dropped", "carried"):
-        reasons = {_regex(glob): _reason(node) for glob, node in keys[key].mapping().items()} if key in keys else {}
-        fields[key] = {pattern: reason for part in inherited for pattern, reason in getattr(part, key).items()} | reasons
-    if "sparse_layers" in keys:
-        fields["sparse_layers"] = _layer_rule(keys["sparse_layers"])
-    fields["layer_sets"] = {name: rule for part in inherited for name, rule in part.layer_sets.items()}
+        reasons = {_regex(glob): node.sentence(why) for glob, node in keys[key].mapping().items()} if key in keys else {}
+        fields[key] = {pattern: reason for part in parts.declarations for pattern, reason in getattr(part, key).items()} | reasons
+    fields["layer_sets"] = {name: rule for part in parts.declarations for name, rule in part.layer_sets.items()}
     if "layer_sets" in keys:
         rule_of = _rule_of_blocks if "tower" in keys else _layer_rule
         sets = {name: rule_of(node) for name, node in keys["layer_sets"].mapping().items()}
         if strange := next((name for name in sets if name in LAYER_SETS or not re.fullmatch(r"[a-z_][a-z0-9_]*", name)), None):
             raise keys["layer_sets"].error(f"a set of layers cannot be called {strange!r}", do="Name it by another word in lower case")
         fields["layer_sets"] |= sets
-    if "shared_blocks" in keys:
-        fields["shared_blocks"] = _shared_blocks(keys["shared_blocks"])
     if "text_config" in keys or parts.text_config:
         fields["text_config"] = keys["text_config"].config_key() if "text_config" in keys else parts.text_config
-    if "instead" in keys:
-        fields["instead"] = {model: node.condition() for model, node in keys["instead"].mapping().items()}
-    if "mtp_layers" in keys:
-        fields["mtp_layers"] = keys["mtp_layers"].config_key()
     own = {key: _default(node) for key, node in keys["defaults"].mapping().items()} if "defaults" in keys else {}
-    defaults = {key: setting for part in inherited for key, setting in part.defaults.items()} | own
+    defaults = {key: setting for part in parts.declarations for key, setting in part.defaults.items()} | own
     fields["defaults"] = {key: setting for key, setting in defaults.items() if setting != "none"}
-    if "vocabulary_multiple" in keys:
-        fields["vocabulary_multiple"] = keys["vocabulary_multiple"].number(1)
-    if "quantized_as" in keys:
-        fields["quantized_as"] = {form: _quantization(node) for form, node in keys["quantized_as"].mapping().items()}
-    return fields
+    return fields | {key: read(keys[key]) for key, read in _FIELDS.items() if key in keys}
 
 
 def _default(node: Node) -> bool | int | str | list[bool | int | str]:
@@ -316,37 +306,20 @@ def _regex(glob: str) -> str:
     return "".join(special.get(word, re.escape(word)) for word in re.split(r"(\{layer\}|\{expert\}|\{mtp\}|\*)", glob))
 
 
-def _reason(node: Node) -> str:
-    if not isinstance(node.value, str) or not node.value.strip():
-        raise node.unexpected("the reason why the tensor is not needed")
-    return node.value
-
-
-_LAYER_KEYS = ("indices", "first", "last", "step", "every", "dense", "at_end")
-
-
 def _layer_rule(node: Node) -> LayerRule:
     if node.value == "all":
         return LayerRule()
-    keys = node.mapping(("when", "list", "entries", "offset", "indices_start", *_LAYER_KEYS))
-    if ("list" in keys) != ("entries" in keys):
+    rule = node.read(_LAYER_KEYS)
+    if ("list" in rule) != ("entries" in rule):
         raise node.error("`list` names a list of the config and `entries` which of its entries count", do="Write both, or none of them")
-    config_keys = {key: keys[key].config_key() for key in _LAYER_KEYS if key in keys}
-    return LayerRule(
-        when=keys["when"].condition() if "when" in keys else None,
-        keys=_config_keys(keys["list"]) if "list" in keys else (),
-        entries=tuple(_entry(item) for item in keys["entries"].items()) if "entries" in keys else (),
-        offset=keys["offset"].number(0) if "offset" in keys else 0,
-        indices_start=keys["indices_start"].number(0) if "indices_start" in keys else 0,
-        **config_keys,
-    )
+    return LayerRule(keys=rule.pop("list", ()), **rule)
 
 
 def _shared_blocks(node: Node) -> SharedBlocks:
-    keys = node.mapping(("layers", "count", "when"))
-    if not {"layers", "count"} <= keys.keys():
+    blocks = node.read({"layers": layer_set, "count": Node.config_key, "when": Node.condition})
+    if not {"layers", "count"} <= blocks.keys():
         raise node.error("`layers` names the layers that share blocks and `count` the config's key for their number", do="Write both")
-    return SharedBlocks(layer_set(keys["layers"]), keys["count"].config_key(), keys["when"].condition() if "when" in keys else None)
+    return SharedBlocks(**blocks)
 
 
 def _rule_of_blocks(node: Node) -> LayerRule:
@@ -359,6 +332,25 @@ def _rule_of_blocks(node: Node) -> LayerRule:
 
 def _entry(node: Node) -> str | int:
     return node.number(0) if isinstance(node.value, int) else node.word()
+
+
+_LAYER_KEYS: dict[str, Callable[[Node], Any]] = {
+    "when": Node.condition,
+    "list": _config_keys,
+    "entries": lambda node: tuple(map(_entry, node.items())),
+    "offset": lambda node: node.number(0),
+    "indices_start": lambda node: node.number(0),
+    **dict.fromkeys(("indices", "first", "last", "step", "every", "dense", "at_end"), Node.config_key),
+}
+# The keys that are fields of the architecture, each by itself.
+_FIELDS: dict[str, Callable[[Node], Any]] = {
+    "sparse_layers": _layer_rule,
+    "shared_blocks": _shared_blocks,
+    "instead": lambda node: {model: inner.condition() for model, inner in node.mapping().items()},
+    "mtp_layers": Node.config_key,
+    "vocabulary_multiple": lambda node: node.number(1),
+    "quantized_as": lambda node: {form: _quantization(inner) for form, inner in node.mapping().items()},
+}
 
 
 def _tied(keys: Mapping[str, Node], made: Architecture, base: Architecture | None) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from reshard.errors import RequestError
 from reshard.geometry.documents import document
 from reshard.geometry.dtypes import DType, from_safetensors
 from reshard.geometry.functions import FUNCTIONS
+from reshard.geometry.quantities import number_runs
 from reshard.serving.learned.layout import (
     LearnedLayout,
     LearnedSizes,
@@ -58,10 +59,10 @@ def _document(layout: LearnedLayout) -> dict[str, Any]:
     for (pp, has_ep, pp_rank), tensors in layout.stages.items():
         rows = []
         for each in tensors:
-            row = [each.name, list(map(_range_text, each.ranges)), templates.setdefault(each.template, len(templates))]
+            row = [each.name, _ranges_text(each.ranges), templates.setdefault(each.template, len(templates))]
             rows.append(row if each.ranks is None else [*row, each.ranks])
         stages.append({"pp": pp, "pp_rank": pp_rank, "ep": has_ep, "tensors": rows})
-    sources = [[each.name, list(map(_range_text, each.ranges)), each.template.dtype.name, each.template.shape] for each in layout.sources]
+    sources = [[each.name, _ranges_text(each.ranges), each.template.dtype.name, each.template.shape] for each in layout.sources]
     parts = {"sources": sources, "templates": list(map(_template_json, templates)), "stages": stages}
     found = {**document(layout, schema_version=SCHEMA_VERSION), **parts}
     return {**found, "digest": _digest(json.loads(_compact(found)))}
@@ -73,15 +74,8 @@ def _digest(document: Mapping[str, Any]) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _range_text(values: tuple[int, ...]) -> str:
-    """Numbers as runs: 0-3,5."""
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and value == runs[-1][1] + 1:
-            runs[-1][1] = value
-        else:
-            runs.append([value, value])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+def _ranges_text(ranges: Ranges) -> list[str]:
+    return [",".join(number_runs(values)) for values in ranges]
 
 
 def _template_json(template: TensorTemplate) -> dict[str, Any]:
