@@ -128,9 +128,7 @@ class Format(ABC):
 
         Raises: CheckpointError if something is missing, truncated or contradicts itself.
         """
-        read = self._function(self.reader, "read")
-        if read is None:
-            raise UnsupportedError(f"the format {self.name} has neither a file {self.reader}.py with a function `read` nor a method `read`")
+        read = self._needed(self.reader, "read", f"has neither a file {self.reader}.py with a function `read` nor a method `read`")
         index: Index = read(files, hints)
         return index
 
@@ -143,9 +141,7 @@ class Format(ABC):
 
         Raises: CheckpointError if the keys and the settings do not describe one model.
         """
-        read_memory = self._function(self.reader, "read_memory")
-        if read_memory is None:
-            raise UnsupportedError(f"the format {self.name} does not read the memory of ranks")
+        read_memory = self._needed(self.reader, "read_memory", "does not read the memory of ranks")
         index: Index = read_memory(memory, settings, hints)
         return index
 
@@ -167,11 +163,8 @@ class Format(ABC):
 
         Raises: RequestError if the model or the parallel sizes do not allow it, or if this format is only read.
         """
-        lay_out = self._function(self.writer, "lay_out")
-        if lay_out is None:
-            raise UnsupportedError(
-                f"the format {self.name} is read, not written", do="`reshard formats` lists the formats that are written"
-            )
+        do = "`reshard formats` lists the formats that are written"
+        lay_out = self._needed(self.writer, "lay_out", "is read, not written", do)
         layout: Layout = lay_out(content, target, companions)
         return layout
 
@@ -180,9 +173,7 @@ class Format(ABC):
 
         Raises: RequestError if the model or the parallel sizes do not allow it, or if the format does not tell what ranks hold.
         """
-        lay_out_memory = self._function(self.writer, "lay_out_memory")
-        if lay_out_memory is None:
-            raise UnsupportedError(f"the format {self.name} does not tell what the ranks of a run hold")
+        lay_out_memory = self._needed(self.writer, "lay_out_memory", "does not tell what the ranks of a run hold")
         layout: Layout = lay_out_memory(content, target)
         return layout
 
@@ -196,6 +187,13 @@ class Format(ABC):
         """Whether it tells what the ranks of a run hold in memory."""
         is_method = type(self).lay_out_memory is not Format.lay_out_memory
         return self.holds_rows or is_method or self._function(self.writer, "lay_out_memory") is not None
+
+    def _needed(self, module: str, name: str, lacking: str, do: str | None = None) -> Callable[..., Any]:
+        """As `_function`. Raises UnsupportedError, which says what the format lacks, if there is none."""
+        function = self._function(module, name)
+        if function is None:
+            raise UnsupportedError(f"the format {self.name} {lacking}", do=do)
+        return function
 
     def _function(self, module: str, name: str) -> Callable[..., Any] | None:
         """The function of that name in a module of the format's folder; None if there is no such module, or it has no such function."""

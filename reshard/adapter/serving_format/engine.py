@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from reshard.adapter.format import Format
-from reshard.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from reshard.adapter.format import Hints
@@ -62,9 +61,9 @@ class ServingEngine(Format):
 
         Raises: RequestError for sizes, versions or models that the engine's files cannot have.
         """
-        rules_for_target = self._function("rules", "rules_for_target")
-        if rules_for_target is None:
-            raise UnsupportedError(f"the format {self.name} has neither a method `rules` nor a function `rules_for_target` in rules.py")
+        rules_for_target = self._needed(
+            "rules", "rules_for_target", "has neither a function `rules_for_target` in rules.py nor a method `rules`"
+        )
         rules: EngineRules = rules_for_target(model, target)
         return rules
 
