@@ -23,8 +23,8 @@ OF_FORMATS = "Only for "
 """The title of a section of options begins so, if they belong to formats; their names follow."""
 
 COMMON = (
-    "to", "tp", "pp", "ep", "dtype", "optimizer", "into", "push", "all", "compare", "step", "part", "model", "include", "dry_run", "resume",
-    "overwrite", "materialize", "quiet", "as_json",
+    "to", "tp", "pp", "ep", "dtype", "optimizer", "into", "push", "all", "compare", "step", "component", "part", "model", "include",
+    "dry_run", "resume", "overwrite", "materialize", "quiet", "as_json",
 )  # fmt: skip
 """The options of -h, by parameter, where a command has many."""
 # A command with fewer options shows all of them with -h.
@@ -39,6 +39,8 @@ OTHER_NAMES = {
     "--expert-tensor-parallel-size": "--etp", "--num-virtual-stages-per-pipeline-rank": "--vp",
 }  # fmt: skip
 """What vLLM, SGLang and Megatron call options of reshard. They are understood, and --help does not list them."""
+OLD_NAMES = {"--part": "--component"}
+"""Options that had another name. The old one is understood with a warning, for one minor version."""
 
 
 class Help(click.HelpFormatter):
@@ -103,8 +105,11 @@ class HelpfulCommand(click.Command):
         for word in args:
             name, equals, given = word.partition("=")
             is_rest = is_rest or word == "--"
-            own = OTHER_NAMES.get(name)
-            found.append(f"{own}{equals}{given}" if own in known and name not in known and not is_rest else word)
+            own = OTHER_NAMES.get(name) or OLD_NAMES.get(name)
+            is_other = own in known and name not in known and not is_rest
+            if is_other and name in OLD_NAMES and not ctx.resilient_parsing:
+                warn_of_old_name(name)
+            found.append(f"{own}{equals}{given}" if is_other else word)
         return found
 
     def sections(self, ctx: click.Context) -> dict[str, list[click.Option]]:
@@ -153,6 +158,14 @@ class HelpfulCommand(click.Command):
     def _about_formats(self, ctx: click.Context) -> str:
         has_formats = any(title.startswith(OF_FORMATS) for title in self.sections(ctx))
         return " --to FORMAT --help shows those of one format." if has_formats and not ctx.meta.get("reshard.to") else ""
+
+
+def warn_of_old_name(flag: str) -> None:
+    """Log that an option has been given by the name that it had before."""
+    from reshard.engine.events import event
+
+    own = OLD_NAMES[flag]
+    event("old-name", f"{flag} NAME chooses a checkpoint: write {own} NAME; 0.4 does not understand {flag} NAME", level=30, option=own)
 
 
 def set_apart(sections: Mapping[str, object], *others: Sequence[str]) -> list[str]:

@@ -49,7 +49,7 @@ Decorator = Callable[[Function], Function]
 
 
 class Command(help.HelpfulCommand):
-    """A command with the options of the log, whose arguments may be folders in which --step and --part choose a checkpoint."""
+    """A command with the options of the log, whose arguments may be folders in which --step and --component choose one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, epilog=EPILOG, **kwargs)
@@ -252,7 +252,7 @@ def page_of(given: dict[str, Any]) -> PageOptions:
 
 
 class Chosen:
-    """What --step and --part of one command line say, until its arguments become the paths of the checkpoints that they choose."""
+    """What --step and --component of one command line say, until its arguments become the paths of the checkpoints that they choose."""
 
     def __init__(self) -> None:
         self.step: str | None = None
@@ -306,39 +306,39 @@ def _choose_step(ctx: click.Context, param: click.Parameter, given: str | None) 
     Chosen.of(ctx).step = given
 
 
-def _choose_part(ctx: click.Context, param: click.Parameter, given: str | None) -> None:
-    Chosen.of(ctx).part = given
+def _choose_component(ctx: click.Context, param: click.Parameter, given: str | None) -> None:
+    chosen = Chosen.of(ctx)
+    if given and chosen.part:
+        raise click.BadParameter(f"{chosen.part} and {given}: give one of them", ctx, param)
+    chosen.part = chosen.part or given
 
 
-def _choose_part_or_share(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> str | None:
-    """The part of the work, such as 3/8; another word chooses a checkpoint. Each may be given once."""
+def _share_of_work(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> str | None:
+    """The part of the work, such as 3/8. Another word chooses a checkpoint, as before 0.3."""
     shares = [each for each in given if _SHARE.fullmatch(each)]
-    names = [each for each in given if each not in shares]
-    if len(shares) > 1 or len(names) > 1:
-        raise click.BadParameter(f"{' and '.join(shares if len(shares) > 1 else names)}: give one of them", ctx, param)
-    Chosen.of(ctx).part = next(iter(names), None)
+    if len(shares) > 1:
+        raise click.BadParameter(f"{' and '.join(shares)}: give one of them", ctx, param)
+    for name in (each for each in given if each not in shares):
+        help.warn_of_old_name("--part")
+        _choose_component(ctx, param, name)
     return next(iter(shares), None)
 
 
-# The words of --part that share the work of a conversion; other words name a checkpoint.
 _SHARE = re.compile(r"auto|-?\d*/?-?\d*")
-step = option("--step", section=SOURCE, metavar="STEP", is_eager=True, expose_value=False, callback=_choose_step, help=_about("step"))
 choice = together(
-    step,
+    option("--step", section=SOURCE, metavar="STEP", is_eager=True, expose_value=False, callback=_choose_step, help=_about("step")),
     option(
-        "--part",
         "--component",
         section=SOURCE,
         metavar="NAME",
         is_eager=True,
         expose_value=False,
-        callback=_choose_part,
+        callback=_choose_component,
         help=_about("part"),
     ),
 )
 """Which checkpoint of a run or of a folder of models. Eager: it is known when the arguments are looked at."""
-only_format = keywords(OpenOptions, "format", section=SOURCE)
-format_name = together(only_format, choice)
+format_name = together(keywords(OpenOptions, "format", section=SOURCE), choice)
 architecture = keywords(ModelOptions, "architecture", section=SOURCE)
 
 
@@ -435,14 +435,12 @@ _METAVARS: Mapping[str, str] = {"number": "N", "numbers": "N,N,..", "size": "SIZ
 parts = together(
     option(
         "--part",
-        "--component",
-        "part",
         section=PARTS,
-        metavar="I/N|auto|NAME",
+        metavar="I/N|auto",
         multiple=True,
         is_eager=True,
-        callback=_choose_part_or_share,
-        help="Part I of N of the work (auto: as the launcher says), or NAME, a checkpoint of a step.",
+        callback=_share_of_work,
+        help="Part I of N of the work (auto: as the launcher says).",
     ),
     option("--parts", section=PARTS, type=click.IntRange(1), metavar="N", help="With --part auto: how many parts there are (Kubernetes)."),
     option(

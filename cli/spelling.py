@@ -4,6 +4,7 @@ Leave out `overwrite=True`                 Leave out --overwrite
 Add `model=DIR`                            Add --model DIR
 `merge_adapter='self'`: no adapter         --merge-adapter self: no adapter
 Without `dtype=` no tensor is cast         Without --dtype no tensor is cast
+Add `part=actor`                           Add --component actor, as --part shares the work
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import re
 # A keyword in backticks, with an equals sign and maybe a value, which may be quoted; in HTML the quote is escaped.
 _KEYWORD = re.compile(r"`([a-z]\w*)=((?:True|False)?)(?:'|&#x27;)?([^`']*?)(?:'|&#x27;)?`")
 
+_OTHER_FLAGS = {"part": "component"}
+
 
 def with_flags(text: str) -> str:
     """A text in which keywords are spelled as flags."""
@@ -21,4 +24,5 @@ def with_flags(text: str) -> str:
 
 def _flag(found: re.Match[str]) -> str:
     name, switch, value = found.groups()
+    name = _OTHER_FLAGS.get(name, name)
     return f"--{'no-' if switch == 'False' else ''}{name.replace('_', '-')}" + (f" {value}" if value else "")

@@ -1,5 +1,6 @@
-"""By which names the checkpoints of each format are known, as data. Only formats with a glob that fits are imported and asked.
+"""The formats of reshard, and by which names their checkpoints are known, as data.
 
+Only formats with a glob that fits are imported and asked.
 A glob is compared with the paths of the entries of the checkpoint's folder, and of the folders in it. `*` stands for any characters of one
 name, folders end in a slash, and `../*/` in front is the checkpoint's folder, if its name matters. A signature may fit checkpoints of other
 formats as well. It has to fit whenever the format's `detect` finds or refuses something.
@@ -46,3 +47,6 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "universal": ("latest_universal", "zero/", "*/zero/"),
     "vllm": ("model-rank-*-part-*.safetensors", "model-pp-*-tp-*-part-*.safetensors"),
 }
+
+SHARED_FOLDERS = {"megatron-dist": "megatron.megatron_dist", "peft": "hf.peft", "universal": "deepspeed.universal"}
+"""The modules of formats that lie in another format's folder. The folder of any other format has its name, with _ for -."""

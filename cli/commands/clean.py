@@ -37,6 +37,8 @@ def command(directory: str, yes: bool, as_json: bool) -> None:
     from reshard.verbs.leftovers import leftovers, remove
 
     found = list(leftovers(directory, _warn))
+    if any(each.upload for each in found):
+        _warn(f"{directory}: 0.4 does not list uploads: give the bucket the lifecycle rule AbortIncompleteMultipartUpload", "going-away")
     removed = set()
     for each in found:
         if yes and each.is_removable:
@@ -54,10 +56,10 @@ def command(directory: str, yes: bool, as_json: bool) -> None:
     _show(directory, found, removed, yes=yes, in_store=is_url(directory))
 
 
-def _warn(error: ReshardError) -> None:
+def _warn(error: ReshardError | str, name: str = "not-read") -> None:
     from reshard.engine.events import event
 
-    event("not-read", str(error), level=30)
+    event(name, str(error), level=30)
 
 
 def _show(directory: str, found: list[Leftover], removed: set[str], *, yes: bool, in_store: bool) -> None:

@@ -31,8 +31,7 @@ _MOST = 20
 options_of_convert = options.together(
     options.target(required=False),
     options.selection("Convert"),
-    options.only_format,
-    options.step,
+    options.format_name,
     options.model,
     options.option("--dry-run", section=options.OUTPUT, is_flag=True, help="Show the proven plan; write nothing."),
     options.option("--resume", section=options.OUTPUT, is_flag=True, help="Resume an interrupted conversion."),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @options.full_every
 @click.option("--to", metavar="FORMAT", help="With --of: the format of the full checkpoints (default: hf).")
 @click.option("--dtype", metavar="DTYPE", help="With --of: cast floating-point weights: bf16, fp16 ...")
-@click.option("--part", "--component", "part", metavar="NAME", help="With --of: which checkpoint of each step, such as actor.")
+@click.option("--component", "part", metavar="NAME", help="With --of: which checkpoint of each step, such as actor.")
 @click.option(
     "--encoding",
     type=click.Choice(["xor", "overwrite"]),

@@ -75,13 +75,18 @@ def _version(package: str) -> str | None:
 
 def _formats() -> Iterator[tuple[str, str]]:
     """Each format with the package that brings it; one that cannot be loaded with the reason."""
-    for point in sorted(entry_points(group="reshard.formats"), key=lambda point: point.name):
+    from reshard.adapter import registry
+    from reshard.errors import RequestError
+
+    for name in registry.names():
+        point = registry.others(registry.GROUP).get(name)
+        origin = _origin(point) if point else f"reshard {reshard.__version__}"
         try:
-            point.load()
-        except Exception as error:
-            yield point.name, f"{_origin(point)}: cannot be loaded: {type(error).__name__}: {error}"
+            registry.named(name)
+        except RequestError as error:
+            yield name, f"{origin}: cannot be loaded: {error}"
         else:
-            yield point.name, _origin(point)
+            yield name, origin
 
 
 def _origin(point: EntryPoint) -> str:

@@ -29,7 +29,7 @@ from ..runs import show_events
 @click.option("--all", "once", is_flag=True, help="Convert what is complete now, and end.")
 @click.option("--keep", type=click.IntRange(1), metavar="N", help="Keep the outputs of the newest N steps.")
 @click.option("--then", metavar="COMMAND", help="Run a shell command after each step; RESHARD_TARGET and RESHARD_STEP are set.")
-@click.option("--part", "--component", "part", metavar="NAME", help="Which checkpoint of each step, such as actor, if a step has several.")
+@click.option("--component", "part", metavar="NAME", help="Which checkpoint of each step, such as actor, if a step has several.")
 @click.option("--link-unchanged", is_flag=True, help="Hard-link files that are equal to those of the output before.")
 @click.option("--poll", type=click.FloatRange(0.01), default=30.0, metavar="SECONDS", help="Look at the run so often (default: 30).")
 @click.option(

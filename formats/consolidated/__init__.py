@@ -15,18 +15,10 @@ Measured on files that Meta's model code (llama 2, llama3) wrote with fairscale 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from reshard.adapter.format import Format, Hints, Option
+from reshard.adapter.format import Format, Option
+from reshard.storage.files import Files
 
 from .files import weight_files
-
-if TYPE_CHECKING:
-    from reshard.adapter.model_files import ModelFiles
-    from reshard.canonical.content import Content
-    from reshard.index.index import Index
-    from reshard.plans.layout import Layout, Target
-    from reshard.storage.files import Files
 
 EMBEDDING_CUT = Option(
     "embedding_cut",
@@ -45,16 +37,6 @@ class Consolidated(Format):
 
     def detect(self, files: Files) -> str | None:
         return next(iter(weight_files(files)), None)
-
-    def read(self, files: Files, hints: Hints) -> Index:
-        from .read import read
-
-        return read(files, hints)
-
-    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
-        from .write import lay_out
-
-        return lay_out(content, target, companions)
 
 
 FORMAT = Consolidated()

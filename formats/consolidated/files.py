@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from reshard.storage.files import Files
+from reshard.storage.files import Files
 
 PARAMS = "params.json"
 _RANK = re.compile(r"consolidated\.(\d\d)\.pth")

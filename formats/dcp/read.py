@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from reshard.adapter.dcp_reader import DcpFolder, KeyedFolder
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
-from reshard.adapter.save_folders import step_of
+from reshard.adapter.save_folders import step_of, the_one_save
 from reshard.canonical.tensor_classes import RUN_ROOTS, root_of
+from reshard.errors import CheckpointError, IncompleteError
 from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
 from reshard.index.shards import Shards
 from reshard.storage.files import Files
 
+from . import ANY_METADATA, DATA, METADATA, folders_below
 from .keys import ModelRoots, NumberNames, is_setting, key_path, kind_and_name, may_be_array, number_names, param_groups, stored_path
 
 Shape = tuple[int, ...]
+_ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+/")
 
 
-def read(files: Files, prefixes: Sequence[str], hints: Hints) -> Index:
-    """The index of the DCP directories that make up a checkpoint; `prefixes` are what their paths start with."""
-    builder = IndexBuilder("dcp", files)
+def read(files: Files, hints: Hints) -> Index:
+    """The index of the DCP directories that make up a checkpoint."""
+    builder, prefixes = IndexBuilder("dcp", files), _folders(files)
     folders = [DcpFolder(files, prefix) for prefix in prefixes]
     parameters: dict[str, Shape] = {}
     beside: dict[str, None] = {}
@@ -55,6 +59,31 @@ def read(files: Files, prefixes: Sequence[str], hints: Hints) -> Index:
     return builder.build(facts, param_groups=read_param_groups)
 
 
+def _folders(files: Files) -> list[str]:
+    """The DCP directories that make up this checkpoint: "" is the directory itself, others have a slash at their end.
+
+    Raises: CheckpointError if the save was not finished, or there is no save; RequestError for several saves.
+    """
+    listing = files.list()
+    if any(ANY_METADATA.fullmatch(path) for path in listing):
+        return [""]
+    if any(path.endswith(DATA) for path in listing):
+        raise CheckpointError(
+            f"there are {DATA} files and no {METADATA}" + (" but .metadata.tmp" if ".metadata.tmp" in listing else ""),
+            where=files.root,
+            why=f"torch writes {METADATA} last, so this save was not finished, or a copy skipped files that start with a dot",
+            do=f"Copy {METADATA} from where the checkpoint was written, or take an earlier checkpoint",
+        )
+    below = folders_below(files)
+    # accelerate: the model before the optimizer, whose numbers count the model's parameters.
+    if accelerate := [folder for folder in below if _ACCELERATE.fullmatch(folder)]:
+        return sorted(accelerate, reverse=True)
+    folder = the_one_save(files, below)
+    if folder is None:
+        raise IncompleteError(f"there is no {METADATA}", where=files.root, do="Give the directory that holds it, or another `format=`")
+    return [folder]
+
+
 def add_arrays(builder: IndexBuilder, folder: DcpFolder, names: NumberNames, roots: ModelRoots) -> Iterator[str]:
     """Add the arrays among the objects that stand beside the weights or in the state of a parameter. Returns the names of these objects."""
     placed = {fqn: kind_and_name(stored_path(folder.metadata, fqn), names, roots) for fqn in folder.metadata.objects}
@@ -71,7 +100,7 @@ def add_arrays(builder: IndexBuilder, folder: DcpFolder, names: NumberNames, roo
         yield from [fqn] if arrays else []
 
 
-def read_memory(memory: KeyedFolder, hints: Hints) -> Index:
+def read_memory(memory: KeyedFolder, settings: Mapping[str, Any], hints: Hints) -> Index:
     """The index of what the ranks of a run hold in memory, under the names of the model's parameters and buffers."""
     items = memory.metadata.tensors.values()
     tensors = tuple(Tensor(item.fqn, item.dtype, item.shape, "weight", memory.shards(item)) for item in items)

@@ -20,18 +20,19 @@ from reshard.models.model import Model
 from reshard.storage.files import Files
 from reshard.storage.json_input import parsed
 
-from . import ShardFile
+from .files import ShardFile, shard_files
 
 _INFO = "DCP_SHARDING_INFO"
 # Offsets beyond this are damage: no tensor has as many elements along an axis.
 _MOST_ELEMENTS = 1 << 40
 
 
-def read(files: Files, shards: Sequence[ShardFile], hints: Hints) -> Index:
+def read(files: Files, hints: Hints) -> Index:
     """The index of the ranks' files.
 
     Raises: CheckpointError if a file is missing, or the files contradict each other or the model's config.
     """
+    shards = shard_files(files)
     if not shards:
         raise MissingFile("there is no shard-<rank>-model-<i>-of-<n>.safetensors", where=files.root)
     builder = IndexBuilder("dcp-safetensors", files)

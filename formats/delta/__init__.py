@@ -14,18 +14,12 @@ Source: slime 624b824 (utils/disk_delta.py, update_weight_from_disk_delta.py), m
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-from reshard.adapter.format import Format, Hints
+from reshard.adapter.format import Format
 from reshard.index.deltas import INDEX
-
-if TYPE_CHECKING:
-    from reshard.index.index import Index
-    from reshard.storage.files import Files
+from reshard.storage.files import Files, read_range
 
 _FILE = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
-# Both programs write the metadata first. Ours has the encoding before anything that is long.
-_HEAD = 1 << 16
 
 
 class Delta(Format):
@@ -35,11 +29,10 @@ class Delta(Format):
     changes_base = True
 
     def detect(self, files: Files) -> str | None:
-        from reshard.storage.files import read_range
-
         if INDEX not in files.list():
             return None
-        head = read_range(files, INDEX, 0, min(files.size(INDEX) or 0, _HEAD))
+        # Both programs write the metadata first. Ours has the encoding before anything that is long.
+        head = read_range(files, INDEX, 0, min(files.size(INDEX) or 0, 1 << 16))
         return f"delta_encoding in {INDEX}" if re.search(rb'"delta_encoding"\s*:', head) else None
 
     def complete(self, files: Files) -> str | None:
@@ -47,11 +40,6 @@ class Delta(Format):
         numbered = [match for path in files.list() if (match := _FILE.fullmatch(path))]
         is_whole = INDEX in files.list() and all(len(numbered) == int(match[1]) for match in numbered)
         return f"all files of {INDEX} are there" if is_whole else None
-
-    def read(self, files: Files, hints: Hints) -> Index:
-        from .read import read
-
-        return read(files)
 
 
 FORMAT = Delta()

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.model_files import read_json
 from reshard.containers import safetensors
@@ -24,7 +25,7 @@ _CHECKSUMS = ("blake3", "xxh3-128", "adler32")
 _BASE = "the weights of its base: give both, as BASE+DELTA"
 
 
-def read(files: Files) -> Index:
+def read(files: Files, hints: Hints) -> Index:
     """The index of a delta: its tensors are the frames.
 
     Raises: CheckpointError if files and index contradict each other; UnsupportedError for another encoding, compression or checksum.

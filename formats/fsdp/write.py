@@ -27,7 +27,7 @@ from reshard.geometry.value import value
 from reshard.index.index import ParamGroup, Tensor
 from reshard.plans.layout import AlikeTensors, FileForm, Layout, LazyFraming, PlacedTensor, Sidecar, Target, TargetFile
 
-from . import TORCH_VERSIONS
+from . import TORCH_VERSION
 
 # verl's name for the only dimension of its mesh.
 _DIMENSION = "fsdp"
@@ -41,7 +41,7 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     target.parallel.allow("dp", what="FSDP files, where the data-parallel ranks share every tensor (`dp=`)")
     groups = _param_groups(content)
     dtypes = {key: target.dtype_of(tensor) for key, tensor in content.tensors.items()}
-    ranks, torch_version = target.parallel.dp, target.options.get("torch_version") or _installed_torch() or TORCH_VERSIONS[-1]
+    ranks, torch_version = target.parallel.dp, target.options.get("torch_version") or _installed_torch() or TORCH_VERSION.choices[-1]
     wanted = _Wanted(content, dtypes, groups, ranks, torch_version)
     of_kinds = [list(_rank_files(wanted, kind)) for kind in (("model", "optim") if groups else ("model",))]
     files = tuple(file for of_rank in zip(*of_kinds, strict=True) for file in of_rank)
@@ -57,7 +57,7 @@ def _installed_torch() -> str | None:
         version = ".".join(metadata.version("torch").split(".")[:2])
     except metadata.PackageNotFoundError:
         return None
-    return version if version in TORCH_VERSIONS else None
+    return version if version in TORCH_VERSION.choices else None
 
 
 def _param_groups(content: Content) -> tuple[ParamGroup, ...]:

@@ -15,14 +15,9 @@ Measured on torch 2.13 (fixtures/fsdp/fsdp1-local, fsdp1-local-orig, fsdp1-local
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from reshard.adapter.format import Format, Hints
+from reshard.adapter.format import Format
 from reshard.adapter.rank_files import first_rank_file
-
-if TYPE_CHECKING:
-    from reshard.index.index import Index
-    from reshard.storage.files import Files
+from reshard.storage.files import Files
 
 
 class FsdpLocal(Format):
@@ -37,11 +32,6 @@ class FsdpLocal(Format):
         from reshard.adapter.state_dicts import holds_flat_parameters
 
         return path if holds_flat_parameters(files, path) else None
-
-    def read(self, files: Files, hints: Hints) -> Index:
-        from .read import read
-
-        return read(files, hints)
 
 
 FORMAT = FsdpLocal()

@@ -17,18 +17,10 @@ Measured on transformers 5.23 and safetensors 0.8; index rules: transformers, mo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from reshard.adapter.format import MAX_SHARD_SIZE, Format, Hints, Option
+from reshard.adapter.format import MAX_SHARD_SIZE, Format, Option
+from reshard.storage.files import Files
 
 from .files import weight_files
-
-if TYPE_CHECKING:
-    from reshard.adapter.model_files import ModelFiles
-    from reshard.canonical.content import Content
-    from reshard.index.index import Index
-    from reshard.plans.layout import Layout, Target
-    from reshard.storage.files import Files
 
 LIKE = Option("like", "path", "Use the names, fusions, element types and files of this Hugging Face folder; only its headers are read.")
 NAMES = Option("names", "text", "Write under the names, fusions and rotary order of this trainer, such as torchtitan or litgpt.")
@@ -45,16 +37,6 @@ class HuggingFace(Format):
 
     def detect(self, files: Files) -> str | None:
         return next(iter(weight_files(files)), None)
-
-    def read(self, files: Files, hints: Hints) -> Index:
-        from .read import read
-
-        return read(files, hints)
-
-    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
-        from .write import lay_out
-
-        return lay_out(content, target, companions)
 
 
 FORMAT = HuggingFace()

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointError, IncompleteError, MissingFile
 from reshard.geometry.value import value
-
-if TYPE_CHECKING:
-    from reshard.storage.files import Files
+from reshard.storage.files import Files
 
 SAFETENSORS = ".safetensors"
 _INDEX = ".index.json"

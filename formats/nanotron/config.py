@@ -14,7 +14,7 @@ from reshard.geometry.value import value
 from reshard.models.config_values import rotary_base, rotary_settings, rotary_type
 from reshard.models.model import Model
 
-from . import CONFIG
+from .files import CONFIG
 
 _SAME = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings", "rms_norm_eps",

@@ -23,8 +23,8 @@ from reshard.geometry.value import value
 from reshard.index.index import Index, RunFacts
 from reshard.storage.files import Files
 
-from . import CONFIG, METADATA, OF_THE_RUN, TENSOR, WEIGHTS
 from .config import NanotronModel, model_of
+from .files import CONFIG, METADATA, OF_THE_RUN, TENSOR, WEIGHTS
 from .slices import placed
 
 _QKV = ".attn.qkv_proj.weight"

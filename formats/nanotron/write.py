@@ -20,8 +20,8 @@ from reshard.geometry.sections import Section, Sections, StoredTensor
 from reshard.models.model import Model
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
 
-from . import CONFIG, METADATA, TENSOR, WEIGHTS
 from .config import document_of
+from .files import CONFIG, METADATA, TENSOR, WEIGHTS
 from .slices import metadata_of
 
 _VERSION = "1.2"

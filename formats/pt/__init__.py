@@ -3,6 +3,9 @@
     pytorch_model_fsdp.bin, optimizer.bin   FSDP FULL_STATE_DICT, by accelerate
     model.pt, checkpoint.pth, ...           {"model": state dict, "optimizer": ..., "epoch": ...}, or the state dict itself
 
+files.py    which files hold the model, and which its optimizer
+read.py     the index
+
 A checkpoint is one file, or a folder with one file for the model and files for its optimizer, which have "optim" in their names. The
 files of a Hugging Face model (pytorch_model.bin and its shards) belong to the format hf.
 Measured on torch 2.13 and older files (fixtures/fsdp/full-*, fixtures/torch_versions).
@@ -10,26 +13,10 @@ Measured on torch 2.13 and older files (fixtures/fsdp/full-*, fixtures/torch_ver
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING
+from reshard.adapter.format import Format
+from reshard.storage.files import Files
 
-from reshard.adapter.format import Format, Hints
-from reshard.adapter.rank_files import rank_file_sets
-
-if TYPE_CHECKING:
-    from reshard.index.index import Index
-    from reshard.storage.files import Files
-
-_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-# Files of other formats. Where one lies, it holds the weights, and torch.save files beside it hold something else.
-_OTHER_FORMATS = (".safetensors", ".distcp", ".metadata", ".index.json")
-_HUGGING_FACE = re.compile(r"(pytorch_model|adapter_model|model)(-\d{5}-of-\d{5}|\.\w+)?\.bin")
-# One rank's part of a DeepSpeed or Megatron checkpoint: never a whole model.
-_PARTS = re.compile(r".*(mp_rank_\d|_states\.pt$|model_optim_rng|zero_pp_rank).*")
-# What trainers save beside weights.
-_NO_WEIGHTS = re.compile(r".*(training_args|rng_state|random_states|scheduler|scaler|extra_state|tokenizer).*")
-# The state of verl's data loader lies in a step's folder, beside the folders of the models.
-_DATA_LOADER, _MODELS_OF_VERL = "data.pt", {"actor/", "critic/"}
+from .files import candidates
 
 
 class TorchSave(Format):
@@ -43,47 +30,6 @@ class TorchSave(Format):
     def detect(self, files: Files) -> str | None:
         models, optimizers = candidates(files)
         return next(iter((*models, *optimizers)), None)
-
-    def read(self, files: Files, hints: Hints) -> Index:
-        from .read import read
-
-        return read(files, *candidates(files), hints)
-
-
-def candidates(files: Files) -> tuple[list[str], list[str]]:
-    """The files that may hold a model, and those that hold an optimizer, by their names, or no tensors of a model.
-
-    Both are empty if the files belong to another format. Names decide; files are opened only where several names fit.
-    """
-    listing = files.list()
-    if len(listing) > 1 and _has_a_file_per_rank(files, listing):
-        return [], []
-    if rank_file_sets(listing) or any(path.endswith(_OTHER_FORMATS) or _HUGGING_FACE.fullmatch(path) for path in listing):
-        return [], []
-    fitting = [path for path in listing if path.endswith(_ENDINGS) and not _PARTS.fullmatch(path)]
-    if _MODELS_OF_VERL & set(listing):
-        fitting = [path for path in fitting if path != _DATA_LOADER]
-    if len(listing) > 1:
-        fitting = [path for path in fitting if not _NO_WEIGHTS.fullmatch(path)]
-    models = [path for path in fitting if "optim" not in path]
-    if len(models) > 1:
-        from reshard.adapter.state_dicts import holds_tensors
-
-        # Trainers put samplers and loop states beside the weights, under any name.
-        models = [path for path in models if holds_tensors(files, path)] or models
-    if not models and len(listing) > 1:
-        return [], []
-    return models, [path for path in fitting if path not in models]
-
-
-def _has_a_file_per_rank(files: Files, listing: tuple[str, ...]) -> bool:
-    """Whether torch_checkpointing's file of rank 0 lies here. It holds a part of each tensor."""
-    first = next((path for path in listing if path.endswith("_0.pt")), None)
-    if first is None:
-        return False
-    from reshard.adapter.state_dicts import holds_sharded_tensors
-
-    return holds_sharded_tensors(files, first)
 
 
 FORMAT = TorchSave()

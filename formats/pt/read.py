@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from reshard.adapter.format import Hints
@@ -18,14 +18,17 @@ from reshard.geometry.dtypes import unread
 from reshard.index.index import Index, RunFacts
 from reshard.storage.files import Files
 
+from .files import candidates
+
 Shape = tuple[int, ...]
 
 
-def read(files: Files, models: Sequence[str], optimizers: Sequence[str], hints: Hints) -> Index:
-    """The index of the one model, and of the optimizer if there is one. models, optimizers: the files that may hold them.
+def read(files: Files, hints: Hints) -> Index:
+    """The index of the one model, and of the optimizer if there is one.
 
     Raises: RequestError if several files may hold the model; CheckpointError if none holds a dict of tensors.
     """
+    models, optimizers = candidates(files)
     if len(several := models or optimizers) > 1:
         raise RequestError(
             f"{len(several)} files could hold the model: {', '.join(several[:4])}",

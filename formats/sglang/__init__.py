@@ -28,11 +28,7 @@ from reshard.adapter.format import ENGINE_VERSION, LEARNED_LAYOUTS, MAX_SHARD_SI
 from reshard.adapter.serving_format import ServingFormat
 
 if TYPE_CHECKING:
-    from reshard.adapter.serving_format.weight_checker import WeightChecker
     from reshard.geometry.meshes import Parallel
-    from reshard.models.engine_rules import EngineRules
-    from reshard.models.model import Model
-    from reshard.plans.layout import Target
     from reshard.storage.files import Files
 
 
@@ -56,24 +52,8 @@ class Sglang(ServingFormat):
 
         return f"{MANIFEST} says so" if _json(files, MANIFEST).get("format") == self.name else None
 
-    @property
-    def weight_checker(self) -> WeightChecker:
-        from .weight_checker import SglangWeightChecker
-
-        return SglangWeightChecker()
-
     def file_name(self, parallel: Parallel, pp_rank: int, tp_rank: int, part: int) -> str:
         return f"model-rank-{tp_rank}-part-{part}.safetensors"
-
-    def rules(self, model: Model, target: Target) -> EngineRules:
-        from .rules import rules_for_target
-
-        return rules_for_target(model, target)
-
-    def notes(self, model: Model, target: Target) -> tuple[str, ...]:
-        from .rules import notes
-
-        return notes(model, target)
 
     def layout_notes(self, names: Collection[str]) -> tuple[str, ...]:
         if not any(".shared_expert" in name for name in names):

@@ -178,3 +178,6 @@ class SglangWeightChecker(WeightChecker):
                 for r, checksums in ranks.items()
             ]
         }
+
+
+weight_checker = SglangWeightChecker

@@ -6,6 +6,7 @@
                             "nested_path_to_metadata": {path as JSON: [{"sharding_metadata": {"type", "data"}, "ranks"}]},
                             "rank_to_layout_info": {rank: None or {"file_path", "serialization_format"}}}}}
 
+files.py       an item's files, by name
 metadata.py    what metadata.pkl says
 read.py        the index
 
@@ -17,20 +18,10 @@ Source: torch_checkpointing 0.1.1 (distributed_metadata.py, dtensor_metadata.py,
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from reshard.adapter.format import Format
+from reshard.storage.files import Files
 
-from reshard.adapter.format import Format, Hints
-from reshard.geometry.value import value
-
-if TYPE_CHECKING:
-    from reshard.index.index import Index
-    from reshard.storage.files import Files
-
-METADATA = "metadata.pkl"
-TORCH, SAFETENSORS, JSON = "TorchSerialization", "SafetensorsSerialization", "JsonSerialization"
-_NUMBERED = re.compile(r"(?P<item>[\w-]+?)_(?P<rank>\d{1,6})\.(pt|json)")
+from .files import METADATA, numbered_items
 
 
 class TorchCheckpointing(Format):
@@ -49,40 +40,6 @@ class TorchCheckpointing(Format):
 
         first = next((path for name, path in first_files.items() if name in MODEL_ROOTS), None)
         return first if first and holds_sharded_tensors(files, first) else None
-
-    def read(self, files: Files, hints: Hints) -> Index:
-        from .read import read
-
-        return read(files, numbered_items(files), hints)
-
-
-@value
-class ItemFile:
-    """The file of an item on one rank."""
-
-    path: str
-    """Where it is."""
-    serialization: str
-    """The package's name for the file's format, such as TORCH."""
-
-
-# Rank -> the file of an item
-ItemFiles = Mapping[int, ItemFile]
-
-
-def default_file(item: str, rank: int) -> ItemFile:
-    """The file of an item on a rank, unless its layout names another one."""
-    return ItemFile(f"{item}_{rank}.pt", TORCH)
-
-
-def numbered_items(files: Files) -> dict[str, ItemFiles]:
-    """Item -> its files, for files with the default names."""
-    items: dict[str, dict[int, ItemFile]] = {}
-    for path in files.list():
-        if match := _NUMBERED.fullmatch(path):
-            serialization = TORCH if path.endswith(".pt") else JSON
-            items.setdefault(match["item"], {})[int(match["rank"])] = ItemFile(path, serialization)
-    return dict(items)
 
 
 FORMAT = TorchCheckpointing()

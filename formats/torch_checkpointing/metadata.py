@@ -18,7 +18,7 @@ from reshard.geometry.value import value
 from reshard.storage.files import Files, inside, read_whole
 from reshard.storage.json_input import parsed
 
-from . import METADATA, ItemFile, ItemFiles, default_file
+from .files import METADATA, ItemFile, ItemFiles, default_file
 
 _LIMIT = 4 << 30
 _MOST_RANKS = 1 << 20

@@ -19,7 +19,7 @@ from reshard.geometry.boxes import Box
 from reshard.index.index import Index, Kind, RunFacts
 from reshard.storage.files import Files, missing
 
-from . import METADATA, SAFETENSORS, TORCH, ItemFile, ItemFiles, default_file
+from .files import METADATA, SAFETENSORS, TORCH, ItemFile, default_file, numbered_items
 from .metadata import DescribedItem, KeyPath, RankBoxes, read_metadata
 
 Shape = tuple[int, ...]
@@ -30,11 +30,12 @@ Held = list[tuple[KeyPath, LocalTensor]]
 """A rank's parts of an item's tensors, by their paths in the item."""
 
 
-def read(files: Files, numbered: Mapping[str, ItemFiles], hints: Hints) -> Index:
-    """The index of all items. numbered: the items whose files have the default names.
+def read(files: Files, hints: Hints) -> Index:
+    """The index of all items.
 
     Raises: CheckpointError if a file is missing, or a file and the metadata contradict each other.
     """
+    numbered = numbered_items(files)
     of_files = 1 + max((max(item_files) for item_files in numbered.values()), default=-1)
     version, ranks, described = read_metadata(files) or (None, of_files, {})
     items = {name: DescribedItem(item_files, {}) for name, item_files in numbered.items()} | described

@@ -26,13 +26,8 @@ from reshard.adapter.serving_format import ServingFormat
 
 if TYPE_CHECKING:
     from reshard.adapter.format import Hints
-    from reshard.adapter.serving_format.engine import RankHeaders
-    from reshard.adapter.serving_format.weight_checker import WeightChecker
     from reshard.geometry.meshes import Parallel
     from reshard.index.index import Index
-    from reshard.models.engine_rules import EngineRules
-    from reshard.models.model import Model
-    from reshard.plans.layout import Target
     from reshard.storage.files import Files
 
 
@@ -62,35 +57,14 @@ class Vllm(ServingFormat):
         note = "no file says which engine the files are for; they are read as vLLM's. If SGLang wrote them, use `format=sglang`"
         return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, note)))
 
-    @property
-    def weight_checker(self) -> WeightChecker:
-        from .weight_checker import VllmWeightChecker
-
-        return VllmWeightChecker()
-
     def file_name(self, parallel: Parallel, pp_rank: int, tp_rank: int, part: int) -> str:
         rank = f"pp-{pp_rank}-tp-{tp_rank}" if parallel.pp > 1 else f"rank-{tp_rank}"
         return f"model-{rank}-part-{part}.safetensors"
-
-    def rules(self, model: Model, target: Target) -> EngineRules:
-        from .rules import rules_for_target
-
-        return rules_for_target(model, target)
-
-    def notes(self, model: Model, target: Target) -> tuple[str, ...]:
-        from .rules import notes
-
-        return notes(model, target)
 
     def keys_for_ranks(self, config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, object]:
         from .rules import quantized_modules
 
         return quantized_modules(config, names)
-
-    def stored_rules(self, model: Model, parallel: Parallel, headers: RankHeaders) -> tuple[EngineRules, str | None]:
-        from .stored_version import stored_rules
-
-        return stored_rules(model, parallel, headers)
 
 
 FORMAT = Vllm()

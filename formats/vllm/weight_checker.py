@@ -69,3 +69,6 @@ class VllmWeightChecker(WeightChecker):
 
     def document(self, digests: Mapping[str, str]) -> dict[str, Any]:
         return {"action": "compare", "baseline": dict(digests)}
+
+
+weight_checker = VllmWeightChecker

@@ -1,7 +1,13 @@
 """Format: what a checkpoint format answers. Is this checkpoint yours? What is in it? And, for a target: what would yours look like?
 
-A format's module is light: it holds the class with its name, its options and `detect`, and imports its reader and its writer inside the
-methods that need them. So only the format that claims a checkpoint is ever loaded. No method takes a tensor.
+A format is a folder, and three of its files are known by name:
+
+    __init__.py    light: the class with its name, its options and `detect`, and the object FORMAT
+    read.py        the functions `read` and, where they apply, `check_values` and `read_memory`
+    write.py       the functions `lay_out` and, where it applies, `lay_out_memory`; a format that is only read has none
+
+These functions are the methods of Format of the same names, without `self`. They are imported when they are called, so only the format that
+claims a checkpoint is ever loaded. A class may define the methods itself instead. No method takes a tensor.
 
 An Option is a setting that only some targets understand. It is declared once, in the format's light module: the command line makes a flag
 of it, shown under the format's name, and Python takes it as a keyword of `plan`.
@@ -12,7 +18,9 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from reshard.errors import RequestError, UnsupportedError, choices
@@ -105,16 +113,24 @@ class Format(ABC):
     holds_adapters: ClassVar[bool] = False
     """Whether its checkpoints hold a LoRA adapter and no model: a conversion to it takes the adapter and leaves out the base weights."""
 
+    reader: ClassVar[str] = "read"
+    """The module of the format's folder that reads. Formats that share a folder name one each, such as `read.legacy`."""
+
+    writer: ClassVar[str] = "write"
+    """The module of the format's folder that writes."""
+
     @abstractmethod
     def detect(self, files: Files) -> str | None:
         """Why this is a checkpoint of this format, in a few words; None if it is not. Reads a listing, and little else."""
 
-    @abstractmethod
     def read(self, files: Files, hints: Hints) -> Index:
         """The index, from headers and metadata alone.
 
         Raises: CheckpointError if something is missing, truncated or contradicts itself.
         """
+        read = self._needed(self.reader, "read", f"has neither a file {self.reader}.py with a function `read` nor a method `read`")
+        index: Index = read(files, hints)
+        return index
 
     def complete(self, files: Files) -> str | None:
         """What tells that all files are there, in a few words, from a listing; None if nothing does but that they do not change."""
@@ -125,14 +141,18 @@ class Format(ABC):
 
         Raises: CheckpointError if the keys and the settings do not describe one model.
         """
-        raise UnsupportedError(f"the format {self.name} does not read the memory of ranks")
+        read_memory = self._needed(self.reader, "read_memory", "does not read the memory of ranks")
+        index: Index = read_memory(memory, settings, hints)
+        return index
 
     def check_values(self, files: Files, index: Index) -> Index:
         """The index, corrected by what a few elements tell and metadata do not. Called once, when a checkpoint is opened.
 
         Raises: CheckpointError if the elements contradict the metadata.
         """
-        return index
+        check_values = self._function(self.reader, "check_values")
+        checked: Index = check_values(files, index) if check_values else index
+        return checked
 
     def settled(self, content: Content, target: Target, companions: ModelFiles) -> Target:
         """The target with options that name what was found, in place of those that say where to look. Called once, before `lay_out`."""
@@ -143,24 +163,47 @@ class Format(ABC):
 
         Raises: RequestError if the model or the parallel sizes do not allow it, or if this format is only read.
         """
-        raise UnsupportedError(f"the format {self.name} is read, not written", do="`reshard formats` lists the formats that are written")
+        do = "`reshard formats` lists the formats that are written"
+        lay_out = self._needed(self.writer, "lay_out", "is read, not written", do)
+        layout: Layout = lay_out(content, target, companions)
+        return layout
 
     def lay_out_memory(self, content: Content, target: Target) -> Layout:
         """What the ranks of a run hold in memory, each as a file without framing: the weights of `content`, which have one element type.
 
         Raises: RequestError if the model or the parallel sizes do not allow it, or if the format does not tell what ranks hold.
         """
-        raise UnsupportedError(f"the format {self.name} does not tell what the ranks of a run hold")
+        lay_out_memory = self._needed(self.writer, "lay_out_memory", "does not tell what the ranks of a run hold")
+        layout: Layout = lay_out_memory(content, target)
+        return layout
 
     @property
     def can_write(self) -> bool:
         """Whether it can be a target."""
-        return type(self).lay_out is not Format.lay_out
+        return type(self).lay_out is not Format.lay_out or self._place(self.writer) is not None
 
     @property
     def tells_memory(self) -> bool:
         """Whether it tells what the ranks of a run hold in memory."""
-        return self.holds_rows or type(self).lay_out_memory is not Format.lay_out_memory
+        is_method = type(self).lay_out_memory is not Format.lay_out_memory
+        return self.holds_rows or is_method or self._function(self.writer, "lay_out_memory") is not None
+
+    def _needed(self, module: str, name: str, lacking: str, do: str | None = None) -> Callable[..., Any]:
+        """As `_function`. Raises UnsupportedError, which says what the format lacks, if there is none."""
+        function = self._function(module, name)
+        if function is None:
+            raise UnsupportedError(f"the format {self.name} {lacking}", do=do)
+        return function
+
+    def _function(self, module: str, name: str) -> Callable[..., Any] | None:
+        """The function of that name in a module of the format's folder; None if there is no such module, or it has no such function."""
+        place = self._place(module)
+        return vars(import_module(place)).get(name) if place else None
+
+    def _place(self, module: str) -> str | None:
+        """The full name of a module of the format's folder, or of the folder of a format that it extends; None if there is none."""
+        folders = (import_module(declared.__module__).__package__ for declared in type(self).__mro__ if issubclass(declared, Format))
+        return next((name for folder in folders if folder and find_spec(name := f"{folder}.{module}")), None)
 
     def __repr__(self) -> str:
         return f"<format {self.name}: {self.summary}>"

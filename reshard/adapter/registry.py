@@ -1,10 +1,8 @@
-"""The formats of this installation, found through the entry-point group `reshard.formats`; and the format of a checkpoint.
+"""The formats of this installation: reshard's own, and those that packages offer in the entry-point group `reshard.formats`; and the format
+of a checkpoint.
 
-A format's module is imported when the format is named, or when its signature fits a checkpoint. Signatures are tables, format -> globs,
-that packages offer in the entry-point group `reshard.signatures`; a format without a signature is always asked.
-
-Entry points are read from the files that installers write. `importlib.metadata` knows the same and more. Its import, with email, csv,
-zipfile and tempfile, takes a tenth of the time of a short command, so it is asked only where packages are not plain folders.
+A format's module is imported when the format is named, or when its signature fits a checkpoint. Signatures are tables, format -> globs:
+formats/signatures.py, and those that packages offer in the entry-point group `reshard.signatures`. A format without one is always asked.
 """
 
 from __future__ import annotations
@@ -13,17 +11,22 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from functools import cache, lru_cache
+from contextlib import suppress
+from functools import cache
+from glob import iglob
 from importlib import import_module
 from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format, Option
 from reshard.errors import RequestError, ReshardError, choices, some
-from reshard.geometry.value import value
 from reshard.storage.files import Files
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from reshard.adapter.serving_format import ServingFormat
 
 
@@ -31,56 +34,86 @@ GROUP, SIGNATURES = "reshard.formats", "reshard.signatures"
 LISTED_BY = "`reshard formats` lists all"
 
 
-@cache
-def points() -> dict[str, EntryPoint]:
-    """Where every installed format is, by name, sorted. Other packages can add formats through the same entry-point group.
-
-    Raises: RequestError if there are none.
-    """
-    found = {point.name: point for point in entry_points(GROUP)}
-    if not found:
-        raise RequestError("no format is installed", why=f"The entry-point group {GROUP} is empty", do="Install reshard with pip")
-    return found
+def names() -> list[str]:
+    """The name of every installed format, sorted."""
+    return sorted({*_own().SIGNATURES, *others(GROUP)})
 
 
 def formats() -> dict[str, Format]:
     """Every installed format by name, sorted.
 
-    Raises: RequestError if there are none, or if an entry point cannot be loaded or is not a Format.
+    Raises: RequestError if an entry point cannot be loaded or is not a Format.
     """
-    return {name: _loaded(point) for name, point in points().items()}
+    return {name: _loaded(name) for name in names()}
 
 
-def _loaded(point: EntryPoint) -> Format:
-    loaded = _object(point, GROUP)
+def _own() -> ModuleType:
+    """The tables of reshard's own formats. A format of another package that has the name of one of them is not used."""
+    return import_module("reshard.formats.signatures")
+
+
+@cache
+def others(group: str) -> dict[str, EntryPoint]:
+    """What other packages offer in a group, by name.
+
+    importlib.metadata tells. Its import, with email, csv, zipfile and tempfile, takes a tenth of the time of a short command, so it is
+    asked only if another package has entry points for reshard.
+    """
+    if not _may_have_others():
+        return {}
+    from importlib.metadata import entry_points
+
+    return {point.name: point for point in sorted(entry_points(group=group), key=lambda point: point.name)}
+
+
+@cache
+def _may_have_others() -> bool:
+    """Whether a package other than reshard has entry points for it, or may lie in a zip file, or where an import hook finds it."""
+    if any(finder is not PathFinder and "find_distributions" in dir(finder) for finder in sys.meta_path):
+        return True
+    for folder in sys.path:
+        for path in iglob("*-info/entry_points.txt", root_dir=folder or "."):
+            with suppress(OSError):
+                if not path.startswith("reshard-") and "[reshard." in Path(folder, path).read_text(errors="replace"):
+                    return True
+    return any(map(os.path.isfile, sys.path))
+
+
+def _loaded(name: str) -> Format:
+    own = _own()
+    if name in own.SIGNATURES:
+        module = own.SHARED_FOLDERS.get(name, name.replace("-", "_"))
+        loaded = import_module(f"reshard.formats.{module}").FORMAT
+    else:
+        loaded = _object(others(GROUP)[name])
     if not isinstance(loaded, Format):
         raise _wrong(
-            point,
-            f"the entry point {point.name} of the group {GROUP} is not a Format but an object of the class {type(loaded).__name__}",
+            others(GROUP)[name],
+            f"the entry point {name} of the group {GROUP} is not a Format but an object of the class {type(loaded).__name__}",
             why="A format is an object of a subclass of reshard.adapter.format.Format",
         )
     return loaded
 
 
-def _object(point: EntryPoint, group: str) -> object:
+def _object(point: EntryPoint) -> object:
     try:
         return point.load()
     except Exception as error:
-        raise _wrong(point, f"the entry point {point.name} of the group {group} cannot be loaded: {error}") from error
+        raise _wrong(point, f"the entry point {point.name} of the group {point.group} cannot be loaded: {error}") from error
 
 
 def _wrong(point: EntryPoint, what: str, why: str | None = None) -> RequestError:
-    package = f", {point.package}" if point.package else ""
+    package = f", {point.dist.name}" if point.dist else ""
     return RequestError(what, where=point.value, why=why, do=f"Update or remove the package that brings it{package}")
 
 
 def named(name: str) -> Format:
     """The format of that name, or of that other name. Raises RequestError, listing the installed formats, if there is none."""
-    if name in points():
-        return _loaded(points()[name])
+    if name in _own().SIGNATURES or name in others(GROUP):
+        return _loaded(name)
     found = next((found for found in formats().values() if name.lower() in found.other_names), None)
     if found is None:
-        raise _unknown(name, points())
+        raise _unknown(name, names())
     return found
 
 
@@ -103,7 +136,7 @@ def target(name: str) -> Format:
 def _unknown(name: str, known: Collection[str]) -> RequestError:
     from reshard.adapter.foreign_files import target_refusal
 
-    every = [*known, *(other for each in known for other in _loaded(points()[each]).other_names)]
+    every = [*known, *(other for each in known for other in _loaded(each).other_names)]
     unknown = RequestError(f"unknown format {name!r}", do=f"{choices(name, known, nearest_of=every)}; {LISTED_BY}")
     return target_refusal(name) or unknown
 
@@ -190,7 +223,7 @@ def _fitting(files: Files) -> Iterator[str]:
     here = "../" + files.root.rstrip("/").rpartition("/")[2] + "/"
     paths += tuple(here + path for path in files.list())
     text = "\n".join(paths)
-    for name in points():
+    for name in names():
         # Few globs have all of their words anywhere, and only for them a pattern is worth its compilation.
         globs = [glob for glob in signatures.get(name, ()) if all(word in text for word in glob.split("*"))]
         if name not in signatures or (globs and any(map(_pattern(*globs).fullmatch, paths))):
@@ -216,9 +249,9 @@ def _pattern(*globs: str) -> re.Pattern[str]:
 @cache
 def _signatures() -> dict[str, tuple[str, ...]]:
     """Format -> globs of the paths of which its checkpoints have one."""
-    globs: dict[str, tuple[str, ...]] = {}
-    for point in entry_points(SIGNATURES):
-        table = _object(point, SIGNATURES)
+    globs: dict[str, tuple[str, ...]] = {**_own().SIGNATURES}
+    for point in others(SIGNATURES).values():
+        table = _object(point)
         if not isinstance(table, dict) or not all(isinstance(some, tuple | list) for some in table.values()):
             raise _wrong(point, f"the entry point {point.name} of the group {SIGNATURES} is not a dict from formats to tuples of globs")
         globs |= table
@@ -249,82 +282,3 @@ def _some(listing: tuple[str, ...]) -> str:
     if len(listing) == 1:
         return f"its only entry is {listing[0]}"
     return f"its {len(listing)} entries start with {', '.join(listing[:5])}" if len(listing) > 5 else f"it holds {', '.join(listing)}"
-
-
-_FOLDERS = (".dist-info", ".egg-info")
-
-
-@value
-class EntryPoint:
-    """An object that a package offers to others."""
-
-    name: str
-    """Its name in the group."""
-    value: str
-    """Where it is: module:attribute."""
-    package: str | None
-    """The package that offers it."""
-
-    def load(self) -> Any:
-        """The object. Raises any exception that the import of its module raises."""
-        module, _, attribute = self.value.partition(":")
-        found: Any = import_module(module.strip())
-        for name in filter(None, attribute.partition("[")[0].strip().split(".")):
-            found = getattr(found, name)
-        return found
-
-
-def entry_points(group: str) -> list[EntryPoint]:
-    """The entry points of a group, sorted by name. As in `importlib.metadata`, the first folder of sys.path that has a package counts."""
-    if _has_other_packages():
-        from importlib import metadata
-
-        points = [
-            EntryPoint(point.name, point.value, point.dist.name if point.dist else None) for point in metadata.entry_points(group=group)
-        ]
-    else:
-        points = [
-            EntryPoint(name, value, package)
-            for package, text in _texts(tuple(sys.path)).items()
-            for found, name, value in _parsed(text)
-            if found == group
-        ]
-    return sorted(points, key=lambda point: point.name)
-
-
-def _has_other_packages() -> bool:
-    """Whether packages may lie elsewhere than in folders of sys.path: in zip files, or where an import hook finds them."""
-    finders = [finder for finder in sys.meta_path if finder is not PathFinder and "find_distributions" in dir(finder)]
-    return bool(finders) or any(os.path.isfile(path) for path in sys.path)
-
-
-@lru_cache(maxsize=1)
-def _texts(folders: tuple[str, ...]) -> dict[str, str]:
-    """The content of entry_points.txt by package. Formats and signatures are two groups of the same files, which are read once."""
-    found: dict[str, str] = {}
-    for folder in folders:
-        try:
-            entries = sorted(os.listdir(folder or "."))
-        except OSError:
-            continue
-        for entry in entries:
-            base, suffix = os.path.splitext(entry)
-            package = base.partition("-")[0].lower().replace("_", "-").replace(".", "-")
-            if suffix in _FOLDERS and package not in found:
-                try:
-                    with open(os.path.join(folder, entry, "entry_points.txt"), encoding="utf-8") as file:
-                        found[package] = file.read()
-                except OSError:
-                    found[package] = ""
-    return found
-
-
-def _parsed(text: str) -> Iterator[tuple[str, str, str]]:
-    """(group, name, value) of each line of an entry_points.txt."""
-    group = ""
-    for line in map(str.strip, text.splitlines()):
-        if line.startswith("[") and line.endswith("]"):
-            group = line[1:-1].strip()
-        elif "=" in line and not line.startswith(("#", ";")):
-            name, _, value = line.partition("=")
-            yield group, name.strip(), value.strip()

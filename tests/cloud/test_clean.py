@@ -134,8 +134,10 @@ def test_uploads_of_others_are_not_aborted(s3):
     name = next(key for key in s3.keys("bucket", "out/") if key.endswith(".safetensors"))
     for key in ("elsewhere/video.mp4", "out/video.mp4", name):
         client.create_multipart_upload(Bucket="bucket", Key=key)
-    listed = run("clean", "s3://bucket", "--json").document["leftovers"]
+    done = run("clean", "s3://bucket", "--json")
+    listed = done.document["leftovers"]
     assert [each["url"] for each in listed if each["kind"] == "upload"] == [f"s3://bucket/{name}"]
+    assert done.err.count("AbortIncompleteMultipartUpload") == 1
     clean()
     assert sorted(at[1] for at, *_ in s3.uploads.values()) == ["elsewhere/video.mp4", "out/video.mp4"]
 

@@ -58,8 +58,8 @@ def test_a_bucket_lists_all_that_lies_in_it(run, s3, tmp_path):
     found = {each["path"].removeprefix("s3://bucket/").strip("/") for each in listed.document["steps"]}
     assert found == {"models/llama", "models/gpt2", "runs/7/step-10", "runs/7/step-20"}
     refused = reshard("convert", "s3://bucket/models", tmp_path / "out", "--to", "hf")
-    assert refused.code and "[ambiguous]" in refused.err and "--part llama" in refused.err, refused.err
-    chosen = reshard("convert", "s3://bucket/models", tmp_path / "out", "--to", "hf", "--part", "llama")
+    assert refused.code and "[ambiguous]" in refused.err and "--component llama" in refused.err, refused.err
+    chosen = reshard("convert", "s3://bucket/models", tmp_path / "out", "--to", "hf", "--component", "llama")
     assert chosen.code == 0 and library.verify(HF / "llama", tmp_path / "out").equal, chosen.err
 
 

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -331,9 +332,12 @@ def test_the_version_is_said_alike():
     assert f"## [{reshard.__version__}]" in changelog and "## [Unreleased]" in changelog
 
 
-def test_the_entry_points_are_the_files():
-    points = project()["project"]["entry-points"]["reshard.formats"]
-    assert points == {name: f"{module}:FORMAT" for name, module in format_modules().items()}
+def test_the_table_of_formats_lists_the_files():
+    own = import_module("reshard.formats.signatures")
+    modules = format_modules()
+    assert sorted(own.SIGNATURES) == sorted(modules)
+    shared = {name: f"reshard.formats.{module}" for name, module in own.SHARED_FOLDERS.items()}
+    assert shared == {name: module for name, module in modules.items() if module != f"reshard.formats.{name.replace('-', '_')}"}
 
 
 def test_the_plugins_are_the_files_and_each_has_its_door():

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from importlib import metadata
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import reshard.engine.transfer
-from reshard.adapter.registry import entry_points
 from reshard.engine.casts import cast
 from reshard.engine.compare import PairDigests
 from reshard.engine.transfer import STRIP_BYTES, Pieces, Worker, slabs, strips
@@ -144,21 +142,3 @@ def test_a_cast_fills_the_array_that_is_given():
 @given(arrays.arrays(np.int64, arrays.array_shapes(min_dims=1, max_dims=2, min_side=0), elements=st.integers(-3, 3)))
 def test_distinct_values_are_those_of_numpy(values):
     assert np.array_equal(distinct(values), np.unique(values))
-
-
-@pytest.mark.parametrize("group", ["reshard.formats", "console_scripts", "pytest11", "no.such.group"])
-def test_entry_points_are_those_of_importlib(group):
-    found = sorted({(point.name, point.value, point.package and point.package.lower()) for point in entry_points(group)})
-    expected = sorted({(point.name, point.value, point.dist and point.dist.name.lower()) for point in metadata.entry_points(group=group)})
-    assert [point[:2] for point in found] == [point[:2] for point in expected]
-
-
-def test_packages_in_a_zip_file_are_found(tmp_path, monkeypatch):
-    import zipfile
-
-    with zipfile.ZipFile(tmp_path / "packages.zip", "w") as archive:
-        archive.writestr("theirs-1.0.dist-info/METADATA", "Name: theirs\nVersion: 1.0\n")
-        archive.writestr("theirs-1.0.dist-info/entry_points.txt", "[reshard.tested]\none = json:loads\n")
-    monkeypatch.syspath_prepend(tmp_path / "packages.zip")
-    (point,) = entry_points("reshard.tested")
-    assert (point.name, point.value, point.package) == ("one", "json:loads", "theirs") and point.load()("1") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import numpy
 import pytest
@@ -12,7 +13,6 @@ from helpers.doc_pages import FIXTURES, ROOT, read_page
 from helpers.reshard_command import reshard
 
 from reshard.adapter import registry
-from reshard.adapter.registry import EntryPoint
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def npy(monkeypatch, tmp_path):
         if block.language == "python":
             (folder / block.lines[0].removeprefix("# npy/")).write_text("\n".join(block.lines) + "\n")
     monkeypatch.syspath_prepend(folder.parent)
-    monkeypatch.setitem(registry.points(), "npy", EntryPoint("npy", "npy:FORMAT", None))
+    monkeypatch.setitem(registry.others(registry.GROUP), "npy", EntryPoint("npy", "npy:FORMAT", registry.GROUP))
     yield folder
     for name in [name for name in sys.modules if name.partition(".")[0] == "npy"]:
         del sys.modules[name]

@@ -4,13 +4,13 @@ import re
 import subprocess
 import sys
 import types
+from importlib.metadata import EntryPoint
 
 import pytest
 from helpers.fixture_places import HF, stored
 
 import reshard
 from reshard.adapter import registry
-from reshard.adapter.registry import EntryPoint
 from reshard.adapter.serving_format import ServingFormat
 from reshard.errors import CheckpointError, RequestError
 from reshard.models.engine_rules import EngineRules, Fusion, Rename
@@ -46,7 +46,7 @@ class MadeUpEngine(ServingFormat):
 @pytest.fixture
 def made_up(monkeypatch):
     monkeypatch.setitem(sys.modules, "made_up", types.SimpleNamespace(FORMAT=MadeUpEngine()))
-    monkeypatch.setitem(registry.points(), "made-up", EntryPoint("made-up", "made_up:FORMAT", None))
+    monkeypatch.setitem(registry.others(registry.GROUP), "made-up", EntryPoint("made-up", "made_up:FORMAT", registry.GROUP))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])

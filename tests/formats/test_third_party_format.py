@@ -5,11 +5,14 @@ import os
 import shutil
 import subprocess
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 from helpers.fixture_places import HF
 from helpers.reshard_command import command, tree
+
+from reshard.adapter import registry
 
 PACKAGE = Path(__file__).resolve().parent.parent / "third_party"
 LLAMA = HF / "llama"
@@ -74,8 +77,29 @@ def test_python_takes_the_option_as_a_keyword(run, tmp_path):
     assert (tmp_path / "python" / "weights.raw").read_bytes() == (tmp_path / "command" / "weights.raw").read_bytes()
 
 
-def test_every_command_takes_what_it_wrote(run, tmp_path):
+BY_METHODS = """
+import reshard_raw
+
+class Raw(reshard_raw.Raw):
+    def read(self, files, hints):
+        from reshard_raw.read import read
+        return read(files, hints)
+
+    def lay_out(self, content, target, companions):
+        from reshard_raw.write import lay_out
+        return lay_out(content, target, companions)
+
+FORMAT = Raw()
+"""
+"""The class as formats were written before 0.3: with methods, and not by the names of files."""
+
+
+@pytest.mark.parametrize("way", ["by files", "by methods"])
+def test_every_command_takes_what_it_wrote(run, tmp_path, way):
     """It is detected, verified, and converts to what the source converts to, byte by byte."""
+    if way == "by methods":
+        (run.site / "raw_by_methods.py").write_text(BY_METHODS)
+        (run.site / "reshard_raw-1.0.dist-info" / "entry_points.txt").write_text("[reshard.formats]\nraw = raw_by_methods:FORMAT\n")
     assert run("convert", LLAMA, tmp_path / "raw", "--to", "raw").returncode == 0
     assert json.loads(run("inspect", tmp_path / "raw", "--json").stdout)["format"] == "raw"
     assert run("verify", LLAMA, tmp_path / "raw").returncode == 0
@@ -181,3 +205,35 @@ def test_two_packages_that_mean_different_things_by_one_option_are_named(run, tm
 def test_two_packages_that_mean_the_same_by_one_option_share_it(run, tmp_path):
     install_other(run, tmp_path, "bytes")
     assert "Only for other, raw:" in run("convert", "--help").stdout
+
+
+def test_a_package_with_the_name_of_a_format_of_reshard_is_not_used(run, tmp_path):
+    (tmp_path / "reshard_taken.py").write_text("raise SystemExit('it was imported')\n")
+    install(run.site, tmp_path / "reshard_taken.py", points={"hf": "reshard_taken:FORMAT"}, name="reshard-taken")
+    assert json.loads(run("inspect", LLAMA, "--json").stdout)["format"] == "hf"
+
+
+@pytest.fixture
+def others():
+    """What other packages offer; asked again at the end."""
+    asked = (registry.others, registry._may_have_others)
+    for each in asked:
+        each.cache_clear()
+    yield registry.others
+    for each in asked:
+        each.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a zip file"])
+def test_packages_are_found(others, kind, tmp_path, monkeypatch):
+    files = {"METADATA": "Name: theirs\nVersion: 1.0\n", "entry_points.txt": "[reshard.tested]\none = json:loads\n"}
+    if kind == "a folder":
+        install(tmp_path, points={}, name="theirs")
+        (tmp_path / "theirs-1.0.dist-info" / "entry_points.txt").write_text(files["entry_points.txt"])
+    else:
+        with zipfile.ZipFile(tmp_path / "packages.zip", "w") as archive:
+            for name, text in files.items():
+                archive.writestr(f"theirs-1.0.dist-info/{name}", text)
+    monkeypatch.syspath_prepend(tmp_path if kind == "a folder" else tmp_path / "packages.zip")
+    (point,) = others("reshard.tested").values()
+    assert (point.name, point.value, point.dist.name) == ("one", "json:loads", "theirs") and point.load()("1") == 1

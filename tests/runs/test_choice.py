@@ -110,10 +110,10 @@ def test_verls_run(tmp_path):
     listed = reshard("inspect", run)
     assert listed.code == 0 and "6 checkpoints of 3 steps, 6 complete" in listed.out
     done = reshard("convert", run, tmp_path / "hf", "--to", "hf")
-    assert done.code == 2 and "Add --step latest or --step 300 and --part actor or --part critic." in done.err
+    assert done.code == 2 and "Add --step latest or --step 300 and --component actor or --component critic." in done.err
     done = reshard("convert", run, tmp_path / "hf", "--to", "hf", "--step", "latest")
-    assert done.code == 2 and "Add --part actor or --part critic." in done.err
-    done = reshard("convert", run, tmp_path / "hf", "--to", "hf", "--step", "latest", "--part", "actor")
+    assert done.code == 2 and "Add --component actor or --component critic." in done.err
+    done = reshard("convert", run, tmp_path / "hf", "--to", "hf", "--step", "latest", "--component", "actor")
     assert done.code == 0, done.err
     assert reshard("verify", run, tmp_path / "hf", "--step", 300, "--component", "actor").out.startswith("equal: ")
 
@@ -131,21 +131,35 @@ def test_a_folder_of_models(tmp_path):
     listed = reshard("inspect", folder)
     assert listed.code == 0 and "3 checkpoints, 3 complete" in listed.out and "qwen3" in listed.out
     done = reshard("fingerprint", folder)
-    assert done.code == 2 and "Add --part gpt2 or --part qwen3" in done.err
-    assert reshard("fingerprint", folder, "--part", "llama").out.split()[0] == reshard("fingerprint", HF / "llama").out.split()[0]
-    done = reshard("fingerprint", folder, "--part", "lama")
+    assert done.code == 2 and "Add --component gpt2 or --component qwen3" in done.err
+    assert reshard("fingerprint", folder, "--component", "llama").out.split()[0] == reshard("fingerprint", HF / "llama").out.split()[0]
+    done = reshard("fingerprint", folder, "--component", "lama")
     assert "Did you mean llama?" in done.err and done.code == 2
 
 
-def test_part_shares_the_work_or_names_a_checkpoint(tmp_path):
+def test_part_shares_the_work_and_component_names_a_checkpoint(tmp_path):
     run = verl(tmp_path)
-    about = ("convert", run, tmp_path / "hf", "--to", "hf", "--step", "300", "--part", "actor")
+    about = ("convert", run, tmp_path / "hf", "--to", "hf", "--step", "300", "--component", "actor")
     first, second = (reshard(*about, "--part", f"{part}/2") for part in (0, 1))
     assert first.code == second.code == 0, first.err + second.err
     assert "part 0/2" in first.out and "; complete" in second.out
     assert library.verify(run / "global_step_300" / "actor", tmp_path / "hf").equal
     for twice in (("--part", "0/2", "--part", "1/2"), ("--part", "critic")):
         assert "give one of them" in reshard(*about, *twice).err
+
+
+OLD_NAME = "write --component NAME; 0.4 does not understand --part NAME"
+
+
+def test_the_old_spelling_of_component_is_understood_with_a_warning(tmp_path):
+    run, chosen = verl(tmp_path), ("--step", "300", "--part", "actor")
+    done = reshard("fingerprint", run, *chosen)
+    assert done.code == 0 and done.err.count(OLD_NAME) == 1
+    new = reshard("fingerprint", run, "--step", "300", "--component", "actor")
+    assert new.out == done.out and OLD_NAME not in new.err
+    parts = [reshard("convert", run, tmp_path / "hf", "--to", "hf", *chosen, "--part", f"{part}/2") for part in (0, 1)]
+    assert [done.code for done in parts] == [0, 0] and all(done.err.count(OLD_NAME) == 1 for done in parts)
+    assert library.verify(run / "global_step_300" / "actor", tmp_path / "hf").equal
 
 
 def test_megatrons_tracker_is_followed_without_a_choice(tmp_path):

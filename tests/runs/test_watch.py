@@ -185,8 +185,8 @@ def test_parts_must_be_told_apart(tmp_path):
         shutil.copytree(DCP, tmp_path / "run" / "global_step_5" / part)
     out = tmp_path / "out"
     refused = watch(tmp_path / "run", out)
-    assert refused.code == 2 and "--part" in refused.err
-    assert events(watch(tmp_path / "run", out, "--part", "actor"))[-1] == (5, "finished")
+    assert refused.code == 2 and "--component" in refused.err
+    assert events(watch(tmp_path / "run", out, "--component", "actor"))[-1] == (5, "finished")
     assert watch(tmp_path / "run", out, pattern="{part}-{step}").code == 0 and (out / "critic-5" / "config.json").exists()
 
 

@@ -21,10 +21,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, TypeVar
 
-from reshard.adapter.save_folders import the_one_save
-from reshard.errors import CheckpointError, MixedSaves
+from reshard.adapter.save_folders import the_one_save, tracked_name
+from reshard.errors import CheckpointError, IncompleteError, MixedSaves
 from reshard.geometry.value import value
-from reshard.storage.files import Files
+from reshard.storage.files import Files, inside
 
 if TYPE_CHECKING:
     from reshard.geometry.meshes import Parallel
@@ -133,6 +133,36 @@ def find_tag_folder(files: Files) -> str | None:
     if LATEST in listing and (folders or _SCRIPT in listing or len(listing) == 1):
         return the_one_save(files, folders, tracker=LATEST)
     return the_one_save(files, folders)
+
+
+def find_universal_folder(files: Files) -> str | None:
+    """The folder that holds zero/, as a prefix of its paths; None if there is none.
+
+    Raises: CheckpointError if `latest_universal` names a tag that is not there.
+    """
+    listing = files.list()
+    if _holds_parameters(files, ""):
+        return ""
+    if LATEST_UNIVERSAL in listing:
+        text = tracked_name(files, LATEST_UNIVERSAL)
+        folder = inside(text, where=LATEST_UNIVERSAL).rstrip("/") + "/" if text else "/"
+        if _holds_parameters(files, folder):
+            return folder
+        raise IncompleteError(
+            f"it names the tag {text!r}, which is not there, or holds no {ZERO}",
+            where=LATEST_UNIVERSAL,
+            why="The conversion that wrote it was not finished, or its result was removed",
+            do="Give the folder that holds zero/, or convert again",
+        )
+    folders = [path for path in listing if path.endswith("/") and _holds_parameters(files, path)]
+    return folders[0] if len(folders) == 1 else None
+
+
+def _holds_parameters(files: Files, folder: str) -> bool:
+    """Whether a folder holds zero/ with files, or with folders of parameters."""
+    if folder + ZERO not in files.list(folder):
+        return False
+    return any(files.size(path) is not None or files.size(f"{path}{FP32}.pt") is not None for path in files.list(folder + ZERO))
 
 
 def open_tag(files: Files, folder: str) -> Tag:

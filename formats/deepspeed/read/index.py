@@ -6,7 +6,7 @@
     Parts        of weights, masters and states                        add_weights, add_zero_optimizer, ...
                  tied parameters under all their names                 name_tied_layers, add_second_names
     Tensors      joined over tensor-parallel ranks                     Parts.join
-    Index                                                              read_index
+    Index                                                              index_of_tag, read
 
 Between the steps, `one_save` refuses files that are not from one save.
 """
@@ -18,14 +18,15 @@ from dataclasses import replace
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
+from reshard.errors import IncompleteError
 from reshard.geometry.meshes import Parallel
 from reshard.index.index import Index, RunFacts
 from reshard.storage.files import Files
 
 from ..layout.states import Shape
-from ..layout.tag import Tag, model_ranks
+from ..layout.tag import Tag, find_tag_folder, model_ranks, open_tag
 from ..layout.tensor_parallel import JoinRules
-from .one_save import check_one_step, check_weights_of_masters, degrees_of_run
+from .one_save import check_masters, check_one_step, check_weights_of_masters, degrees_of_run
 from .parts import Parts
 from .pipeline_layers import drop_drifting_copies, name_tied_layers, note_leftover_layers
 from .plain_optimizer import add_plain_optimizer
@@ -33,8 +34,25 @@ from .run_states import RunStates, read_run_states
 from .weights import add_experts, add_objects, add_weights, tied_names
 from .zero_optimizer import add_zero_optimizer
 
+# Found by this name (adapter/format.py).
+check_values = check_masters
 
-def read_index(files: Files, tag: Tag, hints: Hints) -> Index:
+
+def read(files: Files, hints: Hints) -> Index:
+    """The index of the tag.
+
+    Raises: IncompleteError if there is none; CheckpointError if its files contradict each other.
+    """
+    folder = find_tag_folder(files)
+    if folder is None:
+        raise IncompleteError("there is no tag: no *_model_states.pt, and no folder with such a file", where=files.root)
+    index = index_of_tag(files, open_tag(files, folder), hints)
+    beside = next((path for path in files.list() if path.endswith("/") and f"{path}zero/" in files.list(path)), None)
+    note = (f"{beside.rstrip('/')} beside it is a universal checkpoint, which `format=universal` reads",) if beside else ()
+    return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, *note)))
+
+
+def index_of_tag(files: Files, tag: Tag, hints: Hints) -> Index:
     """The index of a tag.
 
     Raises: CheckpointError if a file is missing, left over from another save, or contradicts the others.

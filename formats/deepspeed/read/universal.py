@@ -6,7 +6,7 @@
     ParamGroup      with the step counts of ZeRO-3                     param_groups
     Parts           masters and moments, each of them whole            add_parameters
     Tensors         joined over tensor-parallel ranks                  Parts.join
-    Index                                                              read_universal
+    Index                                                              read
 
 Weights come from the model files, masters and states from zero/.
 """
@@ -23,16 +23,16 @@ from reshard.adapter.index_builder import IndexBuilder
 from reshard.canonical.optimizer_state import STEP, counted, plain_settings
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import is_plain_tensor
-from reshard.errors import CheckpointError, MissingFile
+from reshard.errors import CheckpointError, IncompleteError, MissingFile
 from reshard.index.index import Index, Kind, ParamGroup, Tensor
 from reshard.storage.files import Files
 
 from ..layout.partitions import zero3_slice
 from ..layout.states import Shape
-from ..layout.tag import FP32, ZERO, ModelRank, model_ranks, open_tag
+from ..layout.tag import FP32, ZERO, ModelRank, find_universal_folder, model_ranks, open_tag
 from .flat_buffers import FlatBuffer
 from .index import config_shapes, join_rules, run_facts
-from .one_save import check_one_step, model_parallel_degrees
+from .one_save import check_masters, check_one_step, model_parallel_degrees
 from .parts import MASTER, Parts, kind_and_name
 from .run_states import RunStates, read_model_files
 from .weights import add_objects, add_weights, tied_names
@@ -41,11 +41,14 @@ from .weights import add_objects, add_weights, tied_names
 _ONLY_RANK = ModelRank(0, stage=0, tp_rank=0)
 
 
-def read_universal(files: Files, folder: str, hints: Hints) -> Index:
-    """The index of the universal checkpoint in a folder.
+def read(files: Files, hints: Hints) -> Index:
+    """The index of the universal checkpoint.
 
     Raises: CheckpointError if a trained parameter has no file, or the files contradict each other.
     """
+    folder = find_universal_folder(files)
+    if folder is None:
+        raise IncompleteError("there is no folder zero/ with the states of parameters", where=files.root)
     tag = open_tag(files, folder)
     # reshard writes model states for ZeRO-1, 2 and others for ZeRO-3. Those for ZeRO-1, 2 hold the tensors.
     states = read_model_files(files, replace(tag, zero3_models={}) if tag.models else tag)
@@ -60,23 +63,23 @@ def read_universal(files: Files, folder: str, hints: Hints) -> Index:
     if cast_copies := {name for name, _ in listed if shapes and name not in shapes and name in names}:
         note = f"{len(cast_copies)} tensors of the model file are in {ZERO} a second time, cast; the model file's are read"
         builder.add_notes([note])
-    read = {key: path for key, path in listed.items() if key[0] not in cast_copies}
-    check_leftover_parameters(read, shapes, names)
+    chosen = {key: path for key, path in listed.items() if key[0] not in cast_copies}
+    check_leftover_parameters(chosen, shapes, names)
     shared = f"{folder}{ZERO}optimizer_state.pt"
     root = torch_zip.read(files, shared, locate=False) if files.size(shared) is not None else None
     groups = list(param_groups(root, states)) if isinstance(root, Mapping) else []
-    counts = step_counts(files, read, {name: count for _, of_group in groups for name, count in of_group.items()})
+    counts = step_counts(files, chosen, {name: count for _, of_group in groups for name, count in of_group.items()})
     add_objects(builder, states)
-    add_parameters(whole, read, shapes)
+    add_parameters(whole, chosen, shapes)
     for name, count in counts.items():
         if is_plain_tensor(count):
             whole.add_whole(_ONLY_RANK, "step", name, count)
-    builder.add_files([*states.tag.paths(), *read.values(), *([shared] if isinstance(root, Mapping) else [])])
+    builder.add_files([*states.tag.paths(), *chosen.values(), *([shared] if isinstance(root, Mapping) else [])])
     for parts, tp in ((weights, degrees.tp), (whole, 1)):
         parts.add_second_names(tied)
         parts.join(join_rules(states, config_shapes(hints)), tp)
     builder.param_groups = tuple(counted(group, counts) for group, _ in groups)
-    check_states_of_groups(read, [group.names for group in builder.param_groups], folder + ZERO)
+    check_states_of_groups(chosen, [group.names for group in builder.param_groups], folder + ZERO)
     return builder.build(replace(run_facts(states), producer="DeepSpeed universal", tied=tied, config=hints.config))
 
 
@@ -115,7 +118,16 @@ def check_leftover_parameters(read: Mapping[tuple[str, str], str], trained: Coll
             )
 
 
-def check_shapes_of_states(index: Index) -> None:
+def check_values(files: Files, index: Index) -> Index:
+    """The index, after a check of its masters. Found by this name (adapter/format.py).
+
+    Raises: CheckpointError if a master does not round to its weight, or a state has other axes than its weight.
+    """
+    _check_shapes_of_states(index)
+    return check_masters(files, index)
+
+
+def _check_shapes_of_states(index: Index) -> None:
     """Raises CheckpointError if a master or a moment has other axes than its weight, unless it is flat. Axis 0 is not compared: vocabulary
     padding may be cut off."""
     owners = {**index.by_kind("master"), **index.by_kind("weight")}

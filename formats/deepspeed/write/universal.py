@@ -24,7 +24,7 @@ from ..layout.tensor_parallel import is_listed
 from .training_state import TrainingState, stored_dtype, training_state, zero_stage
 
 
-def universal_layout(content: Content, target: Target, companions: ModelFiles) -> Layout:
+def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     """The files of a universal checkpoint, and `latest_universal`.
 
     Raises: RequestError if the source lacks optimizer state, or a parameter's name cannot be a folder's.

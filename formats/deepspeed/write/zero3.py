@@ -47,7 +47,7 @@ class SubGroup:
         return tuple(parameter.name for parameter in self.slices)
 
 
-def zero3_layout(content: Content, target: Target, companions: ModelFiles) -> Layout:
+def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     """The files of every data-parallel rank, and `latest`.
 
     Raises: RequestError if the source lacks optimizer state, or the settings of its param groups.

@@ -3,6 +3,7 @@
     adapter_config.json        its settings: rank, alpha, target modules, base model
     adapter_model.safetensors  its tensors, or adapter_model.bin, the older form
 
+read.py     the index, as of a Hugging Face folder
 write.py    the layout of a new folder
 config.py   the settings of an adapter whose checkpoint tells them only in part
 
@@ -11,16 +12,8 @@ The names are those of canonical/renaming.py. Measured on peft 0.21.2; source: u
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from reshard.adapter.format import ADAPTER, Format, Hints, Option
-
-if TYPE_CHECKING:
-    from reshard.adapter.model_files import ModelFiles
-    from reshard.canonical.content import Content
-    from reshard.index.index import Index
-    from reshard.plans.layout import Layout, Target
-    from reshard.storage.files import Files
+from reshard.adapter.format import ADAPTER, Format, Option
+from reshard.storage.files import Files
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -44,20 +37,6 @@ class Peft(Format):
         weights = [path for path in listing if path.endswith((".safetensors", ".bin"))]
         # A folder may hold a whole model and an adapter: that is the model's.
         return next((path for path in WEIGHTS if weights and path in weights and set(weights) <= set(WEIGHTS)), None)
-
-    def read(self, files: Files, hints: Hints) -> Index:
-        from dataclasses import replace
-
-        from ..read import read
-
-        index = read(files, hints)
-        facts = replace(index.facts, producer="peft")
-        return replace(index, format=self.name, facts=facts, tensors=tuple(replace(tensor, kind="adapter") for tensor in index.tensors))
-
-    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
-        from .write import lay_out
-
-        return lay_out(content, target, companions)
 
 
 FORMAT = Peft()

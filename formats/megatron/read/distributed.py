@@ -31,13 +31,13 @@ from reshard.storage.json_input import parsed
 from ..layout.arguments import NotUnderstoodError, config_from_args, nemo_args, plain_args
 from ..layout.chunks import ChunkTensor, RankView
 from ..layout.names import LayerSpec, is_weight_name, parse_key, strip_wrappers
-from ..layout.save_folders import COMMON, METADATA_JSON
+from ..layout.save_folders import COMMON, METADATA_JSON, folder_of_save
 from ..layout.stages import Args, ParallelSizes, Rank, split_into_chunks
 from ..layout.tensors import EMBEDDING
 from .flat_buffers import bucket_tensors
 from .keyed_tensors import is_run_key, keyed_tensors
 from .optimizer import OF_ADAPTER, OptimizerState, as_one, common_optimizer, folder_optimizer
-from .run_model import RunModel, completed, describe_model
+from .run_model import RunModel, completed, describe_model, without_wrong_masters
 from .zarr import StoredFolder, ZarrFolder
 
 # Written as torch_dcp or fsdp_dtensor: a plain folder of torch.distributed.checkpoint, without metadata.json.
@@ -45,12 +45,16 @@ _PLAIN = "torch_dcp"
 _COMMON_ENTRY = "common_state/shard_0_1"
 _RUN_STATE = ("args", "iteration", "checkpoint_version", "num_floating_point_operations_so_far")
 
+# Found by this name (adapter/format.py).
+check_values = without_wrong_masters
 
-def read_distributed(files: Files, folder: str, hints: Hints) -> Index:
-    """The index of the save in `folder`: canonical tensors, or if the model is not known, the tensors under their stored keys.
+
+def read(files: Files, hints: Hints) -> Index:
+    """The index of the save: canonical tensors, or if the model is not known, the tensors under their stored keys.
 
     Raises: CheckpointError if the files are not one whole save.
     """
+    folder = folder_of_save(files, METADATA_JSON)
     backend = read_backend(files, folder)
     stored = ZarrFolder(files, folder) if backend == "zarr" else DcpFolder(files, folder)
     common = read_common(files, stored, backend)
@@ -93,14 +97,14 @@ def read_distributed(files: Files, folder: str, hints: Hints) -> Index:
     return completed(builder.build(facts), model, files.root, with_optimizer=False)
 
 
-def read_memory(memory: KeyedFolder, args: Args, hints: Hints) -> Index:
+def read_memory(memory: KeyedFolder, settings: Args, hints: Hints) -> Index:
     """The index of what the ranks of a run hold in memory, under the keys of their sharded state dict.
 
     Raises: CheckpointError if the keys and the settings do not describe one model.
     """
-    _check_settings(args, hints)
-    model = describe_model(args, hints, _stored_vocab(memory), "the settings of the run")
-    parallel = {name: size for name, size in ParallelSizes.from_args(args).by_name.items() if size > 1}
+    _check_settings(settings, hints)
+    model = describe_model(settings, hints, _stored_vocab(memory), "the settings of the run")
+    parallel = {name: size for name, size in ParallelSizes.from_args(settings).by_name.items() if size > 1}
     facts = RunFacts("Megatron-Core", config=model.config, parallel=parallel, unanswered=model.unanswered)
     index = Index("megatron-dist", tuple(keyed_tensors(memory, model, ())), memory.files, facts)
     return completed(index, model, "the memory of the ranks", with_optimizer=False)

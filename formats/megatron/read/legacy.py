@@ -22,14 +22,14 @@ from ..layout.adapters import factor_of
 from ..layout.arguments import NotUnderstoodError
 from ..layout.chunks import ChunkTensor, shared_tables
 from ..layout.names import ParsedName, parse_name
-from ..layout.save_folders import unread_optimizers
+from ..layout.save_folders import folder_of_save, unread_optimizers
 from ..layout.stages import Args, Chunk, ParallelSizes, split_into_chunks
 from ..layout.tensors import EMBEDDING, MegatronModel, QkvOrder
 from .arrays import Shape, local_tensors, model_tensor, no_such_tensor, shared_expert, state_tensors, stored_shard, whole_tensor
 from .flat_buffers import buffered_optimizer
 from .optimizer import OF_ADAPTER, OptimizerState, merged_param_groups, numbered_optimizer
 from .ranks import LegacySave, MegatronRank, read_ranks
-from .run_model import RunModel, completed, describe_model
+from .run_model import RunModel, check_masters, completed, describe_model
 
 _FORMAT = "megatron"
 # The order of q, k and v by the version of the checkpoint (megatron/legacy, fix_query_key_value_ordering).
@@ -37,12 +37,16 @@ _OLD_QKV_ORDERS: dict[float, QkvOrder] = {0.0: "by_projection", 1.0: "by_row"}
 # The two weights of GroupedMLP. Each holds all experts of a rank.
 _GROUPED_EXPERTS = {"mlp.experts.weight1": "weight1", "mlp.experts.weight2": "weight2"}
 
+# Found by this name (adapter/format.py).
+check_values = check_masters
 
-def read_legacy(files: Files, folder: str, hints: Hints) -> Index:
-    """The index of the save in `folder`: canonical tensors, or if the model is not known, each rank's tensors as they are stored.
+
+def read(files: Files, hints: Hints) -> Index:
+    """The index of the save: canonical tensors, or if the model is not known, each rank's tensors as they are stored.
 
     Raises: CheckpointError if the files are not one whole save.
     """
+    folder = folder_of_save(files, "rank folder such as mp_rank_00")
     save = read_ranks(files, folder)
     try:
         model = legacy_model(save, hints)

@@ -33,6 +33,7 @@ from ..layout.names import CORE_ATTENTION
 from ..layout.save_folders import COMMON, DCP_METADATA, METADATA_JSON
 from ..layout.stages import Chunk, Rank
 from ..layout.tensors import BUFFERS, HEAD, MegatronTensor, is_hybrid
+from .memory import lay_out_memory as lay_out_memory
 from .save import F32, MegatronSave, begin_save
 
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
@@ -86,7 +87,7 @@ class _KeyedTensor:
             yield shard, (*numbers, *offsets)
 
 
-def lay_out_distributed(content: Content, target: Target, companions: ModelFiles) -> Layout:
+def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     """The file of every rank, the values that all share, and the metadata that make them a checkpoint.
 
     Raises: RequestError if Megatron cannot hold the model, or it does not divide by the parallel sizes.

@@ -26,10 +26,11 @@ from ..layout.chunks import ChunkTensor, Entry
 from ..layout.flat_buckets import BUFFER_KINDS, bucket_size, buffer_of, by_buffer
 from ..layout.save_folders import DISTRIBUTED_OPTIMIZER, LEGACY_WEIGHTS
 from ..layout.stages import Rank
+from .memory import lay_out_memory as lay_out_memory
 from .save import F32, MegatronSave, begin_save
 
 
-def lay_out_legacy(content: Content, target: Target, companions: ModelFiles) -> Layout:
+def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     """The files of every rank, and the tracker that names their folder.
 
     Raises: RequestError if Megatron cannot hold the model, or it does not divide by the parallel sizes.

@@ -35,7 +35,11 @@ LIBRARY = "RESHARD_LAYOUT_DIR"
 
 
 class ServingEngine(Format):
-    """What a serving engine says of its format. A subclass sets the members without a default, and those that differ from the defaults."""
+    """What a serving engine says of its format. A subclass sets the members without a default, and those that differ from the defaults.
+
+    Three files of its folder are known by name: rules.py with the functions `rules_for_target` and, where it applies, `notes`;
+    stored_version.py with `stored_rules`; weight_checker.py with `weight_checker`, which makes one. A class may define the methods instead.
+    """
 
     engine: ClassVar[str]
     """The engine's name, for messages."""
@@ -52,12 +56,16 @@ class ServingEngine(Format):
     def file_name(self, parallel: Parallel, pp_rank: int, tp_rank: int, part: int) -> str:
         """The name of one file of a rank; `part` counts the rank's files from 0."""
 
-    @abstractmethod
     def rules(self, model: Model, target: Target) -> EngineRules:
         """How the engine stores the model, at the target's sizes and engine version.
 
         Raises: RequestError for sizes, versions or models that the engine's files cannot have.
         """
+        rules_for_target = self._needed(
+            "rules", "rules_for_target", "has neither a function `rules_for_target` in rules.py nor a method `rules`"
+        )
+        rules: EngineRules = rules_for_target(model, target)
+        return rules
 
     tracer: ClassVar[str | None] = None
     """The package with the program that traces the engine's own loader (`reshard learn`); None if there is none."""
@@ -65,7 +73,9 @@ class ServingEngine(Format):
     @property
     def weight_checker(self) -> WeightChecker | None:
         """How a live server of the engine tells what its ranks hold; None if it does not."""
-        return None
+        make = self._function("weight_checker", "weight_checker")
+        checker: WeightChecker | None = make() if make else None
+        return checker
 
     def layout_notes(self, names: Collection[str]) -> tuple[str, ...]:
         """Notes about files with tensors of these names that follow a learned layout, such as how to start the engine."""
@@ -75,7 +85,9 @@ class ServingEngine(Format):
 
     def notes(self, model: Model, target: Target) -> tuple[str, ...]:
         """Sentences about the result for the user, in addition to those in the rules."""
-        return ()
+        notes = self._function("rules", "notes")
+        told: tuple[str, ...] = notes(model, target) if notes else ()
+        return told
 
     def engine_config(self, model: Model, parallel: Parallel, dtypes: Mapping[str, DType]) -> dict[str, Any] | None:
         """config.json in the engine's own terms; None: the engine reads the Hugging Face config. dtypes: the weights' element types.
@@ -101,9 +113,13 @@ class ServingEngine(Format):
 
     def stored_rules(self, model: Model, parallel: Parallel, headers: RankHeaders) -> tuple[EngineRules, str | None]:
         """The rules that a checkpoint's files follow, and the engine versions with these rules as a version specifier, if known."""
-        from reshard.plans.layout import Target
+        stored_rules = self._function("stored_version", "stored_rules")
+        if stored_rules is None:
+            from reshard.plans.layout import Target
 
-        return self.rules(model, Target(self.name, parallel)), None
+            return self.rules(model, Target(self.name, parallel)), None
+        rules: tuple[EngineRules, str | None] = stored_rules(model, parallel, headers)
+        return rules
 
     # The same for all engines.
 

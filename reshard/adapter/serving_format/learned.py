@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from reshard.adapter.format import Hints
 from reshard.adapter.model_files import ModelFiles
-from reshard.adapter.serving_format.engine import LEARNING_OPTIONS, LIBRARY
+from reshard.adapter.serving_format.engine import LEARNING_OPTIONS, LIBRARY, ServingEngine
 from reshard.canonical.content import Content
 from reshard.containers import safetensors
 from reshard.errors import CheckpointError, RequestError, UnsupportedError, some
@@ -38,10 +39,6 @@ from reshard.serving.learned.numbers import values
 from reshard.serving.learned.tracer import Tracer
 from reshard.serving.legality import require_model
 from reshard.storage.files import Files, read_whole
-
-if TYPE_CHECKING:
-    from reshard.adapter.format import Hints
-    from reshard.adapter.serving_format.engine import ServingEngine
 
 LOGGER = logging.getLogger("reshard")
 

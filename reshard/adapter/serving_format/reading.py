@@ -6,8 +6,8 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
+from reshard.adapter.format import Hints
 from reshard.adapter.serving_format import learned
 from reshard.adapter.serving_format.engine import Headers, RankHeaders, ServingEngine, StageRank
 from reshard.containers import safetensors
@@ -24,9 +24,6 @@ from reshard.serving.legality import check_degrees, require_model
 from reshard.serving.ranks import placeholder_dtypes, rank_tensors
 from reshard.serving.weights import left_out_by_class, scale_aliases
 from reshard.storage.files import Files
-
-if TYPE_CHECKING:
-    from reshard.adapter.format import Hints
 
 
 def read(serving_format: ServingEngine, files: Files, hints: Hints) -> Index:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING
 
 from reshard.adapter.format import MAX_SHARD_SIZE
 from reshard.adapter.model_files import CONFIG, ModelFiles
+from reshard.adapter.serving_format.engine import ServingEngine
 from reshard.canonical.content import Content, check_against_model
 from reshard.canonical.globs import any_layer
 from reshard.errors import RequestError, UnsupportedError
@@ -29,9 +29,6 @@ from reshard.serving.weights import (
     weights_without_slot,
     zero_biases,
 )
-
-if TYPE_CHECKING:
-    from reshard.adapter.serving_format.engine import ServingEngine
 
 # The limit with which vLLM's and SGLang's own programs save (examples/.../save_sharded_state.py): 5 GiB.
 _MAX_SHARD_BYTES = 5 << 30

@@ -6,21 +6,13 @@
 read.py     the index
 write.py    the layout
 
-This module is light: reshard loads it to show the option in --help and to detect the format.
+This module is light: reshard loads it to show the option in --help and to detect the format. read.py and write.py are found by their names.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from reshard.adapter.format import Format, Hints, Option
-
-if TYPE_CHECKING:
-    from reshard.adapter.model_files import ModelFiles
-    from reshard.canonical.content import Content
-    from reshard.index.index import Index
-    from reshard.plans.layout import Layout, Target
-    from reshard.storage.files import Files
+from reshard.adapter.format import Format, Option
+from reshard.storage.files import Files
 
 WEIGHTS, TABLE = "weights.raw", "weights.json"
 
@@ -33,16 +25,6 @@ class Raw(Format):
 
     def detect(self, files: Files) -> str | None:
         return f"{WEIGHTS} and {TABLE}" if {WEIGHTS, TABLE} <= set(files.list()) else None
-
-    def read(self, files: Files, hints: Hints) -> Index:
-        from .read import read
-
-        return read(files, hints)
-
-    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
-        from .write import lay_out
-
-        return lay_out(content, target, companions)
 
 
 FORMAT = Raw()
