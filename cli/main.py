@@ -219,7 +219,7 @@ def _report(error: Exception, debug: bool, as_json: bool) -> int:
     cause = error if found.id == "defect" else found if debug else None
     LOGGER.error(f"{found} [{found.id}]", exc_info=cause, extra={"event": "error", "fields": found.to_json()})
     if as_json:
-        from .json_output import show_json
+        from .replies import show_json
 
         show_json({"error": found.to_json()})
     return found.exit_code
@@ -229,11 +229,12 @@ def _list_checkpoints(error: ReshardError) -> None:
     """If the error is that none of several checkpoints is chosen, list them on stderr."""
     choice = sys.modules.get("reshard.requests.choice")
     if choice and isinstance(error, choice.SeveralCheckpoints):
+        from reshard.pages.folders import run_sections
         from reshard.requests.lost_files import with_lost_files
 
-        from .runs import show_list
+        from .replies import show_sections
 
-        show_list(error.root, with_lost_files(error.steps), on_stderr=True)
+        show_sections(run_sections(error.root, with_lost_files(error.steps)), on_stderr=True)
 
 
 def _explained(error: Exception) -> ReshardError:

@@ -7,15 +7,13 @@ the registry and stand under the format's name in --help.
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
 
 from reshard.errors import RequestError
 from reshard.geometry.quantities import parse_count, parse_size
-from reshard.geometry.value import value
 from reshard.requests.keywords import (
     CombiningOptions,
     ConvertOptions,
@@ -35,24 +33,21 @@ from .help import OUTPUT as OUTPUT
 from .help import SELECTION as SELECTION
 from .help import SOURCE as SOURCE
 from .help import TARGET as TARGET
-from .invocation import current
 from .logs import EPILOG, LOG_OPTIONS, OutputFileParam, SectionedOption
 from .metrics import METERED
-from .spelling import with_flags
-
-if TYPE_CHECKING:
-    from reshard.picture.page import Page
-    from reshard.storage.output_file import OutputFile
+from .replies import Output, Reply
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
 
 
 class Command(help.HelpfulCommand):
-    """A command with the options of the log, whose arguments may be folders in which --step and --component choose one."""
+    """A command with the options of the log and --json, whose arguments may be folders in which --step and --component choose one."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, has_json: bool, **kwargs: Any) -> None:
         super().__init__(*args, epilog=EPILOG, **kwargs)
+        if has_json and "as_json" not in (param.name for param in self.params):
+            self.params.append(SectionedOption(["--json", "as_json"], section=OUTPUT, is_flag=True, help="Print one JSON document."))
         self.params += [param for param in LOG_OPTIONS if param.name != "metrics_file" or self.name in METERED]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -60,10 +55,21 @@ class Command(help.HelpfulCommand):
         Chosen.of(ctx).check_used()
         return rest
 
+    def invoke(self, ctx: click.Context) -> None:
+        """Run the command, show the reply that it returns, and end with its exit code."""
+        output = Output(ctx.params.pop("as_json", False), ctx.params.pop("page_path", None), ctx.params.pop("interactive", False))
+        if output.interactive and output.page is None:
+            raise click.UsageError("--interactive has a meaning only with --html", ctx)
+        ctx.meta["reshard.output"] = output
+        reply = super().invoke(ctx)
+        if isinstance(reply, Reply):
+            output.show(reply)
+            ctx.exit(reply.code)
 
-def command(name: str, *examples: str) -> Decorator[Any]:
-    """A function as a command of that name."""
-    return click.command(name, cls=Command, examples=examples)
+
+def command(name: str, *examples: str, has_json: bool = True) -> Decorator[Any]:
+    """A function as a command of that name. has_json: whether it prints a document with --json."""
+    return click.command(name, cls=Command, examples=examples, has_json=has_json)
 
 
 class Word(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic in newer versions of click
@@ -124,6 +130,21 @@ def together(*decorators: Decorator[Any]) -> Decorator[Any]:
 def option(*names: str, section: str, **settings: Any) -> Decorator[Any]:
     """An option in a section of --help."""
     return click.option(*names, cls=SectionedOption, section=section, **settings)
+
+
+def switch(names: str, section: str, text: str, **settings: Any) -> Decorator[Any]:
+    """An option without a value. text: of its help."""
+    return option(*names.split(), section=section, is_flag=True, help=text, **settings)
+
+
+def sizes(name: str, usual: str, text: str) -> Decorator[Any]:
+    """An option with several sizes. usual: those without the option. text: of its help."""
+    return click.option(name, type=NUMBERS, default=usual, metavar="N,N,..", help=text)
+
+
+def output_file(names: str, text: str, *, section: str = "Options", **settings: Any) -> Decorator[Any]:
+    """An option that names a file to write. text: of its help."""
+    return option(*names.split(), section=section, metavar="FILE", type=OutputFileParam(), help=text, **settings)
 
 
 def keywords(declared: Any, *names: str, section: str = "Options", verb: str = "Take", type: Any = None) -> Decorator[Any]:
@@ -199,56 +220,14 @@ def _needs_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool
     return value
 
 
-# Eager: it is known when --full is looked at.
-as_json = option("--json", "as_json", section=OUTPUT, is_flag=True, is_eager=True, help="Print one JSON document.")
 summary_or_full = together(
-    option("--json", "as_json", section=OUTPUT, is_flag=True, is_eager=True, help="Print a summary as one JSON document."),
-    option("--full", section=OUTPUT, is_flag=True, callback=_needs_json, help="With --json: print everything, each tensor included."),
+    switch("--json as_json", OUTPUT, "Print a summary as one JSON document.", is_eager=True),
+    switch("--full", OUTPUT, "With --json: print everything, each tensor included.", callback=_needs_json),
 )
 page = together(
-    option(
-        "--html",
-        "page_path",
-        section=OUTPUT,
-        metavar="FILE",
-        type=OutputFileParam(),
-        help="Also write a picture of it to this file: one page without scripts.",
-    ),
-    option("--interactive", section=OUTPUT, is_flag=True, help="With --html: add a small script that filters and sorts."),
+    output_file("--html page_path", "Also write a picture of it to this file: one page without scripts.", section=OUTPUT),
+    switch("--interactive", OUTPUT, "With --html: add a small script that filters and sorts."),
 )
-
-
-@value
-class PageOptions:
-    """Where a page is written; nowhere if `path` is None."""
-
-    path: OutputFile | None
-    interactive: bool
-
-    def write(self, draw: Callable[[Any], Page]) -> None:
-        """Write the page, if one is wanted, and say so in the log. draw: makes it with a function of reshard/pages/pages.py."""
-        if self.path is not None:
-            from reshard.engine.events import event
-            from reshard.pages import pages
-
-            command = shlex.join(("reshard", *_without_page(current().arguments)))
-            nbytes = pages.write_page(draw(pages), self.path, interactive=self.interactive, spelled=with_flags, command=command)
-            event("page", f"wrote {self.path}, {nbytes:,} bytes", path=str(self.path), bytes=nbytes)
-
-
-def _without_page(arguments: Sequence[str]) -> list[str]:
-    """A command line without --html and its file: the same page has the same content wherever it is written."""
-    at = next((i for i, word in enumerate(arguments) if word == "--html"), None)
-    left = [*arguments] if at is None else [*arguments[:at], *arguments[at + 2 :]]
-    return [word for word in left if not word.startswith("--html=")]
-
-
-def page_of(given: dict[str, Any]) -> PageOptions:
-    """The options of the page, taken out of what a command was given. Raises click.UsageError for --interactive without --html."""
-    found = PageOptions(given.pop("page_path"), given.pop("interactive"))
-    if found.interactive and found.path is None:
-        raise click.UsageError("--interactive has a meaning only with --html", click.get_current_context())
-    return found
 
 
 class Chosen:
@@ -446,9 +425,9 @@ parts = together(
     option(
         "--plan", "plan_path", section=PARTS, metavar="FILE", help="Run the plan in FILE, which `reshard plan` has written with --plan-out."
     ),
-    option("--ray", section=PARTS, is_flag=True, help="Convert with the tasks of a Ray cluster."),
+    switch("--ray", PARTS, "Convert with the tasks of a Ray cluster."),
     option("--ray-address", section=PARTS, metavar="ADDRESS", help="With --ray: the cluster (default: RAY_ADDRESS, or this machine)."),
-    option("--finish", section=PARTS, is_flag=True, help="Complete TARGET if all parts are done; otherwise name what is missing."),
+    switch("--finish", PARTS, "Complete TARGET if all parts are done; otherwise name what is missing."),
 )
 
 fail_if_skipped = keywords(ConvertOptions, "fail_if_skipped", section=OUTPUT)

@@ -10,11 +10,11 @@ from logging import INFO
 from typing import TYPE_CHECKING, Any
 
 from reshard.engine.events import event
+from reshard.geometry.quantities import nbytes_text
 from reshard.requests.keywords import EffortOptions, take
 
 from .invocation import current
 from .logs import NOTICE
-from .tables import nbytes_text
 
 if TYPE_CHECKING:
     from reshard.requests.checkpoint import Checkpoint

@@ -1,21 +1,16 @@
-"""What a live server holds, compared with a checkpoint: as lines, and as a JSON document."""
+"""What a live server holds, compared with a checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.geometry.quantities import plural
-
-from .invocation import current
-from .tables import show
+from .replies import Reply
 
 if TYPE_CHECKING:
     from reshard.verbs.server_comparison import ServerComparison
-
-# Names of one kind that are printed; --json prints all.
-_MOST = 8
 
 allow_not_comparable = click.option(
     "--allow-not-comparable",
@@ -43,28 +38,9 @@ def server_document(result: ServerComparison) -> dict[str, Any]:
     }
 
 
-def exit_code(result: Any, *, allowed: bool) -> int:
-    """0 if a Comparison found no difference; also if it cannot be told whether a server has one, where that is allowed."""
-    return 0 if result.equal or (allowed and result.equal is None and result.found) else 1
+def server_reply(result: ServerComparison, server: str, made: Mapping[str, Any], *, allowed: bool) -> Reply:
+    """The comparison. made: its document. allowed: whether it may be unknown if there is a difference, where nothing is different."""
+    from reshard.pages.comparisons import server_sections
 
-
-def show_server(result: ServerComparison, server: str = "the server") -> None:
-    """Print the verdict and the names."""
-    show(result.verdict(server))
-    if current().log.quiet:
-        return
-    for title, keys in (
-        ("different", result.keys("values")),
-        ("missing", result.keys("missing")),
-        ("not comparable", result.not_comparable),
-        ("unknown", result.unknown),
-        ("version", [each.detail for each in result.differences if each.kind == "version"]),
-    ):
-        for key in keys[:_MOST]:
-            show(f"  {title:<14}  {key}")
-        if len(keys) > _MOST:
-            show(f"  {title:<14}  and {len(keys) - _MOST:,} more")
-    if result.renamed:
-        show(f"  note            {plural(len(result.renamed), 'parameter')} under another name of the same parameter")
-    for note in result.notes:
-        show(f"  note            {note}")
+    is_right = result.equal or (allowed and result.equal is None and result.found)
+    return Reply(made, server_sections(result, server), 0 if is_right else 1, brief=True)

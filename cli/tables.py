@@ -13,7 +13,6 @@ from typing import Any
 import click
 
 from reshard.errors import printable
-from reshard.geometry.quantities import nbytes_text as nbytes_text
 from reshard.geometry.value import value
 from reshard.storage.system_calls import system_refusal
 
@@ -30,27 +29,6 @@ def fingerprint_text(root: str) -> str:
     kind, colon, digits = root.rpartition(":")
     log = current().log
     return root if log.verbose or log.quiet else f"{kind}{colon}{digits[:_DIGITS]}"
-
-
-def duration_text(seconds: float) -> str:
-    """3 days, 5 h, 12 min, 40 s: whole units."""
-    for size, unit in ((86400, "day"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            number = int(seconds // size)
-            return f"{number} {unit}{'s' if unit == 'day' and number > 1 else ''}"
-    return f"{int(seconds)} s"
-
-
-def count_text(count: int) -> str:
-    """8.03 B, 74,016: exact below a million."""
-    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:,}"
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"
 
 
 def show_table(rows: Sequence[Sequence[object]], headings: Sequence[str], *, optional: Sequence[int] = (), on_stderr: bool = False) -> None:
@@ -155,25 +133,6 @@ def _broken(text: str, width: int) -> list[str]:
         pieces.append(text[:at].rstrip())
         text = "  " + text[at:].lstrip() if width > 2 * _NARROWEST_COLUMN else text[at:].lstrip()
     return [*pieces, text]
-
-
-def bar_text(share: float, width: int = 12) -> str:
-    """A bar for a share of 0 to 1, in eighths of a character; a share above 0 is never drawn as nothing."""
-    eighths = max(round(share * width * 8), 1 if share > 0 else 0)
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-
-
-def strip_text(start: int, stop: int, size: int, *, replica: bool = False, width: int = 24) -> str:
-    """The part start..stop of an axis as a strip of characters; a part that is not empty fills one at least."""
-    first = min(start * width // max(size, 1), width - 1)
-    last = max(-(-stop * width // max(size, 1)), first + 1) if stop > start else first
-    return "·" * first + ("▒" if replica else "█") * (last - first) + "·" * (width - last)
-
-
-def sparkline(counts: Sequence[int]) -> str:
-    """A histogram as one line; a bin that is not empty is never drawn as empty."""
-    highest = max(counts, default=0)
-    return "".join(" " if not count else "▁▂▃▄▅▆▇█"[min(7, count * 8 // highest)] for count in counts)
 
 
 def show(*lines: str, on_stderr: bool = False) -> None:

@@ -9,6 +9,7 @@ import click
 from reshard.storage.trees import chain_of
 
 from .. import options
+from ..replies import Reply
 from .convert import convert, options_of_convert
 
 
@@ -22,7 +23,7 @@ from .convert import convert, options_of_convert
 @click.argument("deltas", nargs=-1, metavar="[DELTA...]")
 @click.argument("target")
 @options_of_convert
-def command(base: str, deltas: tuple[str, ...], target: str, **given: Any) -> None:
+def command(base: str, deltas: tuple[str, ...], target: str, **given: Any) -> Reply:
     """Convert what a chain of deltas makes of the checkpoint BASE to another format, and write it to the directory TARGET, in one pass.
 
     The deltas follow each other: each one changes what the one before it makes. A delta that `reshard delta` wrote is applied to its own
@@ -36,4 +37,4 @@ def command(base: str, deltas: tuple[str, ...], target: str, **given: Any) -> No
     chain = "+".join((base, *deltas))
     if not deltas and len(chain_of(chain)) == 1:
         raise click.UsageError("Missing argument 'DELTA...'.", click.get_current_context())
-    convert("apply", (chain,), target, **given)
+    return convert("apply", (chain,), target, **given)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import click
 
+from reshard.pages.sections import Verbatim
+
 from .. import options
-from ..json_output import show_json
-from ..tables import show, show_verbatim
+from ..replies import Reply
 
 
 @options.command(
@@ -19,8 +20,7 @@ from ..tables import show, show_verbatim
 @click.option("--start", type=options.CheckpointPlace(), metavar="CKPT", help="Draft a declaration for the model of this checkpoint.")
 @options.format_name
 @click.option("--model", metavar="DIR", help="With --start: directory with config.json, if the checkpoint has none.")
-@options.as_json
-def command(name: str | None, start: str | None, format: str | None, model: str | None, as_json: bool) -> None:
+def command(name: str | None, start: str | None, format: str | None, model: str | None) -> Reply:
     """List the declared architectures, show the declaration NAME, or draft a new one.
 
     An architecture has the name of the model_type in the configs of its models. `reshard architectures --start CKPT > my.yaml` drafts a
@@ -35,10 +35,9 @@ def command(name: str | None, start: str | None, format: str | None, model: str 
         raise RequestError("--format and --model are about the checkpoint of --start", do="Add --start CKPT, or leave them out")
     if name is None and start is None:
         names = known_model_types()
-        show_json({"architectures": list(names)}) if as_json else show(*names)
-        return
+        return Reply({"architectures": list(names)}, names)
     text = declaration_text(name).rstrip("\n") if name is not None else _draft(str(start), format, model)
-    show_json({"declaration": text + "\n"}) if as_json else show_verbatim(*text.split("\n"))
+    return Reply({"declaration": text + "\n"}, [Verbatim(text)])
 
 
 def _draft(start: str, format: str | None, model: str | None) -> str:

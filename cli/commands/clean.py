@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
 
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import nbytes_text, plural
+from reshard.pages.sections import Note, Section
+from reshard.pages.texts import age_text
 
 from .. import options
-from ..invocation import current
-from ..json_output import show_json
-from ..tables import duration_text, nbytes_text, show
+from ..replies import Reply
 
 if TYPE_CHECKING:
     from reshard.errors import ReshardError
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
 @click.argument("directory")
 @click.option("--yes", is_flag=True, help="Remove what can be removed. Without it, nothing is removed.")
 @options.storage_option
-@options.as_json
-def command(directory: str, yes: bool, as_json: bool) -> None:
+def command(directory: str, yes: bool) -> Reply:
     """List the work folders (.reshard) that interrupted conversions have left in DIRECTORY and below it.
 
     DIRECTORY may be a URL: then unfinished targets and uploads that are not complete are listed, and --yes removes them all. Make sure that
@@ -48,12 +48,10 @@ def command(directory: str, yes: bool, as_json: bool) -> None:
                 if is_url(directory):
                     raise
                 _warn(error)
-    if as_json:
-        listed = [{**each.to_json(), "removed": each.place in removed} for each in found]
-        places = {"folders": [], "leftovers": listed} if is_url(directory) else {"folders": listed}
-        show_json({"directory": directory, "removed": sum(each.nbytes for each in found if each.place in removed), **places})
-        return
-    _show(directory, found, removed, yes=yes, in_store=is_url(directory))
+    listed = [{**each.to_json(), "removed": each.place in removed} for each in found]
+    places = {"folders": [], "leftovers": listed} if is_url(directory) else {"folders": listed}
+    made = {"directory": directory, "removed": sum(each.nbytes for each in found if each.place in removed), **places}
+    return Reply(made, _sections(directory, found, removed, yes=yes, in_store=is_url(directory)), brief=True)
 
 
 def _warn(error: ReshardError | str, name: str = "not-read") -> None:
@@ -62,26 +60,24 @@ def _warn(error: ReshardError | str, name: str = "not-read") -> None:
     event(name, str(error), level=30)
 
 
-def _show(directory: str, found: list[Leftover], removed: set[str], *, yes: bool, in_store: bool) -> None:
+def _sections(directory: str, found: list[Leftover], removed: set[str], *, yes: bool, in_store: bool) -> Iterator[Section]:
     from reshard.verbs.leftovers import MEANINGS
 
-    for each in found if not current().log.quiet else ():
-        age = "" if each.age is None else f", {duration_text(each.age)} old"
-        show(f"{each.place}  {nbytes_text(each.nbytes)}{age}, {each.run}")
+    for each in found:
+        age = "" if each.age is None else f", {age_text(each.age)} old"
         done = "removed" if each.place in removed else "can be removed" if each.is_removable else "stays"
-        if not in_store:
-            show(f"  {done}: {MEANINGS[each.state]}")
-        if each.command and each.place not in removed:
-            show(f"  {each.command}")
+        meaning = [] if in_store else [f"{done}: {MEANINGS[each.state]}"]
+        command = each.command if each.command and each.place not in removed else ""
+        yield Note(f"{each.place}  {nbytes_text(each.nbytes)}{age}, {each.run}", meaning, advice=command)
     removable = [each for each in found if each.is_removable]
     size = nbytes_text(sum(each.nbytes for each in removable))
     words = ("upload or target", "uploads and targets") if in_store else ("work folder",)
     if not removable and (in_store or not yes):
-        show(f"{directory}: {'nothing is left of interrupted conversions' if in_store else 'no work folder can be removed'}")
+        yield f"{directory}: {'nothing is left of interrupted conversions' if in_store else 'no work folder can be removed'}"
     elif not yes:
-        show(f"{directory}: {plural(len(removable), *words)}, {size}, can be removed. Nothing was removed: --yes removes")
+        yield f"{directory}: {plural(len(removable), *words)}, {size}, can be removed. Nothing was removed: --yes removes"
     elif in_store:
-        show(f"{directory}: {plural(len(removable), *words)}, {size}, removed")
+        yield f"{directory}: {plural(len(removable), *words)}, {size}, removed"
     else:
         kept = f"; {len(found) - len(removed)} left" if len(found) > len(removed) else ""
-        show(f"{directory}: {plural(len(removed), 'work folder')} removed{kept}")
+        yield f"{directory}: {plural(len(removed), 'work folder')} removed{kept}"

@@ -15,7 +15,7 @@ _INSTALL = {
 }
 
 
-@options.command("completion", *_INSTALL.values())
+@options.command("completion", *_INSTALL.values(), has_json=False)
 @click.argument("shell", type=click.Choice(list(_INSTALL)))
 def command(shell: str) -> None:
     """Print the completion script for a shell."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import nbytes_text, plural
+from reshard.pages.sections import Facts, Rows, Section
 
 from .. import options
 from ..invocation import current
-from ..json_output import show_json
-from ..plans import plan_document, show_drops, show_findings, show_left, show_plan
+from ..plans import plan_document, plan_reply
 from ..progress import bar
-from ..tables import fingerprint_text, nbytes_text, show, show_table
+from ..replies import Reply
+from ..tables import fingerprint_text
 
 if TYPE_CHECKING:
     from reshard.engine.conversion import Conversion
@@ -33,20 +35,11 @@ options_of_convert = options.together(
     options.selection("Convert"),
     options.format_name,
     options.model,
-    options.option("--dry-run", section=options.OUTPUT, is_flag=True, help="Show the proven plan; write nothing."),
-    options.option("--resume", section=options.OUTPUT, is_flag=True, help="Resume an interrupted conversion."),
-    options.option(
-        "--overwrite", section=options.OUTPUT, is_flag=True, help="Replace the checkpoint in TARGET once the new one is complete."
-    ),
-    options.option(
-        "--if-changed",
-        section=options.OUTPUT,
-        is_flag=True,
-        help="Do nothing if TARGET is up to date; otherwise replace what reshard wrote there.",
-    ),
-    options.option(
-        "--checksums", section=options.OUTPUT, is_flag=True, help="Also write SHA256SUMS for `sha256sum -c`; reads the result once more."
-    ),
+    options.switch("--dry-run", options.OUTPUT, "Show the proven plan; write nothing."),
+    options.switch("--resume", options.OUTPUT, "Resume an interrupted conversion."),
+    options.switch("--overwrite", options.OUTPUT, "Replace the checkpoint in TARGET once the new one is complete."),
+    options.switch("--if-changed", options.OUTPUT, "Do nothing if TARGET is up to date; otherwise replace what reshard wrote there."),
+    options.switch("--checksums", options.OUTPUT, "Also write SHA256SUMS for `sha256sum -c`; reads the result once more."),
     options.fail_if_skipped,
     options.effort,
     options.parts,
@@ -67,19 +60,17 @@ options_of_convert = options.together(
 @click.argument("target")
 @options.combining
 @options_of_convert
-def command(sources: tuple[str, ...], target: str, **given: Any) -> None:
+def command(sources: tuple[str, ...], target: str, **given: Any) -> Reply:
     """Convert SOURCE to another format and write it to the directory TARGET. Several sources become one checkpoint by --average.
 
     TARGET is written atomically: its files appear under their names only when all are complete. SOURCE may be BASE+DELTA+DELTA: a
     checkpoint with what `reshard delta` has written of later ones.
     """
-    convert("convert", sources, target, **given)
+    return convert("convert", sources, target, **given)
 
 
-def convert(
-    name: str, sources: tuple[str, ...], target: str, to: str | None, dry_run: bool, as_json: bool, full: bool, **given: Any
-) -> None:
-    """Convert sources to the target, and show what was done. name: the command, as it is recorded beside the result."""
+def convert(name: str, sources: tuple[str, ...], target: str, to: str | None, dry_run: bool, full: bool, **given: Any) -> Reply:
+    """Convert sources to the target. name: the command, as it is recorded beside the result."""
     from reshard.engine.pool import Effort
     from reshard.engine.record import Provenance
     from reshard.requests.keywords import ConvertOptions
@@ -97,8 +88,7 @@ def convert(
     metrics.label(target=target, format=plan.layout.format)
     effort = Effort(**effort_of(plan, asked))
     if dry_run:
-        show_json(plan_document(plan, full=full, target=target)) if as_json else show_plan(plan, target)
-        return
+        return plan_reply(plan, full=full, target=target)
     began = time.monotonic()
     result = unchanged_result(plan, target, provenance) if existing == "update" else None
     metrics.record(tensors=len(plan.routes), dropped=len(plan.drops), unchanged=result is not None)
@@ -109,18 +99,15 @@ def convert(
                 advance(done.nbytes)
         seconds = time.monotonic() - began
         if sharing.part:
-            _show_part(plan, part_result(running, target, sharing.part, seconds), as_json=as_json)
-            return
+            return _part(plan, part_result(running, target, sharing.part, seconds))
         result = result_of(running, target, seconds)
         totals = plan.totals()
         metrics.record(bytes_read=totals.read, bytes_written=totals.written)
-    if as_json:
-        show_json({**result.to_json(), "plan": plan_document(plan, full=True)} if full else result.to_json())
-    elif result.unchanged:
-        sizes = f"{plural(len(result.files), 'file')}, {nbytes_text(sum(result.files.values()))}"
-        show(f"{target}: unchanged, {sizes}, fingerprint {fingerprint_text(result.fingerprint.root)}")
-    else:
-        _show_result(running, result)
+    document = {**result.to_json(), "plan": plan_document(plan, full=True)} if full else result.to_json()
+    if not result.unchanged:
+        return Reply(document, _result(running, result), brief=True)
+    sizes = f"{plural(len(result.files), 'file')}, {nbytes_text(sum(result.files.values()))}"
+    return Reply(document, [f"{target}: unchanged, {sizes}, fingerprint {fingerprint_text(result.fingerprint.root)}"])
 
 
 def _sharing(given: dict[str, Any]) -> Sharing:
@@ -157,44 +144,38 @@ def _planned(sources: tuple[str, ...], to: str | None, given: dict[str, Any]) ->
     return reshard.load_plan(path, sources)
 
 
-def _show_part(plan: Plan, found: PartResult, *, as_json: bool) -> None:
+def _part(plan: Plan, part: PartResult) -> Reply:
     """What a part has done, and the result if it has completed the target."""
-    if as_json:
-        show_json(found.to_json())
-        return
-    earlier = f", {nbytes_text(found.resumed_bytes)} of them from an earlier run" if found.resumed_bytes else ""
-    done = f"{plural(found.tasks, 'task')}, {nbytes_text(found.nbytes)} in {found.seconds:.1f} s{earlier}"
-    show(f"{found.path}: part {found.part}, {done}; {'complete' if found.result else 'not complete yet'}")
-    if found.result and not current().log.quiet:
-        _show_files(plan, found.result)
+    earlier = f", {nbytes_text(part.resumed_bytes)} of them from an earlier run" if part.resumed_bytes else ""
+    done = f"{plural(part.tasks, 'task')}, {nbytes_text(part.nbytes)} in {part.seconds:.1f} s{earlier}"
+    line = f"{part.path}: part {part.part}, {done}; {'complete' if part.result else 'not complete yet'}"
+    return Reply(part.to_json(), [line, *(_files(plan, part.result) if part.result else ())], brief=True)
 
 
-def _show_result(running: Conversion, result: Result) -> None:
+def _result(running: Conversion, result: Result) -> Iterator[Section]:
     """Which files were written, how fast, and what was left out."""
-    plan, resumed, target, seconds = running.plan, running.resumed_bytes, result.path, result.seconds
+    plan, resumed, seconds = running.plan, running.resumed_bytes, result.seconds
     totals = plan.totals()
     # The rate of a small conversion says how long Python took to start its threads.
     copied = totals.written - resumed
     rate = f" ({nbytes_text(int(copied / max(seconds, 1e-9)))}/s)" if copied >= _LEAST_OF_A_RATE else ""
-    show(
-        f"{target}: {plural(totals.files, 'file')}, {nbytes_text(totals.written)} in {seconds:.1f} s{rate}"
-        + (f", {nbytes_text(resumed)} of them from an earlier run" if resumed else "")
-        + (f", fingerprint {fingerprint_text(result.fingerprint.root)}" if current().log.quiet else "")
-    )
-    if not current().log.quiet:
-        _show_files(plan, result)
+    earlier = f", {nbytes_text(resumed)} of them from an earlier run" if resumed else ""
+    fingerprint = f", fingerprint {fingerprint_text(result.fingerprint.root)}" if current().log.quiet else ""
+    yield f"{result.path}: {plural(totals.files, 'file')}, {nbytes_text(totals.written)} in {seconds:.1f} s{rate}{earlier}{fingerprint}"
+    yield from _files(plan, result)
 
 
-def _show_files(plan: Plan, result: Result) -> None:
+def _files(plan: Plan, result: Result) -> Iterator[Section]:
     """The files, and what was left out."""
+    from reshard.pages.checkpoints import dropped_facts
+    from reshard.pages.plans import left_facts, missing_facts
+
     files = plan.layout.files
     listed = files if len(files) <= _MOST + 1 else files[:_MOST]  # A line saves none when it stands for one file.
-    show_table([(file.path, nbytes_text(file.nbytes), len(file.tensors)) for file in listed], ("file", "bytes", "tensors"))
-    if rest := files[len(listed) :]:
-        show(f"  and {plural(len(rest), 'more file')}, {nbytes_text(sum(file.nbytes for file in rest))}; --json lists all")
-    show_drops(plan.drops)
-    show_left(result.left)
-    show_findings(result.findings)
-    for note in result.notes:
-        show(f"  note      {note}")
-    show(f"  fingerprint {fingerprint_text(result.fingerprint.root)}")
+    rest = files[len(listed) :]
+    hint = f" files, {nbytes_text(sum(file.nbytes for file in rest))}; --json lists all"
+    rows = [(file.path, nbytes_text(file.nbytes), len(file.tensors)) for file in listed]
+    yield Rows(("file", "bytes", "tensors"), rows, hidden=len(rest), hint=hint)
+    fingerprint = fingerprint_text(result.fingerprint.root)
+    left_out = [*dropped_facts(plan.drops), *left_facts(result.left), *missing_facts(result.findings)]
+    yield Facts([*left_out, ("note", result.notes), ("fingerprint", fingerprint)])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.geometry.quantities import nbytes_text
+from reshard.pages.sections import Facts, Section
+
 from .. import options
-from ..json_output import show_json
 from ..progress import weight_bytes, working
+from ..replies import Reply
 from ..runs import show_events
-from ..tables import nbytes_text, show
 
 if TYPE_CHECKING:
     from reshard.verbs.delta import DeltaResult
@@ -40,8 +43,7 @@ if TYPE_CHECKING:
 @click.option("--cast", is_flag=True, help="Where element types differ, cast NEW's values to BASE's.")
 @options.model
 @options.effort
-@options.as_json
-def command(places: tuple[str, ...], run: str | None, encoding: Any, cast: bool, as_json: bool, **given: Any) -> None:
+def command(places: tuple[str, ...], run: str | None, encoding: Any, cast: bool, **given: Any) -> Reply | None:
     """Write what changed from the checkpoint BASE to NEW into the directory TARGET. They may have any formats and parallel sizes.
 
     --of RUN keeps a whole run in TARGET: the first step and every N-th one as a full checkpoint, the others as deltas to the step before.
@@ -67,8 +69,8 @@ def command(places: tuple[str, ...], run: str | None, encoding: Any, cast: bool,
     if run is not None:
         into = os.path.join(places[0], "step-{step}")
         of_run |= {"to": of_run["to"] or "hf", **options.take(given, ModelOptions)}
-        show_events(reshard.watch(run, into=into, delta=True, once=True, encoding=encoding, **of_run), as_json=as_json)
-        return
+        show_events(reshard.watch(run, into=into, delta=True, once=True, encoding=encoding, **of_run))
+        return None
     base, new, target = places
     from reshard.requests.choice import SeveralCheckpoints
     from reshard.requests.opening import open_both
@@ -81,20 +83,20 @@ def command(places: tuple[str, ...], run: str | None, encoding: Any, cast: bool,
         raise
     with working("delta", weight_bytes(b), given) as effort:
         found = reshard.delta(a, b, target, encoding=encoding, cast=cast, **effort)
-    if as_json:
-        show_json(found.to_json())
-    else:
-        _show(found)
+    return Reply(found.to_json(), _sections(found))
 
 
-def _show(found: DeltaResult) -> None:
+def _sections(found: DeltaResult) -> Iterator[Section]:
     """How much changed, and how much smaller the delta is."""
     share = found.changed_elements / max(1, found.elements)
     smaller = f", {found.checkpoint_bytes / found.nbytes:,.0f} times smaller" if 2 * found.nbytes < found.checkpoint_bytes else ""
-    show(f"{found.path}: version {found.version} of {found.base_version}, {found.encoding}")
-    show(f"  changed   {found.changed_tensors:,} of {found.tensors:,} tensors, {found.changed_elements:,} elements ({share:.2%})")
-    show(f"  size      {nbytes_text(found.nbytes)} for {nbytes_text(found.checkpoint_bytes)}{smaller}, in {found.seconds:.1f} s")
-    show(f"  base      {found.base.root}")
-    show(f"  result    {found.result.root}")
-    for note in found.source_checks.notes():
-        show(f"  note      {note}")
+    yield f"{found.path}: version {found.version} of {found.base_version}, {found.encoding}"
+    yield Facts(
+        [
+            ("changed", f"{found.changed_tensors:,} of {found.tensors:,} tensors, {found.changed_elements:,} elements ({share:.2%})"),
+            ("size", f"{nbytes_text(found.nbytes)} for {nbytes_text(found.checkpoint_bytes)}{smaller}, in {found.seconds:.1f} s"),
+            ("base", found.base.root),
+            ("result", found.result.root),
+            ("note", found.source_checks.notes()),
+        ]
+    )

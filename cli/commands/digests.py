@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..json_output import show_json
 from ..progress import bar, weight_bytes
-from ..server import allow_not_comparable, exit_code, server_document, show_server
-from ..tables import show
+from ..replies import Reply
+from ..server import allow_not_comparable, server_document, server_reply
 
 if TYPE_CHECKING:
     from reshard.adapter.serving_format.weight_checker import WeightChecker
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
 @options.selection("Hash")
 @options.format_name
 @options.model
-@options.as_json
-def command(source: str, to: str, server: str | None, allow_not_comparable: bool, as_json: bool, **given: Any) -> None:
+def command(source: str, to: str, server: str | None, allow_not_comparable: bool, **given: Any) -> Reply:
     """Print the digest of every parameter of every rank, as the serving engine holds it after loading SOURCE.
 
     For vLLM the digest is the SHA-256, for SGLang its hash of 64 bits as on a GPU. With --json, it is printed in the engine's own form.
@@ -54,14 +52,10 @@ def command(source: str, to: str, server: str | None, allow_not_comparable: bool
     with bar(weight_bytes(opened), "digests") as advance:
         expected = expected_parameters(reshard.plan(opened, to=to, **given), held or {}, checker, advance)
     result = compare_with_server(expected, held, checker) if held is not None else None
-    if as_json:
-        show_json({**checker.document(expected.digests), "comparison": None if result is None else server_document(result)})
-    elif result is None:
-        for key, digest in expected.digests.items():
-            show(f"{digest}  {key}")
-    else:
-        show_server(result)
-    click.get_current_context().exit(0 if result is None else exit_code(result, allowed=allow_not_comparable))
+    made = {**checker.document(expected.digests), "comparison": None if result is None else server_document(result)}
+    if result is None:
+        return Reply(made, (f"{digest}  {key}" for key, digest in expected.digests.items()))
+    return server_reply(result, "the server", made, allowed=allow_not_comparable)
 
 
 def _answer(path: str, checker: WeightChecker) -> dict[str, str]:

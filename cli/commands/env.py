@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import reshard
+from reshard.geometry.quantities import nbytes_text
+from reshard.pages.sections import Rows, Section
 
 from .. import options
-from ..json_output import show_json
-from ..tables import nbytes_text, show, show_table
+from ..replies import Reply
 
 # Looked up without importing them: importing torch takes seconds, and a broken installation of it is worth reporting.
 _PACKAGES = (
@@ -28,22 +29,21 @@ _PLUGIN_GROUPS = ("vllm.general_plugins",)
 
 
 @options.command("env", "reshard env", "reshard env --json")
-@options.as_json
-def command(as_json: bool) -> None:
+def command() -> Reply:
     """Show versions, machine, formats and plugins, for a bug report. No package is imported for it.
 
     Of the environment variables only a few harmless ones are shown, and no names of users, hosts or directories.
     """
-    document = _document()
-    if as_json:
-        show_json(document)
-        return
-    for title, values in document.items():
+    made = _document()
+    return Reply(made, _sections(made))
+
+
+def _sections(made: dict[str, Any]) -> Iterator[Section]:
+    for title, values in made.items():
         if not isinstance(values, dict):
-            show(f"{title}  {values}")
+            yield f"{title}  {values}"
         elif values:
-            show(title)
-            show_table([(name, _text(value)) for name, value in values.items()], ("", ""))
+            yield from (title, Rows(("", ""), [(name, _text(value)) for name, value in values.items()]))
 
 
 def _document() -> dict[str, Any]:

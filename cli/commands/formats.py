@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import click
 
+from reshard.pages.sections import Facts, Rows, Section
+
 from .. import options
-from ..json_output import show_json
-from ..tables import show, show_table
+from ..replies import Reply
 
 if TYPE_CHECKING:
     from reshard.adapter.format import Format
@@ -16,37 +18,24 @@ if TYPE_CHECKING:
 
 @options.command("formats", "reshard formats", "reshard formats vllm")
 @click.argument("name", required=False, shell_complete=options.format_names)
-@options.as_json
-def command(name: str | None, as_json: bool) -> None:
+def command(name: str | None) -> Reply:
     """List the formats that this installation reads and writes, or show what is known of the format NAME."""
     from reshard.adapter import registry
 
-    if name is not None:
-        found = registry.named(name)
-        show_json({"formats": [_document(found)]}) if as_json else _show(found)
-        return
-    every = registry.formats().values()
-    if as_json:
-        show_json({"formats": [_document(each) for each in every]})
-    else:
-        show_table([(each.name, _does(each), each.summary) for each in every], ("format", "is", "what it is"))
+    formats = [registry.named(name)] if name is not None else [*registry.formats().values()]
+    made = [{"name": each.name, "reads": True, "writes": each.can_write, "summary": each.summary} for each in formats]
+    table = Rows(("format", "is", "what it is"), [(each.name, _does(each), each.summary) for each in formats])
+    return Reply({"formats": made}, _sections(formats[0]) if name is not None else [table])
 
 
-def _document(found: Format) -> dict[str, Any]:
-    return {"name": found.name, "reads": True, "writes": found.can_write, "summary": found.summary}
+def _does(format: Format) -> str:
+    return "read, written" if format.can_write else "read"
 
 
-def _does(found: Format) -> str:
-    return "read, written" if found.can_write else "read"
-
-
-def _show(found: Format) -> None:
+def _sections(format: Format) -> Iterator[Section]:
     """One format: its files, its other names and its options."""
-    show(f"{found.name}: {found.summary}; {_does(found)}")
-    if found.other_names:
-        show(f"  called    {', '.join(found.other_names)}")
-    if found.owns:
-        show(f"  files     {', '.join(found.owns)}")
-    if found.options:
-        show()
-        show_table([("--" + each.name.replace("_", "-"), each.help) for each in found.options], ("option", "what it does"))
+    yield f"{format.name}: {format.summary}; {_does(format)}"
+    yield Facts([("called", ", ".join(format.other_names)), ("files", ", ".join(format.owns))])
+    if format.options:
+        rows = [("--" + each.name.replace("_", "-"), each.help) for each in format.options]
+        yield from ("", Rows(("option", "what it does"), rows))

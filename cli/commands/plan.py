@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from .. import options
-from ..json_output import show_json
-from ..logs import OutputFileParam
-from ..plans import plan_document, show_plan
+from ..plans import plan_reply
+from ..replies import Reply
 
 if TYPE_CHECKING:
     from reshard.storage.output_file import OutputFile
@@ -20,16 +21,10 @@ if TYPE_CHECKING:
 @options.selection("Convert")
 @options.format_name
 @options.model
-@options.option(
-    "--plan-out",
-    section=options.OUTPUT,
-    metavar="FILE",
-    type=OutputFileParam(),
-    help="Also write the plan to FILE, which `reshard convert` runs with --plan.",
-)
+@options.output_file("--plan-out", "Also write the plan to FILE, which `reshard convert` runs with --plan.", section=options.OUTPUT)
 @options.page
 @options.summary_or_full
-def command(sources: tuple[str, ...], to: str | None, plan_out: OutputFile | None, as_json: bool, full: bool, **given: Any) -> None:
+def command(sources: tuple[str, ...], to: str | None, plan_out: OutputFile | None, full: bool, **given: Any) -> Reply:
     """Show the proven plan of converting SOURCE: which rank and file gets what, and what is cast, filled or skipped.
 
     No weight is read and nothing is written. `reshard degrees` compares several parallel sizes.
@@ -40,17 +35,15 @@ def command(sources: tuple[str, ...], to: str | None, plan_out: OutputFile | Non
     from reshard.storage.system_calls import gc_paused
     from reshard.verbs.plan import plan_of
 
-    page = options.page_of(given)
     if to is None:
         raise RequestError(
             "--to FORMAT is missing",
             why="A plan is of one conversion",
             do=f"Did you mean `reshard degrees {sources[0]}`, which lists the parallel sizes that a model can be served at?",
         )
-    with gc_paused():
-        plan = plan_of(sources, to, given)
-        if plan_out is not None:
-            nbytes = reshard.save_plan(plan, plan_out)
-            event("plan-file", f"wrote {plan_out}, {nbytes:,} bytes", path=str(plan_out), bytes=nbytes)
-        page.write(lambda pages: pages.plan_page(plan))
-        show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)
+    click.get_current_context().with_resource(gc_paused())
+    plan = plan_of(sources, to, given)
+    if plan_out is not None:
+        nbytes = reshard.save_plan(plan, plan_out)
+        event("plan-file", f"wrote {plan_out}, {nbytes:,} bytes", path=str(plan_out), bytes=nbytes)
+    return plan_reply(plan, full=full)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import nbytes_text, plural
+from reshard.pages.sections import Facts, Section
 from reshard.requests.keywords import LinkOptions, RecipeOptions, SelectionOptions
 
 from .. import options
-from ..invocation import current
-from ..json_output import show_json
-from ..plans import plan_document, show_casts, show_drops
+from ..plans import plan_document
 from ..progress import working
-from ..tables import nbytes_text, show
+from ..replies import Reply
 
 if TYPE_CHECKING:
     from reshard.engine.pool import Effort
     from reshard.live.from_files.pushing import PlannedPush, PushResult
+    from reshard.plans.plan import Plan
 
 
 @options.command(
@@ -39,20 +41,17 @@ if TYPE_CHECKING:
     metavar="TEXT",
     help="What the servers call the new weights (default: the checkpoint's fingerprint, which `reshard verify` compares).",
 )
-@options.option(
-    "--changes",
-    section=options.TARGET,
-    is_flag=True,
-    help="Send what changed since the base of a chain of deltas; the servers keep a copy for the next push.",
+@options.switch(
+    "--changes", options.TARGET, "Send what changed since the base of a chain of deltas; the servers keep a copy for the next push."
 )
 @options.option("--since", section=options.TARGET, metavar="CKPT", help="Likewise, since this checkpoint, which was pushed before.")
 @options.keywords(LinkOptions, section=options.TARGET)
 @options.format_name
 @options.model
-@options.option("--dry-run", section=options.OUTPUT, is_flag=True, help="Ask the servers and show the proven plan; send nothing.")
+@options.switch("--dry-run", options.OUTPUT, "Ask the servers and show the proven plan; send nothing.")
 @options.effort
 @options.summary_or_full
-def command(source: str, servers: tuple[str, ...], dry_run: bool, as_json: bool, full: bool, **given: Any) -> None:
+def command(source: str, servers: tuple[str, ...], dry_run: bool, full: bool, **given: Any) -> Reply:
     """Send the weights of SOURCE to the running servers SERVER..., such as http://localhost:8000, which answer with them from then on.
 
     SOURCE may have any format. It is laid out for the servers' parallel sizes and element type, each byte is read once, and no file is
@@ -72,44 +71,48 @@ def command(source: str, servers: tuple[str, ...], dry_run: bool, as_json: bool,
     version, limits = given.pop("version"), Effort(effort["workers"], effort["memory"], source_checksums=effort["source_checksums"])
     found = planned_push(source, servers, limits, **given)
     if dry_run:
-        show_json(plan_document(found.plan, full=full)) if as_json else _show_planned(found, limits)
-        return
+        return Reply(partial(plan_document, found.plan, full=full), _planned(found, limits))
     with working("push", found.total, effort) as keywords:
         result = found.run(Effort(**keywords), version)
-    if as_json:
-        show_json({**result.to_json(), "plan": plan_document(found.plan, full=True)} if full else result.to_json())
-    else:
-        _show(result)
-        if not current().log.quiet:
-            show_drops(found.plan.drops)
+    made = {**result.to_json(), "plan": plan_document(found.plan, full=True)} if full else result.to_json()
+    return Reply(made, _pushed(result, found.plan), brief=True)
 
 
-def _show_planned(found: PlannedPush, effort: Effort) -> None:
+def _planned(found: PlannedPush, effort: Effort) -> Iterator[Section]:
     """What would be sent, and what is cast or left out on the way."""
+    from reshard.pages.checkpoints import dropped_facts
+    from reshard.pages.plans import CHECKED, cast_facts
+
     plan, totals = found.plan, found.plan.totals()
     for server in found.servers:
         replicas = f", {plural(server.replicas, 'replica')}" if server.replicas > 1 else ""
-        show(f"{plan.source.format} -> {server.address}: {server.format} on {server.parallel}{replicas}, {server.dtype or 'as stored'}")
-    show(f"  read      {nbytes_text(totals.read)}, {plural(totals.tensors, 'tensor')}")
-    show(f"  send      {nbytes_text(totals.copied)} to {plural(len(plan.layout.files), 'rank')} of each replica")
+        yield f"{plan.source.format} -> {server.address}: {server.format} on {server.parallel}{replicas}, {server.dtype or 'as stored'}"
+    changes, cheaper = "", ""
     if found.base:
         changed, full = found.changed_bytes(effort)
-        show(f"  changes   {nbytes_text(changed)} of {nbytes_text(full)} since {found.base.path}, if the ranks have kept it")
+        changes = f"{nbytes_text(changed)} of {nbytes_text(full)} since {found.base.path}, if the ranks have kept it"
         if 2 * changed > full:
-            show("  note      a full update is cheaper, because it reads one checkpoint: leave out --changes and --since")
-    show_casts(plan)
-    show_drops(plan.drops)
-    for note in found.notes:
-        show(f"  note      {note}")
-    show("  checked   every byte of every rank has exactly one source; every source tensor is used or listed as skipped")
+            cheaper = "a full update is cheaper, because it reads one checkpoint: leave out --changes and --since"
+    yield Facts(
+        [
+            ("read", f"{nbytes_text(totals.read)}, {plural(totals.tensors, 'tensor')}"),
+            ("send", f"{nbytes_text(totals.copied)} to {plural(len(plan.layout.files), 'rank')} of each replica"),
+            ("changes", changes),
+            ("note", cheaper),
+            *cast_facts(plan),
+            *dropped_facts(plan.drops),
+            ("note", found.notes),
+            ("checked", f"every byte of every rank {CHECKED}"),
+        ]
+    )
 
 
-def _show(result: PushResult) -> None:
-    """What was sent, and what the servers hold now."""
+def _pushed(result: PushResult, plan: Plan) -> Iterator[Section]:
+    """What was sent, what the servers hold now, and what was left out."""
+    from reshard.pages.checkpoints import dropped_facts
+
     rate = nbytes_text(int(result.nbytes / max(result.sending_seconds, 1e-9)))
     of_all = f" of {nbytes_text(result.full_nbytes)}, changed since {result.since}," if result.since else ""
     sent = f"{nbytes_text(result.nbytes)}{of_all} in {result.seconds:.1f} s ({rate}/s)"
-    show(f"{', '.join(result.servers)}: {sent}, version {result.version}")
-    if not current().log.quiet:
-        for note in result.notes:
-            show(f"  note      {note}")
+    yield f"{', '.join(result.servers)}: {sent}, version {result.version}"
+    yield Facts([("note", result.notes), *dropped_facts(plan.drops)])

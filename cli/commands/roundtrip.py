@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import click
-
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import nbytes_text, plural
+from reshard.pages.sections import Note
 
 from .. import options
-from ..json_output import show_json
 from ..progress import bar
-from ..tables import nbytes_text, show
+from ..replies import Reply
 
 
 @options.command("roundtrip", "reshard roundtrip step-1000 --to vllm --tp 8")
@@ -20,11 +18,10 @@ from ..tables import nbytes_text, show
 @options.selection("Convert")
 @options.format_name
 @options.model
-@options.option("--materialize", section=options.OUTPUT, is_flag=True, help="Convert there and back for real, and compare every bit.")
+@options.switch("--materialize", options.OUTPUT, "Convert there and back for real, and compare every bit.")
 @options.option("--work", section=options.OUTPUT, metavar="DIR", help="Directory for --materialize (default: a temporary one).")
 @options.effort
-@options.as_json
-def command(source: str, to: str, materialize: bool, work: str | None, as_json: bool, show_progress: bool | None, **given: Any) -> None:
+def command(source: str, to: str, materialize: bool, work: str | None, show_progress: bool | None, **given: Any) -> Reply:
     """Prove that converting SOURCE and reading the result back loses nothing.
 
     The target's own reader gets the planned headers and says where it would find each weight: every byte must map to itself. No weight is
@@ -45,23 +42,15 @@ def command(source: str, to: str, materialize: bool, work: str | None, as_json: 
     if materialize:
         with bar(4 * plan.totals().copied, "roundtrip", show_progress) as advance:
             losses += there_and_back(plan, checkpoint, work=work, **{**effort, "progress": advance})
-    if as_json:
-        show_json(
-            {
-                "lossless": not losses,
-                "materialized": materialize,
-                "tensors": proof.tensors,
-                "boxes": proof.boxes,
-                "bytes": proof.nbytes,
-                "losses": losses,
-            }
-        )
-    elif losses:
-        show(f"not lossless: {plural(len(losses), 'loss', 'losses')}")
-        for loss in losses:
-            show(f"  {loss}")
-    else:
-        how = "converted there and back, every bit compared" if materialize else "proven from the plans, no weight read"
-        sizes = f"{plural(proof.tensors, 'tensor')}, {plural(proof.boxes, 'box', 'boxes')}, {nbytes_text(proof.nbytes)}"
-        show(f"lossless: {sizes}; {how}")
-    click.get_current_context().exit(1 if losses else 0)
+    made = {
+        "lossless": not losses,
+        "materialized": materialize,
+        "tensors": proof.tensors,
+        "boxes": proof.boxes,
+        "bytes": proof.nbytes,
+        "losses": losses,
+    }
+    how = "converted there and back, every bit compared" if materialize else "proven from the plans, no weight read"
+    sizes = f"{plural(proof.tensors, 'tensor')}, {plural(proof.boxes, 'box', 'boxes')}, {nbytes_text(proof.nbytes)}"
+    lost = Note(f"not lossless: {plural(len(losses), 'loss', 'losses')}", losses)
+    return Reply(made, [lost if losses else f"lossless: {sizes}; {how}"], 1 if losses else 0)

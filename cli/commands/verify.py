@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from reshard.geometry.documents import document
-from reshard.geometry.quantities import plural
 
 from .. import options
 from ..invocation import current
-from ..json_output import show_json
 from ..progress import weight_bytes, working
-from ..server import allow_not_comparable, exit_code, server_document, show_server
-from ..tables import nbytes_text, show, show_table
-
-if TYPE_CHECKING:
-    from reshard.engine.compare import Comparison
+from ..replies import Reply
+from ..server import allow_not_comparable, server_document, server_reply
 
 
 @options.command(
@@ -39,8 +34,7 @@ if TYPE_CHECKING:
 @options.model
 @options.effort
 @options.page
-@options.as_json
-def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool, as_json: bool, **given: Any) -> None:
+def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool, **given: Any) -> Reply:
     """Check that LEFT and RIGHT hold the same weights, bit by bit, whatever their layouts.
 
     Names, shapes, element types and values are compared, including replicas and padding. The exit code is 1 if they differ. If only one
@@ -57,6 +51,7 @@ def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool
     import reshard
     from reshard.engine.pool import Effort
     from reshard.errors import RequestError
+    from reshard.pages.comparisons import comparison_sections
     from reshard.plans.manifest import usable_manifest
     from reshard.requests.deltas import tree_of
     from reshard.requests.keywords import ModelOptions, SelectionOptions
@@ -66,7 +61,7 @@ def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool
     from reshard.storage.trees import chain_of
     from reshard.verbs.verify import verify_written
 
-    metrics, page = current().metrics, options.page_of(given)
+    metrics = current().metrics
     metrics.label(target=left if right is None else right)
     about_model, selected, has_server = options.take(given, ModelOptions), options.take(given, SelectionOptions), is_server(right)
     a: Any = left
@@ -93,27 +88,10 @@ def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool
         else:
             result = reshard.verify(a, b, cast=cast, selection=selection_of(selected), **effort)
     metrics.record(bytes_read=result.nbytes, tensors=result.tensors, differences=len(result.differences))
-    page.write(lambda pages: pages.comparison_page(result, f"{left}: as written?" if right is None else f"{left} and {right}"))
-    if as_json:
-        show_json(document(result, server=server_document(result) if has_server else None))
-    elif has_server:
-        show_server(result, str(right).rstrip("/"))
-    else:
-        _show(result, record="" if right is not None else "the last delta" if len(chain_of(left)) > 1 else "reshard.json")
-    click.get_current_context().exit(exit_code(result, allowed=allow_not_comparable))
-
-
-def _show(result: Comparison, *, record: str) -> None:
-    """The result, the differences, and what was not compared. record: what one checkpoint was compared with; empty for two."""
-    compared = f"{plural(result.tensors, 'tensor')}, {nbytes_text(result.nbytes)}, every bit"
-    if result.equal:
-        others = ", and the other files" if record == "reshard.json" else ""
-        show(f"as written: {compared}{others}" if record else f"equal: {compared}")
-    else:
-        of_what = f"from {record}" if record else f"in {plural(result.tensors, 'common tensor')}"
-        show(f"different: {plural(len(result.differences), 'difference')} {of_what}")
-        first = "tensor or file" if record else "tensor"
-        if not current().log.quiet:
-            show_table([(d.name, d.kind, d.detail) for d in result.differences], (first, "what", "how"))
-    for note in result.notes if not current().log.quiet else ():
-        show(f"  note      {note}")
+    if has_server:
+        made = document(result, server=server_document(result))
+        return server_reply(result, str(right).rstrip("/"), made, allowed=allow_not_comparable)
+    title, record = f"{left} and {right}", ""
+    if right is None:
+        title, record = f"{left}: as written?", "the last delta" if len(chain_of(left)) > 1 else "reshard.json"
+    return Reply(document(result, server=None), comparison_sections(result, title, record), 0 if result.equal else 1, brief=True)

@@ -44,7 +44,7 @@ from ..runs import show_events
 @options.selection("Convert")
 @options.model
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document per line for every event.")
-def command(run: str, to: str | None, as_json: bool, **given: Any) -> None:
+def command(run: str, to: str | None, **given: Any) -> None:
     """Convert every step of RUN once, as soon as it is complete, and verify it; keep it as a delta; or push it to running servers.
 
     --to and --into convert each step to a format, into a folder of its own. --push sends the weights of the newest step to a server, as
@@ -58,4 +58,4 @@ def command(run: str, to: str | None, as_json: bool, **given: Any) -> None:
     """
     from reshard.verbs.watch import watch
 
-    show_events(watch(run, to=to, **given), as_json=as_json)
+    show_events(watch(run, to=to, **given))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
-from reshard.geometry.quantities import nbytes_text
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor
 from reshard.index.name_parts import layer_of
 from reshard.index.shards import PieceTable
-
-Bar = TypeVar("Bar")
 
 
 @value
@@ -26,21 +23,6 @@ class ByteShare:
     """How many tensors it has, or has a piece of."""
     nbytes: int
     """Its stored bytes."""
-
-
-def share_rows(found: Sequence[ByteShare], most: int, bar: Callable[[float], Bar]) -> list[tuple[str, int, str, str, Bar]]:
-    """The first shares as rows of a table: name, tensors, bytes, percentage of all, and a bar. bar: draws a part of the largest share."""
-    total, largest = sum(share.nbytes for share in found), max((share.nbytes for share in found), default=0)
-    return [
-        (
-            share.name,
-            share.tensors,
-            nbytes_text(share.nbytes),
-            f"{100 * share.nbytes / (total or 1):.3g} %",
-            bar(share.nbytes / (largest or 1)),
-        )
-        for share in found[:most]
-    ]
 
 
 def _layer(tensor: Tensor) -> str:

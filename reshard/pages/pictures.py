@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import singledispatch
@@ -15,9 +16,9 @@ from reshard.geometry.value import Tabular
 from reshard.index.fold import fold
 from reshard.live.plan.transfer_plan import TransferPlan
 from reshard.measures.changes import Change, sum_of
-from reshard.pages.shard_maps import shard_map, tree_list
-from reshard.picture.drawing import curves, heat_map, in_notebook, stacked
-from reshard.picture.page import Html, element, joined, table
+from reshard.pages.shard_maps import lanes_of, shard_map, tree_list
+from reshard.picture.drawing import curves, heat_map, in_notebook, shortened, stacked
+from reshard.picture.page import Html, element, folded, joined, table
 from reshard.plans.plan import Plan
 from reshard.requests.checkpoint import Checkpoint
 from reshard.serving.capacity import DegreeReport
@@ -25,7 +26,7 @@ from reshard.training.memory import Estimate
 from reshard.training.schedules import PipelineSchedule, bubbles
 from reshard.verbs.look.diff import Diff
 
-_MOST_RANKS = 64
+_MOST_RANKS, _MOST_CELLS = 64, 48
 _MOST_ROWS = 200
 _LEAST = 1e-6
 """The relative change that is drawn lightest; ten times as much is a sixth darker."""
@@ -66,12 +67,8 @@ def _(result: Tabular) -> Html:
 
 
 @picture_of.register
-def _(rows: Table) -> Html:
-    """The first rows."""
-    return _rows(rows)
-
-
 def _rows(rows: Table) -> Html:
+    """The first rows."""
     cells = [tuple(cell if type(cell) is int else cell_text(cell) for cell in row) for row in rows.rows[:_MOST_ROWS]]
     more = f"and {plural(len(rows) - _MOST_ROWS, 'more row')}" if len(rows) > _MOST_ROWS else None
     return table(rows.columns, cells, caption=more)
@@ -87,8 +84,10 @@ def _(view: View) -> Html:
 @picture_of.register
 def _(plan: Plan) -> Html:
     """Who holds what in the source and in the target, one above the other."""
-    source, target = plan_maps(plan)
-    return joined((element("h4", f"Source: {plan.source.format}"), source, element("h4", f"Target: {plan.layout.format}"), target))
+    order = plan.content.model.weights if plan.content.model else ()
+    source, target = (fold(tensors, order) for tensors in ([r.source for r in plan.routes], [r.target for r in plan.routes]))
+    titles = [element("h4", title) for title in (f"Source: {plan.source.format}", f"Target: {plan.layout.format}")]
+    return joined((titles[0], shard_map(source), titles[1], shard_map(target)))
 
 
 @picture_of.register
@@ -128,11 +127,7 @@ def _(report: DegreeReport) -> Html:
 
 
 @picture_of.register
-def _(estimate: Estimate) -> Html:
-    return memory_bars(estimate, None)
-
-
-def memory_bars(estimate: Estimate, gpu_memory: int | None) -> Html:
+def memory_bars(estimate: Estimate, gpu_memory: int | None = None) -> Html:
     """Stacked bars for each strategy: weights, gradients, optimizer state, activations and what is needed for a moment; with a line at
     the memory of a GPU."""
     names = ("weights", "gradients", "optimizer", "activations", "transient")
@@ -173,26 +168,34 @@ def _shade(change: Change) -> float:
     return min(max(math.log(min(relative, 1.0) / _LEAST) / -math.log(_LEAST), 0.02), 1.0)
 
 
-def plan_maps(plan: Plan) -> tuple[Html, Html]:
-    """Who holds what in the source, and in the target."""
-    model = plan.content.model
-    order = model.weights if model else ()
-    source, target = (fold(tensors, order) for tensors in ((each.source for each in plan.routes), (each.target for each in plan.routes)))
-    return shard_map(source), shard_map(target)
+def transfers(plan: Plan) -> Html:
+    """How many bytes of each target file come from each source file, replicas not counted. Where there are more files than are drawn, lanes
+    of neighbours. Empty for one file from one file."""
+    itemsizes = {route.name: route.target.dtype.itemsize for route in plan.routes}
+    copies = [copy for copy in plan.copies() if not copy.replica]
+    paths = ({copy.source for copy in copies}, {copy.target for copy in copies})
+    columns, rows = (lanes_of(sorted(side, key=_by_numbers), _MOST_CELLS) for side in paths)
+    if len(columns) * len(rows) < 2:
+        return Html("")
+    sums = Counter[tuple[str, str]]()
+    for copy in copies:
+        sums[columns[copy.source], rows[copy.target]] += copy.box.volume * itemsizes[copy.name]
+    names, most = list(dict.fromkeys(columns.values())), max(sums.values()) or 1
+    picture = heat_map(
+        [str(number) for number in range(1, len(names) + 1)],
+        [(shortened(row, 40), [sums[name, row] / most for name in names]) for row in dict.fromkeys(rows.values())],
+        title="Bytes that each target file reads from each source file",
+        axes=("target file", "source file"),
+        scale=("0 B", nbytes_text(most)),
+    )
+    return joined((picture, folded("The columns", table(("column", "source file"), list(enumerate(names, 1))))))
 
 
-def plan_transfers(plan: Plan) -> Counter[tuple[str, str]]:
-    """(source file, target file) -> bytes of the target that come from there. Replicas of a source are not read."""
-    found, itemsizes = Counter[tuple[str, str]](), {route.name: route.target.dtype.itemsize for route in plan.routes}
-    for copy in plan.copies():
-        if not copy.replica:
-            found[copy.source, copy.target] += copy.box.volume * itemsizes[copy.name]
-    return found
+def _by_numbers(path: str) -> list[object]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path)]
 
 
-def bubble_picture(schedules: Sequence[PipelineSchedule]) -> Html:
-    """The share of the time that pipelines wait, against the number of microbatches: a curve and a table of each."""
+def bubble_curves(schedules: Sequence[PipelineSchedule]) -> Html:
+    """The share of the time that pipelines wait, against the number of microbatches: a curve of each."""
     points = {f"PP {schedule.stages}": bubbles(schedule) for schedule in schedules}
-    picture = curves(points, title="Pipeline bubble against microbatches", x_name="microbatches", y_name="bubble")
-    rows = [(name, count, f"{100 * bubble:.3g} %") for name, line in points.items() for count, bubble in line]
-    return joined((picture, table(("pipeline", "microbatches", "bubble"), rows)))
+    return curves(points, title="Pipeline bubble against microbatches", x_name="microbatches", y_name="bubble")

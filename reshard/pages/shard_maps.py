@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from reshard.geometry.quantities import nbytes_text, plural
-from reshard.index.balance import share_rows, shares
 from reshard.index.coverage import sharding_text
 from reshard.index.fold import Fold
 from reshard.index.index import Index, Tensor
@@ -18,7 +17,7 @@ from reshard.picture.drawing import Held, heat_map, shortened, strips
 from reshard.picture.page import Html, element, folded, joined, legend, meter, table
 
 # What a page shows of it; the rest is counted.
-_MOST_ROWS, _MOST_FAMILIES, _MOST_BRANCHES, _MOST_SHARES = 128, 40, 6000, 256
+_MOST_ROWS, _MOST_FAMILIES, _MOST_BRANCHES = 128, 40, 6000
 
 
 def shard_map(tree: Fold) -> Html:
@@ -31,17 +30,10 @@ def shard_map(tree: Fold) -> Html:
     in_order = [leaf for _, leaf in tree.walk() if any(leaf is each for each in shown)]
     widths = np.log2(np.array([max(leaf.nbytes, 2) for leaf in in_order], np.float64)) + 1
     edges = np.concatenate([np.zeros(1), np.cumsum(widths / widths.sum())])
-    rows: dict[str, Held] = {}
-    for leaf, left, right in zip(in_order, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        width = right - left - (right - left) * 0.06
-        for holder, start, stop, is_copy in held_spans(leaf.stored[0]):
-            rows.setdefault(holder, ([], []))[is_copy].append((left + start * width, left + stop * width))
-    order = sorted(rows, key=_natural)
-    picture = strips(
-        lanes({holder: rows[holder] for holder in order}),
-        title=f"Who holds what: {plural(len(order), 'row')}, {plural(len(in_order), 'family', 'families')} of tensors",
-        dividers=edges[1:-1].tolist(),
-    )
+    places = zip(in_order, edges[:-1].tolist(), np.diff(edges).tolist(), strict=True)
+    rows = _held((leaf.stored[0], left, width * 0.94) for leaf, left, width in places)
+    title = f"Who holds what: {plural(len(rows), 'row')}, {plural(len(in_order), 'family', 'families')} of tensors"
+    picture = strips(lanes(rows), title=title, dividers=edges[1:-1].tolist())
     names = table(
         ("", "tensors, from left to right", "count", "shape", "sharding"),
         [
@@ -49,7 +41,7 @@ def shard_map(tree: Fold) -> Html:
             for number, leaf in enumerate(in_order)
         ],
     )
-    notes = [f"Each row is a lane of {-(-len(order) // _MOST_ROWS)} of {len(order):,} holders."] if len(order) > _MOST_ROWS else []
+    notes = [f"Each row is a lane of {-(-len(rows) // _MOST_ROWS)} of {len(rows):,} holders."] if len(rows) > _MOST_ROWS else []
     whole = len([leaf for leaf in families if len(leaf.stored[0].shards) == 1])
     if whole:
         notes.append(f"Not drawn: {plural(whole, 'kind')} of tensor that nobody has cut.")
@@ -61,20 +53,18 @@ def shard_map(tree: Fold) -> Html:
 
 def lanes(rows: Mapping[str, Held]) -> dict[str, Held]:
     """Rows in their order, together as lanes of neighbours where they are more than are drawn."""
-    names, together = list(rows), -(-len(rows) // _MOST_ROWS)
-    groups = [names[start : start + together] for start in range(0, len(names), together)] if together > 1 else [[name] for name in names]
-    return {
-        name_of_lane(group): (
-            [span for name in group for span in rows[name][0]],
-            [span for name in group for span in rows[name][1]],
-        )
-        for group in groups
-    }
+    drawn: dict[str, Held] = {}
+    for name, lane in lanes_of([*rows], _MOST_ROWS).items():
+        for spans, more in zip(drawn.setdefault(lane, ([], [])), rows[name], strict=True):
+            spans += more
+    return drawn
 
 
-def name_of_lane(group: Sequence[str]) -> str:
-    """The name of one row for neighbours: that of the first, and of the last."""
-    return group[0] if len(group) == 1 else f"{group[0]} .. {group[-1]}"
+def lanes_of(names: Sequence[str], most: int) -> dict[str, str]:
+    """The lane of each row: itself, or one of neighbours, called after the first and the last, where there are more rows than `most`."""
+    together = max(-(-len(names) // most), 1)
+    groups = [names[start : start + together] for start in range(0, len(names), together)]
+    return {name: group[0] if len(group) == 1 else f"{group[0]} .. {group[-1]}" for group in groups for name in group}
 
 
 def layer_map(index: Index) -> Html:
@@ -109,10 +99,16 @@ def _on(scale: float, nbytes: int | None) -> float | None:
 
 def tensor_map(tensor: Tensor) -> Html:
     """Who holds which part of one tensor."""
+    return strips(lanes(_held([(tensor, 0.0, 1.0)])), title=f"Who holds {tensor.name}")
+
+
+def _held(places: Iterable[tuple[Tensor, float, float]]) -> dict[str, Held]:
+    """What each holder has, the holders in order. places: (tensor, where its strip starts, its width)."""
     rows: dict[str, Held] = {}
-    for holder, start, stop, is_copy in held_spans(tensor):
-        rows.setdefault(holder, ([], []))[is_copy].append((start, stop))
-    return strips(lanes({holder: rows[holder] for holder in sorted(rows, key=_natural)}), title=f"Who holds {tensor.name}")
+    for tensor, left, width in places:
+        for holder, start, stop, is_copy in held_spans(tensor):
+            rows.setdefault(holder, ([], []))[is_copy].append((left + start * width, left + stop * width))
+    return {holder: rows[holder] for holder in sorted(rows, key=_natural)}
 
 
 def held_spans(tensor: Tensor) -> Iterator[tuple[str, float, float, bool]]:
@@ -146,16 +142,6 @@ def family_name(tree: Fold, leaf: Fold) -> str:
         if branch is leaf:
             return ".".join(path)
     return leaf.name
-
-
-def share_table(index: Index, by: str) -> Html:
-    """The stored bytes of each rank, file, kind, element type or layer, with bars; empty if the index does not tell."""
-    found = shares(index, by)
-    rows = share_rows(found, _MOST_SHARES, meter)
-    if not rows:
-        return Html("")
-    more = element("p", f"{len(found) - len(rows):,} more are not shown.", class_="dim") if len(found) > len(rows) else ""
-    return joined((table((by, "tensors", "bytes", "share", ""), rows), more))
 
 
 def tree_list(tree: Fold) -> Html:

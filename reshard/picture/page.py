@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import field
 
 from reshard.errors import printable
-from reshard.geometry.value import mutable, value
+from reshard.geometry.value import mutable
 
 _LONGEST = 200
 """Characters of a name that are shown."""
@@ -90,29 +90,13 @@ def meter(share: float) -> Html:
     return Html(f'<span class="bar" role="img" aria-label="{width} %"><span style="width:{width}%"></span></span>')
 
 
-@value
-class Headline:
-    """What a page says first."""
-
-    what: str = ""
-    """What the page is about, in a word or two, such as "checkpoint"."""
-    verdict: str = ""
-    """The finding in a word or two, such as "complete"."""
-    tone: str = "good"
-    """Whether the verdict is "good", "bad", or "open"."""
-    facts: Sequence[tuple[str, object]] = ()
-    """(name, value): the few values that matter most."""
-    command: str | None = None
-    """The command that goes on from here."""
-
-
 @mutable
 class Page:
     """A page that is put together section by section."""
 
     title: str
-    """The title, in the window and above the content."""
-    headline: Headline = field(default_factory=Headline)
+    """The title of the window."""
+    head: Html = Html("")
     """What stands above all sections."""
     sections: list[tuple[str, str, Html]] = field(default_factory=list)
     """(anchor, title, content) of the sections so far."""
@@ -136,23 +120,10 @@ class Page:
         return (
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
             f'<meta name="viewport" content="width=device-width,initial-scale=1"><title>{escaped(self.title)}</title>'
-            f"<style>{_STYLE}</style></head>\n<body><main>{self._head()}{self._navigation(interactive)}\n"
+            f"<style>{_STYLE}</style></head>\n<body><main>{self.head}{self._navigation(interactive)}\n"
             + "\n".join(content for _, _, content in self.sections)
             + f"\n</main>{element('footer', self.origin) if self.origin else ''}{script}</body></html>\n"
         )
-
-    def _head(self) -> Html:
-        headline, parts = self.headline, []
-        if headline.what or headline.verdict:
-            verdict = element("span", headline.verdict, class_=f"verdict {headline.tone}") if headline.verdict else ""
-            parts.append(element("p", element("span", headline.what, class_="what"), verdict, class_="kicker"))
-        parts.append(element("h1", self.title))
-        if headline.facts:
-            tiles = (element("div", element("dt", name), element("dd", shown)) for name, shown in headline.facts)
-            parts.append(element("dl", *tiles, class_="tiles"))
-        if headline.command:
-            parts.append(element("p", element("span", "next", class_="dim"), element("code", sentence(headline.command)), class_="next"))
-        return element("header", *parts)
 
     def _navigation(self, interactive: bool) -> Html:
         search = Html('<input id="filter" type="search" placeholder="Filter names" aria-label="Filter names">') if interactive else ""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.pages.sections import Section, Verbatim
+from reshard.pages.texts import shape_text
+
 from ... import options
 from ...console import width_of
-from ...json_output import show_json
-from ...tables import shape_text, show, show_verbatim
+from ...replies import Reply
 
 if TYPE_CHECKING:
     from reshard.engine.views import LazyTensor
@@ -27,8 +30,7 @@ _MOST_ELEMENTS, _CORNER = 1000, 8
 @click.option("--slice", "index", metavar="A:B,C:D", help="Only these indices of each axis, as in Python: 0:4,:8 or 3,-8:")
 @options.format_name
 @options.model
-@options.as_json
-def command(checkpoint: str, name: str, index: str | None, as_json: bool, **given: Any) -> None:
+def command(checkpoint: str, name: str, index: str | None, **given: Any) -> Reply:
     """Print the values of the tensor NAME of CHECKPOINT. Only the bytes of the slice are read.
 
     Without --slice, the first 8 indices of each axis of a large tensor are shown. Values of 16 and 8 bits are printed exactly.
@@ -39,16 +41,19 @@ def command(checkpoint: str, name: str, index: str | None, as_json: bool, **give
     chosen = index if index is not None else ",".join([f":{_CORNER}"] * len(tensor.shape)) if _is_large(tensor) else "..."
     part = sliced(tensor, chosen)
     values = _values(part)
-    if as_json:
-        cells = {"name": tensor.name, "dtype": tensor.dtype.name, "shape": list(tensor.shape), "slice": chosen}
-        show_json({**cells, "values": _json_values(values.tolist())})
-        return
+    cells = {"name": tensor.name, "dtype": tensor.dtype.name, "shape": list(tensor.shape), "slice": chosen}
     shown = "" if chosen == "..." else f"[{chosen}]"
-    show(f"{tensor.name}{shown}  {tensor.dtype} {shape_text(part.shape)}" + (f" of {shape_text(tensor.shape)}" if shown else ""))
+    line = f"{tensor.name}{shown}  {tensor.dtype} {shape_text(part.shape)}" + (f" of {shape_text(tensor.shape)}" if shown else "")
+    return Reply(lambda: {**cells, "values": _json_values(values.tolist())}, _sections(line, values))
+
+
+def _sections(line: str, values: Any) -> Iterator[Section]:
     import numpy as np
 
-    text = np.array2string(values, threshold=1_000_000, max_line_width=width_of(sys.stdout) or 120, precision=9, floatmode="unique")
-    show_verbatim(*text.split("\n"))
+    yield line
+    yield Verbatim(
+        np.array2string(values, threshold=1_000_000, max_line_width=width_of(sys.stdout) or 120, precision=9, floatmode="unique")
+    )
 
 
 def named(opened: Checkpoint, name: str) -> LazyTensor:

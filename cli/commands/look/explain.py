@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import click
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from reshard.geometry.documents import document
+from reshard.pages.sections import Facts, Note, Section
 
 from ... import options
-from ...json_output import show_json
 from ...progress import weight_bytes, working
-from ...tables import show
+from ...replies import Reply
+
+if TYPE_CHECKING:
+    from reshard.verbs.look.explain import Explanation
 
 # Names that are printed; --json prints all.
 _MOST = 8
@@ -24,8 +26,7 @@ _MOST = 8
 @options.choice
 @options.model
 @options.effort
-@options.as_json
-def command(bad: str, good: str, as_json: bool, **given: Any) -> None:
+def command(bad: str, good: str, **given: Any) -> Reply:
     """Name the mistake that turned the checkpoint GOOD into BAD, whatever their formats.
 
     Tried are tensors, rows and columns that were permuted, interleaved, exchanged or copied, transposed matrices, padding, a cast too many,
@@ -36,25 +37,18 @@ def command(bad: str, good: str, as_json: bool, **given: Any) -> None:
     from reshard.requests.keywords import ModelOptions
     from reshard.requests.opening import open_both
     from reshard.requests.request import selection_of
-    from reshard.verbs.look.explain import summary_of
 
     a, b = open_both(bad, good, **options.take(given, ModelOptions))
     with working("explain", weight_bytes(b), given) as effort:
         found = reshard.explain(a, b, selection=selection_of(given), **effort)
-    if as_json:
-        show_json(document(found))
-    else:
-        show(summary_of(found))
-        for mistake in found.mistakes:
-            show(f"  {mistake.text}")
-            names = mistake.name.split(", ")
-            for name in names[:_MOST]:
-                show(f"    {name}")
-            if len(names) > _MOST:
-                show(f"    and {len(names) - _MOST:,} more; --json lists all")
-        for title, names in (("unexplained", found.unexplained), ("only in one", found.missing)):
-            for name in names[:_MOST]:
-                show(f"  {title}  {name}")
-            if len(names) > _MOST:
-                show(f"  {title}  and {len(names) - _MOST:,} more")
-    click.get_current_context().exit(0 if found.equal else 1)
+    return Reply(document(found), _sections(found), 0 if found.equal else 1)
+
+
+def _sections(found: Explanation) -> Iterator[Section]:
+    """The mistakes with the tensors that each explains, and the tensors that none explains."""
+    from reshard.verbs.look.explain import summary_of
+
+    yield summary_of(found)
+    for mistake in found.mistakes:
+        yield Note(f"  {mistake.text}", mistake.name.split(", "), limit=_MOST, hint="; --json lists all")
+    yield Facts([("unexplained", found.unexplained), ("only in one", found.missing)], width=11, limit=_MOST)

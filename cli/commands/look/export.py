@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import nbytes_text, plural
+from reshard.pages.sections import Facts
+from reshard.pages.texts import shape_text
 
 from ... import options
-from ...json_output import show_json
-from ...logs import OutputFileParam
 from ...progress import bar
-from ...tables import nbytes_text, shape_text, show
+from ...replies import Reply
 from .cat import named, sliced
 
 if TYPE_CHECKING:
@@ -27,22 +27,12 @@ if TYPE_CHECKING:
 )
 @options.checkpoint("checkpoint")
 @click.argument("names", nargs=-1, required=True, metavar="NAME|GLOB...")
-@click.option(
-    "--output",
-    "-o",
-    required=True,
-    metavar="FILE",
-    type=OutputFileParam(),
-    help="The file to write: .safetensors, or .npy for one tensor.",
-)
+@options.output_file("--output -o", "The file to write: .safetensors, or .npy for one tensor.", required=True)
 @click.option("--slice", "index", metavar="A:B,C:D", help="Only these indices of each axis, as in Python: 0:4,:8")
 @click.option("--overwrite", is_flag=True, help="Overwrite an existing file.")
 @options.format_name
 @options.model
-@options.as_json
-def command(
-    checkpoint: str, names: tuple[str, ...], output: OutputFile, index: str | None, overwrite: bool, as_json: bool, **given: Any
-) -> None:
+def command(checkpoint: str, names: tuple[str, ...], output: OutputFile, index: str | None, overwrite: bool, **given: Any) -> Reply:
     """Write tensors of CHECKPOINT, joined from all ranks, to one file, in blocks.
 
     In a .npy file bfloat16 and 8-bit floats stand as raw words, because numpy has no such types; the result says how to view them.
@@ -61,14 +51,10 @@ def command(
     with bar(sum(tensor.nbytes for tensor in chosen), "export") as advance:
         nbytes = export(chosen, output, overwrite=overwrite, progress=advance)
     hint = _hint(str(output), chosen[0].dtype) if chosen else None
-    if as_json:
-        rows = [{"name": each.name, "dtype": each.dtype.name, "shape": list(each.shape), "bytes": each.nbytes} for each in chosen]
-        show_json({"path": str(output), "bytes": nbytes, "tensors": rows, "note": hint})
-        return
+    rows = [{"name": each.name, "dtype": each.dtype.name, "shape": list(each.shape), "bytes": each.nbytes} for each in chosen]
+    made = {"path": str(output), "bytes": nbytes, "tensors": rows, "note": hint}
     what = f"{chosen[0].name} {chosen[0].dtype} {shape_text(chosen[0].shape)}" if len(chosen) == 1 else plural(len(chosen), "tensor")
-    show(f"{output}: {what}, {nbytes_text(nbytes)}")
-    if hint:
-        show(f"  note      {hint}")
+    return Reply(made, [f"{output}: {what}, {nbytes_text(nbytes)}", Facts([("note", hint)])])
 
 
 def _hint(output: str, dtype: Any) -> str | None:

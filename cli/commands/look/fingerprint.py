@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from reshard.geometry.documents import to_json
+from reshard.pages.sections import Facts, Section
 
 from ... import options
-from ...json_output import show_json
 from ...progress import working
-from ...tables import fingerprint_text, show
+from ...replies import Reply
+from ...tables import fingerprint_text
 
 if TYPE_CHECKING:
     from reshard.canonical.content import Content
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 @options.effort
 @click.option("--digest-version", type=click.IntRange(1, 2), help="2: BLAKE3 (default). 1: SHA-256, as reshard 0.1 printed it.")
 @options.summary_or_full
-def command(checkpoints: tuple[str, ...], digest_version: int | None, as_json: bool, full: bool, **given: Any) -> None:
+def command(checkpoints: tuple[str, ...], digest_version: int | None, full: bool, **given: Any) -> Reply:
     """Digest the weights of each CHECKPOINT. The same weights have the same digest in any format, at any parallel sizes.
 
     The digest covers names, shapes, element types and every bit of the model's weights, and no optimizer state. A tied head counts once;
@@ -36,17 +37,13 @@ def command(checkpoints: tuple[str, ...], digest_version: int | None, as_json: b
     If reshard wrote CHECKPOINT, its weights are compared with reshard.json. The exit code is 1 if they differ.
     """
     found = [_digested(path, digest_version, dict(given), full=full) for path in checkpoints]
-    if as_json:
-        show_json(
-            found[0]
-            if len(found) == 1
-            else {"checkpoints": [{"path": path, **each} for path, each in zip(checkpoints, found, strict=True)]}
-        )
-        return
-    for path, each in zip(checkpoints, found, strict=True):
-        show(f"{fingerprint_text(each['fingerprint'])}  {path}")
-        for note in each["notes"]:
-            show(f"  note      {note}")
+    documents = [{"path": path, **each} for path, each in zip(checkpoints, found, strict=True)]
+    return Reply(found[0] if len(found) == 1 else {"checkpoints": documents}, _sections(documents))
+
+
+def _sections(documents: Iterable[dict[str, Any]]) -> Iterator[Section]:
+    for each in documents:
+        yield from (f"{fingerprint_text(each['fingerprint'])}  {each['path']}", Facts([("note", each["notes"])]))
 
 
 def _digested(path: str, digest_version: int | None, given: dict[str, Any], *, full: bool) -> dict[str, Any]:

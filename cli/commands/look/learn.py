@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from reshard.geometry.quantities import plural
+from reshard.pages.sections import Facts, Section
 
 from ... import options
-from ...json_output import show_json
-from ...logs import OutputFileParam
-from ...tables import show
+from ...replies import Reply
 
 if TYPE_CHECKING:
     from reshard.serving.learned.layout import LearnedLayout
@@ -28,20 +28,13 @@ if TYPE_CHECKING:
 @options.checkpoint("model")
 @options.choice
 @click.option("--engine", required=True, metavar="ENGINE", help="The serving engine: vllm or sglang.")
-@click.option("--tp", type=options.NUMBERS, default="1", metavar="N,N,..", help="Tensor-parallel sizes to trace (default: 1).")
-@click.option("--pp", type=options.NUMBERS, default="1", metavar="N,N,..", help="Pipeline-parallel sizes to trace (default: 1).")
-@click.option(
-    "--ep",
-    type=options.NUMBERS,
-    default="1",
-    metavar="N,N,..",
-    help="Expert-parallel sizes to trace: 1, or sizes of --tp (default: 1).",
-)
-@click.option("--output", "-o", required=True, metavar="FILE", type=OutputFileParam(), help="Write the layout to this file.")
+@options.sizes("--tp", "1", "Tensor-parallel sizes to trace (default: 1).")
+@options.sizes("--pp", "1", "Pipeline-parallel sizes to trace (default: 1).")
+@options.sizes("--ep", "1", "Expert-parallel sizes to trace: 1, or sizes of --tp (default: 1).")
+@options.output_file("--output -o", "Write the layout to this file.", required=True)
 @click.option("--engine-python", metavar="PATH", help="The Python that has the engine, if it is not this one.")
 @click.option("--trust-remote-code", is_flag=True, help="Let the engine run Python code that lies beside the model.")
-@options.as_json
-def command(model: str, output: OutputFile, as_json: bool, **given: Any) -> None:
+def command(model: str, output: OutputFile, **given: Any) -> Reply:
     """Learn how a serving engine lays out MODEL: which box of which weight its own loader puts where, on every rank.
 
     MODEL is a directory with config.json and safetensors files. Only the headers of these are read, so files that end after their header
@@ -54,8 +47,8 @@ def command(model: str, output: OutputFile, as_json: bool, **given: Any) -> None
     began = time.monotonic()
     layout = reshard.learn(model, **given)
     write_layout(layout, output)
-    seconds = time.monotonic() - began
-    show_json(document(layout, str(output), seconds)) if as_json else show_layout(layout, str(output), seconds)
+    made = document(layout, str(output), time.monotonic() - began)
+    return Reply(made, _sections(layout, made))
 
 
 def document(layout: LearnedLayout, output: str, seconds: float) -> dict[str, Any]:
@@ -75,17 +68,12 @@ def document(layout: LearnedLayout, output: str, seconds: float) -> dict[str, An
     }
 
 
-def show_layout(layout: LearnedLayout, output: str, seconds: float) -> None:
-    """Print what was learned, and what a conversion will refuse."""
+def _sections(layout: LearnedLayout, made: dict[str, Any]) -> Iterator[Section]:
+    """What was learned, and what a conversion will refuse."""
     from reshard.serving.learned.fit import coverage
 
-    found = document(layout, output, seconds)
-    kinds = plural(found["templates"], "kind")
-    show(f"{output}: {layout.model_class} of {layout.engine} {layout.engine_version}, {kinds} of tensors, in {seconds:.0f} s")
-    show(f"  covers    {coverage(layout)}")
-    for name, problem in found["problems"].items():
-        show(f"  refused   {name}: {problem}")
-    for name, reason in found["depend_on_platform"].items():
-        show(f"  platform  {name}: {reason}")
-    for line in layout.softened:
-        show(f"  skipped   {line}")
+    kinds = plural(made["templates"], "kind")
+    engine = f"{layout.engine} {layout.engine_version}"
+    yield f"{made['layout']}: {layout.model_class} of {engine}, {kinds} of tensors, in {made['seconds']:.0f} s"
+    problems, kernels = ([f"{name}: {why}" for name, why in made[key].items()] for key in ("problems", "depend_on_platform"))
+    yield Facts([("covers", coverage(layout)), ("refused", problems), ("platform", kernels), ("skipped", layout.softened)])

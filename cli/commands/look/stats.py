@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.geometry.documents import to_json
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import nbytes_text, plural
+from reshard.pages.sections import Facts, Rows
+from reshard.pages.texts import sparkline
 
 from ... import options
-from ...json_output import show_json
 from ...progress import working
-from ...tables import nbytes_text, show, show_table, sparkline
+from ...replies import Reply
 
 if TYPE_CHECKING:
     from reshard.verbs.look.stats import TensorStatistics
@@ -36,8 +37,7 @@ _ORDERS = {
 @options.format_name
 @options.model
 @options.effort
-@options.as_json
-def command(checkpoint: str, globs: tuple[str, ...], optimizer: bool, sort: str, limit: int, as_json: bool, **given: Any) -> None:
+def command(checkpoint: str, globs: tuple[str, ...], optimizer: bool, sort: str, limit: int, **given: Any) -> Reply:
     """Show how the values of CHECKPOINT's tensors are distributed.
 
     For every tensor, or those whose names match a GLOB: the smallest and the largest value, mean, standard deviation, zeros, NaN, infinite
@@ -55,18 +55,14 @@ def command(checkpoint: str, globs: tuple[str, ...], optimizer: bool, sort: str,
     rows = [*found]
     if sort in _ORDERS:
         rows.sort(key=_ORDERS[sort])
-    if as_json:
-        show_json({"path": checkpoint, "bytes": total, "tensors": to_json(rows), "source_checks": to_json(found.source_checks)})
-        return
-    _show(rows, total, limit)
-    for note in found.source_checks.notes():
-        show(f"  note      {note}")
-
-
-def _show(rows: list[TensorStatistics], total: int, limit: int) -> None:
+    checks = found.source_checks
+    made = {"path": checkpoint, "bytes": total, "tensors": to_json(rows), "source_checks": to_json(checks)}
     strange = sum(1 for row in rows if row.nan or row.inf)
-    show(f"{plural(len(rows), 'tensor')}, {nbytes_text(total)}: {strange or 'none'} with NaN or infinite values")
-    show()
+    line = f"{plural(len(rows), 'tensor')}, {nbytes_text(total)}: {strange or 'none'} with NaN or infinite values"
+    return Reply(made, [line, "", _table(rows, limit), Facts([("note", checks.notes())])])
+
+
+def _table(rows: list[TensorStatistics], limit: int) -> Rows:
     shown = rows[: limit or None]
     cells = [
         (
@@ -82,9 +78,7 @@ def _show(rows: list[TensorStatistics], total: int, limit: int) -> None:
         for row in shown
     ]
     headings = ("tensor", "dtype", "min", "max", "mean", "std", "zeros", "NaN", "inf", "constant rows", "histogram")
-    show_table(cells, headings, optional=(9, 6, 10, 1))
-    if len(rows) > len(shown):
-        show(f"  and {len(rows) - len(shown):,} more; --limit 0 shows all")
+    return Rows(headings, cells, optional=(9, 6, 10, 1), hidden=len(rows) - len(shown), hint="; --limit 0 shows all")
 
 
 def _number(value: float | None) -> str:

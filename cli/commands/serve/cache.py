@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.geometry.documents import document
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import nbytes_text, plural
+from reshard.pages.sections import Rows
+from reshard.pages.texts import age_text
 
 from ... import options
-from ...json_output import show_json
 from ...progress import working
-from ...tables import duration_text, nbytes_text, show, show_table
+from ...replies import Reply
 
 if TYPE_CHECKING:
     from reshard.verbs.serve.cache import Cache
@@ -33,15 +34,14 @@ if TYPE_CHECKING:
     "--max-size", section=options.OUTPUT, type=options.SIZE, metavar="SIZE",
     help="get: remove what was used longest ago until the cache is not larger. clean: keep so much.",
 )  # fmt: skip
-@options.option("--yes", section=options.OUTPUT, is_flag=True, help="clean: remove. Without it, nothing is removed.")
+@options.switch("--yes", options.OUTPUT, "clean: remove. Without it, nothing is removed.")
 @options.target(required=False)
 @options.selection("Convert")
 @options.format_name
 @options.model
 @options.fail_if_skipped
 @options.effort
-@options.as_json
-def command(action: str, source: str | None, to: str | None, as_json: bool, folder: str | None, yes: bool, **given: Any) -> None:
+def command(action: str, source: str | None, to: str | None, folder: str | None, yes: bool, **given: Any) -> Reply:
     """get: print the folder of SOURCE, converted for an engine: from the cache, or converted into it now. Nothing else is printed.
 
     list: what is in the cache. clean: what can be removed from it, and with --yes remove it.
@@ -56,15 +56,14 @@ def command(action: str, source: str | None, to: str | None, as_json: bool, fold
     if action == "get":
         if source is None or to is None:
             raise click.UsageError("`reshard cache get SOURCE --to FORMAT` needs both", context)
-        _get(source, to, folder, max_size, as_json, given)
-        return
+        return _get(source, to, folder, max_size, given)
     if source is not None:
         raise click.UsageError(f"`reshard cache {action}` takes no SOURCE", context)
     cache = Cache(folder)
-    _list(cache, as_json) if action == "list" else _clean(cache, max_size or 0, yes, as_json)
+    return _list(cache) if action == "list" else _clean(cache, max_size or 0, yes)
 
 
-def _get(source: str, to: str, folder: str | None, max_size: int | None, as_json: bool, given: dict[str, Any]) -> None:
+def _get(source: str, to: str, folder: str | None, max_size: int | None, given: dict[str, Any]) -> Reply:
     import reshard
     from reshard.requests.keywords import ConvertOptions, OpenOptions
     from reshard.verbs.plan import effort_of
@@ -74,26 +73,20 @@ def _get(source: str, to: str, folder: str | None, max_size: int | None, as_json
     effort = {**effort_of(plan, asked), "show_progress": show_progress}
     with working("convert", sum(file.nbytes for file in plan.layout.files), effort) as working_with:
         entry = reshard.cache(plan, root=folder, max_size=max_size, **working_with)
-    show_json(document(entry, source_checks=entry.source_checks)) if as_json else show(entry.path)
+    return Reply(document(entry, source_checks=entry.source_checks), [entry.path])
 
 
-def _list(cache: Cache, as_json: bool) -> None:
+def _list(cache: Cache) -> Reply:
     entries = cache.entries()
-    if as_json:
-        show_json({"root": str(cache.root), "entries": [document(entry) for entry in entries]})
-        return
     rows = [
-        (entry.path.rpartition("/")[2], entry.format, nbytes_text(entry.nbytes), duration_text(entry.age), entry.source)
-        for entry in entries
+        (entry.path.rpartition("/")[2], entry.format, nbytes_text(entry.nbytes), age_text(entry.age), entry.source) for entry in entries
     ]
-    total = nbytes_text(sum(entry.nbytes for entry in entries))
-    show(f"{cache.root}: {plural(len(entries), 'entry', 'entries')}, {total}")
-    if rows:
-        show()
-        show_table(rows, ("entry", "for", "bytes", "last used", "from"))
+    line = f"{cache.root}: {plural(len(entries), 'entry', 'entries')}, {nbytes_text(sum(entry.nbytes for entry in entries))}"
+    table = ("", Rows(("entry", "for", "bytes", "last used", "from"), rows)) if rows else ()
+    return Reply({"root": str(cache.root), "entries": [document(entry) for entry in entries]}, [line, *table])
 
 
-def _clean(cache: Cache, keep: int, yes: bool, as_json: bool) -> None:
+def _clean(cache: Cache, keep: int, yes: bool) -> Reply:
     """Remove the entries that were used longest ago, until at most `keep` bytes are left."""
     entries, kept, removable = cache.entries(), 0, []
     for entry in entries:
@@ -102,9 +95,7 @@ def _clean(cache: Cache, keep: int, yes: bool, as_json: bool) -> None:
             removable.append(entry)
     for entry in removable if yes else ():
         cache.remove(entry)
-    if as_json:
-        show_json({"root": str(cache.root), "removed": yes, "entries": [document(entry) for entry in removable]})
-        return
     size = nbytes_text(sum(entry.nbytes for entry in removable))
     done = "removed" if yes else "can be removed. Nothing was removed: --yes removes"
-    show(f"{cache.root}: {plural(len(removable), 'entry', 'entries')}, {size}, {done}")
+    made = {"root": str(cache.root), "removed": yes, "entries": [document(entry) for entry in removable]}
+    return Reply(made, [f"{cache.root}: {plural(len(removable), 'entry', 'entries')}, {size}, {done}"])

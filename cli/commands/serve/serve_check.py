@@ -6,11 +6,9 @@ from typing import Any
 
 import click
 
-from reshard.geometry.documents import document
-
 from ... import options
-from ...json_output import show_json
-from ..look.doctor import show_report
+from ...replies import Reply
+from ..look.doctor import report_reply
 
 
 @options.command(
@@ -25,19 +23,11 @@ from ..look.doctor import show_report
 @options.format_name
 @options.model
 @options.page
-@options.as_json
-def command(checkpoint: str, as_json: bool, **given: Any) -> None:
+def command(checkpoint: str, **given: Any) -> Reply:
     """Check that an engine will take CHECKPOINT: files, config, tokenizer, and the names, shapes and sizes that the engine asks for.
 
     No weight is read, and neither the engine nor a GPU is needed. The exit code is 1 if there is an error or a warning.
     """
     import reshard
 
-    page = options.page_of(given)
-    report = reshard.serve_check(checkpoint, **given)
-    page.write(lambda pages: pages.report_page(report))
-    if as_json:
-        show_json(document(report))
-    else:
-        show_report(report)
-    click.get_current_context().exit(1 if report.fails(("warning",)) else 0)
+    return report_reply(reshard.serve_check(checkpoint, **given), ("warning",))

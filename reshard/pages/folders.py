@@ -1,0 +1,90 @@
+"""Folders, described once: the checkpoints of a run, a model without weights, the files of a checkpoint that cannot be opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from reshard.errors import MOST_NAMES
+from reshard.geometry.quantities import plural
+from reshard.pages.sections import Facts, Rows, Section
+from reshard.pages.texts import age_text, count_text, nbytes_text
+
+if TYPE_CHECKING:
+    from reshard.models.model import Model
+    from reshard.requests.run_folders import Step
+
+# Files that are listed of a checkpoint that cannot be opened.
+_MOST_FILES = 20
+
+
+def run_sections(run: str, steps: Sequence[Step]) -> Iterator[Section]:
+    """The checkpoints of a folder, one row each. Below them stands why some are incomplete: there, a narrow terminal has room for it."""
+    done, numbers = sum(step.complete for step in steps), {step.number for step in steps if step.number is not None}
+    of_steps = f" of {plural(len(numbers), 'step')}" if numbers else ""
+    yield from (f"{run}: {plural(len(steps), 'checkpoint')}{of_steps}, {done:,} complete", "")
+    rows = [
+        (
+            *(("-" if step.number is None else str(step.number),) if numbers else ()),
+            _folder(run, step),
+            step.format or "-",
+            nbytes_text(step.nbytes),
+            "-" if step.age is None else age_text(step.age),
+            "complete" if step.complete else "incomplete",
+            step.completeness.reason if step.complete else "",
+        )
+        for step in steps
+    ]
+    headings = (*(("step",) if numbers else ()), "folder", "format", "bytes", "age", "", "because")
+    last = len(headings) - 1
+    yield Rows(headings, rows, optional=(last, last - 2, last - 3))
+    if incomplete := [step for step in steps if not step.complete]:
+        more = f"{len(incomplete) - MOST_NAMES:,} more are incomplete" if len(incomplete) > MOST_NAMES else ""
+        yield from (
+            "",
+            Facts([("note", [*(f"{_folder(run, s)}: {s.completeness.reason}" for s in incomplete[:MOST_NAMES]), more])], width=4),
+        )
+
+
+def _folder(run: str, step: Step) -> str:
+    return step.path[len(run) :].strip("/")
+
+
+def bare_model_sections(path: str, model: Model, engines: Mapping[str, tuple[int, ...]], command: str | None) -> Iterator[Section]:
+    """The model of a config, which engines serve it, and the command that plans with it."""
+    from reshard.models.model import Model
+    from reshard.models.quantization import without_quantization
+    from reshard.pages.checkpoints import dimensions_text, experts_text, sizes_text
+    from reshard.plans import summary
+    from reshard.training.parameter_counts import parameters
+
+    plain = Model(model.architecture, without_quantization(model.config))
+    experts, count, active = summary.experts(plain), parameters(plain), None
+    if experts is not None and experts.idle_parameters is not None:
+        # As those of the model, without the layers for multi-token prediction.
+        ahead = sum(weight.elements for weight in plain.weights.values() if weight.optional and weight.role.startswith("expert."))
+        active = count - experts.idle_parameters + ahead // experts.number * (experts.number - (experts.per_token or 0))
+    about = f"{count_text(count)} parameters{experts_text(experts, active)}; a model without weights, its config alone"
+    yield f"{path}: {model.architecture.model_type}, {about}"
+    yield Facts([("model", dimensions_text(model)), ("serves", sizes_text(engines)), ("next", command)])
+
+
+def damaged_sections(path: str) -> Iterator[Section]:
+    """The files of a checkpoint that cannot be opened: what is there. Nothing if not even its format is known."""
+    from reshard.adapter import registry
+    from reshard.adapter.model_files import find_model_files_near
+    from reshard.errors import ReshardError
+    from reshard.health.files import paths_of
+    from reshard.storage.tar import open_tree
+    from reshard.verbs.look.inspection import name_of_model
+
+    try:
+        files = open_tree(path)
+        format, _ = registry.detect(files)
+        paths, config = paths_of(files, ()), find_model_files_near(files).config or {}
+    except ReshardError:
+        return
+    sizes = {found: files.size(found) or 0 for found in paths}
+    stored = f"{plural(len(sizes), 'file')}, {nbytes_text(sum(sizes.values()))}"
+    yield f"{path}: {name_of_model(config) or 'unknown model'}; {format.name}, incomplete or damaged; {stored} are here"
+    yield Rows(("file", "bytes"), [(found, nbytes_text(nbytes)) for found, nbytes in sizes.items()], limit=_MOST_FILES)
