@@ -315,8 +315,7 @@ def test_the_version_is_said_alike():
     import reshard
 
     assert project()["project"]["version"] == reshard.__version__
-    changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert f"## [{reshard.__version__}]" in changelog and "## [Unreleased]" in changelog
+    assert f"## [{reshard.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_entry_points_are_the_files():
