@@ -289,7 +289,7 @@ class _Elements:
 
     def __init__(self, source: Range, pickle: bytes, start: int) -> None:
         self._source, self._pickle, self._start = source, pickle, start
-        self._count, self._last, self._budget = 0, 0, 1 << 33
+        self._count, self._last, self._budget = 0, 0, 1 << 30
 
     def place(self, data: bytes, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], swapped: bool) -> LocatedTensor | None:
         """The array as a tensor; None if its elements are not found."""

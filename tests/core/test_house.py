@@ -11,7 +11,6 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from walks import walk_of
 
 from reshard.requests.keywords import OpenOptions, PlanOptions
 from reshard.verbs.look.keywords import DegreeOptions, EstimateOptions
@@ -415,14 +414,6 @@ def test_below_the_command_line_texts_name_keywords_and_not_flags():
                 plain = " ".join(node.value.split("`")[::2])
                 words = {*re.findall(r"--[a-z][a-z-]*", plain)} & flags
                 assert not words or "`" in node.value or plain.strip() in flags or plain.startswith(" --"), f"{label(path)}: {node.value}"
-
-
-def test_the_walk_of_a_source_does_not_grow():
-    """Where plan(source) hands its source, alone and with what lies in it (`python tests/walks.py reshard/verbs/plan.py plan source`)."""
-    walk = walk_of("reshard/verbs/plan.py", "plan", "source")
-    assert len(walk.visits) > 50 and len(walk.files) <= 16 and len(walk.climbs) <= 10
-    walk = walk_of("reshard/verbs/plan.py", "plan", "source", parts=True)
-    assert len(walk.visits) > 100 and len(walk.files) <= 38 and len(walk.climbs) <= 40
 
 
 def test_a_plugin_loads_nothing_heavy_before_it_is_asked():

@@ -44,6 +44,20 @@ def served(model: str) -> Path:
     return next(folder for folder in (HF / model, FIXTURES / "hf_fp8" / model) if folder.is_dir())
 
 
+def digests_of(reference: dict[str, Any]) -> dict[str, str]:
+    """The answer of the weight checker of these real ranks, as far as the fixture tells: each parameter and its SHA-256."""
+
+    def numbers(rank: str) -> tuple[int, int]:
+        words = [int(word) for word in rank.split("-") if word.isdecimal()]
+        return (words[0], words[1]) if len(words) == 2 else divmod(words[0], reference["tp"])
+
+    return {
+        f"dp0:pp{numbers(rank)[0]}:pcp0:tp{numbers(rank)[1]}:{name}": tensor["sha256"]
+        for rank, tensors in reference["ranks"].items()
+        for name, tensor in tensors.items()
+    }
+
+
 def config_of(model: str, **said: object) -> dict[str, Any]:
     """The config of a reference's model, but for what is said."""
     return {**json.loads((served(model) / "config.json").read_text()), **said}

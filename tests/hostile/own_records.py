@@ -35,16 +35,14 @@ def recipes(chance: random.Random, only: str) -> tuple[str, str]:
 def run(case: str, kind: str, seed: int, folder: Path) -> tuple[str, str]:
     """The outcome of a command on records that were tampered with."""
     chance = random.Random(f"{case}|{kind}|{seed}")
+    folder = folder.parent / f"{os.getpid()}-{case}"  # records name absolute paths, so that each recipe of a case lies at one place
     target, victim = folder / "target", folder / "victim"
-    for place in (victim, target):
-        place.mkdir()
-    (victim / "precious").write_bytes(b"precious\n" * 100)
-    place, lines = globals()[f"_{case}"](folder, target)
+    place, lines = _laid_out(case, folder)
     mine = _with_a_file_of_the_user(target, chance)
     before = tree(victim)
     changed = chance.choice(sorted(path for path in (place, *place.rglob("*")) if path != mine))
     KINDS[kind](changed, victim, chance)
-    expected = mine.read_bytes() if mine.exists() else None
+    expected = mine.read_bytes() if mine.is_file() else None  # a link to a folder takes its place in some kinds
     words = [str(word) for word in chance.choice(lines)]
     outcome, text = outcome_of(words, target)
     text = f"[{kind} {changed.relative_to(folder)}] {text}"
@@ -52,6 +50,23 @@ def run(case: str, kind: str, seed: int, folder: Path) -> tuple[str, str]:
     if tree(victim) != before or (expected is not None and expected not in kept):
         return "REMOVED ELSEWHERE", text
     return ("WRONG", text) if outcome == "done" and not _is_right(words, target) else (outcome, text)
+
+
+_LINES: dict[str, tuple[Path, Lines]] = {}
+
+
+def _laid_out(case: str, folder: Path) -> tuple[Path, Lines]:
+    """A case's files in the folder, and the commands for them. The commands that make the files run once in a process."""
+    original = folder.with_name(f"{folder.name}-original")
+    if not original.exists():
+        for place in (folder / "target", folder / "victim"):
+            place.mkdir(parents=True)
+        (folder / "victim" / "precious").write_bytes(b"precious\n" * 100)
+        _LINES[case] = globals()[f"_{case}"](folder, folder / "target")
+        shutil.copytree(folder, original, symlinks=True)
+    shutil.rmtree(folder)
+    shutil.copytree(original, folder, symlinks=True)
+    return _LINES[case]
 
 
 def _with_a_file_of_the_user(target: Path, chance: random.Random) -> Path:
