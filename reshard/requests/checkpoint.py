@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import ModelFiles
-from reshard.canonical.content import AppliedDelta, Content, Selection, check_selected, content_of
+from reshard.canonical.content import Content, Selection, check_selected, content_of
 from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.optimizer_state import is_state_key, master_key
 from reshard.canonical.renaming import with_adapter_names
@@ -20,6 +20,7 @@ from reshard.geometry.value import Drawn, value
 from reshard.index.coverage import check_index
 from reshard.index.fold import Fold, fold
 from reshard.index.index import Index, Tensor
+from reshard.index.provenance import AppliedDelta
 from reshard.models.architecture import Architecture
 from reshard.models.lookup import find_model
 from reshard.models.model import Model
