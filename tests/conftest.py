@@ -29,6 +29,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # pytest-xdist sets it, and lines would be wrapped; tests of widths set it themselves.
 os.environ.pop("COLUMNS", None)
 
+# A package of somebody else: its tests run where it is installed (tests/formats/test_third_party_format.py).
+collect_ignore = ["third_party"]
+
 ROOT = Path(__file__).resolve().parent.parent
 WITHOUT_TORCH = find_spec("torch") is None
 # What of reshard imports torch: `.torch()` of a view.

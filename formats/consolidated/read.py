@@ -58,9 +58,9 @@ def _read_ranks(builder: IndexBuilder, paths: list[str]) -> None:
         model, _ = model_part(torch_zip.read(builder.files, path, locate=False))
         if model is None:
             raise CheckpointError("it does not hold a dict of tensors", where=path, do="Copy the file again")
-        found, objects = decoded(model, path)
+        tensors_of_file, objects = decoded(model, path)
         builder.add_objects(objects)
-        tensors = dict(found)
+        tensors = dict(tensors_of_file)
         if hidden is None and "norm.weight" in tensors:
             hidden = math.prod(tensors["norm.weight"].shape)
         for name, local in tensors.items():

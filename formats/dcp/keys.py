@@ -86,13 +86,13 @@ class ModelRoots:
     def of(metadata: DcpMetadata) -> ModelRoots:
         """The roots of a state dict. Of several that may be a model's, the first of MODEL_ROOTS is the main one."""
         of_models = (fqn for fqn in metadata.tensors if not optimizer_path(key_path(metadata, fqn))[0])
-        found = list(dict.fromkeys(_roots(stored_path(metadata, fqn)) for fqn in of_models))
+        paths = list(dict.fromkeys(_roots(stored_path(metadata, fqn)) for fqn in of_models))
         common = 0
-        while found and all(len(roots) > common for roots in found) and len({roots[common] for roots in found}) == 1:
+        while paths and all(len(roots) > common for roots in paths) and len({roots[common] for roots in paths}) == 1:
             common += 1
-        next_roots = {roots[common] if len(roots) > common else None for roots in found}
+        next_roots = {roots[common] if len(roots) > common else None for roots in paths}
         # {"model": {"net": {...}, "head.weight": ...}} is one model, in which "net" is a part.
-        inside_model = None in next_roots and bool(found) and bool(found[0][:common]) and found[0][common - 1] not in _CONTAINERS
+        inside_model = None in next_roots and bool(paths) and bool(paths[0][:common]) and paths[0][common - 1] not in _CONTAINERS
         models = [root for root in MODEL_ROOTS if root in next_roots]
         return ModelRoots(common, models[0] if len(next_roots) > 1 and models and not inside_model else None)
 

@@ -101,8 +101,8 @@ def stored_weights(files: Files, *, headers_only: bool = False) -> StoredWeights
         notes += (f"{len(not_indexed)} tensors are in the files but not in the index, such as {not_indexed[0]}; they are read",)
     if copies:
         notes += (_note_on_copies(tensors, copies),)
-    found = _with_copies(tensors, copies) if copies else tensors.values()
-    return StoredWeights(to_read.paths, tuple(found), headers, tuple(objects), notes)
+    stored = _with_copies(tensors, copies) if copies else tensors.values()
+    return StoredWeights(to_read.paths, tuple(stored), headers, tuple(objects), notes)
 
 
 def _note_on_copies(tensors: Mapping[str, Tensor], copies: Sequence[Tensor]) -> str:

@@ -97,7 +97,7 @@ def _as_published(content: Content, target: Target) -> TargetFolder:
         else:
             yield whole(name, dtype, content.tensors[name].shape)
 
-    return TargetFolder(tuple(each for name in _in_model_order(content, implied) for each in stored(name)), None, ())
+    return TargetFolder(tuple(file for name in _in_model_order(content, implied) for file in stored(name)), None, ())
 
 
 def _implied(content: Content) -> Iterator[tuple[str, StoredTensor]]:

@@ -90,8 +90,8 @@ def weight_files(files: Files) -> list[WeightFile]:
 
     Raises: MissingFile for a part that is not there, UnsupportedError for parts of experts, or of several saves.
     """
-    found = list(_below(files, WEIGHTS, 0))
-    parts = [file for file in found if file.tp_rank is not None]
+    weight_files = list(_below(files, WEIGHTS, 0))
+    parts = [file for file in weight_files if file.tp_rank is not None]
     if len(divisions := {(file.tp, file.pp) for file in parts}) > 1:
         sizes = " and ".join(f"TP {tp} PP {pp}" for tp, pp in sorted(divisions))
         raise UnsupportedError(f"there are files of {sizes}", where=files.root, do="Keep the files of one save only")
@@ -102,7 +102,7 @@ def weight_files(files: Files) -> list[WeightFile]:
             raise MissingFile(
                 f"there is no {path}", where=files.root, why="The names of the other files say that there is one", do="Copy it again"
             )
-    return found
+    return weight_files
 
 
 def _below(files: Files, folder: str, depth: int) -> Iterator[WeightFile]:

@@ -144,17 +144,17 @@ class SglangWeightChecker(WeightChecker):
         return super().keeps(weight, new_hash) and (new_hash is TensorHash or len(weight.shape) < 2)
 
     def read(self, answer: Mapping[str, Any]) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for each in answer["ranks"]:
-            told = each["parallelism_info"]
+        digests: dict[str, str] = {}
+        for answered in answer["ranks"]:
+            told = answered["parallelism_info"]
             models = {str(model.get("role", "target")): model for model in (told if isinstance(told, list) else [told])}
             drafts, about = tuple(f"{role}." for role in models if role != "target"), models["target"]
             numbers = [about[f"{axis}_rank"] for axis in ("dp", "pp", "tp")]
             if not all(isinstance(number, int) and number >= 0 for number in numbers):
                 raise ValueError(numbers)
             rank = ServingRank(dp=numbers[0], pp=numbers[1], tp=numbers[2])
-            found |= {rank.key(name): digest for name, digest in texts(each["checksums"]).items() if not name.startswith(drafts)}
-        return found
+            digests |= {rank.key(name): digest for name, digest in texts(answered["checksums"]).items() if not name.startswith(drafts)}
+        return digests
 
     def about(self, info: Mapping[str, Any]) -> ServerFacts:
         dtype, model = str(info.get("dtype", "auto")), info.get("model_path")

@@ -136,13 +136,13 @@ def _check_packed(model: Model, version: str, parallel: Parallel) -> None:
 
 
 def _has_input_scales(form: StoredForm) -> bool:
-    return any(each.use == "input scale" for each in form.components)
+    return any(component.use == "input scale" for component in form.components)
 
 
 def _fits_marlin(model: Model, form: StoredForm) -> bool:
     """Whether vLLM lays out experts by AWQ or GPTQ as Marlin's (utils/marlin_utils.py, check_moe_marlin_supports_config). A single group
     of all input features was compared for neither."""
-    group = next(each.grid[1] for each in form.components if each.use == "scale")
+    group = next(component.grid[1] for component in form.components if component.use == "scale")
     return model.dimensions["hidden"] % 128 == 0 and group in (32, 64, 128)
 
 

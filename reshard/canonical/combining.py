@@ -54,7 +54,7 @@ class Formula:
         if isinstance(asked, str):
             return asked if asked == EQUAL or ":" in asked else tuple(float(_number(word, asked)) for word in asked.split(","))
         if isinstance(asked, Sequence):
-            return tuple(float(_number(str(each), str(list(asked)))) for each in asked)
+            return tuple(float(_number(str(number), str(list(asked)))) for number in asked)
         raise _not_understood(str(asked))
 
     def weights(self, inputs: int) -> tuple[float, ...]:
@@ -69,15 +69,15 @@ class Formula:
             return self.asked
         if self.rule == "task-arithmetic":
             return (1.0, *self._weights(inputs - 1))
-        found = self._weights(inputs)
-        total = math.fsum(found)
+        weights = self._weights(inputs)
+        total = math.fsum(weights)
         if abs(total - 1) > _SUM_TOLERANCE and not self.any_sum:
             raise RequestError(
                 f"`average=`: the sum of the weights is {total!r}",
                 why="An average has weights whose sum is 1; other sums make all weights of the model larger or smaller",
                 do="Correct them, or say `any_sum=True`",
             )
-        return found
+        return weights
 
     def _weights(self, inputs: int) -> tuple[float, ...]:
         if isinstance(self.asked, tuple):
@@ -185,15 +185,15 @@ def combined(checkpoints: Sequence[CombinedCheckpoint], formula: Formula, stored
     first, *others = checkpoints
     for other in others:
         _check_same_model(first, other)
-    weights, rule, paths = formula.weights(len(checkpoints)), formula.rule, tuple(each.path for each in checkpoints)
+    weights, rule, paths = formula.weights(len(checkpoints)), formula.rule, tuple(checkpoint.path for checkpoint in checkpoints)
     tensors = {}
     for name, tensor in first.content.tensors.items():
-        inputs = tuple(each.tensor(name) for each in checkpoints)
+        inputs = tuple(checkpoint.tensor(name) for checkpoint in checkpoints)
         _check_types(inputs, paths, stored_as)
         of_rule: Rule = rule if tensor.dtype.floating or tensor.is_computed else "equal"
         tensors[name] = replace(tensor, origin=Mixed(of_rule, inputs, paths, weights))
-    drops = tuple(drop for each in checkpoints for drop in each.content.drops)
-    tied = tuple(name for each in checkpoints for name in each.content.tied)
+    drops = tuple(drop for checkpoint in checkpoints for drop in checkpoint.content.drops)
+    tied = tuple(name for checkpoint in checkpoints for name in checkpoint.content.tied)
     # The digests that reshard recorded are those of single checkpoints.
     return replace(first.content, tensors=tensors, drops=drops, tied=tied, recorded=dict)
 

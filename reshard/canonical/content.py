@@ -305,17 +305,17 @@ class _Chosen:
 
 def _split_adapter(chosen: _Chosen, selection: Selection, adapter: Callable[[Tensor], bool] | None) -> tuple[bool, dict[str, Tensor]]:
     """Whether a LoRA adapter is chosen in place of a model; and the adapter beside the model, which is left out."""
-    found = [name for name, tensor in chosen.tensors.items() if is_of_adapter(tensor)]
-    if found and adapter is not None:
+    of_adapter = [name for name, tensor in chosen.tensors.items() if is_of_adapter(tensor)]
+    if of_adapter and adapter is not None:
         base = [name for name, tensor in chosen.tensors.items() if not adapter(tensor)]
         chosen.leave_out(base, "a base weight; `to=hf` writes the base")
         return True, {}
-    if found and len(found) == len(chosen.tensors):
+    if of_adapter and len(of_adapter) == len(chosen.tensors):
         return True, {}
     if selection.keep_adapter or selection.keep_unknown:
         return False, {}
-    beside = {name: chosen.tensors[name] for name in found}
-    chosen.leave_out(found, ADAPTER_LEFT_OUT, "adapter")
+    beside = {name: chosen.tensors[name] for name in of_adapter}
+    chosen.leave_out(of_adapter, ADAPTER_LEFT_OUT, "adapter")
     return False, beside
 
 

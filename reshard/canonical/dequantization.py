@@ -101,7 +101,7 @@ def quantized_families(content: Content, config: Mapping[str, Any] | None) -> tu
         if not names.keys() <= content.tensors.keys():
             continue
         tensors = [content.tensors[name] for name in names]
-        stored = tuple((each.kind, tensor.dtype.name, tensor.shape) for each, tensor in zip(names.values(), tensors, strict=True))
+        stored = tuple((component.kind, tensor.dtype.name, tensor.shape) for component, tensor in zip(names.values(), tensors, strict=True))
         families[family_of(weight), form.name, _canonical_shape(form, tensors[0]), stored] += 1
     return tuple(QuantizedFamily(name, kind, shape, count, stored) for (name, kind, shape, stored), count in families.items())
 
@@ -195,5 +195,5 @@ def _check_all_have_scales(tensors: Mapping[str, Tensor], quantization: Quantiza
     """Raises CheckpointError for a weight that is stored in FP8 without scales."""
     for name, tensor in tensors.items():
         if tensor.dtype.name.startswith("F8") and not tensor.is_computed:
-            kinds = " or ".join(each.kind for form in quantization.forms for each in form.beside if each.use == "scale")
+            kinds = " or ".join(component.kind for form in quantization.forms for component in form.beside if component.use == "scale")
             raise CheckpointError(f"it is stored as {tensor.dtype}, but has no {kinds}", where=name)

@@ -50,7 +50,7 @@ def _near(glob: str, names: Collection[str]) -> str | None:
     """A glob that matches, in place of one that does not: with its misspelled words corrected, or for a part of the name."""
     known = {word for name in names for word in re.findall(_WORD, name)}
     corrected = re.sub(_WORD, lambda match: match[0] if match[0] in known else nearest(match[0], known) or match[0], glob)
-    for each in (corrected, f"*{glob}*", f"*{corrected}*"):
-        if each.strip("*") and any(fnmatchcase(name, each) for name in names):
-            return each
+    for pattern in (corrected, f"*{glob}*", f"*{corrected}*"):
+        if pattern.strip("*") and any(fnmatchcase(name, pattern) for name in names):
+            return pattern
     return None

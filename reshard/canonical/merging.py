@@ -181,8 +181,8 @@ class _Merge:
         for a, b in pairs:
             fitting = _fitting(arrays, a, b, flipped=flipped)
             if len(fitting) != 1:
-                found = f"{[b.shape[0], a.shape[1]]} for each expert, which fits {', '.join(fitting) or 'none'} of {', '.join(arrays)}"
-                raise self._misfit(a, f"its update has the shape {found}")
+                shape = f"{[b.shape[0], a.shape[1]]} for each expert, which fits {', '.join(fitting) or 'none'} of {', '.join(arrays)}"
+                raise self._misfit(a, f"its update has the shape {shape}")
             self._add_parameter(f"{module}.{fitting[0]}", arrays.pop(fitting[0]), a, b, flipped=flipped)
 
     def _add_parameter(self, name: str, array: Mosaic, a: Tensor, b: Tensor, *, flipped: bool) -> None:

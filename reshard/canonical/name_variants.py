@@ -280,11 +280,11 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
         return None if names.is_canonical(short) else names.array(short)
 
     others = _others(index, array, names, prefix)
-    found: dict[tuple[Kind, str], list[tuple[str, Tensor]]] = {}
+    by_name: dict[tuple[Kind, str], list[tuple[str, Tensor]]] = {}
     changed: dict[str, str] = {}
     for tensor in index.tensors:
         for part in _canonical(tensor, array, others, model):
-            found.setdefault((part.kind, part.name), []).append((tensor.name, part))
+            by_name.setdefault((part.kind, part.name), []).append((tensor.name, part))
             if part.name != tensor.name:
                 changed.setdefault(tensor.name, part.name)
     if not changed:
@@ -300,7 +300,7 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
     if stored is not None:
         count = len(others_than_pieces)
         note = f"{count} tensors are stored under other names than the published ones; for example, {stored} holds {changed[stored]}"
-    return renamed(index, map(_combined, found.values()), new_names, note)
+    return renamed(index, map(_combined, by_name.values()), new_names, note)
 
 
 def _without_padding(index: Index, model: Model) -> Index:

@@ -61,7 +61,7 @@ def form_of_settings(config: Mapping[str, Any]) -> str | None:
         return None
     codes, *beside = quantization.forms[0].components
     packing = codes.packing and (codes.packing.name, codes.packing.axis, codes.transposed)
-    scales = [(each.use, each.block_shape, each.exponents, each.unit_axes) for each in beside]
+    scales = [(component.use, component.block_shape, component.exponents, component.unit_axes) for component in beside]
     if (codes.packing, scales) == (None, [("scale", (128, 128), False, False)]):
         return "fp8-block"
     return "mxfp4" if (packing, scales) == (("FP4", 1, False), [("scale", (1, 32), True, False)]) else None
@@ -165,7 +165,7 @@ def _components(weight: Tensor, form: StoredForm, recipe: str, types: tuple[DTyp
         )
     if form.transposed:
         weight = _transposed(weight)
-    group = form.codes.packing and next(size for each in form.beside for size in each.block_shape[1:] if size)
+    group = form.codes.packing and next(size for part in form.beside for size in part.block_shape[1:] if size)
     if group and weight.shape[-1] % group:
         raise UnsupportedError(
             f"it has {weight.shape[-1]} input features, which is not a multiple of the group of {group}", where=weight.name

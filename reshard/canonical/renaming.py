@@ -161,8 +161,8 @@ def is_of_adapter(tensor: Tensor) -> bool:
 
 def adapters_of(tensors: Iterable[Tensor]) -> tuple[str, ...]:
     """The names of the adapters that the names of tensors tell, in their order; the file of PEFT does not tell one."""
-    found = (adapter_name(tensor.name) for tensor in tensors)
-    return tuple(dict.fromkeys(name.adapter for name in found if name is not None and name.adapter is not None))
+    names = (adapter_name(tensor.name) for tensor in tensors)
+    return tuple(dict.fromkeys(name.adapter for name in names if name is not None and name.adapter is not None))
 
 
 def with_adapter_names(index: Index, adapter: str | None = None) -> Index:
@@ -170,11 +170,11 @@ def with_adapter_names(index: Index, adapter: str | None = None) -> Index:
 
     adapter: the adapter; None for the only one. With several and none chosen, all keep their stored names.
     """
-    found = {tensor.name: name for tensor in index.tensors if (name := adapter_name(tensor.name)) is not None}
-    adapters = {name.adapter for name in found.values()}
-    if not found or (adapter is None and len(adapters) > 1):
+    by_stored = {tensor.name: name for tensor in index.tensors if (name := adapter_name(tensor.name)) is not None}
+    adapters = {name.adapter for name in by_stored.values()}
+    if not by_stored or (adapter is None and len(adapters) > 1):
         return index
-    names = {stored: name.in_file for stored, name in found.items() if adapter is None or name.adapter == adapter}
+    names = {stored: name.in_file for stored, name in by_stored.items() if adapter is None or name.adapter == adapter}
     if all(stored == new for stored, new in names.items()):
         return index
     tensors = (replace(tensor, name=names[tensor.name]) if tensor.name in names else tensor for tensor in index.tensors)

@@ -52,7 +52,7 @@ def by_expert(index: Index, weights: Mapping[str, Tensor], model: Model) -> tupl
 def _of_experts(model: Model, name: str) -> Mosaic:
     """A stacked tensor of the model as the array of its experts' weights."""
     weight = model.weights[name]
-    names = {each.role: each.name for each in weight.declared.by_expert()}
+    names = {expert.role: expert.name for expert in weight.declared.by_expert()}
     experts: dict[int | None, list[Mosaic]] = {}
     for part in model.parts_of([weight]):
         own = numbered(names[part.role], weight.layer, part.expert)
@@ -64,7 +64,7 @@ def _of_experts(model: Model, name: str) -> Mosaic:
 def located_in(shards: Shards, array: Mosaic) -> SubviewsByTensor:
     """The tiles of an array in the pieces of the stored tensor that is this array."""
     starts, stops = shards.offsets, shards.offsets + shards.sizes
-    found = SubviewsBuilder()
+    builder = SubviewsBuilder()
     for tile in array.tiles:
         spans = [tile.span(axis) for axis in range(len(array.shape))]
         box = Box(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
@@ -73,5 +73,5 @@ def located_in(shards: Shards, array: Mosaic) -> SubviewsByTensor:
             for axis, (start, stop) in enumerate(zip(starts[row].tolist(), stops[row].tolist(), strict=True)):
                 part = part.cut(axis, start, stop) if part else None
             assert part is not None
-            found.add_tile(row, part.name, part)
-    return found.build()
+            builder.add_tile(row, part.name, part)
+    return builder.build()

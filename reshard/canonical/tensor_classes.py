@@ -128,7 +128,7 @@ def _kind_under_root(root: str, by_root: Mapping[str, list[Tensor]], beside: Ite
     by_root: the weights of each root. beside: the keys beside the model. trained: the names of the tensors with moments.
     """
     tensors = by_root[root]
-    like_weights = (each for each in tensors if len(each.shape) > 1 or (each.shape and _WEIGHT_LIKE.search(each.name)))
+    like_weights = (stored for stored in tensors if len(stored.shape) > 1 or (stored.shape and _WEIGHT_LIKE.search(stored.name)))
     has_weights = any(tensor.name in trained for tensor in tensors) or any(map(_is_number, like_weights))
     if root in beside:
         return "other" if has_weights and root not in RUN_ROOTS and root not in OPTIMIZER_ROOTS else "state"
@@ -177,7 +177,7 @@ def stored_models(index: Index) -> tuple[StoredModel, ...]:
     """The models of a classified index, the main one first. One entry, or none, if the checkpoint holds a single model."""
     copied = {tensor.name for tensor in index.tensors if tensor.kind in ("weight", "buffer", "other", "adapter")}
     kinds = ("weight", "buffer", "other")
-    of_models = (each for each in index.tensors if each.kind in kinds or (each.kind == "master" and each.name not in copied))
+    of_models = (stored for stored in index.tensors if stored.kind in kinds or (stored.kind == "master" and stored.name not in copied))
     tensors = grouped(of_models, lambda tensor: root_of(tensor.name) if tensor.kind == "other" else None)
     return tuple(
         StoredModel(
@@ -201,8 +201,8 @@ def one_model(index: Index, root: str | None, model: Model | None, *, keep_all: 
     if root is None and all(tensor.kind != "other" for tensor in index.tensors):
         return index
     models = stored_models(index)
-    roots = ", ".join(found.root for found in models if not found.is_main)
-    has_main = any(found.is_main for found in models)
+    roots = ", ".join(stored_model.root for stored_model in models if not stored_model.is_main)
+    has_main = any(stored_model.is_main for stored_model in models)
     if root is None:
         if models and not has_main and not keep_all:
             raise RequestError(
@@ -211,13 +211,13 @@ def one_model(index: Index, root: str | None, model: Model | None, *, keep_all: 
                 do=f"Choose one, such as `root={models[0].root}`. `keep_unknown=True` takes all of them under their full names",
             )
         return index
-    chosen = next((found for found in models if found.root == root and not found.is_main), None)
+    chosen = next((stored_model for stored_model in models if stored_model.root == root and not stored_model.is_main), None)
     if chosen is None and has_main and root == _MAIN:
         return index
     if chosen is None:
         raise RequestError(
             f"`root={root}`: the checkpoint holds no such model",
-            why=f"It holds the models {', '.join(found.root for found in models)}" if roots else "It holds one model",
+            why=f"It holds the models {', '.join(stored_model.root for stored_model in models)}" if roots else "It holds one model",
             do="`reshard inspect` lists the models" if roots else "Leave out `root=`",
         )
     return _under_root(index, f"{root}.", model)
@@ -235,8 +235,8 @@ def _under_root(index: Index, prefix: str, model: Model | None) -> Index:
     def new_names(name: str) -> tuple[str, ...]:
         return (name.removeprefix(prefix),) if name.startswith(prefix) else ()
 
-    found = renamed(index, map(of_model, index.tensors), new_names)
-    return classified(without_wrappers(replace(found, facts=replace(found.facts, roots=()))), model)
+    renamed_index = renamed(index, map(of_model, index.tensors), new_names)
+    return classified(without_wrappers(replace(renamed_index, facts=replace(renamed_index.facts, roots=()))), model)
 
 
 def _of_another_model(tensor: Tensor, weights: Mapping[str, Tensor]) -> Tensor:

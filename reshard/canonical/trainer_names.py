@@ -178,13 +178,13 @@ class Places:
         if self.model.is_tied:
             # A stored head is compared with the embedding.
             parts["head", None, None] = parts["embedding", None, None].renamed(lambda _: self.model.architecture.tied[0])
-        found: dict[str, Mosaic] = {}
+        result: dict[str, Mosaic] = {}
         for name, roles in self.table.rows.items():
             for role, layer, expert in parts:
                 arrays = [parts[other, layer, expert] for other in roles if (other, layer, expert) in parts]
                 if role == roles[0] and len(arrays) == len(roles):
-                    found[numbered(name, layer, expert)] = joined(arrays)
-        return found
+                    result[numbered(name, layer, expert)] = joined(arrays)
+        return result
 
     @cached_property
     def _parts(self) -> tuple[Part, ...]:
@@ -226,7 +226,7 @@ class Places:
         array, heads = self.arrays[name], self.heads.get(name)
         if heads is None:
             return located_in(tensor.shards, array).of(tensor.shards)
-        found, (tile,), width = SubviewsBuilder(), array.tiles, array.shape[0] // heads
+        builder, (tile,), width = SubviewsBuilder(), array.tiles, array.shape[0] // heads
         starts, sizes = tensor.shards.offsets, tensor.shards.sizes
         for row in range(len(tensor.shards)):
             box = Box(tuple(starts[row].tolist()), tuple(sizes[row].tolist()))
@@ -239,8 +239,8 @@ class Places:
                         rows = (first + half * width // 2 + begin, end - begin)
                         at = (first + half + 2 * begin - box.offsets[0], *(0 for _ in box.sizes[1:]))
                         inside = Box((rows[0], *box.offsets[1:]), (rows[1], *box.sizes[1:]))
-                        found.add_strided(row, tile.name, inside, at, (2, *(1 for _ in box.sizes[1:])))
-        return found.build().of(tensor.shards)
+                        builder.add_strided(row, tile.name, inside, at, (2, *(1 for _ in box.sizes[1:])))
+        return builder.build().of(tensor.shards)
 
 
 def rows_in_pairs(name: str, box: Box, width: int, start: int, strides: tuple[int, ...]) -> Iterator[Section]:

@@ -294,9 +294,9 @@ class Packing:
         codes = codes.reshape(*before[:-1], -1, *after)
         first, last = self.values[0], self.values[-1]
         if last - first == len(self.values) - 1:  # integers in their order
-            found = codes.astype(np.float32)
-            found += np.float32(first)
-            return found
+            numbers = codes.astype(np.float32)
+            numbers += np.float32(first)
+            return numbers
         looked_up: npt.NDArray[np.float32] = np.take(np.array(self.values, np.float32), codes)
         return looked_up
 

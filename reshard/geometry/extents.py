@@ -93,16 +93,16 @@ def covering_spans(sizes: tuple[int, ...], strides: tuple[int, ...], gap: int) -
 
     Elements outside of the box are inside of a range if at most `gap` of them lie between two elements of the box.
     """
-    found, length = [(0, 1)], 1
+    ranges, length = [(0, 1)], 1
     for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size == 0:
             return []
-        if len(found) == 1 and stride - length <= gap:
+        if len(ranges) == 1 and stride - length <= gap:
             length += (size - 1) * stride
-            found = [(0, length)]
+            ranges = [(0, length)]
         elif size > 1:
-            found = [(step * stride + offset, each) for step in range(size) for offset, each in found]
-    return found
+            ranges = [(step * stride + offset, run) for step in range(size) for offset, run in ranges]
+    return ranges
 
 
 def is_row_major(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:

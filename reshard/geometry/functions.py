@@ -53,4 +53,4 @@ def _nearest(exact: Decimal, near: np.float32) -> np.float32:
     """The float32 number nearest to an exact value, which is `near` or one of its neighbours. No value of exp lies midway between two."""
     with np.errstate(all="ignore"):
         neighbours = (np.nextafter(near, np.float32(0)), near, np.nextafter(near, np.float32(np.inf)))
-    return min((each for each in neighbours if np.isfinite(each)), key=lambda each: abs(Decimal(float(each)) - exact))
+    return min((near for near in neighbours if np.isfinite(near)), key=lambda near: abs(Decimal(float(near)) - exact))

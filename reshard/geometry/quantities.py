@@ -24,10 +24,10 @@ def plural(number: int, one: str, several: str | None = None) -> str:
 
 def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, list[Value]]:
     """The values of each key, in their order. The keys are in the order in which they first occur."""
-    found: dict[Key, list[Value]] = {}
+    groups: dict[Key, list[Value]] = {}
     for value in values:
-        found.setdefault(key(value), []).append(value)
-    return found
+        groups.setdefault(key(value), []).append(value)
+    return groups
 
 
 def number_runs(numbers: Iterable[int]) -> list[str]:

@@ -203,8 +203,8 @@ def _first_overlap(starts: Columns, sizes: Columns, strides: Columns, rows: Colu
         # Every section stays in one residue class, as even and odd columns do: classes never meet, and within one the steps shrink.
         for residue in distinct(starts % step).tolist():
             same = np.flatnonzero(starts % step == residue)
-            if found := _first_overlap(starts[same] // step, sizes[same], strides[same] // step, rows[same]):
-                return found
+            if overlap := _first_overlap(starts[same] // step, sizes[same], strides[same] // step, rows[same]):
+                return overlap
         return None
     begins, ends, owners = [], [], []
     forms = sorted(set(map(tuple, np.concatenate([sizes, strides], axis=1).tolist())))
@@ -283,10 +283,10 @@ def sliced(stored: StoredTensor, box: Box, shape: tuple[int, ...]) -> StoredTens
     steps, new_steps = row_major(stored.shape), row_major(box.sizes)
     sections = []
     for section in stored.sections:
-        found = _sliced_section(section, stored.shape, steps, box, new_steps)
-        if found is None:
+        kept = _sliced_section(section, stored.shape, steps, box, new_steps)
+        if kept is None:
             return None
-        sections += found
+        sections += kept
     return StoredTensor(stored.name, stored.dtype, shape, Sections.of(sections), stored.fill)
 
 

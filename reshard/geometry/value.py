@@ -69,15 +69,15 @@ def _init(owner: str, of: tuple[Field[Any], ...], *, has_post_init: bool) -> Cal
     """The `__init__` of a class, which sets these fields. (That of the standard library also evaluates each annotation: three times the
     time.)"""
     parameters, lines, names = [], [], dict[str, Any]()
-    for each in of:
-        name, default, factory = each.name, f"default_{each.name}", each.default_factory
+    for field in of:
+        name, default, factory = field.name, f"default_{field.name}", field.default_factory
         given = name if factory is MISSING else f"{default}() if {name} is MISSING else {name}"
         lines.append(f" self.{name} = {given}")
         if factory is not MISSING:
             names |= {default: factory, "MISSING": MISSING}
             parameters.append(f"{name}=MISSING")
-        elif each.default is not MISSING:
-            names[default] = each.default
+        elif field.default is not MISSING:
+            names[default] = field.default
             parameters.append(f"{name}={default}")
         else:
             parameters.append(name)
@@ -85,7 +85,7 @@ def _init(owner: str, of: tuple[Field[Any], ...], *, has_post_init: bool) -> Cal
     exec(f"def __init__(self, {', '.join(parameters)}):\n" + ("\n".join(lines) or " pass"), names)
     made: Callable[..., None] = names["__init__"]
     made.__qualname__ = f"{owner}.__init__"
-    made.__annotations__ = {each.name: each.type for each in of} | {"return": None}
+    made.__annotations__ = {field.name: field.type for field in of} | {"return": None}
     return made
 
 

@@ -165,7 +165,7 @@ def _add(change: Change, a: Block, b: Block, left: DType, right: DType) -> None:
     if not math.isfinite(left_squares + right_squares + squares):
         x, y, a, b = _finite(change, a, b, left, right)
         difference = y - x
-        left_squares, right_squares, squares = (float(np.dot(each, each)) for each in (x, y, difference))
+        left_squares, right_squares, squares = (float(np.dot(vector, vector)) for vector in (x, y, difference))
     np.abs(difference, out=difference)
     change.left_squares += left_squares
     change.right_squares += right_squares

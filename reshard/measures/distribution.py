@@ -89,23 +89,23 @@ def measure_distribution(strips: Iterable[tuple[Box, Block]], dtype: DType, shap
 
     strips: the elements of the part, in pieces of any size, each with the box that it fills in the tensor.
     """
-    found = ValueDistribution()
+    distribution = ValueDistribution()
     for box, strip in strips:
-        found.elements += strip.size
+        distribution.elements += strip.size
         if not (dtype.floating or dtype.name in INTEGERS) or not strip.size:
             continue
         if len(shape) > 1 and box.sizes[-1] == shape[-1] > 1:
             row_table = strip.reshape(-1, shape[-1])
-            found.rows += len(row_table)
-            found.constant_rows += int(constant_rows(row_table).sum())
+            distribution.rows += len(row_table)
+            distribution.constant_rows += int(constant_rows(row_table).sum())
         flat = strip.reshape(-1)
         if dtype.floating:
-            found.words = _added(found.words, _counted(flat, dtype))
+            distribution.words = _added(distribution.words, _counted(flat, dtype))
         if not (dtype.floating and dtype.itemsize <= 2):
-            _add_values(found, flat.view(INTEGERS.get(dtype.name, f"<f{dtype.itemsize}")))
+            _add_values(distribution, flat.view(INTEGERS.get(dtype.name, f"<f{dtype.itemsize}")))
     if dtype.floating and dtype.itemsize <= 2:
-        _add_exactly(found, *_every_value(found.words, dtype))
-    return found
+        _add_exactly(distribution, *_every_value(distribution.words, dtype))
+    return distribution
 
 
 def _counted(flat: Block, dtype: DType) -> npt.NDArray[np.int64]:
@@ -116,39 +116,39 @@ def _counted(flat: Block, dtype: DType) -> npt.NDArray[np.int64]:
 
 def _every_value(words: npt.NDArray[np.int64], dtype: DType) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """The numbers that occur, whether finite or not, and how often. For wide types, numbers near to them."""
-    found = np.flatnonzero(words)
-    counts = words[found]
+    used = np.flatnonzero(words)
+    counts = words[used]
     if dtype.itemsize > 2:
         shift = 8 * dtype.itemsize - 16
         # The middle of all numbers that begin with these bits. Infinity becomes a NaN by that.
-        wide = ((found.astype(np.uint64) << np.uint64(shift)) + np.uint64(1 << (shift - 1))).astype(dtype.word)
+        wide = ((used.astype(np.uint64) << np.uint64(shift)) + np.uint64(1 << (shift - 1))).astype(dtype.word)
         return cast(wide, dtype, _F64).view(np.float64), counts
-    return cast(found.astype(dtype.word), dtype, _F64).view(np.float64), counts
+    return cast(used.astype(dtype.word), dtype, _F64).view(np.float64), counts
 
 
-def _add_exactly(found: ValueDistribution, values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64]) -> None:
+def _add_exactly(distribution: ValueDistribution, values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64]) -> None:
     """Fill in what follows from all numbers that occur."""
     finite = np.isfinite(values)
-    found.nan = int(counts[np.isnan(values)].sum())
-    found.inf = int(counts[np.isinf(values)].sum())
+    distribution.nan = int(counts[np.isnan(values)].sum())
+    distribution.inf = int(counts[np.isinf(values)].sum())
     values, counts = values[finite], counts[finite]
-    found.zeros = int(counts[values == 0].sum())
-    found.smallest, found.largest = float(values.min(initial=math.inf)), float(values.max(initial=-math.inf))
-    found.total, found.squares = float(values @ counts), float((values * values) @ counts)
+    distribution.zeros = int(counts[values == 0].sum())
+    distribution.smallest, distribution.largest = float(values.min(initial=math.inf)), float(values.max(initial=-math.inf))
+    distribution.total, distribution.squares = float(values @ counts), float((values * values) @ counts)
 
 
-def _add_values(found: ValueDistribution, strip: npt.NDArray[Any]) -> None:
+def _add_values(distribution: ValueDistribution, strip: npt.NDArray[Any]) -> None:
     """Fill in what the values themselves tell."""
     with np.errstate(all="ignore"):
         values = strip if strip.dtype.kind == "f" else strip.astype(np.float64)
         squares = float(np.dot(values, values))
         if not math.isfinite(squares):
-            found.nan += int(np.isnan(values).sum())
-            found.inf += int(np.isinf(values).sum())
+            distribution.nan += int(np.isnan(values).sum())
+            distribution.inf += int(np.isinf(values).sum())
             values = values[np.isfinite(values)].astype(np.float64)
             squares = float(np.dot(values, values))
-        found.zeros += len(values) - int(np.count_nonzero(values))
-        found.smallest = min(found.smallest, float(values.min(initial=math.inf)))
-        found.largest = max(found.largest, float(values.max(initial=-math.inf)))
-        found.total += float(values.sum(dtype=np.float64))
-        found.squares += squares
+        distribution.zeros += len(values) - int(np.count_nonzero(values))
+        distribution.smallest = min(distribution.smallest, float(values.min(initial=math.inf)))
+        distribution.largest = max(distribution.largest, float(values.max(initial=-math.inf)))
+        distribution.total += float(values.sum(dtype=np.float64))
+        distribution.squares += squares

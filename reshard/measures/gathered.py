@@ -15,6 +15,6 @@ class Gathered:
     def add(self, part: Self) -> None:
         """Take in another part."""
         whole: Any = self
-        for each in fields(whole):
-            combine = each.metadata.get("combine", operator.add)
-            setattr(self, each.name, combine(getattr(self, each.name), getattr(part, each.name)))
+        for field in fields(whole):
+            combine = field.metadata.get("combine", operator.add)
+            setattr(self, field.name, combine(getattr(self, field.name), getattr(part, field.name)))

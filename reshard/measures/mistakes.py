@@ -28,18 +28,18 @@ def value_mistakes(wrong: Block, right: Block, dtype: DType) -> list[str]:
     tensor if it explains every part."""
     if not dtype.floating:
         return []
-    found = []
+    texts = []
     for name in _NARROWER:
         narrow = from_torch(name, where="mistake")
         if narrow.name != dtype.name and np.array_equal(cast(cast(right, dtype, narrow), narrow, dtype), wrong):
-            found.append(f"equal after a cast to {name} and back: one cast too many")
+            texts.append(f"equal after a cast to {name} and back: one cast too many")
     values, exact = _numbers(wrong, dtype), _numbers(right, dtype)
     for step, text in ((1.0, "has one added"), (-1.0, "has one subtracted")):
         if np.array_equal(cast((exact + np.float32(step)).view(F32.word), F32, dtype), wrong) or np.array_equal(
             cast((values - np.float32(step)).view(F32.word), F32, dtype), right
         ):
-            found.append(f"{text}: a norm that one side stores minus one")
-    return found
+            texts.append(f"{text}: a norm that one side stores minus one")
+    return texts
 
 
 def _numbers(words: Block, dtype: DType) -> npt.NDArray[np.float32]:
@@ -66,10 +66,10 @@ def row_mistake(name: str, wrong: Block, right: Mapping[str, Callable[[], Block]
     right: by name, what reads the tensors of the same layer whose rows are as long, this one included. One of them is in memory at a time.
     """
     names = list(right)
-    found = _looked_up(wrong, list(right.values()), preferred=names.index(name))
-    if found is None:
+    places = _looked_up(wrong, list(right.values()), preferred=names.index(name))
+    if places is None:
         return None
-    owners, rows, counts = found
+    owners, rows, counts = places
     if (owners == names.index(name)).all():
         return _moved(rows, counts[names.index(name)])
     return _mixed([names[i] for i in owners], rows)
@@ -79,8 +79,8 @@ def column_mistake(wrong: Block, right: Block) -> str | None:
     """As `row_mistake`, for the columns of a matrix."""
     if wrong.ndim != 2 or wrong.shape != right.shape:
         return None
-    found = _looked_up(np.ascontiguousarray(wrong.T), [lambda: np.ascontiguousarray(right.T)], preferred=0)
-    text = None if found is None else _moved(found[1], right.shape[1])
+    columns = _looked_up(np.ascontiguousarray(wrong.T), [lambda: np.ascontiguousarray(right.T)], preferred=0)
+    text = None if columns is None else _moved(columns[1], right.shape[1])
     return text and text.replace("row", "column")
 
 
@@ -109,15 +109,15 @@ def _looked_up(
         return None
     digests = [_row_digests(read()) for read in right]
     places: dict[bytes, tuple[int, int]] = {}
-    for number in sorted(range(len(right)), key=lambda each: each != preferred):
+    for number in sorted(range(len(right)), key=lambda candidate: candidate != preferred):
         for row, digest in enumerate(digests[number]):
             places.setdefault(digest, (number, row))
     # A row that stayed where it was is not moved, even if another row is equal to it.
     own = dict(enumerate(digests[preferred]))
-    found = [(preferred, row) if own.get(row) == digest else places.get(digest) for row, digest in enumerate(_row_digests(wrong))]
-    if None in found:
+    rows_of_right = [(preferred, row) if own.get(row) == digest else places.get(digest) for row, digest in enumerate(_row_digests(wrong))]
+    if None in rows_of_right:
         return None
-    owners, rows = np.array(found, np.int64).T
+    owners, rows = np.array(rows_of_right, np.int64).T
     return owners, rows, list(map(len, digests))
 
 
@@ -147,7 +147,7 @@ def _known_orders(count: int) -> Iterator[tuple[str, Any]]:
     """Orders of rows that have a name."""
     rows = np.arange(count)
     yield "its rows are reversed", rows[::-1]
-    for parts in (each for each in range(2, min(count, 1025)) if count % each == 0):
+    for parts in (count_of_parts for count_of_parts in range(2, min(count, 1025)) if count % count_of_parts == 0):
         if 2 * parts <= count:
             yield f"its {parts} parts are interleaved row by row", rows.reshape(parts, -1).T.reshape(-1)
         if count // parts % 2 == 0 and count // parts > 2:

@@ -112,9 +112,9 @@ def statistics_of(block: Block, dtype: DType, box: Box, shape: tuple[int, ...], 
     values: also sums of squares, a sample, and judgements of rows, which only weights need. signs: also count zeros and negatives.
     A type that is not floating point gets no statistics.
     """
-    found, dtype = Statistics(elements=block.size), dtype.of("")  # as it is stored, also if that is a function of the values
+    statistics, dtype = Statistics(elements=block.size), dtype.of("")  # as it is stored, also if that is a function of the values
     if not dtype.floating or not block.size:
-        return found
+        return statistics
     has_rows = values and len(shape) > 1 and box.sizes[-1] == shape[-1] >= _SHORTEST_ROW
     flat = block.reshape(-1)
     constant = True
@@ -123,46 +123,46 @@ def statistics_of(block: Block, dtype: DType, box: Box, shape: tuple[int, ...], 
         with np.errstate(invalid="ignore"):
             largest = max(float(exact.max()), -float(exact.min()))
         if not math.isfinite(largest):
-            _add_nonfinite(exact, found, box, start)
+            _add_nonfinite(exact, statistics, box, start)
             constant = False
             continue
-        found.largest = max(found.largest, largest)
+        statistics.largest = max(statistics.largest, largest)
         if signs:
-            found.negatives += int((exact < 0).sum())
-            found.zeros += exact.size - int(np.count_nonzero(exact))
+            statistics.negatives += int((exact < 0).sum())
+            statistics.zeros += exact.size - int(np.count_nonzero(exact))
         if not values:
             continue
         if block.itemsize > 1:  # elements of one byte mean nothing without their scale
             with np.errstate(over="ignore"):
-                found.squares += float(np.dot(exact.reshape(-1), exact.reshape(-1)))
-        found.rows += len(strip) if has_rows else 0
+                statistics.squares += float(np.dot(exact.reshape(-1), exact.reshape(-1)))
+        statistics.rows += len(strip) if has_rows else 0
         is_odd = constant_rows(exact)
         constant = constant and bool(is_odd.all()) and bool((strip[:, 0] == flat[0]).all())
         if has_rows and is_odd.any():
             is_zero = is_odd & (exact[:, 0] == 0)
-            found.zero_rows += int(is_zero.sum())
-            found.constant_rows += int((is_odd & ~is_zero).sum())
+            statistics.zero_rows += int(is_zero.sum())
+            statistics.constant_rows += int((is_odd & ~is_zero).sum())
             first = _coordinates(start + int(np.flatnonzero(is_odd)[0]) * strip.shape[1], box)
-            found.first_odd_row = _first(found.first_odd_row, first)
+            statistics.first_odd_row = _first(statistics.first_odd_row, first)
     if values:
-        found.values = {int(flat[0])} if constant else {int(flat[0]), -1}
-        found.slices = _slices(block, box, dtype, found) if len(shape) == 3 else {}
-        if not found.nan and not found.inf:
-            _add_sample(numbers(flat[:_SAMPLE], dtype).astype(np.float64), found)
-    return found
+        statistics.values = {int(flat[0])} if constant else {int(flat[0]), -1}
+        statistics.slices = _slices(block, box, dtype, statistics) if len(shape) == 3 else {}
+        if not statistics.nan and not statistics.inf:
+            _add_sample(numbers(flat[:_SAMPLE], dtype).astype(np.float64), statistics)
+    return statistics
 
 
-def _add_sample(sample: npt.NDArray[np.float64], found: Statistics) -> None:
+def _add_sample(sample: npt.NDArray[np.float64], statistics: Statistics) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         squares = sample * sample
-        found.sample = np.array([len(sample), sample.sum(), squares.sum(), (squares * squares).sum()])
-    found.sample_largest = float(np.abs(sample).max())
+        statistics.sample = np.array([len(sample), sample.sum(), squares.sum(), (squares * squares).sum()])
+    statistics.sample_largest = float(np.abs(sample).max())
 
 
-def _slices(block: Block, box: Box, dtype: DType, found: Statistics) -> dict[int, bool]:
+def _slices(block: Block, box: Box, dtype: DType, statistics: Statistics) -> dict[int, bool]:
     """By index of the first axis, whether the block is zero there. found: the statistics of the block."""
     first, count = box.offsets[0], box.sizes[0]
-    if found.largest and (count == 1 or (found.rows and not found.zero_rows)):
+    if statistics.largest and (count == 1 or (statistics.rows and not statistics.zero_rows)):
         return dict.fromkeys(range(first, first + count), False)
     return {first + i: not np.count_nonzero(numbers(block[i], dtype)) for i in range(count)}
 
@@ -175,12 +175,12 @@ def _strips(flat: Block, row: int | None) -> Iterator[tuple[int, Block]]:
         yield start, strip.reshape(-1, row or len(strip))
 
 
-def _add_nonfinite(strip: npt.NDArray[Any], found: Statistics, box: Box, start: int) -> None:
+def _add_nonfinite(strip: npt.NDArray[Any], statistics: Statistics, box: Box, start: int) -> None:
     nan, inf = np.isnan(strip), np.isinf(strip)
-    found.nan += int(nan.sum())
-    found.inf += int(inf.sum())
-    found.first_nan = _first(found.first_nan, _first_true(nan, box, start))
-    found.first_inf = _first(found.first_inf, _first_true(inf, box, start))
+    statistics.nan += int(nan.sum())
+    statistics.inf += int(inf.sum())
+    statistics.first_nan = _first(statistics.first_nan, _first_true(nan, box, start))
+    statistics.first_inf = _first(statistics.first_inf, _first_true(inf, box, start))
 
 
 def _first_true(faulty: npt.NDArray[np.bool_], box: Box, start: int) -> tuple[int, ...] | None:

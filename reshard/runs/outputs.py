@@ -85,12 +85,12 @@ class WatchRecord:
     def is_finished(self, step: Step) -> bool:
         """Whether this save of the step is finished. A step that was saved again is not."""
         save = absolute_place(step.path), step.written, step.nbytes
-        return any((each["source"], each["written"], each["bytes"]) == save for each in self._lines)
+        return any((line["source"], line["written"], line["bytes"]) == save for line in self._lines)
 
     def finished(self) -> list[Finished]:
         """The finished steps, by number. Of several lines about one target the last one counts."""
-        by_target = {each["target"]: Finished(each["step"], os.path.basename(each["target"])) for each in self._lines}
-        return sorted(by_target.values(), key=lambda each: each.number)
+        by_target = {line["target"]: Finished(line["step"], os.path.basename(line["target"])) for line in self._lines}
+        return sorted(by_target.values(), key=lambda line: line.number)
 
     def add(self, step: Step, name: str) -> None:
         """Add a finished step and the name of its output; it is stored when this returns."""

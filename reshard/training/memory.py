@@ -403,12 +403,12 @@ def fits(estimates: Sequence[Estimate], nbytes: int, of_parameters: Callable[[in
     estimates: the same model on rising numbers of GPUs. of_parameters: the estimate of a number of parameters at one ZeRO stage, on the
     largest number of GPUs.
     """
-    found = []
+    result = []
     for number, strategy in enumerate(estimates[0].strategies):
-        fitting = [each for each in estimates if each.strategies[number].fullest.total <= nbytes]
+        fitting = [estimate for estimate in estimates if estimate.strategies[number].fullest.total <= nbytes]
         largest = _largest(lambda count, zero=strategy.zero: of_parameters(count, zero), nbytes) if of_parameters else None  # type: ignore[misc]
-        found.append(Fit(strategy.zero, fitting[0].training.gpus if fitting else None, largest))
-    return tuple(found)
+        result.append(Fit(strategy.zero, fitting[0].training.gpus if fitting else None, largest))
+    return tuple(result)
 
 
 def _largest(estimate: Callable[[int], Estimate], nbytes: int) -> int:
@@ -422,5 +422,5 @@ def _largest(estimate: Callable[[int], Estimate], nbytes: int) -> int:
 
 def schedules_of(estimates: Sequence[Estimate]) -> tuple[PipelineSchedule, ...]:
     """The pipelines of several estimates, each number of stages once, the shortest first."""
-    by_stages = {each.training.schedule.stages: each.training.schedule for each in estimates}
+    by_stages = {estimate.training.schedule.stages: estimate.training.schedule for estimate in estimates}
     return tuple(by_stages[stages] for stages in sorted(by_stages) if stages > 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from helpers.doc_pages import FIXTURES, ROOT, read_page
 from helpers.reshard_command import reshard
 
 from reshard.adapter import registry
+from reshard.testing import FormatCase, FormatLaws
 
 
 @pytest.fixture
@@ -21,7 +23,7 @@ def npy(monkeypatch, tmp_path):
     folder = tmp_path / "installed" / "npy"
     folder.mkdir(parents=True)
     for block in read_page(ROOT / "docs" / "extending" / "format.md").blocks:
-        if block.language == "python":
+        if block.language == "python" and block.lines[0].startswith("# npy/"):
             (folder / block.lines[0].removeprefix("# npy/")).write_text("\n".join(block.lines) + "\n")
     monkeypatch.syspath_prepend(folder.parent)
     monkeypatch.setitem(registry.others(registry.GROUP), "npy", EntryPoint("npy", "npy:FORMAT", registry.GROUP))
@@ -42,21 +44,30 @@ def test_the_format_of_the_page_keeps_the_rules_of_the_tree(npy):
         assert found.returncode == 0, found.stdout
 
 
-def test_the_format_of_the_page_reads_what_it_writes(npy, tmp_path):
-    llama, out = FIXTURES / "hf" / "llama", tmp_path / "out"
-    assert reshard("convert", llama, out, "--to", "npy", "--dtype", "fp32").code == 0
-    assert reshard("verify", llama, out, "--cast").code == 0
-    assert reshard("roundtrip", llama, "--to", "npy", "--dtype", "fp32").code == 0
-    assert reshard("inspect", out, "--json").document["format"] == "npy"
-    # NumPy itself reads the files.
-    assert numpy.load(out / "model.norm.weight.npy").dtype == "float32"
+class TestNpy(FormatLaws):
+    """The laws, on what NumPy itself writes."""
+
+    @pytest.fixture
+    def case(self, npy, tmp_path):
+        folder, truth = tmp_path / "checkpoint", {}
+        folder.mkdir()
+        for name, dtype in (("head.weight", "float32"), ("norm.weight", "float16")):
+            array = numpy.random.default_rng(0).standard_normal((6, 5)).astype(dtype)
+            numpy.save(folder / f"{name}.npy", array)
+            about = {"dtype": f"F{array.itemsize * 8}", "shape": [6, 5], "sha256": hashlib.sha256(array.tobytes()).hexdigest()}
+            truth[name, "weight"] = about
+        return FormatCase("npy", folder, truth, named={f"{name}.npy": None for name, _ in truth})
+
+    def test_it_is_not_loaded_for_another_format(self):
+        """Only this process knows the format; `test_the_format_of_the_page_keeps_the_rules_of_the_tree` says the same."""
 
 
-def test_the_format_of_the_page_refuses_what_it_should(npy, tmp_path):
+def test_numpy_reads_what_the_format_of_the_page_writes(npy, tmp_path):
     llama, out = FIXTURES / "hf" / "llama", tmp_path / "out"
     assert "--dtype fp32" in reshard("convert", llama, out, "--to", "npy").err
     assert reshard("convert", llama, out, "--to", "npy", "--dtype", "fp32").code == 0
+    assert numpy.load(out / "model.norm.weight.npy").dtype == "float32"
     cut = out / "lm_head.weight.npy"
     cut.write_bytes(cut.read_bytes()[:-1])
-    found = reshard("inspect", out)
-    assert found.code == 3 and "lm_head.weight.npy" in found.err
+    result = reshard("inspect", out)
+    assert result.code == 3 and "lm_head.weight.npy" in result.err

@@ -1,18 +1,24 @@
-"""A package of somebody else (tests/third_party) brings a format with an option of its own; nothing in reshard names either."""
+"""A package of somebody else (tests/third_party) brings a format with an option of its own; nothing in reshard names either. It runs the
+laws of reshard.testing; here each law is seen to fail."""
 
+import inspect
 import json
 import os
 import shutil
 import subprocess
+import sys
 import tomllib
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers.fixture_places import HF
-from helpers.reshard_command import command, tree
+from helpers.reshard_command import command, result_tree
 
 from reshard.adapter import registry
+from reshard.errors import ReshardError
+from reshard.testing import FormatCase, FormatLaws, read_truth
 
 PACKAGE = Path(__file__).resolve().parent.parent / "third_party"
 LLAMA = HF / "llama"
@@ -100,16 +106,69 @@ def test_every_command_takes_what_it_wrote(run, tmp_path, way):
     if way == "by methods":
         (run.site / "raw_by_methods.py").write_text(BY_METHODS)
         (run.site / "reshard_raw-1.0.dist-info" / "entry_points.txt").write_text("[reshard.formats]\nraw = raw_by_methods:FORMAT\n")
+
+
+def test_what_it_wrote_converts_to_what_the_source_converts_to(run, tmp_path):
     assert run("convert", LLAMA, tmp_path / "raw", "--to", "raw").returncode == 0
-    assert json.loads(run("inspect", tmp_path / "raw", "--json").stdout)["format"] == "raw"
-    assert run("verify", LLAMA, tmp_path / "raw").returncode == 0
-    assert run("roundtrip", LLAMA, "--to", "raw").returncode == 0
     for source in (LLAMA, tmp_path / "raw"):
         assert run("convert", source, tmp_path / f"vllm-{source.name}", "--to", "vllm", "--tp", 2).returncode == 0
-    expected, made = tree(tmp_path / "vllm-llama"), tree(tmp_path / "vllm-raw")
-    assert {path: data for path, data in made.items() if path != "reshard.json"} == {
-        path: data for path, data in expected.items() if path != "reshard.json"
-    }
+    assert result_tree(tmp_path / "vllm-llama") == result_tree(tmp_path / "vllm-raw")
+
+
+def test_its_own_tests_pass(run, tmp_path):
+    """The laws, as its author runs them: outside of this repository, with the format installed."""
+    for name in ("test_laws.py", "fixture"):
+        (shutil.copytree if (PACKAGE / name).is_dir() else shutil.copy)(PACKAGE / name, tmp_path / name)
+    arguments = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", tmp_path / "test_laws.py"]
+    done = subprocess.run(arguments, env={**os.environ, "PYTHONPATH": str(run.site)}, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and f"{len(LAWS)} passed" in done.stdout, done.stdout
+
+
+LAWS = sorted(name for name in dir(FormatLaws) if name.startswith("test_"))
+# Law -> file, what is in it, and what stands there in a format that breaks the law.
+BROKEN = {
+    "test_every_tensor_reads_bit_exactly": ("read.py", "row_major(box.sizes)", "row_major(box.sizes)[::-1]"),
+    "test_every_element_lies_in_one_place": ("read.py", "Shards.of([piece])", "Shards.of([])"),
+    "test_the_index_is_read_without_the_weights": (
+        "read.py", "    builder = ", "    files.read_into(WEIGHTS, 0, memoryview(bytearray(8)))\n    builder = "
+    ),
+    "test_a_missing_file_is_named": ("read.py", "raise missing(files, WEIGHTS)", "raise CheckpointError('a file is missing')"),
+    "test_a_truncated_file_is_refused": ("read.py", "if end != size:", "if end == size + 1:"),
+    "test_a_flipped_length_is_refused_or_harmless": ("read.py", "except ValueError as error:", "except ZeroDivisionError as error:"),
+    "test_the_way_there_and_back_is_the_identity": (
+        "write.py", '"byte_offset": item.byte_offset}', '"byte_offset": item.byte_offset ^ 64}'
+    ),
+    "test_what_is_written_is_read_back": ("write.py", '"shape": item.tensor.shape,', '"shape": item.tensor.shape[::-1],'),
+    "test_a_second_conversion_writes_the_same_bytes": (
+        "write.py", "json.dumps(table)", '(json.dumps(table) + " " * (__import__("time").perf_counter_ns() % 1009))'
+    ),
+    "test_options_are_declared_and_others_refused": ("__init__.py", "multiple of N bytes.", "multiple of N bytes"),
+    "test_it_is_not_loaded_for_another_format": ("__init__.py", "\nclass Raw", "\nfrom . import read as _reader\n\nclass Raw"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def case(run, monkeypatch):
+    """The case of the package, which is installed in this process, too. Its files may be edited until it is opened."""
+    monkeypatch.syspath_prepend(run.site)
+    registry.others.cache_clear()
+    yield FormatCase("raw", PACKAGE / "fixture" / "checkpoint", read_truth(PACKAGE / "fixture" / "truth.json"), options={"alignment": 64})
+    registry.others.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "reshard_raw"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_each_law_fails_on_a_format_that_breaks_it(law, run, case, tmp_path):
+    file, old, new = BROKEN[law]
+    path = run.site / "reshard_raw" / file
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+    copied = replace(case, checkpoint=shutil.copytree(case.checkpoint, tmp_path / "copied"))
+    given = {"case": case, "copied": copied, "tmp_path": tmp_path}
+    law = getattr(FormatLaws(), law)
+    with pytest.raises((AssertionError, ReshardError, ValueError, pytest.fail.Exception)):
+        law(**{name: given[name] for name in inspect.signature(law).parameters})
 
 
 def test_help_loads_neither_its_reader_nor_its_writer(run):
@@ -134,14 +193,6 @@ def test_with_a_signature_it_is_imported_only_where_that_fits(run, tmp_path):
     with open(run.site / "reshard_raw-1.0.dist-info" / "entry_points.txt", "a") as points:
         points.write("[reshard.signatures]\nraw = raw_signatures:SIGNATURES\n")
     assert (opened(LLAMA), opened(tmp_path / "raw")) == ("hf False\n", "raw True\n")
-
-
-def test_a_cut_file_is_named(run, tmp_path):
-    assert run("convert", LLAMA, tmp_path / "raw", "--to", "raw").returncode == 0
-    os.truncate(tmp_path / "raw" / "weights.raw", 1000)
-    (tmp_path / "raw" / "reshard.json").unlink()
-    result = run("inspect", tmp_path / "raw")
-    assert result.returncode == 3 and "weights.raw has 1,000" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_the_option_is_refused_for_another_format(run, tmp_path):

@@ -7,21 +7,19 @@ from helpers.fixture_places import FIXTURES, TRUTHS, described, open_case, truth
 
 import reshard
 from reshard.errors import CheckpointError
+from reshard.testing import FormatCase, TruthLaws
 
 
 def label(folder):
     return str(folder.relative_to(FIXTURES))
 
 
-@pytest.mark.parametrize("case", TRUTHS, ids=label)
-def test_every_tensor_of_every_role_reads_back_bit_exactly(case):
-    opened, expected = open_case(case), truth(case)
-    # State of the run, and one count of steps that the files keep for all parameters, are no parameter's own.
-    aside = {"state"} if any(role == "step" for _, role in expected) else {"state", "step"}
-    of_the_run = {(t.name, t.kind) for t in opened.index.tensors if t.kind in aside} - expected.keys()
-    found = {(t.name, t.kind): described(t, opened.files) for t in opened.index.tensors if (t.name, t.kind) not in of_the_run}
-    assert found.keys() == expected.keys()
-    assert found == expected
+class TestTruth(TruthLaws):
+    @pytest.fixture(params=TRUTHS, ids=label)
+    def case(self, request):
+        opened = open_case(request.param)
+        model = request.param / "model"
+        return FormatCase(opened.format, request.param / "checkpoint", truth(request.param), model if model.exists() else None)
 
 
 @pytest.mark.parametrize("case", [case for case in TRUTHS if {"fsdp", "torch_versions"} & set(case.parts)], ids=label)

@@ -1,66 +1,22 @@
 """One conversion of each format: what `make quick` runs beside the laws and the house."""
 
 import pytest
-from helpers.fixture_places import FIXTURES, HF, described, open_case, truth
+from helpers.fixture_places import FIXTURES
+from helpers.one_of_each import READ, WRITTEN, read_case, written_case
 from helpers.reshard_command import reshard as command
 
-import reshard
-from reshard.adapter import registry
-
-# A fixture with a truth, written by the framework itself.
-READ = {
-    "dcp": "dcp/fsdp2",
-    "dcp-safetensors": "dcp_safetensors/tp",
-    "deepspeed": "deepspeed/z1-bf16",
-    "fsdp": "fsdp/fsdp1-sharded",
-    "fsdp-local": "fsdp/fsdp1-local",
-    "hf": "dcp_safetensors/full",
-    "megatron": "megatron/gpt2-tp2",
-    "megatron-dist": "megatron_dist/gpt2",
-    "pt": "fsdp/full-ddp",
-    "torch-checkpointing": "torch_checkpointing/fsdp2",
-    "universal": "universal/z1-groups",
-}
-# Sizes that split something.
-WRITTEN = {
-    "consolidated": {"tp": 2, "embedding_cut": "rows"},
-    "dcp": {"dp": 2},
-    "deepspeed": {"dp": 2},
-    "fsdp": {"dp": 2},
-    "hf": {"max_shard_size": 100_000},
-    "megatron": {"tp": 2, "pp": 2},
-    "megatron-dist": {"tp": 2},
-    "nanotron": {"tp": 2},
-    "sglang": {"tp": 2},
-    "trtllm": {"tp": 2},
-    "universal": {},
-    "vllm": {"tp": 2, "pp": 2},
-}
-# Formats that always write optimizer state, and one whose model needs heads of the usual size.
-SOURCES = {
-    "deepspeed": FIXTURES / "deepspeed/z3-fp32",
-    "universal": FIXTURES / "deepspeed/z3-fp32",
-    "nanotron": FIXTURES / "nanotron/llama-tp2-pp2",
-}
-# peft holds an adapter and no model, a delta what changed in one.
-assert {*READ, *WRITTEN, "peft", "delta"} == {*registry.formats()}, "a new format belongs into one of these tables"
+from reshard.testing import TruthLaws, WritingLaws
 
 
-@pytest.mark.parametrize("name", READ)
-def test_a_checkpoint_of_the_framework_reads_bit_exactly(name):
-    opened, expected = open_case(FIXTURES / READ[name]), truth(FIXTURES / READ[name])
-    assert opened.format == name
-    weights = {(tensor.name, tensor.kind): tensor for tensor in opened.index.tensors if (tensor.name, tensor.kind) in expected}
-    assert weights and {key: described(tensor, opened.files) for key, tensor in weights.items()} == {key: expected[key] for key in weights}
+class TestReading(TruthLaws):
+    @pytest.fixture(params=READ)
+    def case(self, request):
+        return read_case(request.param)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_conversion_loses_nothing(name, tmp_path):
-    source = SOURCES.get(name, HF / "llama")
-    opened = open_case(source) if (source / "checkpoint").exists() else reshard.open(source)
-    reshard.convert(reshard.plan(opened, to=name, **WRITTEN[name]), tmp_path / "out")
-    assert reshard.open(tmp_path / "out").format == name
-    reshard.verify(opened, tmp_path / "out").raise_if_different()
+    WritingLaws().test_what_is_written_is_read_back(written_case(name), tmp_path)
 
 
 def test_the_command_line_converts_verifies_and_tells(tmp_path):

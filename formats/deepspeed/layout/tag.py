@@ -101,7 +101,7 @@ def model_rank(number: int, tp: int) -> ModelRank:
 
 def of_model_rank(files: Mapping[tuple[int, ...], T], number: int) -> dict[int, T]:
     """What the files of one model-parallel rank hold, by data-parallel or expert-parallel rank."""
-    return {rank: each for (rank, mp), each in files.items() if mp == number}
+    return {rank: path for (rank, mp), path in files.items() if mp == number}
 
 
 def model_ranks(parallel: Parallel) -> Iterator[ModelRank]:

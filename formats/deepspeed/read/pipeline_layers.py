@@ -99,13 +99,13 @@ def _check_buffers(untrained: Mapping[int, set[str]], buffers: set[str], states:
 
 def _tied_modules(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
     """Tied key -> name in the module -> what `tensors` has for it."""
-    return _by_module({name.removeprefix(TIED_PREFIX): each for name, each in tensors.items() if name.startswith(TIED_PREFIX)})
+    return _by_module({name.removeprefix(TIED_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(TIED_PREFIX)})
 
 
 def _by_module(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
     """First word of a name -> the rest of the name -> what `tensors` has for it."""
     modules: dict[str, dict[str, T]] = {}
-    for name, each in tensors.items():
+    for name, tensor in tensors.items():
         module, _, inner = name.partition(".")
-        modules.setdefault(module, {})[inner] = each
+        modules.setdefault(module, {})[inner] = tensor
     return modules

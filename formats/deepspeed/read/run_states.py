@@ -140,7 +140,7 @@ def _read_ranks(
 
     kept: what is kept of a file.
     """
-    found: dict[Numbers, T] = {}
+    parsed: dict[Numbers, T] = {}
     equal: EqualFiles[T] = EqualFiles(files)
 
     def moved(numbers: Numbers, states: T, path: str, move: Move) -> T | None:
@@ -152,10 +152,10 @@ def _read_ranks(
     for numbers, path in paths:
         if not equal.is_useful:
             break
-        found[numbers] = kept(numbers, equal.read(path, parse, partial(moved, numbers)))
-    if left := paths[len(found) :]:
-        found.update(chain.from_iterable(results.items() for results in in_processes(left, read)))
-    return found
+        parsed[numbers] = kept(numbers, equal.read(path, parse, partial(moved, numbers)))
+    if left := paths[len(parsed) :]:
+        parsed.update(chain.from_iterable(results.items() for results in in_processes(left, read)))
+    return parsed
 
 
 def _read_optimizers(files: Files, tag: Tag) -> dict[Numbers, OptimizerStates]:
@@ -163,11 +163,11 @@ def _read_optimizers(files: Files, tag: Tag) -> dict[Numbers, OptimizerStates]:
         attributes: dict[str, Any] = {}
         return optimizer_states(torch_zip.read(files, path, locate=False, attributes=attributes), path, attributes)
 
-    found = _read_ranks(files, list(tag.optimizers.items()), parse, lambda _, states: states)
+    states_of_ranks = _read_ranks(files, list(tag.optimizers.items()), parse, lambda _, states: states)
     # A swap folder has the number of a global rank. With model parallelism nothing tells which rank that is.
     if not tag.has_swap_files or any(mp for _, mp in tag.optimizers):
-        return found
-    return {numbers: _with_swap_files(files, states, tag.swap_folder(numbers[0])) for numbers, states in found.items()}
+        return states_of_ranks
+    return {numbers: _with_swap_files(files, states, tag.swap_folder(numbers[0])) for numbers, states in states_of_ranks.items()}
 
 
 def _with_swap_files(files: Files, states: OptimizerStates, folder: str) -> OptimizerStates:

@@ -98,12 +98,12 @@ def parameter_files(files: Files, folder: str, trained: Collection[str]) -> dict
             why="The model file lists it among the trained parameters; the conversion was not finished, or a folder was lost",
             do="Convert again, or copy the folder from where it was written",
         )
-    found: dict[tuple[str, str], str] = {}
+    paths: dict[tuple[str, str], str] = {}
     for parameter in files.list(zero):
         for path in files.list(parameter) if parameter.endswith("/") else ():
             if path.endswith(".pt"):
-                found[parameter.removeprefix(zero).rstrip("/"), path.removeprefix(parameter).removesuffix(".pt")] = path
-    return found
+                paths[parameter.removeprefix(zero).rstrip("/"), path.removeprefix(parameter).removesuffix(".pt")] = path
+    return paths
 
 
 def check_leftover_parameters(read: Mapping[tuple[str, str], str], trained: Collection[str], weights: Collection[str]) -> None:

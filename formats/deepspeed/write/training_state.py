@@ -123,15 +123,15 @@ class TrainingState:
     ) -> Layout:
         """The layout with these files, and what a user has to know to load them. aliases: alias -> stored name."""
         facts = self.content.facts
-        found = ["the source does not tell its step, so the run goes on at step 0"] if facts.step is None else []
+        notes = ["the source does not tell its step, so the run goes on at step 0"] if facts.step is None else []
         if not facts.state.get("lr_scheduler"):
-            found.append(
+            notes.append(
                 "the source holds no state of a learning-rate schedule: if the run has one, load with load_lr_scheduler_states=False"
             )
-        found += [note] if note else []
+        notes += [note] if note else []
         sidecars = (*companions.sidecars({tensor.dtype for tensor in self.content.weights.values()}), tracker)
         stored = {alias: name for alias, name in aliases.items() if alias in self.content.tensors}
-        return Layout(target.format, tuple(files), sidecars, target.parallel, tuple(found), stored, left_out=self.left_out)
+        return Layout(target.format, tuple(files), sidecars, target.parallel, tuple(notes), stored, left_out=self.left_out)
 
 
 def training_state(content: Content, target: Target, what: str) -> TrainingState:

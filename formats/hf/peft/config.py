@@ -119,15 +119,15 @@ def _saved_module(name: str, pairs: Mapping[str, int], content: Content) -> str 
 
 def _text(config: Mapping[str, Any], options: Mapping[str, Any], option: str, known: str | None, *, key: str | None = None) -> str:
     """A setting that is a text: the user's, the file's, or the known one. Raises RequestError without any."""
-    found = options.get(option) or config.get(key or option) or known
-    if not found:
+    setting = options.get(option) or config.get(key or option) or known
+    if not setting:
         flag = f"`{option}=`"
         raise RequestError(
             f"{key or option} is not known",
             why=f"The checkpoint has no {ADAPTER_CONFIG} that gives it",
             do=f"Give it with {flag}, or all settings with `adapter_config=`" + (", or the base with `model=DIR`" if known is None else ""),
         )
-    return str(found)
+    return str(setting)
 
 
 def _task(config: Mapping[str, Any]) -> str | None:

@@ -72,14 +72,14 @@ def with_factors(tensors: Tensors, ranks: Mapping[str, int]) -> Tensors:
 
     Raises: UnsupportedError for an adapter of a weight that PEFT cannot adapt by the module's name.
     """
-    found = dict(tensors)
+    result = dict(tensors)
     for output, rank in ranks.items():
         pair = factor_of(output)
         for name in (pair.input, output) if pair is not None and pair.weight in tensors else ():
             factor = factor_of(name)
             assert factor is not None, "A is named as B is"
-            found[name] = _factor_tensor(factor, tensors[factor.weight], rank)
-    return found
+            result[name] = _factor_tensor(factor, tensors[factor.weight], rank)
+    return result
 
 
 class AdaptedModel(MegatronModel):
@@ -100,11 +100,11 @@ class AdaptedModel(MegatronModel):
 
     def name_in(self, name: str, layer: int | None, expert: int | None) -> str:
         """The name that a canonical tensor of a layer or expert, or of its adapter, has in another one. expert: None for the same."""
-        found = adapter_name(name)
-        if found is None:
+        adapter = adapter_name(name)
+        if adapter is None:
             return super().name_in(name, layer, expert)
-        weight = super().name_in(f"{found.module}.weight", layer, expert)
-        return f"{PREFIX}{weight.removesuffix('.weight')}.{found.parameter}"
+        weight = super().name_in(f"{adapter.module}.weight", layer, expert)
+        return f"{PREFIX}{weight.removesuffix('.weight')}.{adapter.parameter}"
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -75,12 +75,12 @@ def offsets_in_buckets(parameters: Sequence[ChunkTensor], lengths: Iterable[int]
     closed: list[int] = []
 
     def closed_at(_: ChunkTensor, start: int, end: int) -> int | None:
-        found = next((each for each in ends[len(closed) :] if end <= each <= start + _aligned(end - start)), None)
-        closed.extend([] if found is None else [found])
-        return found
+        closing = next((candidate for candidate in ends[len(closed) :] if end <= candidate <= start + _aligned(end - start)), None)
+        closed.extend([] if closing is None else [closing])
+        return closing
 
     offsets, _ = lay_out_buffer(parameters, closed_at)
-    is_filled = closed == ends and max(map(sum, zip(offsets, (each.elements for each in parameters), strict=True))) == ends[-1]
+    is_filled = closed == ends and max(map(sum, zip(offsets, (parameter.elements for parameter in parameters), strict=True))) == ends[-1]
     return offsets if is_filled else None
 
 

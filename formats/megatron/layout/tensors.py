@@ -116,11 +116,11 @@ def _every_second(rows: Mosaic, first: int) -> Mosaic:
 
 def _by_head(rows: Mosaic, heads: int, sizes: Mapping[str, int]) -> dict[str, Mosaic]:
     """The parts of rows in which every head has, one after the other, its own rows of each part. sizes: rows per head of each part."""
-    by_head, found, start = rows.split(0, rows.shape[0] // heads), dict[str, Mosaic](), 0
+    by_head, arrays, start = rows.split(0, rows.shape[0] // heads), dict[str, Mosaic](), 0
     for role, size in sizes.items():
-        found[role] = by_head.cut(1, start, start + size).merged(0)
+        arrays[role] = by_head.cut(1, start, start + size).merged(0)
         start += size
-    return found
+    return arrays
 
 
 def _query_and_gate(rows: Mosaic, of: Dimensions) -> dict[str, Mosaic]:
@@ -136,8 +136,8 @@ def _delta_qkvz(rows: Mosaic, of: Dimensions) -> dict[str, Mosaic]:
 
 
 def _delta_ba(rows: Mosaic, of: Dimensions) -> dict[str, Mosaic]:
-    each = of["delta_v_heads"] // of["delta_k_heads"]
-    return _by_head(rows, of["delta_k_heads"], {"delta.b": each, "delta.a": each})
+    ratio = of["delta_v_heads"] // of["delta_k_heads"]
+    return _by_head(rows, of["delta_k_heads"], {"delta.b": ratio, "delta.a": ratio})
 
 
 # Role of a weight in a form of its own -> the usual roles that it consists of: gate and up in alternating rows; a bias beside its weight;
@@ -360,11 +360,11 @@ class MegatronModel:
         """The parts outside of the layers (None) and of the first layer of each kind, by expert."""
         first: list[int | None] = [None, *(kind.layers[0] for kind in self.model.layer_kinds)]
         weights = [self.model.weights_outside_layers, *(kind.weights for kind in self.model.layer_kinds)]
-        found: dict[int | None, dict[int | None, list[Part]]] = {layer: {} for layer in first}
+        by_layer: dict[int | None, dict[int | None, list[Part]]] = {layer: {} for layer in first}
         for layer, of_layer in zip(first, weights, strict=True):
             for part in self.model.parts_of(of_layer):
-                found[layer].setdefault(part.expert, []).append(part)
-        return found
+                by_layer[layer].setdefault(part.expert, []).append(part)
+        return by_layer
 
     def _made(self, rules: Sequence[_TensorRule], parts: Iterable[Part]) -> Tensors:
         by_role: dict[str, dict[str, Mosaic]] = {}

@@ -117,7 +117,7 @@ def _check_settings(args: Args, hints: Hints) -> None:
     own = config_from_args(args, hints.config["vocab_size"])
     if own["model_type"] != hints.config.get("model_type"):
         return  # Megatron's settings do not tell some types from others; the shapes are compared.
-    changed = [each for each in changed_keys(own, hints.config) if each.key != "num_nextn_predict_layers"]
+    changed = [key for key in changed_keys(own, hints.config) if key.key != "num_nextn_predict_layers"]
     if changed:
         raise CheckpointError(
             f"the run's settings and the config differ: {', '.join(map(str, changed[:5]))}",

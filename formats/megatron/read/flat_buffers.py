@@ -212,11 +212,11 @@ def _parts(
 
 def _array_pieces(array: Mosaic, elements: int, bucket: Shards, offset: int) -> Iterator[tuple[str, Shards]]:
     """(canonical tensor, its pieces) of an array in the stored boxes of a bucket, which it fills from element `offset` on."""
-    found = SubviewsBuilder()
+    builder = SubviewsBuilder()
     for row in range(len(bucket)):
         box_start, box_size = int(bucket.offsets[row, 0]), int(bucket.sizes[row, 0])
         start, stop = max(offset, box_start), min(offset + elements, box_start + box_size)
         if start < stop:
             for section in flat_sections(array, start - offset, stop - offset, start - box_start):
-                found.add_section(row, section)
-    return found.build().of(bucket)
+                builder.add_section(row, section)
+    return builder.build().of(bucket)

@@ -117,10 +117,10 @@ class _Locator:
             where = f"{item.fqn} in {self.stored.prefix}.metadata"
             is_flat = len(item.shape) == len(weight.shape) + 1
             self._found[form] = self._flat_runs(first, item, weight, where) if is_flat else self._tiles(first, item, where)
-        found = self._found[form]
+        subviews = self._found[form]
         if first == parsed:
-            return found
-        return found.renamed({name: self.model.name_in(name, parsed.layer, parsed.expert) for name in found.names})
+            return subviews
+        return subviews.renamed({name: self.model.name_in(name, parsed.layer, parsed.expert) for name in subviews.names})
 
     def _first_alike(self, parsed: ParsedName) -> ParsedName:
         """The same tensor of the first layer and expert that are like these."""
@@ -132,7 +132,7 @@ class _Locator:
 
     def _tiles(self, parsed: ParsedName, item: TensorItem, where: str) -> SubviewsByTensor:
         """The tiles in each stored box. A box can span several layers and experts."""
-        lead, found = parsed.stacked_axes, SubviewsBuilder()
+        lead, builder = parsed.stacked_axes, SubviewsBuilder()
         stacked = ((self.model.layers,) if parsed.stacks_layers else ()) + ((self.model.experts,) if parsed.stacks_experts else ())
         if item.shape[:lead] != stacked:
             raise wrong_shape((*stacked, *item.shape[lead:]), item.shape, where)
@@ -148,19 +148,19 @@ class _Locator:
                         raise wrong_shape((*stacked, *array.shape), item.shape, where)
                     parts[first, inner] = _cut(array, offsets[lead:], sizes[lead:])
                 for tile in parts[first, inner].tiles:
-                    found.add_tile(i, self.model.name_in(tile.name, here.layer, here.expert), tile, position)
-        return found.build()
+                    builder.add_tile(i, self.model.name_in(tile.name, here.layer, here.expert), tile, position)
+        return builder.build()
 
     def _flat_runs(self, parsed: ParsedName, item: TensorItem, weight: TensorItem, where: str) -> SubviewsByTensor:
         """The sections in each stored box of state in blocks."""
-        lead, found = parsed.stacked_axes, SubviewsBuilder()
+        lead, builder = parsed.stacked_axes, SubviewsBuilder()
         block_shape = _block_shape(item, weight, lead, where)
         for i, offsets, sizes in _boxes(item):
             array = self._array(_at(parsed, offsets[:lead]), item, where)
             block = _cut(array, [number * size for number, size in zip(offsets[lead:-1], block_shape, strict=True)], block_shape)
             for section in flat_sections(block, offsets[-1], offsets[-1] + sizes[-1], 0):
-                found.add_section(i, section, len(offsets))
-        return found.build()
+                builder.add_section(i, section, len(offsets))
+        return builder.build()
 
     def _array(self, parsed: ParsedName, item: TensorItem, where: str) -> Mosaic:
         """The array of a key in one layer and expert. Raises CheckpointError if there is none."""

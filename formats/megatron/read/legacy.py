@@ -174,7 +174,7 @@ def rank_tensors(
 
     Raises: CheckpointError if the model does not have a stored tensor, or has it with another shape.
     """
-    found: list[tuple[ChunkTensor, AnyTensor]] = []
+    tensors: list[tuple[ChunkTensor, AnyTensor]] = []
     shared = shared_tables(model, sizes)
     for chunk in (chunk for chunk in chunks if chunk.stage == rank.pp_rank):
         for name, stored in rank.chunks[chunk.number].items():
@@ -183,8 +183,8 @@ def rank_tensors(
                 _check_stage(parsed, chunk, sizes, name, rank.path)
             array = _array(parsed, rank, model, sizes, stored.shape, where)
             is_shared = parsed.layer is None and parsed.name in shared
-            found.append((ChunkTensor(name, array, stored.shape, chunk.number, parsed.is_expert, is_shared, stored.dtype), stored))
-    return found
+            tensors.append((ChunkTensor(name, array, stored.shape, chunk.number, parsed.is_expert, is_shared, stored.dtype), stored))
+    return tensors
 
 
 def _check_stage(parsed: ParsedName, chunk: Chunk, sizes: ParallelSizes, name: str, path: str) -> None:

@@ -103,11 +103,11 @@ class ChainLink:
 
     def param_groups(self, members: Sequence[Sequence[ChunkTensor]]) -> dict[tuple[int, int], ParamGroup]:
         """Its param groups by its number and theirs. members: the result of `members`."""
-        found = {}
+        groups = {}
         for number, (group, parameters) in enumerate(zip(self.groups, members, strict=True)):
             names = dict.fromkeys(name for parameter in parameters for name in parameter.array.names)
-            found[self.number, number] = ParamGroup(tuple(names), plain_settings(group, without=("params",)))
-        return found
+            groups[self.number, number] = ParamGroup(tuple(names), plain_settings(group, without=("params",)))
+        return groups
 
 
 def chain_links(optimizer: Any, at_least: int = 1) -> list[ChainLink]:
@@ -189,8 +189,8 @@ def folder_optimizer(stored: StoredFolder, parameters: Callable[[], Sequence[Chu
     entries: dict[str, dict[int, dict[str, Any]]] = {"state": {}, "param_groups": {}, _MASTERS: {}}
     for key in (*metadata.tensors, *(key for key in metadata.objects if ".param_groups." in key)):
         if match := _ENTRY.fullmatch(key):
-            found = metadata.tensors[key] if key in metadata.tensors else stored.value(metadata.objects[key])
-            entries[match[1]].setdefault(int(match[2]), {})[match[3]] = found
+            entry = metadata.tensors[key] if key in metadata.tensors else stored.value(metadata.objects[key])
+            entries[match[1]].setdefault(int(match[2]), {})[match[3]] = entry
     path = f"{stored.prefix}.metadata"
     groups = {number: group for number, group in sorted(entries["param_groups"].items()) if isinstance(group.get("params"), list)}
     if not groups:

@@ -54,15 +54,15 @@ class RunModel:
 
         Raises: UnsupportedError for an adapter that all experts of a rank share.
         """
-        found = [(factor_of(name), shape) for name, shape in factors]
-        if shared := next((factor.weight for factor, _ in found if factor and factor.weight.startswith("mlp.experts.")), None):
+        of_factors = [(factor_of(name), shape) for name, shape in factors]
+        if shared := next((factor.weight for factor, _ in of_factors if factor and factor.weight.startswith("mlp.experts.")), None):
             raise UnsupportedError(
                 "all experts of a rank share one LoRA adapter",
                 where=shared,
                 why="Its factors have no axis of experts, and which experts share them follows from the run's expert-parallel size",
                 do="Train with an adapter for each expert (share_expert_adapters=False), or leave the experts out",
             )
-        ranks = {factor.name: shape[-1] for factor, shape in found if factor is not None and factor.is_output and shape}
+        ranks = {factor.name: shape[-1] for factor, shape in of_factors if factor is not None and factor.is_output and shape}
         return replace(self, megatron=AdaptedModel(self.megatron, ranks)) if ranks else self
 
     def as_stored(self, tensor: Tensor) -> Tensor:

@@ -205,14 +205,14 @@ def _common_file(save: MegatronSave, folder: str, parameters: Sequence[ChunkTens
 
 def _parameters(save: MegatronSave) -> list[ChunkTensor]:
     """The parameters of the whole model, as their stored tensors hold them."""
-    found: list[ChunkTensor] = []
+    parameters: list[ChunkTensor] = []
     for chunk, ep_rank in product(save.chunks, range(save.sizes.ep)):
         for keyed in _keyed_tensors(save, chunk, ep_rank):
             array = keyed.tensor.whole
             parameter = ChunkTensor(keyed.key, array, array.shape, chunk.number, keyed.is_expert, dtype=save.dtype_of(array))
             if parameter.is_parameter and (keyed.is_expert or ep_rank == 0):
-                found.append(parameter)
-    return found
+                parameters.append(parameter)
+    return parameters
 
 
 def _optimizer(save: MegatronSave, file: TorchFile, parameters: Sequence[ChunkTensor]) -> Any:

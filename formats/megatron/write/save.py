@@ -131,7 +131,7 @@ class OptimizerContent:
         The settings are those of the source's group of the first weight that is in one.
         """
         groups = self.content.param_groups()
-        found: list[tuple[dict[str, Any], list[ChunkTensor]]] = []
+        parsed_groups: list[tuple[dict[str, Any], list[ChunkTensor]]] = []
         for is_decayed in (True, False):
             members = [parameter for parameter in parameters if parameter.is_decayed is is_decayed]
             names = (name for member in members for name in member.array.names)
@@ -140,8 +140,8 @@ class OptimizerContent:
             source = plain_settings(group.settings) if group else {}
             settings = {**_ADAM, "default_config": True, **flags, **source, "is_expert_parallel": is_expert, STEP: self.step}
             if members or is_decayed or not is_expert:
-                found.append((settings, members))
-        return found
+                parsed_groups.append((settings, members))
+        return parsed_groups
 
 
 @value(slots=False, eq=False, repr=False)
