@@ -16,7 +16,7 @@ import click
 from reshard.errors import RequestError
 from reshard.geometry.quantities import parse_count, parse_size
 from reshard.geometry.value import value
-from reshard.requests.keywords import (
+from reshard.opening.keywords import (
     CombiningOptions,
     ConvertOptions,
     EffortOptions,
@@ -26,7 +26,7 @@ from reshard.requests.keywords import (
     SelectionOptions,
     TargetOptions,
 )
-from reshard.requests.keywords import take as take
+from reshard.opening.keywords import take as take
 
 from . import help
 from .help import EFFORT as EFFORT
@@ -269,7 +269,7 @@ class Chosen:
         """The path of the checkpoint that a path means. Of two checkpoints, one may be no run."""
         if (self.step is None and self.part is None) or given.startswith(("http://", "https://")):
             return given
-        from reshard.requests.choice import Choice, NothingToChoose
+        from reshard.opening.choice import Choice, NothingToChoose
 
         try:
             found = Choice(self.step, self.part).path(given)

@@ -10,14 +10,14 @@ from logging import INFO
 from typing import TYPE_CHECKING, Any
 
 from reshard.engine.events import event
-from reshard.requests.keywords import EffortOptions, take
+from reshard.opening.keywords import EffortOptions, take
 
 from .invocation import current
 from .logs import NOTICE
 from .tables import nbytes_text
 
 if TYPE_CHECKING:
-    from reshard.requests.checkpoint import Checkpoint
+    from reshard.opening.checkpoint import Checkpoint
 
 SECONDS_BETWEEN_LINES = 30.0
 

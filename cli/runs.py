@@ -19,7 +19,7 @@ from .spelling import with_flags
 from .tables import count_text, nbytes_text, show, show_table, standard_output
 
 if TYPE_CHECKING:
-    from reshard.requests.run_folders import Step
+    from reshard.opening.run_folders import Step
     from reshard.verbs.steps.happened import WatchEvent
 
 
@@ -96,8 +96,8 @@ def show_bare_model(path: str) -> None:
     """
     from reshard.models.model import Model
     from reshard.models.quantization import without_quantization
+    from reshard.opening.models import model_at
     from reshard.plans import summary
-    from reshard.requests.opening import model_at
     from reshard.requests.outlook import engine_sizes
     from reshard.training.parameter_counts import parameters
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.geometry.quantities import plural
-from reshard.requests.keywords import RecipeOptions, SelectionOptions
+from reshard.opening.keywords import RecipeOptions, SelectionOptions
 
 from .. import options
 from ..invocation import current

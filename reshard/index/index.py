@@ -399,6 +399,10 @@ class Index:
         """The tensors of one kind by name."""
         return {tensor.name: tensor for tensor in self.tensors if tensor.kind == kind}
 
+    def noting(self, *notes: str) -> Index:
+        """The index with further notes about the run."""
+        return replace(self, facts=replace(self.facts, notes=(*self.facts.notes, *notes))) if notes else self
+
     @property
     def keeps_both_copies(self) -> bool:
         """Whether a weight has a full-precision master beside it."""

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from reshard.engine.compare import Comparison
     from reshard.health.findings import Finding, Report
     from reshard.index.index import Tensor
+    from reshard.opening.checkpoint import Checkpoint
+    from reshard.opening.keywords import PathLike
     from reshard.plans.plan import Plan
-    from reshard.requests.checkpoint import Checkpoint
-    from reshard.requests.keywords import PathLike
     from reshard.requests.outlook import Outlook
     from reshard.serving.capacity import DegreeReport
     from reshard.training.memory import Estimate

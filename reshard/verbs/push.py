@@ -27,11 +27,8 @@ from reshard.live.from_files.rank_streams import RankStreams
 from reshard.live.from_files.running_engines import RunningEngines
 from reshard.live.from_files.running_server import RunningServer, running_server
 from reshard.live.from_files.staged_rank import StagedRank, staged_ranks
-from reshard.plans.digests import is_digest
-from reshard.plans.plan import Plan
-from reshard.plans.summary import DropSummary, drops
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import (
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import (
     EffortOptions,
     ModelOptions,
     OpenOptions,
@@ -41,7 +38,10 @@ from reshard.requests.keywords import (
     checked_keywords,
     take,
 )
-from reshard.requests.opening import open
+from reshard.opening.open import open
+from reshard.plans.digests import is_digest
+from reshard.plans.plan import Plan
+from reshard.plans.summary import DropSummary, drops
 from reshard.requests.request import cast_of_server
 from reshard.storage.claims import SourceChecks
 from reshard.storage.trees import chain_of

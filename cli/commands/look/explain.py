@@ -33,8 +33,8 @@ def command(bad: str, good: str, as_json: bool, **given: Any) -> None:
     checkpoints differ.
     """
     import reshard
-    from reshard.requests.keywords import ModelOptions
-    from reshard.requests.opening import open_both
+    from reshard.opening.keywords import ModelOptions
+    from reshard.opening.open import open_both
     from reshard.requests.request import selection_of
     from reshard.verbs.look.explain import summary_of
 

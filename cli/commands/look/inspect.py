@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from reshard.index.balance import ByteShare
     from reshard.index.fold import Fold
     from reshard.index.index import Tensor
+    from reshard.opening.checkpoint import Checkpoint
+    from reshard.opening.run_folders import Step
     from reshard.plans.summary import KindSummary
-    from reshard.requests.checkpoint import Checkpoint
-    from reshard.requests.run_folders import Step
 
 # Files of a checkpoint that cannot be opened.
 _FILES_SHOWN = 20
@@ -75,7 +75,7 @@ def _inspected(
     """Show one checkpoint, or the checkpoints of a folder. Returns what is known of it, if it is not shown but asked for with --json."""
     import reshard
     from reshard.canonical.globs import check_globs, matches
-    from reshard.requests.run_folders import run_at
+    from reshard.opening.run_folders import run_at
     from reshard.storage.system_calls import gc_paused
 
     run = run_at(checkpoint) if given["format"] is None else None
@@ -124,7 +124,7 @@ def _listed(folder: str, steps: Sequence[Step], *, as_json: bool) -> Mapping[str
 
 def _is_model_alone(path: str) -> bool:
     """Whether a path is a model's config, or a folder with a config and no weights."""
-    from reshard.requests.opening import is_bare
+    from reshard.opening.models import is_bare
 
     try:
         return is_bare(path)
@@ -134,7 +134,7 @@ def _is_model_alone(path: str) -> bool:
 
 def _steps_of(error: RequestError) -> Sequence[Step] | None:
     """The checkpoints among which nothing was chosen, if that is the error."""
-    from reshard.requests.choice import SeveralCheckpoints
+    from reshard.opening.choice import SeveralCheckpoints
 
     return error.steps if isinstance(error, SeveralCheckpoints) else None
 

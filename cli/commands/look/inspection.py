@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from reshard.index.balance import ByteShare
     from reshard.index.fold import Fold
     from reshard.index.index import Tensor
+    from reshard.opening.checkpoint import Checkpoint
     from reshard.plans.summary import ExpertSummary
-    from reshard.requests.checkpoint import Checkpoint
     from reshard.requests.outlook import Outlook
 
 # Rows of the tree on a terminal, and in a document that is not --full.

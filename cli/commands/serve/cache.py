@@ -66,7 +66,7 @@ def command(action: str, source: str | None, to: str | None, as_json: bool, fold
 
 def _get(source: str, to: str, folder: str | None, max_size: int | None, as_json: bool, given: dict[str, Any]) -> None:
     import reshard
-    from reshard.requests.keywords import ConvertOptions, OpenOptions
+    from reshard.opening.keywords import ConvertOptions, OpenOptions
     from reshard.verbs.plan import effort_of
 
     asked, show_progress = options.take(given, ConvertOptions), given.pop("show_progress")
