@@ -188,6 +188,7 @@ _TYPES: Mapping[str, Any] = {
     "SHARE": Word("share", _share),
     "FRACTION": click.FloatRange(0, 1, min_open=True),
     "T": click.FloatRange(0, 1),
+    "PORT": click.IntRange(1, 65535),
 }
 _COMPLETED = {"format": format_names, "architecture": architecture_names}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.canonical.content import AppliedDelta, Drop
+from reshard.canonical.content import Drop
 from reshard.canonical.dequantization import QuantizedFamily
 from reshard.canonical.tensor_classes import StoredModel
 from reshard.engine.checks.recorded_digests import FileDigests
@@ -17,6 +17,8 @@ from reshard.engine.destinations.forecast import StoreForecast
 from reshard.health.findings import Finding, FindingKind, Report
 from reshard.index.balance import ByteShare
 from reshard.index.index import StoredFile
+from reshard.index.provenance import AppliedDelta
+from reshard.live.from_files.pushing import PushResult
 from reshard.measures.changes import Change
 from reshard.opening.run_folders import Step
 from reshard.plans.layout import LeftFile
@@ -30,7 +32,6 @@ from reshard.verbs.delta import DeltaResult
 from reshard.verbs.look.diff import Diff
 from reshard.verbs.look.explain import Explanation
 from reshard.verbs.look.stats import TensorStatistics
-from reshard.verbs.push import PushResult
 from reshard.verbs.serve.cache import CacheEntry
 from reshard.verbs.verify import Comparison
 from reshard.verbs.watch import WatchEvent

@@ -27,8 +27,8 @@ def lines(plan: Any) -> Iterator[str]:
         for side, tensor in (("from", route.source), ("to", route.target)):
             yield f"{side} {tensor.name} {tensor.kind} {tensor.dtype} {tensor.shape}"
             yield from sorted(_piece(piece) for piece in tensor.pieces())
-        if route.source.encoding:
-            yield f"scaled by {route.scaled_by} {[part.block_shape for part in route.source.encoding.parts]}"
+        if parts := getattr(route.source.origin, "parts", ()):
+            yield f"scaled by {route.scaled_by} {[part.block_shape for part in parts]}"
     yield from sorted(f"constant {c.path} {c.name} {c.byte_offset} {c.nbytes} {c.expected!r}" for c in plan.target_index.constants)
     for file in plan.layout.files:
         yield f"file {file.path} {file.nbytes} {dict(file.ranks)}"

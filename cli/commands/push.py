@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.geometry.quantities import plural
-from reshard.opening.keywords import RecipeOptions, SelectionOptions
+from reshard.opening.keywords import LinkOptions, RecipeOptions, SelectionOptions
 
 from .. import options
 from ..invocation import current
@@ -18,7 +18,7 @@ from ..tables import nbytes_text, show
 
 if TYPE_CHECKING:
     from reshard.engine.pool import Effort
-    from reshard.verbs.push import PlannedPush, PushResult
+    from reshard.live.from_files.pushing import PlannedPush, PushResult
 
 
 @options.command(
@@ -46,22 +46,7 @@ if TYPE_CHECKING:
     help="Send what changed since the base of a chain of deltas; the servers keep a copy for the next push.",
 )
 @options.option("--since", section=options.TARGET, metavar="CKPT", help="Likewise, since this checkpoint, which was pushed before.")
-@options.option(
-    "--bind", section=options.TARGET, metavar="ADDRESS", help="Where the servers' ranks find this command (default: on the way to them)."
-)
-@options.option("--port", section=options.TARGET, type=click.IntRange(1, 65535), help="The port there (default: a free one).")
-@options.option(
-    "--trust-network",
-    section=options.TARGET,
-    is_flag=True,
-    help="Tell servers on other hosts the secret of the push over HTTP, instead of by RESHARD_LIVE_TOKEN.",
-)
-@options.option(
-    "--take-over",
-    section=options.TARGET,
-    is_flag=True,
-    help="Take the servers over from the Sender or push of another process that updates them.",
-)
+@options.keywords(LinkOptions, section=options.TARGET)
 @options.format_name
 @options.model
 @options.option("--dry-run", section=options.OUTPUT, is_flag=True, help="Ask the servers and show the proven plan; send nothing.")

@@ -5,7 +5,7 @@
     model.safetensors.index.json       {"metadata": {"version": "000007", "base_version": "000006", "delta_encoding": "xor" or "overwrite",
                                         "compression_format": "zstd", "checksum_format": "blake3"}, "weight_map": {name: file}}
 
-reshard/index/patches.py says what a frame holds. Keys of the metadata that begin with `reshard_` are our own: fingerprints and names.
+reshard/index/deltas.py says what a frame holds. Keys of the metadata that begin with `reshard_` are our own: fingerprints and names.
 A delta alone holds no weights. `BASE+DELTA` is a checkpoint (reshard/opening/deltas.py), and the verb `delta` writes one.
 
 Source: slime 624b824 (utils/disk_delta.py, update_weight_from_disk_delta.py), modelexpress 0.7.0 (canonical_delta.py).
@@ -17,7 +17,7 @@ import re
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format, Hints
-from reshard.index.patches import INDEX
+from reshard.index.deltas import INDEX
 
 if TYPE_CHECKING:
     from reshard.index.index import Index

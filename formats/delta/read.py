@@ -13,9 +13,9 @@ from reshard.errors import CheckpointError, IncompleteError, MissingFile, Unsupp
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.quantities import plural
+from reshard.index.deltas import INDEX, DeltaFacts
 from reshard.index.index import Index, RunFacts, Tensor
 from reshard.index.name_parts import layer_of
-from reshard.index.patches import INDEX, DeltaFacts
 from reshard.index.shards import Shards
 from reshard.storage.files import Files, inside
 

@@ -67,7 +67,7 @@ def headers_of(content: Content, names: Mapping[str, Collection[str]]) -> dict[s
     """
     entries = {key: text for key, text in content.facts.headers.items() if text is not None}
     listed = {name for text in entries.values() if text.startswith("[") for name in re.findall(r'"((?:[^"\\]|\\.)*)"', text)}
-    changed = {name for name, tensor in content.tensors.items() if tensor.encoding or tensor.derivation}
+    changed = {name for name, tensor in content.tensors.items() if tensor.is_computed}
     if not changed.isdisjoint(entries):
         entries = {key: text for key, text in entries.items() if key not in listed | changed and not text.startswith("[")}
     cut = frozenset().union(*names.values()) - listed

@@ -14,10 +14,11 @@ from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
 from reshard.geometry.meshes import Parallel
 from reshard.models.engine_rules import EngineRules, ExtraTensor, Fusion, Rename, Version, version_numbers
-from reshard.models.model import Model, ModelWeight
+from reshard.models.model import Model
 from reshard.models.quantization import quantization_settings, settings_key
 from reshard.models.roles import heads
 from reshard.models.stored_forms import StoredForm
+from reshard.models.weights import ModelWeight
 from reshard.plans.layout import Target
 from reshard.serving.legality import about_version
 

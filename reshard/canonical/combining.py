@@ -1,5 +1,5 @@
 """Combining checkpoints, described but not computed: each tensor gets the same tensor of the other checkpoints attached, with the weights,
-and the values are computed when it is read (engine/recipes/combiner.py has the formulas).
+and the values are computed when it is read (engine/origins/mixed.py has the formulas).
 
     average             sum of w*x        equal weights, given ones, or those that a window of a run gets (WSM, EMA)
     task-arithmetic     base + sum of w*(x - base)
@@ -23,7 +23,7 @@ from reshard.geometry import precise
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
-from reshard.index.index import Combination, CombinedInput, Rule, Tensor
+from reshard.index.origin import Mixed, Rule, Tensor
 from reshard.index.shards import Relocation
 from reshard.models.lookup import changed_keys
 
@@ -171,11 +171,7 @@ class CombinedCheckpoint:
         """A tensor of this checkpoint under the paths of the joined tree."""
         if self.relocation is None:
             return tensor
-        encoding = tensor.encoding
-        if encoding is not None:
-            parts = tuple(replace(part, tensor=self.relocated(part.tensor)) for part in encoding.parts)
-            encoding = replace(encoding, parts=parts)
-        return replace(tensor, shards=self.relocation.of(tensor.shards), encoding=encoding)
+        return replace(tensor, shards=self.relocation.of(tensor.shards), origin=tensor.origin.with_inputs(self.relocated))
 
 
 def combined(checkpoints: Sequence[CombinedCheckpoint], formula: Formula, stored_as: Callable[[Tensor], DType]) -> Content:
@@ -189,13 +185,13 @@ def combined(checkpoints: Sequence[CombinedCheckpoint], formula: Formula, stored
     first, *others = checkpoints
     for other in others:
         _check_same_model(first, other)
-    weights, rule = formula.weights(len(checkpoints)), formula.rule
+    weights, rule, paths = formula.weights(len(checkpoints)), formula.rule, tuple(each.path for each in checkpoints)
     tensors = {}
     for name, tensor in first.content.tensors.items():
-        inputs = tuple(CombinedInput(each.path, each.tensor(name)) for each in checkpoints)
-        _check_types(name, inputs, stored_as)
-        of_rule: Rule = rule if tensor.dtype.floating or tensor.encoding else "equal"
-        tensors[name] = replace(tensor, updates=(Combination(of_rule, inputs, weights),))
+        inputs = tuple(each.tensor(name) for each in checkpoints)
+        _check_types(inputs, paths, stored_as)
+        of_rule: Rule = rule if tensor.dtype.floating or tensor.is_computed else "equal"
+        tensors[name] = replace(tensor, origin=Mixed(of_rule, inputs, paths, weights))
     drops = tuple(drop for each in checkpoints for drop in each.content.drops)
     tied = tuple(name for each in checkpoints for name in each.content.tied)
     # The digests that reshard recorded are those of single checkpoints.
@@ -241,21 +237,21 @@ def _reason(first: CombinedCheckpoint, other: CombinedCheckpoint) -> str:
     return f"Their configs differ: {', '.join(map(str, changed))}" if changed else ""
 
 
-def _check_types(name: str, inputs: Sequence[CombinedInput], stored_as: Callable[[Tensor], DType]) -> None:
+def _check_types(inputs: Sequence[Tensor], paths: Sequence[str], stored_as: Callable[[Tensor], DType]) -> None:
     """Raises RequestError unless the inputs have values of one kind, and lead to one element type of the result."""
     first = inputs[0]
-    if first.tensor.dtype.function:
+    if first.dtype.function:
         raise UnsupportedError(
-            f"{first.checkpoint} holds {first.tensor.dtype.function} of this weight",
-            where=name,
+            f"{paths[0]} holds {first.dtype.function} of this weight",
+            where=first.name,
             why="The mean of a function is not the function of the mean",
             do="Combine the checkpoints that it was made from",
         )
-    for other in inputs[1:]:
-        if stored_as(other.tensor) != stored_as(first.tensor) or other.tensor.dtype.function:
+    for other, path in zip(inputs[1:], paths[1:], strict=True):
+        if stored_as(other) != stored_as(first) or other.dtype.function:
             raise RequestError(
-                f"it is {first.tensor.dtype} in {first.checkpoint}, and {other.tensor.dtype} in {other.checkpoint}",
-                where=name,
+                f"it is {first.dtype} in {paths[0]}, and {other.dtype} in {path}",
+                where=first.name,
                 why="Nothing says which of the two the result has",
                 do="Name the element type of the result with `dtype=`, such as `dtype=bf16`",
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from reshard.canonical.globs import any_layer, as_globs, check_globs, matches
 from reshard.canonical.name_variants import names_besides, unknown_names
@@ -33,9 +33,10 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
+from reshard.index.provenance import AppliedDelta, Combined, MergedAdapter
 from reshard.models.lookup import declared_at
-from reshard.models.model import Model, ModelWeight
-from reshard.storage.files import Files
+from reshard.models.model import Model
+from reshard.models.weights import ModelWeight
 
 
 @value
@@ -114,79 +115,6 @@ class Drop:
     def of(cls, tensor: Tensor, reason: str, kind: str | None = None) -> Drop:
         """The drop of a tensor. kind: what to call it; None for its own kind."""
         return cls(tensor.name, kind or tensor.kind, tensor.nbytes, reason)
-
-
-@value
-class MergedAdapter:
-    """A LoRA adapter that is merged into the weights."""
-
-    path: str
-    """Its absolute path; that of the checkpoint, if it lies beside the weights."""
-    settings: Mapping[str, Any]
-    """The content of its adapter_config.json."""
-    weights: int
-    """The number of weights that it changes."""
-
-    def to_json(self) -> dict[str, Any]:
-        """What it is, as plain values with stable keys."""
-        chosen = {key: self.settings.get(key) for key in ("base_model_name_or_path", "r", "lora_alpha", "use_rslora", "use_dora")}
-        return {"path": self.path, "weights": self.weights, **chosen}
-
-
-@value
-class CombinedSource:
-    """One of several checkpoints that are combined."""
-
-    path: str
-    """Its absolute path, or URL; with deltas as BASE+DELTA+DELTA."""
-    files: Files
-    """Its files."""
-    deltas: tuple[AppliedDelta, ...]
-    """The deltas that change it, the oldest first."""
-    format: str
-    """Its format."""
-    step: int | None
-    """Its step of the run, if it says so."""
-    weight: float
-    """Its weight."""
-    recorded: Callable[[], Mapping[str, str]]
-    """Reads the digests that reshard recorded when it wrote the checkpoint, by key."""
-
-    def to_json(self) -> dict[str, Any]:
-        """What it is, as plain values with stable keys."""
-        return {"path": self.path, "format": self.format, "step": self.step, "weight": self.weight}
-
-
-@value
-class Combined:
-    """Several checkpoints that become one."""
-
-    rule: str
-    """How: "average", "task-arithmetic", "slerp"."""
-    asked: str
-    """What was asked for: "equal", "wsm:linear", "0.25, 0.75"."""
-    sources: tuple[CombinedSource, ...]
-    """The checkpoints, in order."""
-
-    def to_json(self) -> dict[str, Any]:
-        """What it is, as plain values with stable keys."""
-        return {"rule": self.rule, "asked": self.asked, "sources": [source.to_json() for source in self.sources]}
-
-
-@value
-class AppliedDelta:
-    """A delta that changes the tensors when they are read."""
-
-    path: str
-    """Its absolute path or URL."""
-    version: str
-    """The version that it makes."""
-    fingerprint: str | None
-    """The fingerprint of what it makes; None if another program wrote the delta."""
-
-    def to_json(self) -> dict[str, Any]:
-        """What it is, as plain values with stable keys."""
-        return {"path": self.path, "version": self.version, "fingerprint": self.fingerprint}
 
 
 @value(slots=False, eq=False)

@@ -14,8 +14,8 @@ from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, IncompleteError, RequestError, UnsupportedError
 from reshard.geometry.dtypes import BF16
 from reshard.geometry.value import value
-from reshard.index.index import EncodedPart, Encoding, Tensor
 from reshard.index.name_parts import family_of
+from reshard.index.origin import Decoded, EncodedPart, Tensor
 from reshard.models.model import Model
 from reshard.models.quantization import PLACES, quantization_of, unknown_quantization, without_quantization
 from reshard.models.stored_forms import Component, Quantization, StoredForm
@@ -160,7 +160,7 @@ def _encoded(weight: str, form: StoredForm, stored: list[tuple[Component, Tensor
     packing = form.codes.packing
     runs = [packing.run if packing and axis == parts[0].packed_axis else 1 for axis in axes]
     pieces = shards.replaced(offsets=shards.offsets[:, axes] // runs * grid, sizes=shards.sizes[:, axes] // runs * grid)
-    return replace(codes, name=weight, shape=canonical, encoding=Encoding(form.name, tuple(parts), dtype), shards=pieces)
+    return replace(codes, name=weight, shape=canonical, origin=Decoded(form.name, tuple(parts), dtype), shards=pieces)
 
 
 def _canonical_shape(form: StoredForm, codes: Tensor) -> tuple[int, ...]:
@@ -194,6 +194,6 @@ def _part(component: Component, tensor: Tensor, ndim: int, form: StoredForm) -> 
 def _check_all_have_scales(tensors: Mapping[str, Tensor], quantization: Quantization) -> None:
     """Raises CheckpointError for a weight that is stored in FP8 without scales."""
     for name, tensor in tensors.items():
-        if tensor.dtype.name.startswith("F8") and tensor.encoding is None:
+        if tensor.dtype.name.startswith("F8") and not tensor.is_computed:
             kinds = " or ".join(each.kind for form in quantization.forms for each in form.beside if each.use == "scale")
             raise CheckpointError(f"it is stored as {tensor.dtype}, but has no {kinds}", where=name)

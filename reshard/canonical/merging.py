@@ -1,5 +1,5 @@
 """Merging a LoRA adapter, described but not computed: each adapted weight gets its updates attached, and the values are computed when the
-weight is read (engine/values.py).
+weight is read (engine/origins/merged.py).
 
     Linear             W [out, in]       + scale * (B x A)
     Conv1D, embedding  W [in, out]       + scale * (B x A) transposed
@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import field, replace
 
-from reshard.canonical.content import Content, Drop, MergedAdapter
+from reshard.canonical.content import Content, Drop
 from reshard.canonical.lora import LoraSettings
 from reshard.canonical.name_variants import Names
 from reshard.canonical.renaming import PREFIX, adapter_name
@@ -27,7 +27,8 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, Tile
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import mutable, value
-from reshard.index.index import LowRankUpdate, Tensor
+from reshard.index.origin import LowRankProduct, Merged, Tensor
+from reshard.index.provenance import MergedAdapter
 
 _BASE_LAYER = ".base_layer"
 # Their experts are [in, out], and their class in transformers 5.23 has no is_transposed: PEFT takes them as [out, in].
@@ -142,7 +143,7 @@ class _Merge:
             for tile in self._array(f"{module}.bias", bias).tiles:
                 start, stop = tile.span(0)
                 row = _part(bias, (start,), ((1, 0, 1), (stop - start, 0, 1)))
-                self._add(tile, LowRankUpdate(tile.box, None, row, pair.scale), bias)
+                self._add(tile, LowRankProduct(tile.box, None, row, pair.scale), bias)
 
     def _check_all_used(self, factors: Mapping[str, Tensor], magnitude: Tensor | None) -> None:
         """Raises CheckpointError if the settings contradict the tensors of a module, or one of them has no part in its update."""
@@ -278,13 +279,14 @@ class _Merge:
             do=f"Give the base that the adapter was trained on{self._trained_on()}",
         )
 
-    def _add(self, tile: Tile, update: LowRankUpdate, factor: Tensor) -> None:
+    def _add(self, tile: Tile, product: LowRankProduct, factor: Tensor) -> None:
         tensor = self.tensors.get(tile.name) or self.base.tensors[tile.name]
-        if tensor.encoding is None and (not tensor.dtype.floating or tensor.dtype.itemsize == 1):
+        if not tensor.values_dtype.floating or tensor.values_dtype.itemsize == 1:
             raise _is_quantized(tile.name, str(tensor.dtype))
-        if update.magnitude is not None and (len(tensor.shape) != 2 or update.box.sizes[1] != tensor.shape[1]):
+        if product.magnitude is not None and (len(tensor.shape) != 2 or product.box.sizes[1] != tensor.shape[1]):
             raise self._misfit(factor, "DoRA needs whole rows of the base weight, which is stored in another order")
-        self.tensors[tile.name] = replace(tensor, updates=(*tensor.updates, update))
+        before = tensor.origin if isinstance(tensor.origin, Merged) else Merged(tensor, ())
+        self.tensors[tile.name] = replace(tensor, origin=Merged(before.base, (*before.products, product)))
 
 
 def _is_quantized(weight: str, form: str) -> RequestError:
@@ -311,7 +313,7 @@ class _Factors:
     experts: int = 1
     """The number of experts; 1 for a matrix."""
 
-    def update(self, tile: Tile, expert: int, *, flipped: bool, magnitude: Tensor | None = None) -> LowRankUpdate:
+    def update(self, tile: Tile, expert: int, *, flipped: bool, magnitude: Tensor | None = None) -> LowRankProduct:
         """The update of a tile of the array that is B x A, or with `flipped` its transpose; axes before the last two have one element."""
         row_axis, column_axis = len(tile.at) - 2, len(tile.at) - 1
         rows, columns = tile.span(row_axis), tile.span(column_axis)
@@ -321,7 +323,7 @@ class _Factors:
         lengths = None
         if magnitude is not None and not flipped:
             lengths = _part(magnitude, (rows[0],), ((rows[1] - rows[0], 0, 1),))
-        return LowRankUpdate(
+        return LowRankProduct(
             tile.box, of_rows(expert, *rows, as_rows=True), of_columns(expert, *columns, as_rows=False), self.scale, lengths
         )
 

@@ -26,7 +26,8 @@ from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Kind, Tensor
 from reshard.index.shards import Shards, concatenated
-from reshard.models.model import Model, Part
+from reshard.models.model import Model
+from reshard.models.parts import Part
 
 # Name inside the layer -> the roles of the weights in it, concatenated along axis 0 in this order. {expert} is the expert's number, {kind}
 # weight or bias; a name without {kind} is that of the only tensor of its role. Experts without a number are stacked along a new first axis.

@@ -14,12 +14,13 @@ from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType, from_safetensors
 from reshard.geometry.extents import Extent, Piece
-from reshard.index.index import Derivation, Tensor
+from reshard.index.origin import Encoded, Tensor
 from reshard.index.shards import Shards
-from reshard.models.model import Model, ModelWeight
+from reshard.models.model import Model
 from reshard.models.quantization import SETTING, quantization_of, quantization_settings, without_quantization
 from reshard.models.roles import ROLES
 from reshard.models.stored_forms import StoredForm
+from reshard.models.weights import ModelWeight
 
 QUANTIZE, REQUANTIZE = ("fp8-block", "mxfp4"), ("fp8-block",)
 """What --quantize and --requantize take."""
@@ -111,7 +112,7 @@ def requantized(content: Content, config: Mapping[str, Any] | None, form: str) -
     Raises: as `with_values`, and UnsupportedError for experts in one tensor.
     """
     content = with_values(content, config)
-    chosen = {name: tensor for name, tensor in content.tensors.items() if tensor.encoding}
+    chosen = {name: tensor for name, tensor in content.tensors.items() if tensor.is_computed}
     for name, tensor in chosen.items():
         if len(tensor.shape) != 2:
             raise UnsupportedError(
@@ -156,7 +157,7 @@ def _quantized(
 
 def _components(weight: Tensor, form: StoredForm, recipe: str, types: tuple[DType, ...]) -> dict[str, Tensor]:
     """The components of a weight, computed by a recipe. Raises UnsupportedError if the groups do not divide its rows."""
-    if form.transposed and weight.updates:
+    if form.transposed and weight.is_computed:
         raise UnsupportedError(
             "an adapter is merged into it, and it is quantized in the same conversion",
             where=weight.name,
@@ -169,12 +170,11 @@ def _components(weight: Tensor, form: StoredForm, recipe: str, types: tuple[DTyp
         raise UnsupportedError(
             f"it has {weight.shape[-1]} input features, which is not a multiple of the group of {group}", where=weight.name
         )
-    first, components = weight.stored[0].shards, dict[str, Tensor]()
+    first, components = weight.leaves[0].shards, dict[str, Tensor]()
     for name, component in form.names(weight.name).items():
         shape, dtype = component.shape(weight.shape), types[component.is_scale]
         shards = Shards.of([Piece(Box.whole(shape), Extent(first.path(0), int(first.positions[0]), row_major(shape), dtype))])
-        derivation = Derivation(weight, recipe, component)
-        components[name] = Tensor(name, dtype, shape, weight.kind, shards, derivation=derivation, updates=weight.updates)
+        components[name] = Tensor(name, dtype, shape, weight.kind, shards, origin=Encoded(weight, recipe, component))
     return components
 
 

@@ -15,8 +15,9 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, Tile, joined, stacked
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards, rows_meeting
-from reshard.models.model import Model, numbered
+from reshard.models.model import Model
 from reshard.models.quantization import without_quantization
+from reshard.models.weights import numbered
 
 if TYPE_CHECKING:
     from reshard.index.subviews import SubviewsByTensor
@@ -39,7 +40,7 @@ def by_expert(index: Index, weights: Mapping[str, Tensor], model: Model) -> tupl
     experts: dict[str, list[Tensor]] = {}
     for name, tensor in weights.items():
         weight = model.weights.get(name)
-        if weight and weight.declared.by_expert() and not tensor.encoding and not tensor.updates:
+        if weight and weight.declared.by_expert() and not tensor.is_computed:
             located = located_in(tensor.shards, _of_experts(model, name)).of(tensor.shards)
             experts[name] = [replace(tensor, name=own, shape=single.weights[own].shape, shards=shards) for own, shards in located]
 

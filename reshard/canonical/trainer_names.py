@@ -35,8 +35,10 @@ from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
 from reshard.index.subviews import SubviewsBuilder
-from reshard.models.model import Model, Part, numbered
+from reshard.models.model import Model
+from reshard.models.parts import Part
 from reshard.models.roles import ROLES
+from reshard.models.weights import numbered
 
 _ROTARY = {"attention.q": "heads", "attention.k": "kv_heads"}
 

@@ -13,17 +13,19 @@ from operator import itemgetter
 from reshard.engine.casts import overflow, values_beyond
 from reshard.engine.checks.reading import Reading
 from reshard.engine.events import event
+from reshard.engine.origins.encoded import Tiles
+from reshard.engine.origins.reader import Reader
+from reshard.engine.origins.readers import reader
 from reshard.engine.pool import NO_LIMITS, Effort, run_jobs
 from reshard.engine.read_ahead import run_reading
-from reshard.engine.recipes.quantizer import Tiles
 from reshard.engine.recorded import BlockDigests, fingerprint_of
 from reshard.engine.transfer import Pieces, SharedPatches, Sink, Worker, bytes_of, strips
-from reshard.engine.values import Values
 from reshard.errors import CheckpointError, TargetError
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
+from reshard.index.origin import Encoded
 from reshard.plans.digests import CURRENT, Fingerprint
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey, Route
@@ -53,7 +55,7 @@ class Job:
     """Its key in the journal."""
     route: Route
     """The route of its tensor."""
-    source: Values
+    source: Reader
     """The values that are read."""
     target: Pieces
     """The pieces that are written."""
@@ -61,7 +63,7 @@ class Job:
     """The block, in the coordinates of the canonical tensor."""
     paths: frozenset[str] = frozenset()
     """The files that it writes to, where files are written from front to back."""
-    held: Values | None = None
+    held: Reader | None = None
     """The values that the target holds already, if it gets only what changes."""
     of_inputs: tuple[bytes, ...] = ()
     """Once it is done: the digest of the block in each checkpoint that it was combined from; empty if it comes from one."""
@@ -92,9 +94,9 @@ class Held:
         """What a plan would have written."""
         return Held(plan, sink, {route.name: route for route in plan.routes}, Tiles())
 
-    def values(self, route: Route) -> Values:
+    def values(self, route: Route) -> Reader:
         """The values in place of those of a route."""
-        return Values(self.routes[route.name].source, route.target.dtype, self.tiles)
+        return reader(self.routes[route.name].source, route.target.dtype, self.tiles)
 
 
 def widest_element(plan: Plan) -> int:
@@ -107,7 +109,7 @@ def workers_of(plan: Plan, effort: Effort, held: Plan | None = None) -> int:
     if any(route.quantized_by for route in plan.routes):
         buffers = _BUFFERS_OF_RECIPES
     else:
-        buffers = 3 if any(route.is_cast or route.source.updates for route in plan.routes) else 2
+        buffers = 3 if any(route.is_cast or route.source.origin.changed_by for route in plan.routes) else 2
     return effort.threads(max(widest_element(each) for each in (plan, held or plan)), buffers=buffers * (2 if held else 1))
 
 
@@ -136,15 +138,17 @@ def block_jobs(
 
 def _weight_of(route: Route) -> int:
     """The identity of the weight whose component a route writes; 0 if it writes none that is computed."""
-    return id(route.source.derivation.weight) if route.source.derivation else 0
+    origin = route.source.origin
+    return id(origin.weight) if isinstance(origin, Encoded) else 0
 
 
 def _jobs_of(plan: Plan, i: int, tiles: Tiles, held: Held | None) -> Iterator[tuple[tuple[float, bool], Job]]:
     """The blocks of a route, each with the part of the tensor that ends with it."""
     route = plan.routes[i]
-    source, target = Values(route.source, route.target.dtype, tiles), Pieces(route.target)
+    source, target = reader(route.source, route.target.dtype, tiles), Pieces(route.target)
     before = held.values(route) if held else None
-    is_scale, done = route.source.derivation is not None and route.source.derivation.component.is_scale, 0
+    origin, done = route.source.origin, 0
+    is_scale = isinstance(origin, Encoded) and origin.component.is_scale
     for j, box in enumerate(blocks(route.target.shape)):
         done += box.volume
         yield (done / max(1, route.target.elements), is_scale), Job((i, j), route, source, target, box, held=before)

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
+from reshard.engine.origins.reader import Reader
 from reshard.engine.pool import run_jobs
 from reshard.engine.transfer import FileRange, Pieces
-from reshard.engine.values import Values
 from reshard.errors import ReshardError
 from reshard.geometry.boxes import Box
 from reshard.geometry.value import mutable
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-BoxOfTensor = tuple[Pieces | Values, Box]
+BoxOfTensor = tuple[Pieces | Reader, Box]
 """What a job reads of one checkpoint: a box of a tensor."""
 MEMORY_OF_STORES = 1 << 30
 """Bytes of buffers for a conversion from or to a store, if the caller sets no limit."""

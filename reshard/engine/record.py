@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 import reshard
-from reshard.canonical.content import Combined, CombinedSource, Drop
+from reshard.canonical.content import Drop
 from reshard.engine.pool import run_jobs
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
+from reshard.index.provenance import Combined, CombinedSource
 from reshard.plans.digests import CURRENT, Fingerprint, content_digest
 from reshard.plans.layout import Sidecar, TargetFile
 from reshard.plans.manifest import (

@@ -14,12 +14,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from reshard.canonical.content import AppliedDelta
 from reshard.engine.record import samples
 from reshard.errors import CheckpointError, ReshardError, some
 from reshard.geometry.boxes import blocks
 from reshard.geometry.quantities import grouped, plural
-from reshard.index.index import Combination, Tensor
+from reshard.index.origin import Mixed, Patched, Tensor
+from reshard.index.provenance import AppliedDelta
 from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
 from reshard.plans.manifest import MANIFEST, FileRecord, read_digests, read_manifest
 from reshard.plans.plan import Plan
@@ -50,7 +50,7 @@ def recorded_fingerprint(plan: Plan) -> str | None:
     is_told = not plan.layout.aliases and not plan.content.combined
     for route in plan.routes if is_told else ():
         source = route.source
-        if route.name not in recorded or route.is_cast or source.encoding or source.derivation or source.updates:
+        if route.name not in recorded or route.is_cast or source.is_computed:
             is_told = False
     digests = {route.name: bytes.fromhex(recorded[route.name].removeprefix(CURRENT.prefix)) for route in plan.routes} if is_told else {}
     return CURRENT.checkpoint(digests).root if is_told else None
@@ -72,9 +72,9 @@ def notes_on_source(plan: Plan, digests: BlockDigests) -> Iterator[str]:
         tensor, expected = route.source, recorded.get(route.name)
         if expected is None:
             unknown += 1
-        elif tensor.updates:  # The blocks were hashed after the update.
+        elif tensor.origin.changed_by:  # The blocks were hashed after the update.
             merged += 1
-        elif route.is_cast or tensor.encoding or tensor.derivation:  # The blocks were hashed after the cast.
+        elif route.is_cast or tensor.is_computed:  # The blocks were hashed after the cast.
             cast += 1
         else:
             compared += 1
@@ -138,17 +138,17 @@ class InputDigests:
         found: dict[str, tuple[Tensor, str]] = {}
         for name, whole in self._plan.content.tensors.items():
             tensor, digests = _input(whole, i), self._found[i].get(name, {})
-            if tensor is not None and tensor.encoding is None and len(digests) == sum(1 for _ in blocks(tensor.shape)):
+            if tensor is not None and not tensor.is_computed and len(digests) == sum(1 for _ in blocks(tensor.shape)):
                 found[name] = tensor, CURRENT.text(tensor_digest(name, tensor, digests))
         return found
 
 
 def _input(tensor: Tensor, number: int) -> Tensor | None:
     """The input of that number of a combined tensor; None if its components are computed, or one input is taken as it is."""
-    for update in tensor.updates if tensor.derivation is None else ():
-        if isinstance(update, Combination) and not (update.rule == "slerp" and update.weights[1] in (0, 1)):
-            return update.inputs[number].tensor
-    return None
+    mixed = tensor.origin
+    if not isinstance(mixed, Mixed) or (mixed.rule == "slerp" and mixed.weights[1] in (0, 1)):
+        return None
+    return mixed.inputs[number]
 
 
 def with_late_comparison(plan: Plan) -> Plan:
@@ -159,10 +159,10 @@ def with_late_comparison(plan: Plan) -> Plan:
         return plan
 
     def route_of(route: Route) -> Route:
-        tensor, is_computed = route.source, route.is_cast or route.source.encoding or route.source.derivation or route.source.updates
-        if tensor.patches is None or is_computed or route.name not in recorded:
+        patched = route.source.origin
+        if not isinstance(patched, Patched) or route.is_cast or route.name not in recorded:
             return route
-        return replace(route, source=replace(tensor, patches=tensor.patches.compared_later()))
+        return replace(route, source=replace(route.source, origin=patched.compared_later()))
 
     return replace(plan, routes=tuple(map(route_of, plan.routes)))
 

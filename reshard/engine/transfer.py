@@ -38,13 +38,12 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Piece, covering_spans, is_row_major, spans
 from reshard.geometry.sections import Columns
 from reshard.geometry.value import value
-from reshard.index.index import Tensor
+from reshard.index.origin import STORED, Patched, Tensor
 from reshard.index.shards import primary_rows, rows_meeting
 from reshard.storage.files import Files
 
 if TYPE_CHECKING:
-    from reshard.engine.deltas.patches import OpenPatches, PatchReaders
-    from reshard.index.patches import Patches
+    from reshard.engine.origins.patched import OpenPatches, PatchReaders
     from reshard.plans.digests import Hash
 
 Block = npt.NDArray[Any]
@@ -194,9 +193,9 @@ class Pieces:
     """
 
     def __init__(self, tensor: Tensor, rows: Columns | None = None) -> None:
-        if tensor.patches and tensor.patches.shape != tensor.shape:
+        if isinstance(tensor.origin, Patched) and tensor.origin.shape != tensor.shape:
             raise UnsupportedError(
-                f"a part {list(tensor.shape)} of a tensor {list(tensor.patches.shape)} is wanted, which a delta changes as a whole",
+                f"a part {list(tensor.shape)} of a tensor {list(tensor.origin.shape)} is wanted, which a delta changes as a whole",
                 where=tensor.name,
                 do="Write the result of the delta with `reshard apply --to hf` first, then work on that",
             )
@@ -261,7 +260,7 @@ class SharedPatches:
 
     def opened(self) -> OpenPatches:
         """The frames. Most checkpoints have none, and their conversion loads nothing of deltas."""
-        from reshard.engine.deltas.patches import OpenPatches
+        from reshard.engine.origins.patched import OpenPatches
 
         with self._lock:
             self._opened = self._opened or OpenPatches(self._files, self._workers)
@@ -304,18 +303,18 @@ class Worker:
                 self._files.read_into(piece.path, piece.at(first), bytes_of(part))
             else:
                 self._read(part[:, *piece.inner], piece, first, last)
-        if (patches := slab_pieces.tensor.patches) is not None:
-            self._patch(slab_pieces.tensor, patches, strip.box, block)
+        if isinstance(patched := slab_pieces.tensor.origin, Patched):
+            self._patch(slab_pieces.tensor, patched, strip.box, block)
         return block
 
-    def _patch(self, tensor: Tensor, patches: Patches, box: Box, block: Block) -> None:
+    def _patch(self, tensor: Tensor, patched: Patched, box: Box, block: Block) -> None:
         """Change elements that were read as deltas say. The first reader compares the whole tensor with its checksum."""
-        from reshard.engine.deltas.patches import PatchReaders
+        from reshard.engine.origins.patched import PatchReaders
 
-        with patches.checked.lock:
-            if not patches.checked.done:
-                _check_patched(self._files, tensor, patches)
-                patches.checked.done = True
+        with patched.checked.lock:
+            if not patched.checked.done:
+                _check_patched(self._files, tensor, patched)
+                patched.checked.done = True
         self._patches = self._patches or PatchReaders(self._files, None if self._shared is None else self._shared.opened())
         self._patches.apply(tensor, box, block)
 
@@ -394,13 +393,12 @@ class Worker:
             yield span.box, _array(self._scratch, span.box.sizes, dtype, span.strides)
 
 
-def _check_patched(files: Files, tensor: Tensor, patches: Patches) -> None:
+def _check_patched(files: Files, tensor: Tensor, patched: Patched) -> None:
     """Raises CheckpointError unless the values that deltas give a tensor have the checksum that the last one tells."""
-    last = patches.steps[-1]
-    patched = replace(tensor, patches=patches.compared_later())
-    if _checksum(files, patched, last.checksum_format) == last.checksum:
+    last = patched.steps[-1]
+    if _checksum(files, replace(tensor, origin=patched.compared_later()), last.checksum_format) == last.checksum:
         return
-    if _checksum(files, replace(tensor, patches=None), last.checksum_format) == last.checksum:
+    if _checksum(files, replace(tensor, origin=STORED), last.checksum_format) == last.checksum:
         raise CheckpointError(
             "the base has the new values of the delta already",
             where=f"{tensor.name} in {last.path}",
@@ -417,7 +415,7 @@ def _check_patched(files: Files, tensor: Tensor, patches: Patches) -> None:
 
 def _checksum(files: Files, tensor: Tensor, algorithm: str) -> str:
     """The checksum of all bytes of a tensor."""
-    from reshard.engine.deltas.patches import new_checksum
+    from reshard.engine.origins.patched import new_checksum
 
     worker, pieces, running = Worker(files, tensor.dtype.itemsize), Pieces(tensor), new_checksum(algorithm)
     for block in blocks(tensor.shape):

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from reshard.canonical.globs import check_globs, matches
 from reshard.engine.casts import numpy_type
+from reshard.engine.origins.readers import reader
 from reshard.engine.transfer import Block, Worker, strips
-from reshard.engine.values import Values
 from reshard.errors import RequestError, UnsupportedError, choices
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.dtypes import DType, from_torch
@@ -156,7 +156,7 @@ class LazyTensor:
         workers: dict[int, Worker] = {}
         for section in self._stored.sections:
             source = self._sources[section.name]
-            values = Values(source, dtype)
+            values = reader(source, dtype)
             worker = workers.get(values.itemsize) or workers.setdefault(values.itemsize, Worker(self._files, values.itemsize))
             for block in blocks(section.box.sizes):
                 for strip, (pieces,) in strips(block.shifted(section.box.offsets), values):

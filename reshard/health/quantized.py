@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
@@ -10,17 +10,17 @@ import numpy as np
 
 from reshard.canonical.content import Content
 from reshard.canonical.dequantization import with_values
-from reshard.engine.recipes.dequantizer import component_values
+from reshard.engine.origins.decoded import component_values
+from reshard.engine.origins.readers import reader
 from reshard.engine.transfer import Pieces, Worker, strips
-from reshard.engine.values import Values
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.dtypes import F32
 from reshard.geometry.quantities import plural
 from reshard.health.elements import bad_scale
 from reshard.health.findings import Finding, found
-from reshard.index.index import EncodedPart, Tensor
 from reshard.index.name_parts import is_scale
+from reshard.index.origin import Decoded, EncodedPart, Tensor
 from reshard.models.quantization import quantization_of
 from reshard.storage.files import Files
 
@@ -41,14 +41,15 @@ def quantized_weights(content: Content, config: Mapping[str, Any] | None, files:
         return  # a missing component is found by its name
     worker = Worker(files, F32.itemsize)
     for tensor in tensors.values():
-        if tensor.encoding is None:
+        if not isinstance(tensor.origin, Decoded):
             continue
+        parts = tensor.origin.parts
         try:
-            for part in tensor.encoding.parts:
+            for part in parts:
                 if part.component.use in ("scale", "divisor") and (part.component.exponents or not is_scale(part.tensor.name)):
                     # Where a bias is added, the sign of a scale says on which side of it the values lie.
-                    yield from _scales(part, worker, any(other.component.use == "bias" for other in tensor.encoding.parts))
-            yield from _groups_of_zeros(tensor, worker)
+                    yield from _scales(part, worker, any(other.component.use == "bias" for other in parts))
+            yield from _groups_of_zeros(tensor, parts, worker)
         except CheckpointError:
             continue  # it was found when the stored tensors were read
 
@@ -67,14 +68,13 @@ def _scales(part: EncodedPart, worker: Worker, is_signed: bool) -> Iterator[Find
     yield from bad_scale(part.tensor.name, part.tensor.elements, counts)
 
 
-def _groups_of_zeros(tensor: Tensor, worker: Worker) -> Iterator[Finding]:
+def _groups_of_zeros(tensor: Tensor, parts: Iterable[EncodedPart], worker: Worker) -> Iterator[Finding]:
     """Groups with a scale of their own, along one axis, whose elements are all zero."""
-    assert tensor.encoding is not None
-    sizes = next((part.block_shape for part in tensor.encoding.parts if part.component.use == "scale"), ())
+    sizes = next((part.block_shape for part in parts if part.component.use == "scale"), ())
     grouped = [(axis, size) for axis, size in enumerate(sizes) if size is not None and size > 1]
     if len(grouped) != 1:
         return
-    (axis, size), values, zero, groups = grouped[0], Values(tensor, F32), 0, 0
+    (axis, size), values, zero, groups = grouped[0], reader(tensor, F32), 0, 0
     for box in _across(tensor.shape, axis):
         for strip, (pieces,) in strips(box, values):
             is_nonzero = values.read(worker, pieces, strip).reshape(strip.box.sizes).view(np.float32) != 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 import numpy as np
 
@@ -38,19 +38,6 @@ class Link:
     """The port; 0: a free one."""
     trust_network: bool = False
     """Whether the secret of the update may go over HTTP to an engine that is not asked at a loopback address."""
-
-
-class LinkOptions(TypedDict, total=False):
-    """Fields of Link that are keywords of `Sender` and `push`, too."""
-
-    take_over: bool
-    """Whether an engine that another sender has joined is taken over from it."""
-    bind: str | None
-    """The address of this machine at which the servers' ranks find the sender; default: the one on its way to the first server."""
-    port: int
-    """The port there; default: a free one."""
-    trust_network: bool
-    """Whether the secret of the update may go over HTTP to a server that is not asked at a loopback address."""
 
 
 class Planned(Protocol):

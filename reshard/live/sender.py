@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.errors import RequestError, check_word
 from reshard.live.agreement import agreed_plan
-from reshard.live.arrangement import Arrangement, Link, LinkOptions, Planned
+from reshard.live.arrangement import Arrangement, Link, Planned
 from reshard.live.engines.choice import controls
 from reshard.live.hello import Hello
 from reshard.live.leading import UpdateReport
@@ -26,6 +26,7 @@ from reshard.live.session import opened
 from reshard.live.trainers import Trainers
 from reshard.live.wire.exchange import Exchange
 from reshard.live.wire.transport import reason
+from reshard.opening.keywords import LinkOptions
 
 if TYPE_CHECKING:
     import torch

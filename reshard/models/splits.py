@@ -7,7 +7,7 @@ from dataclasses import field
 
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.value import value
-from reshard.models.model import Part
+from reshard.models.parts import Part
 
 # Heads as a message names them, by the dimension that counts them.
 _HEADS = {

@@ -20,7 +20,7 @@ from reshard.opening.run_folders import Step
 from reshard.storage.tar import open_tree
 
 if TYPE_CHECKING:
-    from reshard.index.patches import DeltaFacts
+    from reshard.index.deltas import DeltaFacts
 
 
 def source_of(step: Step, steps: Sequence[Step]) -> str:

@@ -24,8 +24,9 @@ from reshard.plans.manifest import DIGESTS, Manifest, read_digests
 from reshard.storage.files import Files
 
 if TYPE_CHECKING:
-    from reshard.canonical.content import AppliedDelta, Content, Selection
+    from reshard.canonical.content import Content, Selection
     from reshard.engine.views import LazyTensor, View
+    from reshard.index.provenance import AppliedDelta
     from reshard.models.architecture import Architecture
     from reshard.models.model import Model
 

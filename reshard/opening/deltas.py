@@ -10,12 +10,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from reshard.canonical.content import AppliedDelta, Content
-from reshard.engine.deltas.patches import new_checksum
+from reshard.canonical.content import Content
+from reshard.engine.origins.patched import new_checksum
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.quantities import plural
-from reshard.index.index import Tensor
-from reshard.index.patches import DeltaFacts, Patch, Patches
+from reshard.index.deltas import DeltaFacts, Patch
+from reshard.index.origin import Patched, Tensor
+from reshard.index.provenance import AppliedDelta
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import PathLike
 from reshard.storage.files import Files
@@ -52,7 +53,7 @@ def patched(base: Checkpoint, deltas: Sequence[Checkpoint]) -> Checkpoint:
                 steps.setdefault(name, []).append(patch)
     for name, chain in steps.items():
         _check_plain(tensors[name])
-        tensors[name] = replace(tensors[name], patches=Patches(tensors[name].shape, tuple(chain)))
+        tensors[name] = replace(tensors[name], origin=Patched(tensors[name].shape, tuple(chain)))
     files = [replace(file, path=JoinedFiles.path_in(each.files, file.path)) for each in deltas for file in each.index.files]
     changes = (f"changed by the delta {each.path}, version {about.version}" for each, about in zip(deltas, facts, strict=True))
     notes = (*base.index.facts.notes, *changes)

@@ -132,6 +132,17 @@ class EffortOptions(TypedDict, total=False):
     ]
 
 
+class LinkOptions(TypedDict, total=False):
+    """How `Sender` and `push` are joined with engines that run."""
+
+    bind: Annotated[str | None, Keyword("Where the servers' ranks find this command (default: on the way to them).", "ADDRESS")]
+    port: Annotated[int, Keyword("The port there (default: a free one).", "PORT")]
+    trust_network: Annotated[
+        bool, Keyword("Tell servers on other hosts the secret of the push over HTTP, instead of by RESHARD_LIVE_TOKEN.")
+    ]
+    take_over: Annotated[bool, Keyword("Take the servers over from the Sender or push of another process that updates them.")]
+
+
 class ConvertOptions(EffortOptions, total=False):
     """Keywords of `convert` that `cache` takes, too."""
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from reshard.adapter import registry
 from reshard.canonical.optimizer_state import uncounted
 from reshard.canonical.tensor_classes import classified
-from reshard.canonical.tied_head import KEY, agreed_config
 from reshard.engine.checks.one_save import check_copied_files, check_steps
 from reshard.errors import RequestError
 from reshard.geometry.quantities import plural
@@ -40,11 +39,15 @@ def settle(checkpoint: Checkpoint) -> Checkpoint:
         model_files = replace(model_files, config=stated, derived=True)
     config = with_stored_modules(model_files.config, (tensor.name for tensor in index.tensors))
     model_files = replace(model_files, config=config)
-    model = replace(checkpoint, model_files=model_files).model if config and config.get(KEY) is True else None
-    if model is not None and (agreed := agreed_config(index, model)) is not None:
-        inner = model.architecture.text_config
-        change = f"the config ties a head that is not stored ({KEY}: true), and {inner} does not; {inner} is changed, as vLLM 0.32 reads it"
-        model_files = replace(model_files, config=agreed, derived=True, changes=(change,))
+    if config:
+        from reshard.canonical.tied_head import KEY, agreed_config
+
+        model = replace(checkpoint, model_files=model_files).model if config.get(KEY) is True else None
+        if model is not None and (agreed := agreed_config(index, model)) is not None:
+            inner = model.architecture.text_config
+            what = f"the config ties a head that is not stored ({KEY}: true), and {inner} does not"
+            changes = (f"{what}; {inner} is changed, as vLLM 0.32 reads it",)
+            model_files = replace(model_files, config=agreed, derived=True, changes=changes)
     return replace(checkpoint, model_files=model_files, index=index.noting(*model_files.notes))
 
 

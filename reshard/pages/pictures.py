@@ -94,7 +94,7 @@ def _(plan: Plan) -> Html:
 @picture_of.register
 def _(plan: TransferPlan) -> Html:
     """Who sends how much to whom: a row for each source rank, a column for each target rank of a replica."""
-    traffic = plan.traffic[:_MOST_RANKS, :_MOST_RANKS]
+    traffic = plan.report.traffic[:_MOST_RANKS, :_MOST_RANKS]
     most = max(int(traffic.max(initial=0)), 1)
     rows = [(f"source {rank}", [nbytes / most for nbytes in row]) for rank, row in enumerate(traffic.tolist())]
     picture = heat_map(

@@ -25,7 +25,7 @@ from reshard.geometry.meshes import ONE_RANK, Parallel, chunk
 from reshard.geometry.quantities import grouped, plural
 from reshard.geometry.sections import Columns, Pattern, Sections, StoredTensor
 from reshard.geometry.value import value
-from reshard.index.index import Tensor
+from reshard.index.origin import Encoded, Tensor
 
 if TYPE_CHECKING:
     from reshard.storage.checksums import StoredChecksum
@@ -69,10 +69,10 @@ class Target:
 
     def dtype_of(self, tensor: Tensor) -> DType:
         """The element type in which the target stores a tensor. Where a source holds a function of a weight, it is that of the weight."""
-        if tensor.derivation:
+        if isinstance(tensor.origin, Encoded):
             return tensor.dtype
-        if tensor.encoding:
-            return self.dtype or tensor.encoding.dtype
+        if decoded := tensor.origin.decoded:
+            return self.dtype or decoded.dtype
         if (
             self.dtype is None
             or not tensor.dtype.floating

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from reshard.canonical.content import Content, Drop
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.errors import UnsupportedError
 from reshard.geometry import documents
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import can_cast
 from reshard.geometry.quantities import grouped, plural
 from reshard.geometry.value import Drawn, value
-from reshard.index.index import Combination, Index, Tensor
+from reshard.index.index import Index, Tensor
 from reshard.index.shards import meetings, primary_rows
 from reshard.plans.digests import CURRENT
 from reshard.plans.layout import Layout, PlacedTensor, Target, left_by_kind
@@ -139,7 +139,7 @@ class Plan(Drawn):
         read = compared = copied = 0
         for route in self.routes:
             source, target = route.source, route.target
-            for tensor in (*source.stored, *(each for update in source.updates for each in update.tensors)):
+            for tensor in source.leaves:
                 shards, itemsize = tensor.shards, tensor.dtype.itemsize
                 replicas = int(shards.sizes[~primary_rows(shards)].prod(axis=1).sum()) if len(shards) > 1 else 0
                 read += (shards.elements - replicas) * itemsize
@@ -201,7 +201,7 @@ class Plan(Drawn):
                     "from": str(route.source.dtype),
                     "to": str(route.target.dtype),
                     "scaled_by": ", ".join(route.scaled_by) or None,
-                    "updated_by": [name for update in route.source.updates for name in update.names],
+                    "updated_by": list(route.source.origin.changed_by),
                     "source_boxes": len(route.source.shards),
                     "target_boxes": len(route.target.shards),
                 }
@@ -243,8 +243,7 @@ class Plan(Drawn):
             scales = ", ".join((*route.scaled_by, *filter(None, [route.quantized_by])))
             text = f"{route.name}\0{source.dtype}\0{target.dtype}\0{source.shape}\0{scales}\0{len(source.shards)}\0{len(target.shards)}\0"
             digest.update(text.encode("utf-8", "surrogatepass"))
-            for update in source.updates:
-                digest.update(update.identity.encode("utf-8", "surrogatepass"))
+            digest.update(source.origin.identity.encode("utf-8", "surrogatepass"))
         # Windows on a table are rows of it, and the routes together have all rows.
         for table in {id(route.target.shards.table): route.target.shards.table for route in self.routes}.values():
             for column in (table.offsets, table.sizes, table.files, table.positions):
@@ -266,7 +265,7 @@ def make_plan(source: Index, source_files: Files, content: Content, target: Targ
     routes = [Route(content.tensors[t.name], t) for t in target_index.tensors]
     if aliases:
         replicas = {stored: [content.tensors[alias] for alias in names] for stored, names in aliases.items()}
-        routes = [replace(route, source=_with_aliases(route.source, replicas.get(route.name, []))) for route in routes]
+        routes = [replace(route, source=route.source.with_aliases(replicas.get(route.name, ()))) for route in routes]
     for route in routes:
         if route.source.dtype.function:
             _check_function(route)
@@ -283,43 +282,6 @@ def _check_function(route: Route) -> None:
             where=route.name,
             why="Several weights can have the same value, so the weight does not follow from it bit by bit",
             do="Convert the checkpoint that the source was made from, or leave the weight out with `exclude=`",
-        )
-
-
-def _with_aliases(tensor: Tensor, aliases: list[Tensor]) -> Tensor:
-    """The tensor with its aliases as replicas, which are compared with it whenever it is read."""
-    for alias in aliases:
-        if (alias.dtype, alias.shape) != (tensor.dtype, tensor.shape):
-            raise CheckpointError(
-                f"it is {alias.dtype} {list(alias.shape)}, {tensor.name} is {tensor.dtype} {list(tensor.shape)}",
-                where=alias.name,
-                why="The target stores the two as one tensor",
-            )
-        _check_same_patches(tensor, alias)
-    if not aliases:
-        return tensor
-    if combinations := [update for update in tensor.updates if isinstance(update, Combination)]:
-        # Each input has aliases of its own, which are those of the alias' inputs.
-        (combination,) = combinations
-        of_inputs = ([_input(alias, i) for alias in aliases] for i in range(len(combination.inputs)))
-        inputs = (replace(each, tensor=_with_aliases(each.tensor, own)) for each, own in zip(combination.inputs, of_inputs, strict=True))
-        tensor = replace(tensor, updates=(replace(combination, inputs=tuple(inputs)),))
-    distinct = {id(alias.shards): alias.shards for alias in aliases if alias.shards is not tensor.shards}
-    return replace(tensor, shards=tensor.shards.with_copies(list(distinct.values())))
-
-
-def _input(tensor: Tensor, number: int) -> Tensor:
-    """The input of that number of a combined tensor."""
-    (combination,) = (update for update in tensor.updates if isinstance(update, Combination))
-    return combination.inputs[number].tensor
-
-
-def _check_same_patches(tensor: Tensor, alias: Tensor) -> None:
-    """Raises CheckpointError unless deltas give a tensor and its alias the same values."""
-    sums = [[patch.checksum for patch in each.patches.steps] if each.patches else [] for each in (tensor, alias)]
-    if sums[0] != sums[1]:
-        raise CheckpointError(
-            f"deltas change it and {tensor.name} in different ways", where=alias.name, why="The target stores the two as one tensor"
         )
 
 

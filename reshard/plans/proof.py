@@ -7,6 +7,7 @@ identity: it composes the plan with the index that the target's own reader makes
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +20,12 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, Pattern, first_overlap
 from reshard.geometry.value import value
 from reshard.index.coverage import check_all_covered, check_coverage
-from reshard.index.index import Combination, Index, LowRankUpdate, Tensor
+from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
 from reshard.plans.layout import PlacedTensor, TargetFile
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import Route
+from reshard.storage.trees import root_in
 
 
 class ProofFailed(ReshardError):
@@ -56,28 +58,43 @@ def prove(plan: Plan) -> None:
     if plan.target.only_rank:
         return
     check_all_covered(route.target for route in plan.routes)
-    # Components that are computed from one weight read the same stored tensors.
-    computed = [tensor for tensor in plan.content.tensors.values() if tensor.encoding or tensor.derivation]
-    encoded = sum(len(tensor.stored) - 1 for tensor in computed if tensor.derivation is None)
-    weights = {id(tensor.derivation.weight): tensor.stored for tensor in computed if tensor.derivation}
-    encoded += sum(map(len, weights.values())) - sum(tensor.derivation is not None for tensor in computed)
     written = {route.source.name for route in plan.routes}
     routed = written | plan.layout.aliases.keys() | set(plan.layout.inlined_scalars) | plan.layout.left_out.keys()
     if lost := sorted(name for name in plan.content.tensors if name not in routed):
         raise ProofFailed("the plan neither writes this weight nor names it as dropped", where=lost[0])
-    # Of an adapter's tensors, several parts are read; of another checkpoint, one tensor for each route.
-    updates = [update for tensor in plan.content.tensors.values() for update in _computed(tensor).updates]
-    factors = {factor.name for update in updates if isinstance(update, LowRankUpdate) for factor in update.tensors}
-    inputs = {id(tensor) for update in updates if isinstance(update, Combination) for tensor in update.tensors}
-    read_beside = encoded + len(factors) + len(inputs)
-    named = len(plan.content.tensors) + read_beside - len(plan.content.duplicate_masters) + len(plan.content.drops) + len(plan.content.tied)
-    if named != len(plan.source.tensors):
-        raise ProofFailed(f"the source has {len(plan.source.tensors)} tensors, the plan accounts for {named}")
+    _every_leaf_is_used(plan)
 
 
-def _computed(tensor: Tensor) -> Tensor:
-    """The tensor whose values are computed: the weight, of one of its components."""
-    return tensor.derivation.weight if tensor.derivation else tensor
+def _every_leaf_is_used(plan: Plan) -> None:
+    """Raises ProofFailed unless the stored tensors of the source are those that the plan reads or names as left out, one by one.
+
+    A tensor may be read under another name, with the same pieces; or in part, or with replicas, under its own.
+    """
+    content, prefix = plan.content, plan.content.selection.strip_prefix
+    # Of a weight that is its own master, which has another name, the weight is taken: it comes first.
+    read = {_pieces(leaf): leaf for tensor in [*content.tensors.values()][::-1] for leaf in tensor.leaves}
+    stored = {_pieces(tensor): tensor for tensor in plan.source.tensors}
+    others = {_key(read[pieces], prefix): read[pieces].name for pieces in read.keys() - stored.keys()}
+    unread = {_key(stored[pieces], prefix): stored[pieces].name for pieces in stored.keys() - read.keys()}
+    if invented := others.keys() - unread.keys() - {_key(tensor, prefix) for tensor in plan.source.tensors if others}:
+        raise ProofFailed("the plan reads this tensor, which the source does not have", where=min(map(others.__getitem__, invented)))
+    left = Counter(name.removeprefix(prefix) for name in (*(drop.name for drop in content.drops), *content.tied))
+    aliases = content.model.aliases if content.model else {}
+    for key in sorted(unread.keys() - others.keys()):
+        if left[key[0]] < 1 and key[0] not in aliases:
+            raise ProofFailed("the plan neither reads this tensor nor names it as left out", where=unread[key])
+        left[key[0]] -= 1
+
+
+def _pieces(tensor: Tensor) -> tuple[int, int, int]:
+    """Which pieces a tensor has: a window on a table."""
+    shards = tensor.shards
+    return id(shards.table), shards.start, shards.stop
+
+
+def _key(tensor: Tensor, prefix: str) -> tuple[str, str, str]:
+    """A stored tensor by its name, its kind, and the tree that its first file lies in. prefix: is removed from the name."""
+    return tensor.name.removeprefix(prefix), tensor.kind, root_in(tensor.shards.path(0)) if len(tensor.shards) else ""
 
 
 def _file_is_tiled(file: TargetFile) -> None:
@@ -169,9 +186,7 @@ def widens(route: Route) -> bool:
     """Whether the cast of a route keeps every value, so that the cast back gives the same bits."""
     if route.target.dtype.function != route.source.dtype.function:
         return False
-    if route.source.updates:
-        return False
-    return route.source.encoding is None and (route.source.dtype.name, route.target.dtype.name) in _EXACT
+    return not route.source.is_computed and (route.source.dtype.name, route.target.dtype.name) in _EXACT
 
 
 _EXACT = {

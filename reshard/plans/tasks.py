@@ -31,7 +31,7 @@ from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType, are_same_bytes
 from reshard.geometry.quantities import grouped, plural
 from reshard.geometry.value import value
-from reshard.index.index import Tensor
+from reshard.index.origin import Encoded, Tensor
 from reshard.plans.layout import TargetFile
 
 BlockKey = tuple[int, int]
@@ -60,12 +60,14 @@ class Route:
     @property
     def scaled_by(self) -> tuple[str, ...]:
         """The names of the stored tensors beside its codes, if it is dequantized."""
-        return tuple(tensor.name for tensor in self.source.stored[1:])
+        decoded = self.source.origin.decoded
+        return tuple(part.tensor.name for part in decoded.parts[1:]) if decoded else ()
 
     @property
     def quantized_by(self) -> str:
         """The recipe by which it is computed from a weight; empty if it is not."""
-        return self.source.derivation.recipe if self.source.derivation else ""
+        origin = self.source.origin
+        return origin.recipe if isinstance(origin, Encoded) else ""
 
     @property
     def dtypes(self) -> tuple[DType, ...]:

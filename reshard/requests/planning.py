@@ -1,6 +1,7 @@
 """Planning: from an opened checkpoint and a request to a proven plan, as a row of steps over one frozen Draft.
 
-    resolve -> name -> select -> keep names -> examine -> dequantize -> combine -> merge adapter -> quantize -> lay out -> join -> prove
+    resolve -> name -> select -> keep names -> examine -> dequantize -> merge own adapter -> combine -> merge adapter -> quantize
+    -> lay out -> join -> prove
 
 Each step takes a draft and returns the next one: it can be called alone, and what it made can be printed. What comes before, from keywords
 to a request and from a path to a checkpoint, stands in request.py and opening.py.
@@ -19,16 +20,7 @@ from reshard.adapter.file_kinds import left
 from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles, adapter_config_at, blaming_the_parent
 from reshard.adapter.save_folders import step_of
 from reshard.canonical.combining import CombinedCheckpoint, Formula, combined, steps_note
-from reshard.canonical.content import (
-    ADAPTER_LEFT_OUT,
-    Combined,
-    CombinedSource,
-    Content,
-    Selection,
-    check_against_model,
-    check_counted,
-    check_selected,
-)
+from reshard.canonical.content import ADAPTER_LEFT_OUT, Content, Selection, check_against_model, check_counted, check_selected
 from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs
 from reshard.canonical.quantizing import quantized, requantized
@@ -38,6 +30,7 @@ from reshard.errors import CheckpointError, RequestError, UnsupportedError, blam
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor, about_left_out
+from reshard.index.provenance import Combined, CombinedSource
 from reshard.index.shards import Relocation
 from reshard.models.quantization import check_has_settings, packed_names, quantization_of, unknown_quantization, without_quantization
 from reshard.opening.checkpoint import Checkpoint
@@ -210,6 +203,21 @@ def dequantize(draft: Draft) -> Draft:
     return replace(draft, content=with_values(draft.content, config), companions=companions)
 
 
+def merge_own_adapter(draft: Draft) -> Draft:
+    """Merge the adapter that the checkpoint itself holds into its weights, if the request asks for it."""
+    if not draft.request.merges_own_adapter:
+        return draft
+    from reshard.canonical.lora import LoraSettings
+
+    content = draft.content
+    own = {name: tensor for name, tensor in content.adapter.items() if not adapters_of([tensor])}
+    settings = LoraSettings(draft.companions.adapter_config or {}).with_alpha(draft.request.target.options.get("lora_alpha"))
+    settings.check_parameters(found.module for name in own if (found := adapter_name(name)) is not None)
+    drops = tuple(drop for drop in content.drops if drop.name not in own or drop.reason != ADAPTER_LEFT_OUT)
+    draft = replace(draft, content=replace(content, drops=drops))
+    return _merged(draft, settings, own).noting(*settings.notes)
+
+
 def combine(draft: Draft) -> Draft:
     """Attach the other checkpoints to the tensors, if the request combines several. Each goes through the steps so far by itself."""
     formula = draft.request.formula
@@ -242,10 +250,8 @@ def combine(draft: Draft) -> Draft:
 
 
 def merge_adapter(draft: Draft) -> Draft:
-    """Merge the adapter that the request names into the weights: that of a directory, or the source's own."""
-    if draft.adapter is not None:
-        return _with_adapter(draft, draft.adapter)
-    return _with_own_adapter(draft) if draft.request.merges_own_adapter else draft
+    """Merge the adapter of the directory that the request names into the weights, or into what was combined."""
+    return draft if draft.adapter is None else _with_adapter(draft, draft.adapter)
 
 
 def quantize(draft: Draft) -> Draft:
@@ -315,7 +321,7 @@ def join(draft: Draft) -> Plan:
     return make_plan(draft.index, draft.files, draft.content, draft.target, draft.layout)
 
 
-_READING: tuple[Callable[[Draft], Draft], ...] = (resolve, name, select, keep_names, examine, dequantize)
+_READING: tuple[Callable[[Draft], Draft], ...] = (resolve, name, select, keep_names, examine, dequantize, merge_own_adapter)
 STEPS: tuple[Callable[[Draft], Draft], ...] = (*_READING, combine, merge_adapter, quantize, lay_out)
 """The steps from the first draft to one that can be joined, in order."""
 CONTENT_STEPS = STEPS[:-1]
@@ -358,7 +364,7 @@ def _check_can_be_combined(draft: Draft) -> None:
             why="It belongs to the weights of one step, and says nothing about the mean of several",
             do="Leave out `optimizer=True`, and write a format that can do without, such as `to=hf`",
         )
-    if request.merge_adapter is not None or draft.content.is_adapter or request.to.holds_adapters:
+    if draft.content.is_adapter or request.to.holds_adapters:
         raise RequestError(
             "LoRA adapters are not combined",
             why="The mean of two products of factors is not the product of the mean factors",
@@ -374,7 +380,7 @@ def _check_packed(drafts: Sequence[Draft]) -> None:
     """Raises RequestError if a checkpoint is quantized and is not dequantized, or if none is that could be."""
     for draft in drafts:
         config = draft.source.model_files.config or {}
-        stored = {name: tensor.dtype.name for name, tensor in draft.content.tensors.items() if tensor.encoding is None}
+        stored = {name: tensor.dtype.name for name, tensor in draft.content.tensors.items() if not tensor.is_computed}
         codes = {*draft.kept_for, *packed_names(stored), *(name for name, dtype in stored.items() if dtype.startswith("F8"))}
         if codes or (unknown_quantization(config) and not draft.request.dequantize):
             raise RequestError(
@@ -527,19 +533,6 @@ def _with_adapter(draft: Draft, adapter: Checkpoint) -> Draft:
     return replace(draft, index=both, files=JoinedFiles(draft.files, [adapter.files]))
 
 
-def _with_own_adapter(draft: Draft) -> Draft:
-    """The draft with the adapter merged that the checkpoint itself holds."""
-    from reshard.canonical.lora import LoraSettings
-
-    content = draft.content
-    own = {name: tensor for name, tensor in content.adapter.items() if not adapters_of([tensor])}
-    settings = LoraSettings(draft.companions.adapter_config or {}).with_alpha(draft.request.target.options.get("lora_alpha"))
-    settings.check_parameters(found.module for name in own if (found := adapter_name(name)) is not None)
-    drops = tuple(drop for drop in content.drops if drop.name not in own or drop.reason != ADAPTER_LEFT_OUT)
-    draft = replace(draft, content=replace(content, drops=drops))
-    return _merged(draft, settings, own).noting(*settings.notes)
-
-
 def _merged(draft: Draft, settings: LoraSettings, tensors: Mapping[str, Tensor], path: str | None = None) -> Draft:
     """The draft with an adapter merged, and notes on it. path: its directory; None for the checkpoint's own.
 
@@ -558,7 +551,7 @@ def _merged(draft: Draft, settings: LoraSettings, tensors: Mapping[str, Tensor],
         )
     merged = with_adapter_merged(content, os.path.abspath(path or draft.source.path), settings, tensors)
     # Digests of the base say nothing about the weights that replace some of it.
-    replaced = {name for name, tensor in merged.tensors.items() if tensor is not content.tensors.get(name) and not tensor.updates}
+    replaced = {name for name, tensor in merged.tensors.items() if tensor is not content.tensors.get(name) and not tensor.is_computed}
     merged = replace(merged, recorded=lambda: {name: text for name, text in content.recorded().items() if name not in replaced})
     return replace(draft, content=merged).noting(*_notes_on_merge(merged, content, path or "of the checkpoint"))
 
@@ -567,7 +560,7 @@ def _notes_on_merge(merged: Content, base: Content, path: str) -> Iterator[str]:
     """Notes on an adapter that is merged, and on weights of it that have another element type than those of the base."""
     count = merged.merged.weights if merged.merged else 0
     yield f"the adapter {path} is merged into {plural(count, 'weight')}: base + scale * (B x A) in float32, rounded once"
-    if merged.model and merged.model.is_tied and merged.tensors[merged.model.architecture.tied[1]].updates:
+    if merged.model and merged.model.is_tied and merged.tensors[merged.model.architecture.tied[1]].origin.changed_by:
         yield "the head is tied to the embedding, so the merge changes both, as PEFT's does"
     if other := [name for name, tensor in merged.weights.items() if tensor.dtype != base.tensors[name].dtype]:
         dtype = merged.tensors[other[0]].dtype

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from reshard.engine.events import event
 from reshard.errors import some
-from reshard.index.patches import INDEX, OWN_KEY
+from reshard.index.deltas import INDEX, OWN_KEY
 from reshard.plans.manifest import DIGESTS, MANIFEST, usable_manifest, written_files
 from reshard.storage.files import LocalFiles, inside
 from reshard.storage.own_files import ForeignFile, json_object, open_own, own_folder, read_own

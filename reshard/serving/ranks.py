@@ -19,7 +19,9 @@ from reshard.geometry.sections import Sections, StoredTensor, constant
 from reshard.geometry.value import value
 from reshard.models.architecture import EXPERTS, USE
 from reshard.models.engine_rules import EngineRules, Fusion
-from reshard.models.model import LayerKind, Model, Part, evaluate
+from reshard.models.model import LayerKind, Model
+from reshard.models.parts import Part
+from reshard.models.sizes import evaluate
 from reshard.models.splits import shard
 from reshard.models.stored_forms import Component
 from reshard.serving.weights import model_dtype, parts_by_kind, split_rules, with_split

@@ -10,8 +10,10 @@ from functools import lru_cache
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import U8, DType, are_same_bytes
 from reshard.models.engine_rules import EngineRules, LeftOut
-from reshard.models.model import LayerKind, Model, ModelWeight, Part
+from reshard.models.model import LayerKind, Model
+from reshard.models.parts import Part
 from reshard.models.splits import SplitRules
+from reshard.models.weights import ModelWeight
 
 
 def parts_by_kind(model: Model, rules: EngineRules) -> dict[LayerKind | None, tuple[Part, ...]]:

@@ -35,6 +35,11 @@ def numbered(files: Files, path: str) -> str:
     return f"{roots.index(root, 1)}{_BETWEEN}{inner}" if separator and root in roots[1:] else path
 
 
+def root_in(path: str) -> str:
+    """The root of the tree that a path of a joined tree lies in; empty for the first tree."""
+    return path.rpartition(_BETWEEN)[0]
+
+
 def tree_at(trees: Sequence[Files], path: str) -> tuple[Files, str]:
     """The tree of a path that `numbered` has made, and the path there."""
     number, separator, inner = path.partition(_BETWEEN)

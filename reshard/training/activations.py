@@ -21,7 +21,8 @@ from typing import Literal
 
 from reshard.errors import check_word
 from reshard.geometry.value import value
-from reshard.models.model import Model, Part
+from reshard.models.model import Model
+from reshard.models.parts import Part
 from reshard.models.roles import ROLES
 
 Recompute = Literal["none", "selective", "full"]

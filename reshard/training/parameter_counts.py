@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from reshard.errors import RequestError
 from reshard.geometry.meshes import Parallel, stage_layers
 from reshard.geometry.value import value
-from reshard.models.model import Model, Part
+from reshard.models.model import Model
+from reshard.models.parts import Part
 from reshard.models.splits import SplitRules, cut_of, problem
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import field, replace
 from fnmatch import fnmatchcase
-from itertools import chain
 from typing import Any, Literal, Unpack
 
 from reshard.adapter import registry
@@ -300,9 +299,8 @@ def conversion(
         return running
     from reshard.engine.checks.recorded_digests import check_digests
 
-    sources = [plan.routes[i].source for i in {i for task in running.tasks for i in task.routes}]
-    updates = (tensor for source in sources for update in source.updates for tensor in update.tensors)
-    running.source_digests = check_digests(effort, (plan.source_files, chain(sources, updates)))
+    sources = (plan.routes[i].source for i in {i for task in running.tasks for i in task.routes})
+    running.source_digests = check_digests(effort, (plan.source_files, sources))
     return running
 
 

@@ -29,8 +29,8 @@ from reshard.geometry.documents import document
 from reshard.geometry.dtypes import from_torch
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
+from reshard.index.deltas import INDEX, OWN_KEY, DeltaEncoding
 from reshard.index.index import Tensor, element_count
-from reshard.index.patches import INDEX, OWN_KEY, DeltaEncoding
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import EffortOptions, ModelOptions, PathLike, PlanOptions, checked_keywords, take
 from reshard.opening.open import open_both

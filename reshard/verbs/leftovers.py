@@ -192,7 +192,7 @@ def _size_and_time(work: Path) -> tuple[int, float]:
 
 
 def _in_store(url: str, on_error: Callable[[ReshardError], None]) -> Iterator[Leftover]:
-    from reshard.engine.destinations.store import StoreFolder
+    from reshard.engine.destinations.store import StoreRecords
     from reshard.storage.stores.urls import open_store
 
     store = open_store(url)
@@ -203,8 +203,8 @@ def _in_store(url: str, on_error: Callable[[ReshardError], None]) -> Iterator[Le
             folders[path[: match.start()]] = match[0] != MANIFEST or folders.get(path[: match.start()], False)
 
     @cache
-    def target_in(folder: str) -> StoreFolder:
-        return StoreFolder(open_store(store.place(folder.rstrip("/"))))
+    def target_in(folder: str) -> StoreRecords:
+        return StoreRecords(open_store(store.place(folder.rstrip("/"))))
 
     for upload, path in _uploads(url):
         with _reporting(on_error):
@@ -215,12 +215,12 @@ def _in_store(url: str, on_error: Callable[[ReshardError], None]) -> Iterator[Le
         with _reporting(on_error):
             target = target_in(folder)
             begun, is_complete = target.begun(), MANIFEST in target.listed
-            if not begun and not target.records():
+            if not begun and not target.of_files():
                 continue
             nbytes = sum(target.listed[path].nbytes for path in target.unfinished_files())
-            header = None if is_complete else begun.header if begun else RunHeader()
+            header = None if is_complete else begun[0] if begun else RunHeader()
             run = f"conversion to {header.to}, running or interrupted" if header else "records beside a complete checkpoint, which stays"
-            yield Leftover(target.place, "target", nbytes, None, run, header.command() if header else None)
+            yield Leftover(target.store.url, "target", nbytes, None, run, header.command() if header else None)
 
 
 def _uploads(url: str) -> Iterator[tuple[PendingUpload, str]]:
@@ -245,11 +245,11 @@ def _reporting(on_error: Callable[[ReshardError], None]) -> Iterator[None]:
 
 
 def _remove_from_store(leftover: Leftover) -> None:
-    from reshard.engine.destinations.store import StoreFolder
+    from reshard.engine.destinations.store import StoreRecords
     from reshard.storage.stores.pending_uploads import PendingUploads
     from reshard.storage.stores.urls import current_options, open_store
 
     if leftover.upload:
         PendingUploads(f"s3://{leftover.upload.bucket}", current_options()).abort(leftover.upload)
     else:
-        StoreFolder(open_store(leftover.place)).clean()
+        StoreRecords(open_store(leftover.place)).clean()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from reshard.errors import RequestError, ReshardError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
-from reshard.index.patches import DeltaEncoding
+from reshard.index.deltas import DeltaEncoding
 from reshard.opening.chains import source_of
 from reshard.opening.keywords import PathLike, PlanOptions, checked_keywords
 from reshard.opening.run_folders import QUIET_SECONDS, Seen, Step, find_steps
@@ -22,7 +22,7 @@ from reshard.verbs.steps.happened import WatchEvent, among_newest, check_written
 from reshard.verbs.steps.kept import Kept, kept
 
 if TYPE_CHECKING:
-    from reshard.verbs.push import PushResult
+    from reshard.live.from_files.pushing import PushResult
 
 _POLL_SECONDS = 30.0
 # A step that cannot be converted is tried again after twice the time, up to this.

@@ -14,7 +14,7 @@ from helpers.reshard_command import reshard as run
 import reshard
 from reshard.adapter.serving_format.writing import _starts
 from reshard.engine.conversion import Conversion
-from reshard.engine.destinations.store import BEGUN, StoreFolder
+from reshard.engine.destinations.store import BEGUN, StoreFolder, StoreRecords
 from reshard.engine.pool import Effort
 from reshard.errors import CheckpointError, RequestError, TargetError
 from reshard.geometry.dtypes import BF16
@@ -299,7 +299,7 @@ def test_a_source_that_changes_is_refused_and_nothing_is_completed(tmp_path, s3)
 def test_clean_keeps_a_complete_checkpoint_whose_records_are_still_there(plan, whole, s3, monkeypatch):
     parts(plan, "s3://bucket/out", 2, [1])
     with monkeypatch.context() as patch:
-        patch.setattr(StoreFolder, "_end", killed)
+        patch.setattr(StoreRecords, "end", killed)
         with pytest.raises(KeyboardInterrupt):
             reshard.convert_part(plan, "s3://bucket/out", "0/2")
     assert f"out/{BEGUN}" in s3.keys("bucket", "out")
@@ -309,7 +309,7 @@ def test_clean_keeps_a_complete_checkpoint_whose_records_are_still_there(plan, w
 
 def test_clean_removes_a_file_that_was_completed_and_not_recorded(plan, s3, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(StoreFolder, "_record", killed)
+        patch.setattr(StoreRecords, "add", killed)
         with pytest.raises(KeyboardInterrupt):
             reshard.convert_part(plan, "s3://bucket/out", "0/2")
     assert s3.keys("bucket", "out/model")

@@ -25,7 +25,7 @@ import reshard.engine.transfer
 import reshard.geometry.boxes
 from reshard.canonical.combining import ema_weights, wsm_weights
 from reshard.engine.casts import cast_once
-from reshard.engine.recipes import combiner
+from reshard.engine.origins import mixed
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry import dtypes as dtype_table
 
@@ -165,7 +165,7 @@ def long_tensors(tmp_path, count):
 @pytest.mark.parametrize("count", [2, 3, 9, 40])
 def test_long_tensors_are_combined_part_by_part(count, tmp_path):
     paths, inputs = long_tensors(tmp_path, count)
-    assert inputs[0]["w"].size > 4 * combiner._STRIP
+    assert inputs[0]["w"].size > 4 * mixed._STRIP
     reshard.convert(reshard.plan(paths, to="hf", average=True), tmp_path / "mean")
     total = averaged(inputs, (1 / count,) * count, "w")
     assert (bits(written(tmp_path / "mean")["w"]) == bits(nearest(total, "BF16"))).all()
@@ -191,9 +191,9 @@ def test_a_mean_of_powers_of_two_has_the_bits_of_float64(data, count):
         for i, step in enumerate(steps_of_exponent):
             words[i, at] = min(max(word + 128 * step, 0), 0x7F7F) | (signs >> i & 1) << 15
     tensor = SimpleNamespace(values_dtype=dtype_table.BF16)
-    combination = SimpleNamespace(rule="average", inputs=[SimpleNamespace(tensor=tensor)] * count)
-    found, _ = combiner.combine(combination, (1 / count,) * count, words, dtype_table.BF16)
-    expected, _ = combiner.combine(combination, (1 / count,) * count, list(words), dtype_table.BF16)
+    average = SimpleNamespace(rule="average", inputs=[tensor] * count)
+    found, _ = mixed.combine(average, (1 / count,) * count, words, dtype_table.BF16)
+    expected, _ = mixed.combine(average, (1 / count,) * count, list(words), dtype_table.BF16)
     assert (found == expected).all()
 
 
@@ -360,7 +360,7 @@ def test_threads_blocks_strips_and_parts_do_not_change_a_bit(options, tmp_path, 
         reshard.convert_part(plan, tmp_path / "parts", part)
     assert result_tree(tmp_path / "one") == result_tree(tmp_path / "four") == result_tree(tmp_path / "parts")
     monkeypatch.setattr(reshard.engine.transfer, "STRIP_BYTES", 1 << 10)
-    monkeypatch.setattr(combiner, "_STRIP", 100)
+    monkeypatch.setattr(mixed, "_STRIP", 100)
     reshard.convert(reshard.plan(paths, to="hf", **options), tmp_path / "strips", workers=3, memory=1 << 30)
     assert result_tree(tmp_path / "one") == result_tree(tmp_path / "strips")
 
@@ -662,7 +662,7 @@ def test_several_sources_need_a_word_on_how_they_become_one(tmp_path):
     with pytest.raises(RequestError, match="contradict each other"):
         reshard.plan(paths, to="hf", slerp=0.5, average=True)
     with pytest.raises(RequestError, match="LoRA adapters are not combined"):
-        reshard.plan(paths, to="hf", average=True, merge_adapter=HF / "llama")
+        reshard.plan([FIXTURES / "peft" / "plain" / "adapter", FIXTURES / "peft" / "plain" / "adapter"], to="peft", average=True)
 
 
 def test_steps_in_another_order_are_noted_where_order_counts(tmp_path):

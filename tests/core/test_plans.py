@@ -161,8 +161,26 @@ def test_a_weight_without_a_place_is_refused(plan):
 def test_a_source_tensor_that_is_neither_used_nor_dropped_is_refused():
     plan = reshard.plan(open_case("fsdp2"), to="hf")
     prove(plan)
-    with pytest.raises(ProofFailed, match="accounts for"):
+    with pytest.raises(ProofFailed, match="neither reads this tensor nor names it") as refused:
         prove(replace(plan, content=replace(plan.content, drops=plan.content.drops[1:])))
+    assert refused.value.where == plan.content.drops[0].name
+
+
+def test_a_tensor_that_is_lost_is_named_though_another_one_is_read_twice(plan):
+    """As many tensors are read as the source has."""
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
+    kept, lost = (plan.content.tensors[name] for name in names)
+    twice = {**plan.content.tensors, lost.name: replace(kept, name=lost.name)}
+    with pytest.raises(ProofFailed, match="neither reads this tensor") as refused:
+        prove(replace(plan, content=replace(plan.content, tensors=twice)))
+    assert refused.value.where == lost.name
+
+
+def test_a_tensor_that_the_source_does_not_have_is_refused(plan):
+    name, tensor = next(iter(plan.content.tensors.items()))
+    invented = replace(tensor, name="invented", shards=Shards.of(list(tensor.pieces())))
+    with pytest.raises(ProofFailed, match="which the source does not have"):
+        prove(replace(plan, content=replace(plan.content, tensors={**plan.content.tensors, name: invented})))
 
 
 def read_back(plan, change):

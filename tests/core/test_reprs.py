@@ -14,7 +14,8 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16
 from reshard.geometry.extents import dense_runs
 from reshard.geometry.mosaics import Mosaic, stacked
-from reshard.index.index import EncodedPart, ParamGroup
+from reshard.index.index import ParamGroup
+from reshard.index.origin import EncodedPart
 from reshard.models.stored_forms import Component
 from reshard.storage.files import LocalFiles
 

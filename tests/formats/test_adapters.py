@@ -447,6 +447,24 @@ def test_an_adapter_of_zero3_is_taken_out_of_the_masters(files, tmp_path):
     assert reshard.verify(tmp_path / "merged-True", tmp_path / "merged-False").equal
 
 
+def test_an_average_with_adapters_is_that_of_two_runs(tmp_path):
+    """`merge_adapter="self"` is of each checkpoint, before the average; a directory is merged into the average."""
+    base, (a, b, merged_a, merged_b) = HF / "qwen3_moe-sparse", (tmp_path / name for name in ("a", "b", "merged-a", "merged-b"))
+    for source, merged, alpha in ((a, merged_a, 6), (b, merged_b, 12)):
+        write_verl_lora(source)
+        (source / "lora_train_meta.json").write_text(json.dumps({"r": 2, "lora_alpha": alpha, "task_type": "CAUSAL_LM"}))
+        reshard.convert(reshard.plan(source, to="hf", merge_adapter="self"), merged)
+    assert not reshard.verify(merged_a, merged_b).equal
+    reshard.convert(reshard.plan([a, b], to="hf", average=True, merge_adapter="self"), tmp_path / "one")
+    reshard.convert(reshard.plan([merged_a, merged_b], to="hf", average=True), tmp_path / "two")
+    assert reshard.verify(tmp_path / "one", tmp_path / "two").equal
+    given, adapter = {"to": "hf", "average": True, "dtype": "fp32"}, PEFT / "fsdp2" / "adapter"
+    reshard.convert(reshard.plan([base, merged_b], **given, merge_adapter=adapter), tmp_path / "at-once")
+    reshard.convert(reshard.plan([base, merged_b], **given), tmp_path / "mean")
+    reshard.convert(reshard.plan(tmp_path / "mean", to="hf", merge_adapter=adapter), tmp_path / "after")
+    assert reshard.verify(tmp_path / "at-once", tmp_path / "after").equal
+
+
 @pytest.fixture
 def verl(tmp_path):
     write_verl_lora(tmp_path / "actor")

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 import reshard
-from reshard.engine.deltas import patches
+from reshard.engine.origins import patched
 from reshard.engine.transfer import Pieces, SharedPatches, Worker
 from reshard.geometry.boxes import Box
 
@@ -260,7 +260,7 @@ def long_chain(tmp_path):
 def test_workers_decode_each_frame_once_together(long_chain, tmp_path, monkeypatch):
     (base, *deltas), stored = long_chain
     opened = []
-    monkeypatch.setattr(patches, "_frames_of", lambda tensor, *rest, of=patches._frames_of: opened.append(tensor.name) or of(tensor, *rest))
+    monkeypatch.setattr(patched, "_frames_of", lambda tensor, *rest, of=patched._frames_of: opened.append(tensor.name) or of(tensor, *rest))
     plan = reshard.plan("+".join(map(str, [base, *deltas])), to="hf")
     reshard.convert(plan, tmp_path / "out", workers=4)
     assert load_folder(tmp_path / "out") == stored
@@ -272,11 +272,11 @@ def test_workers_decode_each_frame_once_together(long_chain, tmp_path, monkeypat
 def test_workers_may_read_in_any_order(long_chain, kept, monkeypatch):
     """As for files that are written from front to back. kept: bytes for other workers; with few, frames are decoded again."""
     paths, stored = long_chain
-    monkeypatch.setattr(patches, "_MOST_KEPT", kept)
+    monkeypatch.setattr(patched, "_MOST_KEPT", kept)
     checkpoint = reshard.open(paths[0], deltas=paths[1:])
     random = np.random.default_rng(2)
     for tensor in checkpoint.index.tensors:
-        assert len(patches.OpenPatches(checkpoint.files).steps(tensor)) == 3  # two xor deltas in a row are one step
+        assert len(patched.OpenPatches(checkpoint.files).steps(tensor)) == 3  # two xor deltas in a row are one step
         shared, whole = (
             SharedPatches(checkpoint.files, 3),
             np.frombuffer(stored[tensor.name][2], tensor.dtype.word).reshape(tensor.shape),

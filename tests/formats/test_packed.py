@@ -13,9 +13,9 @@ import torch
 from helpers.reshard_command import reshard as run
 
 import reshard
-from reshard.engine.recipes import dequantizer, recipe
-from reshard.engine.recipes.quantizer import Quantizer
-from reshard.engine.recipes.recipe import NotRepresentable
+from reshard.engine.origins import decoded, recipe
+from reshard.engine.origins.encoded import Quantizer
+from reshard.engine.origins.recipe import NotRepresentable
 from reshard.errors import CheckpointError, IncompleteError, RequestError, UnsupportedError
 from reshard.geometry import boxes
 from reshard.plans import summary
@@ -63,7 +63,7 @@ def test_dequantized_values_are_the_librarys_bits(case, tmp_path):
 def test_small_blocks_of_work_give_the_same_values(case, tmp_path, monkeypatch):
     """Work is cut into blocks and runs that end inside of words and groups."""
     monkeypatch.setattr(boxes, "BLOCK_ELEMENTS", 64 * 5)
-    monkeypatch.setattr("reshard.engine.recipes.dequantizer._AT_ONCE", 64 * 3)
+    monkeypatch.setattr("reshard.engine.origins.decoded._AT_ONCE", 64 * 3)
     reshard.convert(reshard.plan(FIXTURES / case, to="hf", dequantize=True), tmp_path / "out")
     assert described(stored(tmp_path / "out")) == truth_of(case)
 
@@ -76,12 +76,12 @@ def test_tables_hold_what_is_computed_without_them(case, dtype, tmp_path, monkey
         return described(stored(tmp_path / name))
 
     made = []
-    monkeypatch.setattr(dequantizer, "_LONG", 1)
-    table = dequantizer._table
-    monkeypatch.setattr(dequantizer, "_table", lambda *about: (made.append(about[2]), table(*about))[1])
+    monkeypatch.setattr(decoded, "_LONG", 1)
+    table = decoded._table
+    monkeypatch.setattr(decoded, "_table", lambda *about: (made.append(about[2]), table(*about))[1])
     with_tables = values("tables")
     assert bool(made) == (not any(word in case for word in ("awq", "gptq", "asym")) and case not in AFFINE)
-    monkeypatch.setattr(dequantizer, "_is_in_bytes", lambda encoding: False)
+    monkeypatch.setattr(decoded, "_is_in_bytes", lambda encoding: False)
     made.clear()
     assert values("computed") == with_tables and not made
 
@@ -195,7 +195,7 @@ def test_quantized_weights_do_not_depend_on_how_the_work_is_cut(model, form, tmp
     seeded_models.write(model, tmp_path / "source")
     monkeypatch.setattr(boxes, "BLOCK_ELEMENTS", 128 * 50)
     for name, size in {"_WIDEST": 128, "_ELEMENTS": 1}.items():
-        monkeypatch.setattr(f"reshard.engine.recipes.recipe.{name}", size)
+        monkeypatch.setattr(f"reshard.engine.origins.recipe.{name}", size)
     reshard.convert(reshard.plan(tmp_path / "source", to="hf", quantize=form), tmp_path / "out")
     assert described(stored(tmp_path / "out")) == by_llm_compressor(model, form)["tensors"]
 
@@ -214,7 +214,7 @@ def test_each_band_is_computed_once_for_all_who_need_it(tmp_path, monkeypatch):
     """Blocks of codes end inside of bands, and several threads work."""
     seeded_models.write("llama", tmp_path / "source")
     monkeypatch.setattr(boxes, "BLOCK_ELEMENTS", 128 * 50)
-    monkeypatch.setattr("reshard.engine.recipes.recipe._ELEMENTS", 1)
+    monkeypatch.setattr("reshard.engine.origins.recipe._ELEMENTS", 1)
     computed = []
     original = Quantizer._computed
     monkeypatch.setattr(
@@ -222,7 +222,7 @@ def test_each_band_is_computed_once_for_all_who_need_it(tmp_path, monkeypatch):
     )
     plan = reshard.plan(tmp_path / "source", to="hf", quantize="fp8-block")
     reshard.convert(plan, tmp_path / "out", workers=4)
-    weights = {route.source.derivation.weight for route in plan.routes if route.source.derivation}
+    weights = {route.source.origin.weight for route in plan.routes if route.quantized_by}
     assert len(computed) == len(set(computed)) == sum(-(-weight.shape[0] // 128) for weight in weights)
 
 
@@ -245,7 +245,7 @@ def test_gpt_oss_is_quantized_to_its_published_form(cut, tmp_path, monkeypatch):
     if cut == "cut":
         monkeypatch.setattr(boxes, "BLOCK_ELEMENTS", 100)
         for name, number in {"_IN_COLUMNS": (24, 32), "_WIDEST": 32, "_ELEMENTS": 8}.items():
-            monkeypatch.setattr(f"reshard.engine.recipes.recipe.{name}", number)
+            monkeypatch.setattr(f"reshard.engine.origins.recipe.{name}", number)
     reshard.convert(reshard.plan(published, to="hf", dequantize=True), tmp_path / "bf16")
     reshard.convert(reshard.plan(tmp_path / "bf16", to="hf", quantize="mxfp4"), tmp_path / "mxfp4")
     ours, theirs = stored(tmp_path / "mxfp4"), stored(published)

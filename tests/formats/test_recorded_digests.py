@@ -135,7 +135,7 @@ def test_every_command_that_reads_a_source_verifies_it(command, download, tmp_pa
     flip(download / "model.safetensors")
     words = {"SOURCE": download, "GOOD": HF / "llama", "OUT": tmp_path / "out", "CACHE": tmp_path / "cache", "DELTA": tmp_path / "delta"}
     if command[0] == "push":  # without a server: what is planned is made up, and nothing may be sent
-        from reshard.verbs.push import PlannedPush
+        from reshard.live.from_files.pushing import PlannedPush
 
         planned = PlannedPush(str(download), reshard.plan(download, to="vllm"), ())
         with pytest.raises(CheckpointError) as refused:

@@ -7,7 +7,7 @@ import json
 import torch
 from live.memory_transport import MemoryTransport
 
-from reshard.engine.recipes.on_tensors import torch_type
+from reshard.engine.origins.on_tensors import torch_type
 from reshard.live.plan.beside import Beside
 from reshard.live.plan.schedule import Schedule
 from reshard.live.wire.computing import compute, merge

@@ -60,7 +60,11 @@ def checks(_: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]
             not wrong and brought.keys() == wanted.keys(),
             str(wrong[:5] or brought.keys() ^ wanted.keys()),
         )
-        yield f"{what}: the bytes are those of the plan", traffic == plan.traffic.tolist() and told["bytes"] == plan.nbytes, str(traffic)
+        yield (
+            f"{what}: the bytes are those of the plan",
+            traffic == plan.report.traffic.tolist() and told["bytes"] == plan.nbytes,
+            str(traffic),
+        )
 
 
 def parts(name: str, whole: torch.Tensor, tp: int) -> list[torch.Tensor]:

@@ -72,7 +72,7 @@ def test_ranks_hold_the_merged_weights(held, ranks, tp, trained, tmp_path):
     staged, nbytes = updated(plan, arrays)
     for rank in range(tp):
         assert_equal(staged[rank], of_rank(tmp_path / "out", rank))
-    assert nbytes == plan.nbytes == sum(plan.bytes_out) == sum(plan.bytes_in)
+    assert nbytes == plan.nbytes == sum(plan.report.bytes_out) == sum(plan.report.bytes_in)
 
 
 def test_only_changed_values_of_an_adapter_travel(trained, tmp_path):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from reshard.engine.casts import cast
-from reshard.engine.recipes.on_tensors import TENSOR_RECIPES, cast_tensor, torch_type
-from reshard.engine.recipes.quantizer import RECIPES
+from reshard.engine.origins.encoded import RECIPES
+from reshard.engine.origins.on_tensors import TENSOR_RECIPES, cast_tensor, torch_type
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import BF16, F32, from_safetensors
 

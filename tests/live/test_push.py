@@ -333,9 +333,10 @@ INFO = {
 def test_a_server_that_answers_something_else_is_refused_in_one_sentence(path, body, monkeypatch):
     from helpers.weight_servers import server
 
-    from reshard.verbs import push
+    from reshard.live.from_files import pushing, running_server
 
-    monkeypatch.setattr(push, "_SECONDS", 1.0)
+    for module in (pushing, running_server):
+        monkeypatch.setattr(module, "SECONDS", 1.0)
     right = {"/server_info": {"vllm_config": INFO}, "/get_world_size": {"world_size": 1}, "/init_weight_transfer_engine": {}}
     answers = {name: (200, json.dumps(document).encode(), {}) for name, document in right.items()}
     with server({**answers, path: (200, body, {})}) as (address, _):

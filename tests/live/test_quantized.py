@@ -98,7 +98,7 @@ def test_ranks_of_a_quantized_engine_hold_what_convert_writes(form, held, tp, fo
         expected = of_rank(tmp_path / "out", rank)
         assert_equal(staged[rank], expected)
         assert_equal(changed[rank], expected)
-    assert nbytes == plan.nbytes == sum(plan.bytes_out) == sum(plan.bytes_in)
+    assert nbytes == plan.nbytes == sum(plan.report.bytes_out) == sum(plan.report.bytes_in)
     assert bool(plan.beside_ranks) != (is_whole and form == "fp8-block")
 
 

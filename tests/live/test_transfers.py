@@ -81,9 +81,9 @@ def strided(array, sizes, strides, start):
 def received(plan, arrays, rank):
     """What a rank holds after an update, box by box, with nothing of the exchange of the product."""
     staged = {each.name: np.zeros(each.shape, each.dtype.word) for each in plan.targets(rank)}
-    for fill in plan.unfed.get(rank, ()):
-        raw = staged[fill.tensor].reshape(-1).view(np.uint8)
-        raw[fill.offset : fill.offset + fill.nbytes] = np.frombuffer(fill.expected * (fill.nbytes // len(fill.expected)), np.uint8)
+    for name, constant in plan.fills(rank).items():  # in F32 or BF16: the upper bytes of a float32
+        word = staged[name].dtype
+        staged[name][...] = np.frombuffer(np.float32(constant).tobytes()[-word.itemsize :], word)[0]
     schedule = Schedule.from_bytes(plan.receives(rank).to_bytes())
     for way in schedule.ways:
         for i in range(len(way)):
@@ -136,7 +136,7 @@ def test_real_torch_ranks_are_described(mesh, tmp_path):
         assert_equal(received(plan, arrays, rank), of_rank(tmp_path / "out", rank))
     if mesh in ("hsdp2x2", "replicas3"):
         # Every byte has copies, so all ranks send the same, up to a box.
-        assert max(plan.bytes_out) - min(plan.bytes_out) <= 1 << 16
+        assert max(plan.report.bytes_out) - min(plan.report.bytes_out) <= 1 << 16
 
 
 def _words(tensor):
@@ -172,7 +172,7 @@ def test_a_run_is_computed_as_its_ranks_say():
     config = json.loads((HF / "llama" / "config.json").read_text())
     computed = reshard.transfers(config, of="fsdp", degrees={"dp": 3}, to="vllm", tp=2)
     described = reshard.transfers(said, config=config, to="vllm", tp=2)
-    assert computed.traffic.tolist() == described.traffic.tolist()
+    assert computed.report.traffic.tolist() == described.report.traffic.tolist()
 
 
 MEGATRON_RUNS = {

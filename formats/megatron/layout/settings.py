@@ -15,7 +15,8 @@ from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.errors import UnsupportedError
 from reshard.models.architecture import ConfigKey, LayersOf
 from reshard.models.config_values import number, rotary_settings, rotary_type
-from reshard.models.model import Model, Part
+from reshard.models.model import Model
+from reshard.models.parts import Part
 
 from .arguments import LLAMA3, YARN
 from .stages import Chunk, ParallelSizes

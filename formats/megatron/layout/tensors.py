@@ -22,7 +22,9 @@ from typing import Literal
 from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.value import value
 from reshard.models.architecture import Computation
-from reshard.models.model import Model, Part, numbered
+from reshard.models.model import Model
+from reshard.models.parts import Part
+from reshard.models.weights import numbered
 
 FRAMEWORK = "megatron"
 """The name under which declarations say how Megatron computes their models."""

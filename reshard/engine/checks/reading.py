@@ -231,7 +231,7 @@ class _SeenFiles(JoinedFiles):
         """The tensors of which an element lies in a storage."""
         first = claims.stop_before(claim.start)
         for tensor in self._tensors():
-            for stored in (*tensor.stored, *(each for update in tensor.updates for each in update.tensors)):
+            for stored in tensor.leaves:
                 shards = stored.shards
                 numbers = [number for number, name in enumerate(shards.paths) if path == name or path.startswith(f"{name}\0")]
                 for row in range(len(shards)):

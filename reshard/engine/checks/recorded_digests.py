@@ -44,7 +44,7 @@ def check_digests(effort: Effort, *sources: tuple[Files, Iterable[Tensor]]) -> F
     """
     verified = without = 0
     for files, tensors in sources if effort.verify_source else ():
-        used = {path for tensor in tensors for stored in tensor.stored for path in stored.shards.holders}
+        used = {path for tensor in tensors for leaf in tensor.leaves for path in leaf.shards.holders}
         for tree, places in grouped([tree_at(trees_of(files), numbered(files, path)) for path in used], itemgetter(0)).items():
             paths = {path for _, path in places}
             listed = (path for folder in {path.rpartition("/")[0] for path in paths} for path in tree.list(folder))

@@ -1,4 +1,4 @@
-"""Making frames: what changed in each tensor of two checkpoints, as zstd frames (index/patches.py says what a frame holds).
+"""Making frames: what changed in each tensor of two checkpoints, as zstd frames (index/deltas.py says what a frame holds).
 
 Both checkpoints are read once, block by block in the tensor's order, and what changed is compressed while they are compared, so memory is
 constant. A tensor is the work of one thread. A safetensors file begins with the lengths of all frames, and a frame's length is known at its
@@ -20,15 +20,15 @@ import numpy.typing as npt
 from reshard.engine.casts import overflow, values_beyond
 from reshard.engine.checks.reading import Reading
 from reshard.engine.compare import PairDigests
-from reshard.engine.deltas.patches import new_checksum
+from reshard.engine.origins.patched import new_checksum
+from reshard.engine.origins.readers import reader
 from reshard.engine.pool import Effort, run_jobs
 from reshard.engine.transfer import Worker, bytes_of, strips
-from reshard.engine.values import Values
 from reshard.errors import UnsupportedError
 from reshard.geometry.boxes import blocks
 from reshard.geometry.value import value
+from reshard.index.deltas import DeltaEncoding
 from reshard.index.index import Tensor
-from reshard.index.patches import DeltaEncoding
 from reshard.storage.files import Files
 from reshard.storage.system_calls import system_errors
 
@@ -123,7 +123,7 @@ def _compared(
 ) -> tuple[int, str, tuple[dict[int, bytes], dict[int, bytes]]]:
     """Read both tensors and feed an encoder: (number of changed elements, checksum of the new bytes, digests of the blocks of each)."""
     changed, checksum, digests = 0, new_checksum(CHECKSUM), (dict[int, bytes](), dict[int, bytes]())
-    sides = Values(old, old.dtype), Values(new, old.dtype)
+    sides = reader(old, old.dtype), reader(new, old.dtype)
     values_beyond()
     for number, box in enumerate(blocks(old.shape)):
         of_block = PairDigests((True, True))

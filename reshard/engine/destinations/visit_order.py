@@ -24,9 +24,9 @@ from operator import itemgetter
 import numpy as np
 
 from reshard.engine.blocks import Job
-from reshard.engine.recipes.quantizer import Tiles
+from reshard.engine.origins.encoded import Tiles
+from reshard.engine.origins.readers import reader
 from reshard.engine.transfer import Pieces
-from reshard.engine.values import Values
 from reshard.geometry.boxes import blocks
 from reshard.geometry.quantities import grouped
 from reshard.geometry.sections import Columns
@@ -54,7 +54,7 @@ def passes(plan: Plan, paths: Container[str], routes: Iterable[int], most_open: 
     for i in routes:
         route = plan.routes[i]
         for number, rows in _clusters(route, group_of, starts):
-            source, target = Values(route.source, route.target.dtype, tiles), Pieces(route.target, rows)
+            source, target = reader(route.source, route.target.dtype, tiles), Pieces(route.target, rows)
             for j, box in enumerate(blocks(route.target.shape)):
                 met = [(piece.extent.path, piece.byte_offset_of(shared)) for piece, shared, _ in target.meeting(box)]
                 # A scalar whose value is in the framing has no piece, and is read for its digest.

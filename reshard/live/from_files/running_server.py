@@ -6,10 +6,17 @@ The model's config it does not tell; the ranks of its engine do when they join a
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
 from reshard.adapter import registry
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.adapter.model_files import CONFIG
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.value import value
+from reshard.live.engines.choice import server_control
+from reshard.live.wire.transport import SECONDS
 from reshard.storage.server import Server
 
 
@@ -29,6 +36,31 @@ class RunningServer:
     """The element type to which it casts weights, such as bfloat16; None if it does not say."""
     model: str | None
     """The directory or the name by which the server opened the model; None if it does not say."""
+
+    @property
+    def folder(self) -> str | None:
+        """The model, if it is a folder of this machine that has a config."""
+        return self.model if self.model and os.path.isabs(self.model) and Path(self.model, CONFIG).is_file() else None
+
+
+def running_servers(addresses: Sequence[str]) -> tuple[RunningServer, ...]:
+    """The servers at these addresses. Raises RequestError if there is none, one cannot take updates, or they need different plans."""
+    if not addresses:
+        raise RequestError("there is no server to push to", do="Give an address, such as http://localhost:8000")
+    servers = tuple(map(running_server, addresses))
+    first = servers[0]
+    for other in servers[1:]:
+        if (other.format, other.parallel, other.dtype) != (first.format, first.parallel, first.dtype):
+            raise RequestError(
+                f"it runs {other.format} on {other.parallel} in {other.dtype}, and {first.address} {first.format} on {first.parallel} in "
+                f"{first.dtype}",
+                where=other.address,
+                why="One push has one plan",
+                do="Push to them one after the other",
+            )
+    for server in servers:
+        server_control(server.address, SECONDS).ranks()
+    return servers
 
 
 def running_server(address: str) -> RunningServer:

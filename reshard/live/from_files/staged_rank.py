@@ -41,10 +41,8 @@ class FilePlaces:
 class StagedRank:
     """What the files of a rank bring to its staging."""
 
-    pp_rank: int
-    """The rank's pipeline stage."""
-    tp_rank: int
-    """The rank's number within the stage."""
+    position: tuple[int, int]
+    """The rank's pipeline stage, and its number within the stage."""
     targets: tuple[HeldTensor, ...]
     """The tensors of the staging, in its order."""
     files: dict[str, FilePlaces]
@@ -62,12 +60,10 @@ def staged_ranks(plan: Plan, computed: Collection[str] = ()) -> tuple[StagedRank
     for file in plan.layout.files:
         files.setdefault((file.ranks.get("pp", 0), file.ranks.get("tp", 0)), []).append(file)
     constants = [each for each in plan.target_index.constants if each.expected.strip(b"\0")]
-    return tuple(_staged(pp, tp, own, constants, computed) for (pp, tp), own in sorted(files.items(), key=lambda item: item[0]))
+    return tuple(_staged(position, files[position], constants, computed) for position in sorted(files))
 
 
-def _staged(
-    pp_rank: int, tp_rank: int, files: Sequence[TargetFile], constants: Iterable[Constant], computed: Collection[str]
-) -> StagedRank:
+def _staged(position: tuple[int, int], files: Sequence[TargetFile], constants: Iterable[Constant], computed: Collection[str]) -> StagedRank:
     stored = [item for file in files for item in file.tensors]
     left = {item.tensor.name for item in stored if item.tensor.name in computed and item.tensor.filled == math.prod(item.tensor.shape)}
     kept = [item for item in stored if item.tensor.name not in left]
@@ -76,7 +72,7 @@ def _staged(
     paths = {file.path: _places_of(file, offsets) for file in files}
     own = tuple(each for each in constants if each.path in paths and each.name not in left)
     nbytes = sum(item.tensor.nbytes - item.tensor.filled * item.tensor.dtype.itemsize for item in kept)
-    return StagedRank(pp_rank, tp_rank, targets, paths, own, nbytes + sum(each.nbytes for each in own))
+    return StagedRank(position, targets, paths, own, nbytes + sum(each.nbytes for each in own))
 
 
 def _places_of(file: TargetFile, offsets: dict[str, int]) -> FilePlaces:

@@ -50,7 +50,7 @@ class Computed:
     values: HeldTensor
     """The values [rows, columns], in the element type that the recipe takes. They lie beside the load form."""
     recipe: str
-    """The recipe, one of reshard.engine.recipes.quantizer.RECIPES."""
+    """The recipe, one of reshard.engine.origins.encoded.RECIPES."""
     parts: tuple[ComputedPart, ...]
     """The codes and the scales."""
 
@@ -68,7 +68,7 @@ class Factors:
 
 
 @value
-class Merged:
+class MergedBox:
     """A box of a weight that a target merges with updates."""
 
     base: HeldTensor
@@ -98,7 +98,7 @@ class Beside:
     """What it computes from values."""
     whole: tuple[HeldTensor, ...] = ()
     """Whole tensors, under the names that the engine's own loader knows."""
-    merges: tuple[Merged, ...] = ()
+    merges: tuple[MergedBox, ...] = ()
     """What it merges with an adapter."""
 
     @property
@@ -125,7 +125,7 @@ class Beside:
     def of(document: Mapping[str, Any]) -> Beside:
         """What `to_json` has written."""
         merges = tuple(
-            Merged(
+            MergedBox(
                 _contiguous(*base),
                 tuple(Factors(_contiguous(*rows), _contiguous(*columns), float(scale)) for rows, columns, scale in factors),
                 tensor,

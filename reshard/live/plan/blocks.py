@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.engine.recipes.on_tensors import TENSOR_RECIPES
-from reshard.engine.recipes.quantizer import RECIPES
+from reshard.engine.origins.encoded import RECIPES
+from reshard.engine.origins.on_tensors import TENSOR_RECIPES
 from reshard.errors import UnsupportedError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import grouped
 from reshard.geometry.sections import Columns
 from reshard.geometry.value import value
-from reshard.index.index import Tensor
+from reshard.index.origin import Encoded, Tensor
 from reshard.live.plan.beside import BesideFiles, Computed, ComputedPart
 from reshard.live.plan.joining import Forms, Meetings
 from reshard.live.plan.schedule import BoxForm, Derived, HeldTensor
@@ -54,13 +54,12 @@ class QuantizedBoxes:
 
 def is_quantized_here(route: Route) -> bool:
     """Whether the target of a route holds codes or scales that a transfer can compute."""
-    derivation = route.source.derivation
-    if derivation is None:
+    encoded = route.source.origin
+    if not isinstance(encoded, Encoded) or encoded.weight.is_computed or len(encoded.weight.shape) != 2:
         return False
-    weight, component = derivation.weight, derivation.component
-    is_plain = not (weight.encoding or weight.updates or route.source.updates) and len(weight.shape) == 2
+    component = encoded.component
     is_grid = all(component.grid) and not (component.unit_axes or component.transposed or (component.packing and component.packing.words))
-    return is_plain and is_grid and RECIPES[derivation.recipe].dtype is not None
+    return is_grid and RECIPES[encoded.recipe].dtype is not None
 
 
 def quantized_boxes(plan: Plan, routes: Iterable[Route], forms: Forms, beside: BesideFiles) -> QuantizedBoxes:
@@ -69,13 +68,13 @@ def quantized_boxes(plan: Plan, routes: Iterable[Route], forms: Forms, beside: B
     Raises: UnsupportedError if a rank of the target holds a part of a block.
     """
     made = _Boxes(plan, forms, beside)
-    for of_weight in grouped(routes, lambda route: id(_derivation(route).weight)).values():
+    for of_weight in grouped(routes, lambda route: id(_encoded(route).weight)).values():
         made.add(of_weight)
     return made.found()
 
 
-def _derivation(route: Route) -> Any:
-    return route.source.derivation
+def _encoded(route: Route) -> Any:
+    return route.source.origin
 
 
 @value
@@ -89,7 +88,7 @@ class _Place:
     @property
     def grid(self) -> tuple[int, ...]:
         """Elements of the weight for each of its own, along each axis."""
-        return tuple(size or 1 for size in _derivation(self.route).component.grid)
+        return tuple(size or 1 for size in _encoded(self.route).component.grid)
 
     def at(self, box: Box, inner: Box) -> int:
         """The byte of the file at which a box inside of the place's box starts."""
@@ -139,8 +138,8 @@ class _Boxes:
 
     def add(self, routes: Sequence[Route]) -> None:
         """The codes and scales of one weight."""
-        derivation = _derivation(routes[0])
-        weight, recipe = derivation.weight, derivation.recipe
+        encoded = _encoded(routes[0])
+        weight, recipe = encoded.weight, encoded.recipe
         block = RECIPES[recipe].block
         sources = _sources(weight, block, self._ranks) if recipe in TENSOR_RECIPES else []
         starts, stops = (np.array([getattr(each.box, name) for each in sources], np.int64).reshape(-1, 2) for name in ("offsets", "stops"))
@@ -173,7 +172,7 @@ class _Boxes:
     def _places(self, routes: Sequence[Route], block: tuple[int, int]) -> dict[tuple[int, Box], list[_Place]]:
         """(file of the target, box of the weight) -> where its codes and scales lie. Raises UnsupportedError for a part of a block."""
         found: dict[tuple[int, Box], list[_Place]] = {}
-        shape = _derivation(routes[0]).weight.shape
+        shape = _encoded(routes[0]).weight.shape
         for route in routes:
             located, shards = route.target.shards.located(), route.target.shards
             for row in range(len(shards)):
@@ -200,7 +199,7 @@ class _Boxes:
             holders = [(rank, address + before) for rank, address in source.holders]
             for place in target[1]:
                 sizes = tuple(-(-size // step) for size, step in zip(box.sizes, place.grid, strict=True))
-                derived = Derived(recipe, _derivation(place.route).component.is_scale, box.sizes, place.route.source.dtype)
+                derived = Derived(recipe, _encoded(place.route).component.is_scale, box.sizes, place.route.source.dtype)
                 form = BoxForm(sizes, source.strides, place.strides, weight.dtype, place.route.target.dtype, derived)
                 row = self._forms.number(form), holders, file, place.at(target[0], box)
                 self._rows.setdefault(len(holders), []).append(row)
@@ -213,7 +212,7 @@ class _Boxes:
             starts = self._tensors[file]
             start, name = starts[bisect_right(starts, (byte_offset, chr(0x10FFFF))) - 1]
             source, itemsize = place.route.source, place.route.target.dtype.itemsize
-            is_scale = _derivation(place.route).component.is_scale
+            is_scale = _encoded(place.route).component.is_scale
             at = (byte_offset - start) // itemsize
             parts.append(ComputedPart(name, at, place.strides, is_scale, source.dtype, place.route.target.dtype, place.grid[0]))
         ranges = ", ".join(f"{start}:{stop}" for start, stop in zip(box.offsets, box.stops, strict=True))

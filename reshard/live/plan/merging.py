@@ -15,8 +15,8 @@ from typing import Any
 
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.value import value
-from reshard.index.index import LowRankUpdate, Tensor
-from reshard.live.plan.beside import BesideFiles, Factors, Merged
+from reshard.index.origin import Merged, Tensor
+from reshard.live.plan.beside import BesideFiles, Factors, MergedBox
 from reshard.live.plan.schedule import HeldTensor
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import Route
@@ -28,31 +28,24 @@ class MergedBoxes:
 
     routes: tuple[Route, ...]
     """The base's values and the factors that travel, into the memory beside the load form."""
-    merges: Mapping[int, tuple[Merged, ...]]
+    merges: Mapping[int, tuple[MergedBox, ...]]
     """By file of the target: what its rank merges from them."""
 
 
 def is_merged_here(route: Route) -> bool:
-    """Whether a target can merge the updates of a weight: matrices of a LoRA adapter, each of the whole weight and without a magnitude."""
-    source = route.source
-    if not source.updates or source.encoding or source.derivation or len(source.shape) != 2:
+    """Whether a target can merge the products of a weight: matrices of a LoRA adapter, each of the whole weight and without a magnitude."""
+    source, merged = route.source, route.source.origin
+    if not isinstance(merged, Merged) or len(source.shape) != 2 or any(tensor.is_computed for tensor in merged.inputs):
         return False
-    return all(
-        isinstance(update, LowRankUpdate)
-        and update.rows is not None
-        and update.magnitude is None
-        and update.box == Box.whole(source.shape)
-        and not any(factor.encoding or factor.updates for factor in update.tensors)
-        for update in source.updates
-    )
+    return all(each.rows and each.magnitude is None and each.box == Box.whole(source.shape) for each in merged.products)
 
 
 def merged_boxes(plan: Plan, routes: Iterable[Route], beside: BesideFiles) -> MergedBoxes:
-    """The boxes for these routes, whose weights have updates. Base and factors get places in `beside`."""
+    """The boxes for these routes, whose weights have products. Base and factors get places in `beside`."""
     files = {file.path: i for i, file in enumerate(plan.layout.files)}
     starts = [sorted((item.byte_offset, item.tensor.name) for item in file.tensors) for file in plan.layout.files]
     made: list[Route] = []
-    merges: dict[int, list[Merged]] = {}
+    merges: dict[int, list[MergedBox]] = {}
     for route in routes:
         travelling = _Travelling(beside)
         located, shards = route.target.shards.located(), route.target.shards
@@ -61,10 +54,11 @@ def merged_boxes(plan: Plan, routes: Iterable[Route], beside: BesideFiles) -> Me
             byte_offset = int(located.byte_offsets[row])
             start, name = starts[file][bisect_right(starts[file], (byte_offset, chr(0x10FFFF))) - 1]
             where = f"{name} from byte {byte_offset - start}:"
-            factors = tuple(_factors(update, box, file, where, travelling) for update in route.source.updates)
-            base = travelling.add(replace(route.source, updates=()), box, file, where)
+            merged: Any = route.source.origin
+            factors = tuple(_factors(product, box, file, where, travelling) for product in merged.products)
+            base = travelling.add(merged.base, box, file, where)
             at, strides = (byte_offset - start) // route.target.dtype.itemsize, tuple(located.strides[row].tolist())
-            merges.setdefault(file, []).append(Merged(base, factors, name, at, strides, route.target.dtype))
+            merges.setdefault(file, []).append(MergedBox(base, factors, name, at, strides, route.target.dtype))
         made += travelling.routes()
     return MergedBoxes(tuple(made), {file: tuple(each) for file, each in merges.items()})
 
@@ -87,8 +81,8 @@ class _Travelling:
         return [Route(tensor, replace(tensor, shards=self._beside.shards(tensor.dtype, boxes))) for tensor, boxes in self._boxes.values()]
 
 
-def _factors(update: Any, box: Box, file: int, where: str, travelling: _Travelling) -> Factors:
-    """The factors of an update for a box of the weight."""
-    (first, left), (height, width), rank = box.offsets, box.sizes, update.columns.shape[0]
-    rows = travelling.add(update.rows, Box((first, 0), (height, rank)), file, where)
-    return Factors(rows, travelling.add(update.columns, Box((0, left), (rank, width)), file, where), update.scale)
+def _factors(product: Any, box: Box, file: int, where: str, travelling: _Travelling) -> Factors:
+    """The factors of a product for a box of the weight."""
+    (first, left), (height, width), rank = box.offsets, box.sizes, product.columns.shape[0]
+    rows = travelling.add(product.rows, Box((first, 0), (height, rank)), file, where)
+    return Factors(rows, travelling.add(product.columns, Box((0, left), (rank, width)), file, where), product.scale)

@@ -17,8 +17,9 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import cached_property
-from operator import mul
+from operator import attrgetter, mul
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class Derived:
     """How a source computes what it sends: codes or scales of whole blocks of a weight [out, in], by a recipe."""
 
     recipe: str
-    """The recipe, one of reshard.engine.recipes.on_tensors.TENSOR_RECIPES."""
+    """The recipe, one of reshard.engine.origins.on_tensors.TENSOR_RECIPES."""
     is_scale: bool
     """Whether it sends the scales; False: the codes."""
     sizes: tuple[int, ...]
@@ -127,6 +128,9 @@ class ByteRun:
     """Bytes from one run to the next along each of these axes, in the source."""
     target_strides: tuple[int, ...]
     """The same in the target."""
+
+
+_WORDS = attrgetter(*(field.name for field in fields(ByteRun)))
 
 
 @value(slots=False, eq=False)
@@ -210,6 +214,10 @@ class Schedule:
             for at in np.ndindex(*run.counts):
                 a, b = (sum(map(mul, at, strides)) for strides in (run.source_strides, run.target_strides))
                 yield source + a, target + b, run.length
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The ways as plain values, with their runs."""
+        return [{"to": way.target_rank, "bytes": self.nbytes_of(way), "runs": [*map(_WORDS, self.runs(way))]} for way in self.ways]
 
     def to_bytes(self) -> bytes:
         """The schedule as bytes: a safe container of plain numbers and JSON, no pickle."""

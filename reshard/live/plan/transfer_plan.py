@@ -22,15 +22,16 @@ import numpy.typing as npt
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import from_safetensors
-from reshard.geometry.quantities import nbytes_text, plural
+from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns
 from reshard.geometry.value import Drawn, value
 from reshard.index.index import Index, Tensor
 from reshard.live.plan.balance import chosen_holders
-from reshard.live.plan.beside import Beside, BesideFiles, Computed, Merged
+from reshard.live.plan.beside import Beside, BesideFiles, Computed, MergedBox
 from reshard.live.plan.blocks import is_quantized_here, quantized_boxes
 from reshard.live.plan.joining import Forms, Meetings, joined
 from reshard.live.plan.merging import is_merged_here, merged_boxes
+from reshard.live.plan.report import TransferReport
 from reshard.live.plan.schedule import BoxForm, HeldTensor, Schedule, Way
 from reshard.plans.layout import Layout
 from reshard.plans.plan import Plan
@@ -41,7 +42,6 @@ Numbers = npt.NDArray[np.int32]
 """Numbers of forms, ranks and replicas, one for each box: there may be millions."""
 # Boxes that several ranks hold are cut, if they are larger, so that each of these ranks sends a part.
 _CUT_ABOVE = 1 << 16
-_SHOWN_WAYS = 8
 
 
 @value(slots=False, eq=False)
@@ -55,20 +55,6 @@ class RankMemory:
 
     def __repr__(self) -> str:
         return f"RankMemory({plural(len(self.tensors), 'tensor')})"
-
-
-@value
-class Fill:
-    """A range of a target's tensor that no source feeds, such as padding rows."""
-
-    tensor: str
-    """The tensor."""
-    offset: int
-    """Where the range starts, in bytes from the start of the tensor."""
-    nbytes: int
-    """Its length."""
-    expected: bytes
-    """The bytes, repeated over the range."""
 
 
 @value(slots=False, eq=False)
@@ -99,46 +85,29 @@ class TransferPlan(Drawn):
     """[n]: where it starts in that rank's memory, in bytes."""
     replica: Numbers
     """[n]: the replica that receives it; -1: each of them."""
-    unfed: Mapping[int, tuple[Fill, ...]]
-    """By rank of a replica: what no source feeds."""
+    constants: Mapping[int, Mapping[str, float]]
+    """By rank of a replica: its tensors that are one constant, by name. Other elements that no source feeds are zeros."""
     beside_ranks: Mapping[int, Beside]
     """By rank of a replica: what it receives beside its load form."""
     notes: tuple[str, ...] = ()
     """Sentences for a reader of the plan."""
 
     @cached_property
-    def box_nbytes(self) -> Columns:
-        """[n]: the bytes that travel for each box, to all replicas that receive it."""
-        times = np.where(self.replica < 0, self.replicas, 1)
-        found: Columns = np.array([form.nbytes for form in self.forms], np.int64)[self.form] * times
-        return found
+    def report(self) -> TransferReport:
+        """What travels, in sums."""
+        nbytes = np.array([form.nbytes for form in self.forms], np.int64)[self.form]
+        shape = len(self.sources), len(self.memories)
+        places, flow = self.source_rank * shape[1] + self.target_rank, np.zeros((shape[0], self.replicas, shape[1]), np.int64)
+        for replica in range(self.replicas):
+            rows = (self.replica < 0) | (self.replica == replica)
+            # Sums of integers in float64 are exact up to 2^53.
+            flow[:, replica] = np.bincount(places[rows], nbytes[rows], shape[0] * shape[1]).reshape(shape)
+        return TransferReport(self.source, self.target, flow, len(self.form), len(self.forms), self._tensors_of, self.fallbacks, self.notes)
 
     @property
     def nbytes(self) -> int:
         """The bytes that travel in one update."""
-        return int(self.box_nbytes.sum())
-
-    @cached_property
-    def bytes_out(self) -> Columns:
-        """[source ranks]: the bytes that each sends."""
-        return _sums(self.source_rank, self.box_nbytes, len(self.sources))
-
-    @cached_property
-    def bytes_in(self) -> Columns:
-        """[target ranks]: the bytes that each receives, of all replicas."""
-        found = np.zeros((self.replicas, len(self.memories)), np.int64)
-        for replica in range(self.replicas):
-            rows = (self.replica < 0) | (self.replica == replica)
-            found[replica] = _sums(
-                self.target_rank[rows], (self.box_nbytes // np.where(self.replica < 0, self.replicas, 1))[rows], len(self.memories)
-            )
-        return found.reshape(-1)
-
-    @cached_property
-    def traffic(self) -> Columns:
-        """[source ranks, target ranks of a replica]: the bytes from each to each, to all replicas together."""
-        places = self.source_rank * len(self.memories) + self.target_rank
-        return _sums(places, self.box_nbytes, len(self.sources) * len(self.memories)).reshape(len(self.sources), len(self.memories))
+        return self.report.nbytes
 
     def sends(self, rank: int) -> Schedule:
         """What a source rank sends. Raises RequestError if there is no such rank."""
@@ -148,8 +117,8 @@ class TransferPlan(Drawn):
     def receives(self, rank: int, *, named: bool = True) -> Schedule:
         """What a target rank receives. Raises RequestError if there is no such rank.
 
-        named: whether the tensors of the sources are named, too. A rank that receives needs them not, and of hundreds of source ranks
-        they are more than all the rest.
+        named: whether the tensors of the sources are named. A receiving rank does not need them; for hundreds of source ranks they would
+        be most of what it is sent.
         """
         _check_rank(rank, len(self.memories) * self.replicas, "target")
         replica, of_replica = divmod(rank, len(self.memories))
@@ -170,19 +139,9 @@ class TransferPlan(Drawn):
         """The tensors that are sent whole to the engine's own loader, because their places in it cannot be planned."""
         return tuple(dict.fromkeys(held.name for beside in self.beside_ranks.values() for held in beside.whole))
 
-    def fills(self, rank: int) -> dict[str, float]:
-        """The tensors of a target rank that are one constant, by name. Other elements that nothing is sent for are zeros.
-
-        Raises: UnsupportedError for a tensor of which a part has a constant that is not zero.
-        """
-        held = {each.name: each for each in self.targets(rank)}
-        found: dict[str, float] = {}
-        for fill in self.unfed.get(rank % len(self.memories), ()):
-            if any(fill.expected):
-                if fill.nbytes != held[fill.tensor].nbytes:
-                    raise UnsupportedError("a part of it is a constant other than zero", where=fill.tensor)
-                found[fill.tensor] = held[fill.tensor].dtype.decoded(fill.expected)
-        return found
+    def fills(self, rank: int) -> Mapping[str, float]:
+        """The tensors of a target rank that are one constant, by name. Other elements that nothing is sent for are zeros."""
+        return self.constants.get(rank % len(self.memories), {})
 
     def _schedule(self, rank: int, chosen: Any, replicas: Iterable[int], *, named: bool = True) -> Schedule:
         rows = np.flatnonzero(chosen)
@@ -208,46 +167,20 @@ class TransferPlan(Drawn):
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain values: its sums, and the bytes from each source rank to each target rank."""
-        return {
-            "source": {"what": self.source, "ranks": len(self.sources)},
-            "target": {"what": self.target, "ranks": len(self.memories), "replicas": self.replicas},
-            "bytes": self.nbytes,
-            "most_out": int(self.bytes_out.max(initial=0)),
-            "most_in": int(self.bytes_in.max(initial=0)),
-            "boxes": len(self.form),
-            "forms": len(self.forms),
-            "ways": [{"source": int(a), "target": int(b), "bytes": int(self.traffic[a, b])} for a, b in np.argwhere(self.traffic).tolist()],
-            "fallbacks": list(self.fallbacks),
-            "notes": list(self.notes),
-        }
+        return self.report.to_json()
 
     def save(self, path: str) -> int:
         """Write the plan as JSON, with the schedule of each source rank as runs; returns the bytes of the file."""
-        document = self.to_json() | {"sends": [_document(self.sends(rank)) for rank in range(len(self.sources))]}
+        document = self.to_json() | {"sends": [self.sends(rank).to_json() for rank in range(len(self.sources))]}
         return OutputFile.at(path).write(json.dumps(document).encode())
 
-    def tensors_of(self, source_rank: int, target_rank: int) -> int:
-        """How many tensors of a target rank a source rank sends parts of."""
-        rows = (self.source_rank == source_rank) & (self.target_rank == target_rank % len(self.memories))
-        addresses = self.memories[target_rank % len(self.memories)].addresses
+    def _tensors_of(self, source_rank: int, target_rank: int) -> int:
+        rows = (self.source_rank == source_rank) & (self.target_rank == target_rank)
+        addresses = self.memories[target_rank].addresses
         return len(np.unique(np.searchsorted(np.sort(addresses), self.target_address[rows], side="right")))
 
     def __str__(self) -> str:
-        """What the plan does, in lines for a person: its sums, and the largest ways."""
-        out, into = int(self.bytes_out.argmax()), int(self.bytes_in.argmax())
-        lines = [
-            f"{self.source} -> {self.target}" + (f", {self.replicas} replicas" if self.replicas > 1 else ""),
-            f"  bytes     {nbytes_text(self.nbytes)} ({self.nbytes:,}) in {plural(len(self.form), 'box', 'boxes')}",
-            f"  most out  {nbytes_text(int(self.bytes_out[out]))}, from source rank {out}",
-            f"  most in   {nbytes_text(int(self.bytes_in[into]))}, into target rank {into}",
-        ]
-        ways = sorted(np.argwhere(self.traffic).tolist(), key=lambda way: (-self.traffic[*way], way))
-        for source, target in ways[:_SHOWN_WAYS]:
-            tensors = plural(self.tensors_of(source, target), "tensor")
-            lines.append(f"  way       {source} -> {target}: {nbytes_text(int(self.traffic[source, target]))}, {tensors}")
-        lines += [f"  ways      {len(ways) - _SHOWN_WAYS} more, with fewer bytes"] if len(ways) > _SHOWN_WAYS else []
-        lines += [f"  whole     {name}: sent whole to the engine's own loader" for name in self.fallbacks]
-        return "\n".join([*lines, *(f"  note      {note}" for note in self.notes)])
+        return str(self.report)
 
     def __repr__(self) -> str:
         ranks = f"{len(self.sources)} -> {len(self.memories) * self.replicas} ranks"
@@ -270,9 +203,9 @@ def transfer_plan(plan: Plan, *, sources: Sequence[RankMemory], replicas: int = 
     paths = tuple(file.path for file in plan.source.files)
     forms = Forms()
     beside = BesideFiles(plan.layout.files)
-    quantized = quantized_boxes(plan, [route for route in plan.routes if route.source.derivation], forms, beside)
-    merged = merged_boxes(plan, [route for route in plan.routes if route.source.updates], beside)
-    copied = [route for route in plan.routes if not (route.source.derivation or route.source.updates)]
+    quantized = quantized_boxes(plan, filter(is_quantized_here, plan.routes), forms, beside)
+    merged = merged_boxes(plan, filter(is_merged_here, plan.routes), beside)
+    copied = [route for route in plan.routes if not route.source.is_computed]
     copied += [*quantized.routes, *merged.routes, *_whole_routes(whole, plan.layout, beside)]
     meetings = [_cut(each, forms) for each in (*joined(copied, forms), *quantized.meetings)]
     made = tuple(forms.numbers)
@@ -298,7 +231,7 @@ def transfer_plan(plan: Plan, *, sources: Sequence[RankMemory], replicas: int = 
         target_rank,
         target_address,
         replica,
-        _fills(plan, targets, rank_of, base_of),
+        _constants(plan, targets, rank_of, base_of),
         _beside_ranks(quantized.computes, merged.merges, {each.name for each in whole}, beside, rank_of),
         notes=plan.layout.notes,
     )
@@ -318,13 +251,7 @@ def _held(stored: Any) -> HeldTensor:
 
 def _check_computed(routes: Iterable[Route]) -> None:
     """Raises UnsupportedError, with a name, for values that a transfer does not compute."""
-    refused = [
-        route.name
-        for route in routes
-        if route.source.encoding
-        or (route.source.updates and not is_merged_here(route))
-        or (route.source.derivation and not is_quantized_here(route))
-    ]
+    refused = [route.name for route in routes if route.source.is_computed and not (is_merged_here(route) or is_quantized_here(route))]
     if refused:
         raise UnsupportedError(
             f"{plural(len(refused), 'tensor')} of the target would be computed in a way that a live update does not know",
@@ -345,7 +272,7 @@ def _whole_routes(whole: Iterable[Tensor], layout: Layout, beside: BesideFiles) 
 
 def _beside_ranks(
     computes: Mapping[int, tuple[Computed, ...]],
-    merges: Mapping[int, tuple[Merged, ...]],
+    merges: Mapping[int, tuple[MergedBox, ...]],
     whole: Container[str],
     beside: BesideFiles,
     rank_of: Columns,
@@ -424,17 +351,20 @@ def _targets(layout: Layout, beside: BesideFiles) -> tuple[tuple[RankMemory, ...
     return tuple(RankMemory(tuple(a), np.array(b, np.int64)) for a, b in zip(tensors, addresses, strict=True)), rank_of, base_of
 
 
-def _fills(plan: Plan, targets: tuple[RankMemory, ...], rank_of: Columns, base_of: Columns) -> dict[int, tuple[Fill, ...]]:
+def _constants(plan: Plan, targets: tuple[RankMemory, ...], rank_of: Columns, base_of: Columns) -> dict[int, dict[str, float]]:
+    """By rank, the tensors that are one constant. Raises UnsupportedError for a tensor of which a part is a constant other than zero."""
     files = {file.path: i for i, file in enumerate(plan.layout.files)}
-    found: dict[int, list[Fill]] = {}
+    constants: dict[int, dict[str, float]] = {}
     for constant in plan.target_index.constants:
-        file = files[constant.path]
-        memory = targets[int(rank_of[file])]
-        address = constant.byte_offset + int(base_of[file])
-        place = int(np.searchsorted(memory.addresses, address, side="right")) - 1
-        fill = Fill(memory.tensors[place].name, address - int(memory.addresses[place]), constant.nbytes, constant.expected)
-        found.setdefault(int(rank_of[file]), []).append(fill)
-    return {rank: tuple(fills) for rank, fills in found.items()}
+        if any(constant.expected):
+            file = files[constant.path]
+            memory = targets[int(rank_of[file])]
+            address = constant.byte_offset + int(base_of[file])
+            held = memory.tensors[int(np.searchsorted(memory.addresses, address, side="right")) - 1]
+            if constant.nbytes != held.nbytes:
+                raise UnsupportedError("a part of it is a constant other than zero", where=held.name)
+            constants.setdefault(int(rank_of[file]), {})[held.name] = held.dtype.decoded(constant.expected)
+    return constants
 
 
 def _located(memories: Sequence[RankMemory], ranks: Numbers, addresses: Columns) -> tuple[tuple[HeldTensor, ...], Columns, Columns]:
@@ -455,34 +385,6 @@ def _located(memories: Sequence[RankMemory], ranks: Numbers, addresses: Columns)
     return tuple(tensors), numbers, starts
 
 
-def _sums(places: npt.NDArray[np.integer[Any]], nbytes: Columns, count: int) -> Columns:
-    # Sums of integers in float64 are exact up to 2^53.
-    return np.bincount(places, nbytes, count).astype(np.int64)
-
-
 def _check_rank(rank: int, ranks: int, what: str) -> None:
     if not 0 <= rank < ranks:
         raise RequestError(f"there is no {what} rank {rank}", do=f"The {what} has the ranks 0 to {ranks - 1}")
-
-
-def _document(schedule: Schedule) -> list[dict[str, Any]]:
-    return [
-        {
-            "to": way.target_rank,
-            "bytes": schedule.nbytes_of(way),
-            "runs": [
-                [
-                    run.source_tensor,
-                    run.source_offset,
-                    run.target_tensor,
-                    run.target_offset,
-                    run.length,
-                    run.counts,
-                    run.source_strides,
-                    run.target_strides,
-                ]
-                for run in schedule.runs(way)
-            ],
-        }
-        for way in schedule.ways
-    ]

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.engine.casts import cast
-from reshard.engine.recipes.on_tensors import TENSOR_RECIPES, cast_tensor
-from reshard.engine.recipes.quantizer import RECIPES
+from reshard.engine.origins.encoded import RECIPES
+from reshard.engine.origins.on_tensors import TENSOR_RECIPES, cast_tensor
 from reshard.geometry.dtypes import F32
 from reshard.geometry.low_rank import add_products
-from reshard.live.plan.beside import Computed, Merged
+from reshard.live.plan.beside import Computed, MergedBox
 from reshard.live.plan.schedule import BoxForm, HeldTensor
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def compute(computes: Iterable[Computed], values: Mapping[str, torch.Tensor], ta
                 _put(of_part, targets[part.tensor], part.start + row // part.rows * part.strides[0], part.strides)
 
 
-def merge(merges: Iterable[Merged], values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+def merge(merges: Iterable[MergedBox], values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
     """Merge updates into base weights, from what lies beside the staging into it. Memory: some megabytes."""
     for each in merges:
         base = _array(values, each.base)

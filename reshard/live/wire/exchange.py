@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reshard.engine.recipes.on_tensors import cast_tensor, torch_type
+from reshard.engine.origins.on_tensors import cast_tensor, torch_type
 from reshard.geometry.value import value
 from reshard.live.plan.schedule import Schedule, Way
 from reshard.live.wire.changes import WHOLE, apply, body_bytes, encode

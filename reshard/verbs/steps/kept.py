@@ -19,7 +19,7 @@ from reshard.adapter.save_folders import step_of
 from reshard.errors import CheckpointError, DifferenceFound, RequestError, check_word
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
-from reshard.index.patches import INDEX, DeltaEncoding
+from reshard.index.deltas import INDEX, DeltaEncoding
 from reshard.opening.chains import chain_to, delta_at
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import ModelOptions, PathLike, SelectionOptions

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Literal
 
 from reshard.geometry.value import mutable, value
@@ -78,22 +78,3 @@ class Checked:
 
     done: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-@value(eq=False)
-class Patches:
-    """What a chain of deltas changes in one tensor, the oldest first. The last checksum is that of the result."""
-
-    shape: tuple[int, ...]
-    """The shape of the tensor: positions count its elements in row-major order."""
-    steps: tuple[Patch, ...]
-    """At least one."""
-    checked: Checked = field(default_factory=Checked)
-    """Whether the result has been compared. It is compared when the tensor is first read."""
-
-    def compared_later(self) -> Patches:
-        """The patches without a comparison at the first read: whoever reads the whole tensor compares its digest."""
-        return replace(self, checked=Checked(done=True))
-
-    def __repr__(self) -> str:
-        return f"Patches({len(self.steps)} of {list(self.shape)})"

@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.engine.casts import Block, cast_once, numpy_type
-from reshard.engine.recipes.exact_sums import exact_sums, is_exact
+from reshard.engine.casts import Block, cast, cast_once, numpy_type
+from reshard.engine.origins.mixed_sums import exact_sums, is_exact
+from reshard.engine.origins.reader import OpenInput, Reader, put
+from reshard.engine.transfer import FileRange, SlabPieces, Strip, Worker, bytes_of
 from reshard.errors import CheckpointError
 from reshard.geometry import precise
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.dtypes import BF16, DType
-from reshard.index.index import Combination, CombinedInput
+from reshard.index.origin import Mixed, Tensor
+from reshard.plans.digests import CURRENT, Hash
 
 Float64 = npt.NDArray[np.float64]
 Words = Sequence[Block] | Block
@@ -37,19 +41,79 @@ _ALMOST_PARALLEL = 0.9995
 """If the cosine of the angle is larger than this, or smaller than its negative, slerp is the straight line."""
 
 
-def combine(combination: Combination, coefficients: Sequence[float], inputs: Words, dtype: DType) -> tuple[Block, bool]:
+class Combiner(Reader):
+    """Reads the values of a tensor that come from several checkpoints."""
+
+    def __init__(self, tensor: Tensor, origin: Mixed, dtype: DType, open_input: OpenInput, *_: object) -> None:
+        super().__init__(tensor, dtype)
+        self._mixed, self._inputs = origin, [open_input(each, each.values_dtype) for each in origin.inputs]
+        self._turn = Turn(tensor.shape, origin.weights[1]) if origin.rule == "slerp" else None
+        # A strip of each input is in memory at once. Together they have the bytes of one strip, as they stay in the processor's cache; with
+        # more than eight inputs those of up to four, as short strips take many calls.
+        self.itemsize *= max(min(len(self._inputs), 8), len(self._inputs) // 4)
+
+    def within(self, slab: Box, axis: int) -> SlabPieces:
+        """What the pieces of each input hold of a slab."""
+        return SlabPieces(self.tensor, (), of_inputs=tuple(each.within(slab, axis) for each in self._inputs))
+
+    def ranges(self, box: Box, gap: int) -> Iterator[FileRange]:
+        """The file ranges that hold the values of a box of each input."""
+        return chain.from_iterable(each.ranges(box, gap) for each in self._inputs)
+
+    def new_hashes(self) -> list[Hash]:
+        """A new hash for each of the checkpoints."""
+        return [CURRENT.new() for _ in self._inputs]
+
+    def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, out: Block | None = None, hashes: Sequence[Hash] = ()) -> Block:
+        """The values of a strip. Raises CheckpointError for a NaN or infinity in an input, and if inputs that must be equal are not."""
+        mixed, turn = self._mixed, self._turn
+        if turn and mixed.weights[1] in (0, 1):
+            # An end of the arc is the input, bit for bit: a sum would lose the sign of a zero.
+            end = int(mixed.weights[1])
+            source = self._inputs[end]
+            return put(cast(source.read(worker, pieces.of_inputs[end], strip), source.dtype, self.dtype), out)
+        coefficients = turn.coefficients(lambda box: self._flat(worker, box)) if turn else mixed.weights
+        inputs = self._words(worker, pieces, strip, hashes)
+        if mixed.rule == "equal":
+            for number, words in enumerate(inputs[1:], 1):
+                check_equal(inputs[0], words, mixed, number, strip.box)
+            return put(cast(inputs[0], self._inputs[0].dtype, self.dtype), out)
+        result, is_finite = combine(mixed, coefficients, inputs, self.dtype)
+        if not is_finite:  # an input has such an element, or the sum is too large
+            for number, words in enumerate(inputs):
+                check_finite(words, mixed, number, strip.box)
+        return put(result.reshape(strip.sizes), out)
+
+    def _words(self, worker: Worker, pieces: SlabPieces, strip: Strip, hashes: Sequence[Hash]) -> Words:
+        """The elements of a strip of each input."""
+        types = [each.dtype for each in self._inputs]
+        is_one_type = {*types} == {types[0]}
+        read = np.empty((len(types), *strip.sizes), types[0].word) if is_one_type else [np.empty(strip.sizes, each.word) for each in types]
+        for source, of_input, words in zip(self._inputs, pieces.of_inputs, read, strict=True):
+            source.read(worker, of_input, strip, words)
+        for running, words in zip(hashes, read, strict=False):
+            running.update(bytes_of(words))
+        return read
+
+    def _flat(self, worker: Worker, box: Box) -> tuple[Block, Block]:
+        """The elements of a box of the first two inputs, as numbers in row-major order."""
+        first, second = (each.whole(worker, box).reshape(-1).view(numpy_type(each.dtype)) for each in self._inputs)
+        return first, second
+
+
+def combine(mixed: Mixed, coefficients: Sequence[float], inputs: Words, dtype: DType) -> tuple[Block, bool]:
     """(the words of the combined elements in an element type, whether all of them were finite before they were rounded). Not for the rule
     "equal".
 
     coefficients: the factor of each input.
     """
-    is_bfloat16 = isinstance(inputs, np.ndarray) and dtype == BF16 == combination.inputs[0].tensor.values_dtype
-    if is_bfloat16 and combination.rule == "average" and is_exact(coefficients):
-        return _in_float32(combination, coefficients, np.reshape(inputs, (len(inputs), -1)))
-    return _in_float64(combination, coefficients, inputs, dtype)
+    is_bfloat16 = isinstance(inputs, np.ndarray) and dtype == BF16 == mixed.inputs[0].values_dtype
+    if is_bfloat16 and mixed.rule == "average" and is_exact(coefficients):
+        return _in_float32(mixed, coefficients, np.reshape(inputs, (len(inputs), -1)))
+    return _in_float64(mixed, coefficients, inputs, dtype)
 
 
-def _in_float32(combination: Combination, coefficients: Sequence[float], inputs: Block) -> tuple[Block, bool]:
+def _in_float32(mixed: Mixed, coefficients: Sequence[float], inputs: Block) -> tuple[Block, bool]:
     """The combined elements, summed in float32. Those whose sum may be inexact there are computed in float64."""
     size, is_finite = inputs.shape[1], True
     result = np.empty(size, BF16.word)
@@ -58,15 +122,15 @@ def _in_float32(combination: Combination, coefficients: Sequence[float], inputs:
             part, words = inputs[:, start : start + _STRIP], result[start : start + _STRIP]
             doubtful = exact_sums(coefficients[0], part, words)
             if len(doubtful):
-                words[doubtful], are_finite = _in_float64(combination, coefficients, np.take(part, doubtful, axis=1), BF16)
+                words[doubtful], are_finite = _in_float64(mixed, coefficients, np.take(part, doubtful, axis=1), BF16)
                 is_finite = is_finite and are_finite
     return result, is_finite
 
 
-def _in_float64(combination: Combination, coefficients: Sequence[float], inputs: Words, dtype: DType) -> tuple[Block, bool]:
+def _in_float64(mixed: Mixed, coefficients: Sequence[float], inputs: Words, dtype: DType) -> tuple[Block, bool]:
     """The combined elements, by the definition."""
-    values = [words.reshape(-1).view(numpy_type(each.tensor.values_dtype)) for words, each in zip(inputs, combination.inputs, strict=True)]
-    size, is_finite, is_task = values[0].size, True, combination.rule == "task-arithmetic"
+    values = [words.reshape(-1).view(numpy_type(each.values_dtype)) for words, each in zip(inputs, mixed.inputs, strict=True)]
+    size, is_finite, is_task = values[0].size, True, mixed.rule == "task-arithmetic"
     result = np.empty(size, dtype.word)
     kept = [np.empty(min(_STRIP, size)) for _ in range(3)]
     with np.errstate(all="ignore"):
@@ -91,31 +155,31 @@ def _in_float64(combination: Combination, coefficients: Sequence[float], inputs:
     return result, is_finite
 
 
-def check_finite(words: Block, source: CombinedInput, box: Box) -> None:
+def check_finite(words: Block, mixed: Mixed, number: int, box: Box) -> None:
     """Raises CheckpointError, with the input and the first such element, if an element is a NaN or infinite. words: those of a box."""
     with np.errstate(all="ignore"):
-        found = words.reshape(-1).view(numpy_type(source.tensor.values_dtype)).astype(np.float64)
+        found = words.reshape(-1).view(numpy_type(mixed.tensors[number].values_dtype)).astype(np.float64)
     where = np.flatnonzero(~np.isfinite(found))
     if len(where):
         value = "a NaN" if np.isnan(found[where[0]]) else "infinite"
         raise CheckpointError(
-            f"element {_element(int(where[0]), box)} is {value} in {source.checkpoint}",
-            where=source.tensor.name,
+            f"element {_element(int(where[0]), box)} is {value} in {mixed.checkpoints[number]}",
+            where=mixed.tensors[number].name,
             why="It would be in the result, whatever the other checkpoints hold there",
             do="Leave this checkpoint out; `reshard doctor --values` finds all such elements",
         )
 
 
-def check_equal(first: Block, other: Block, combination: Combination, number: int, box: Box) -> None:
+def check_equal(first: Block, other: Block, mixed: Mixed, number: int, box: Box) -> None:
     """Raises CheckpointError, with the input and the first element, if two inputs hold other elements. first, other: those of a box."""
     different = np.flatnonzero(first.reshape(-1) != other.reshape(-1))
     if len(different):
-        source = combination.inputs[number]
+        source = mixed.tensors[number]
         raise CheckpointError(
-            f"element {_element(int(different[0]), box)} differs in {combination.inputs[0].checkpoint} and {source.checkpoint}",
-            where=source.tensor.name,
-            why=f"It is {source.tensor.dtype}: such elements are not combined, and must be equal in all checkpoints",
-            do=f"Leave it out with `exclude=` '{source.tensor.name}', or give checkpoints that agree",
+            f"element {_element(int(different[0]), box)} differs in {mixed.checkpoints[0]} and {mixed.checkpoints[number]}",
+            where=source.name,
+            why=f"It is {source.dtype}: such elements are not combined, and must be equal in all checkpoints",
+            do=f"Leave it out with `exclude=` '{source.name}', or give checkpoints that agree",
         )
 
 

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 
 from reshard.engine.casts import Block, cast, numpy_type
-from reshard.engine.recipes.dequantizer import spread
+from reshard.engine.origins.decoded import spread
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16, F8, F32, DType
 from reshard.geometry.value import value

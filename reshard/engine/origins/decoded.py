@@ -24,12 +24,15 @@ from threading import get_ident
 import numpy as np
 
 from reshard.engine.casts import Block, cast, decoded, decoded_affine
+from reshard.engine.origins.reader import OpenInput, Reader, put
+from reshard.engine.transfer import FileRange, SlabPieces, Strip, Worker
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import F32, DType, from_safetensors
 from reshard.geometry.value import value
-from reshard.index.index import EncodedPart, Encoding
+from reshard.index.origin import Decoded, EncodedPart, Tensor
 from reshard.models.stored_forms import BlockShape
+from reshard.plans.digests import Hash
 
 # The elements or bytes of codes that are computed at once, so that all intermediate results stay in a processor's cache.
 _AT_ONCE = 1 << 17
@@ -54,26 +57,44 @@ class StoredWords:
         return self.words[self.part.box_of(box).relative_to(self.box.offsets).index]
 
 
-class Dequantizer:
-    """Computes the values of one quantized tensor, box by box. Several workers may use it."""
+class Dequantizer(Reader):
+    """Reads the values of a quantized tensor, box by box."""
 
-    def __init__(self, encoding: Encoding) -> None:
-        self._encoding = encoding
-        scales = [i for i, part in enumerate(encoding.parts) if part.component.use in ("scale", "divisor") and part.axes]
-        self._has_tables = _is_in_bytes(encoding) and len(scales) < 2
+    def __init__(self, tensor: Tensor, origin: Decoded, dtype: DType, open_input: OpenInput, *_: object) -> None:
+        super().__init__(tensor, dtype)
+        self._origin, self._stored = origin, [open_input(part.tensor, part.tensor.dtype) for part in origin.parts]
+        scales = [i for i, part in enumerate(origin.parts) if part.component.use in ("scale", "divisor") and part.axes]
+        self._has_tables = _is_in_bytes(origin) and len(scales) < 2
         self._scales = scales[0] if scales else None
         """Which part has several values for the tensor."""
         self._last: dict[int, tuple[tuple[bytes, DType], Block]] = {}
         """For each thread, the table that it made last, with its scales and the element type of its values."""
 
-    def dequantize(self, stored: Sequence[StoredWords], box: Box, out: Block, dtype: DType) -> None:
-        """Write the values of a box into `out`, as words of an element type. stored: what each part of the encoding holds of the box.
+    def within(self, slab: Box, axis: int) -> SlabPieces:
+        """Whether the codes of a slab are read fastest in many lines."""
+        axes = self._origin.parts[0].axes
+        return SlabPieces(self.tensor, (), wants_many_lines=axes != tuple(sorted(axes)))
 
-        Raises: CheckpointError if the tensor is stored in groups of another order.
-        """
+    def ranges(self, box: Box, gap: int) -> Iterator[FileRange]:
+        """The file ranges that hold the codes and scales of a box."""
+        for part, source in zip(self._origin.parts, self._stored, strict=True):
+            yield from source.ranges(part.box_of(box), gap)
+
+    def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, out: Block | None = None, hashes: Sequence[Hash] = ()) -> Block:
+        """The values of a strip: computed in `out`, if it is row-major."""
+        if out is None or not out.flags.c_contiguous:
+            return put(self.read(worker, pieces, strip, worker.converted(strip.sizes, self.dtype)), out)
+        self._dequantize(worker, strip.box, out.reshape(strip.box.sizes))
+        return out
+
+    def _dequantize(self, worker: Worker, box: Box, out: Block) -> None:
+        """Write the values of a box into `out`. Raises CheckpointError if the tensor is stored in groups of another order."""
+        boxes = [part.box_of(box) for part in self._origin.parts]
+        words = (source.whole(worker, inner) for source, inner in zip(self._stored, boxes, strict=True))
+        stored, dtype = list(map(StoredWords, self._origin.parts, boxes, words)), self.dtype
         for each in stored:
             if each.part.component.use == "group index":
-                _check_order(each, self._encoding)
+                _check_order(each, self._origin)
         scales = None if self._scales is None else stored[self._scales]
         codes = _codes_in_bytes(stored[0], scales, box) if self._has_tables else None
         if codes is None:
@@ -171,7 +192,7 @@ def _codes_in_bytes(codes: StoredWords, scales: StoredWords | None, box: Box) ->
     return _CodesInBytes(order, in_bytes, words, box.offsets[row], height, width, skipped)
 
 
-def _is_in_bytes(encoding: Encoding) -> bool:
+def _is_in_bytes(encoding: Decoded) -> bool:
     """Whether each byte of the codes tells the values of some elements, but for their scales."""
     codes = encoding.parts[0]
     if any(part.component.use in ("zero point", "bias") for part in encoding.parts):
@@ -289,7 +310,7 @@ def component_values(part: EncodedPart, words: Block) -> Block:
     return cast(np.ascontiguousarray(words).view(dtype.word), dtype, F32).view(np.float32)
 
 
-def _check_order(stored: StoredWords, encoding: Encoding) -> None:
+def _check_order(stored: StoredWords, encoding: Decoded) -> None:
     """Raises CheckpointError if input features are in other groups than the runs of neighbours."""
     box = stored.box
     size = next(size for each in encoding.parts if each.component.use == "scale" for size in each.block_shape[-1:])

@@ -1,4 +1,4 @@
-"""Applying patches: what deltas change is put on the elements of each strip that is read (index/patches.py says what a frame holds).
+"""Applying patches: what deltas change is put on the elements of each strip that is read (index/deltas.py says what a frame holds).
 
 A frame can only be decoded from its start. All workers of a run share one decoder of each frame: who needs bytes behind those that are
 decoded goes on decoding, and keeps for the others what lies between, of as many blocks as there are workers. A worker that needs bytes
@@ -25,8 +25,8 @@ import numpy.typing as npt
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import BLOCK_ELEMENTS, Box
 from reshard.geometry.value import value
-from reshard.index.index import Tensor
-from reshard.index.patches import Patch
+from reshard.index.deltas import Patch
+from reshard.index.origin import Patched, Tensor
 from reshard.storage.files import Files
 
 if TYPE_CHECKING:
@@ -245,9 +245,9 @@ class _Step:
 
 def _frames_of(tensor: Tensor, files: Files) -> Iterator[_Xor | _Overwrite]:
     """The frames of the deltas that change a tensor, the oldest first."""
-    assert tensor.patches is not None
+    assert isinstance(tensor.origin, Patched)
     nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
-    for encoding, patches in groupby(tensor.patches.steps, lambda patch: patch.encoding):
+    for encoding, patches in groupby(tensor.origin.steps, lambda patch: patch.encoding):
         if encoding == "xor":
             yield _Xor([_Frame(patch, tensor, files) for patch in patches], nbytes)
         else:

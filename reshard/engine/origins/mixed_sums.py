@@ -1,6 +1,6 @@
 """Exact sums: the mean of 2, 4, 8 ... bfloat16 numbers in float32, which takes half of the time of float64 and gives the same bits.
 
-An average is defined in float64 (combiner.py). If each of n weights is 2^-k, only the sums can be inexact. Let 2^e be the power of two
+An average is defined in float64 (mixed.py). If each of n weights is 2^-k, only the sums can be inexact. Let 2^e be the power of two
 below the smallest number of an element, and 2^E that below the largest: all numbers are multiples of 2^(e - 7), and no sum of them reaches
 n * 2^(E + 1). Such numbers have at most 24 bits if E - e <= 16 - log2(n). Then float32 and float64 hold every sum exactly, and both are
 rounded to bfloat16 from the same number. The few elements whose exponents lie further apart are left to float64.

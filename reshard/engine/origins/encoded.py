@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import numpy as np
+
 from reshard.engine.casts import Block
-from reshard.engine.recipes.recipe import NotRepresentable, Recipe, exact_fp8_block, fp8_block, mxfp4, saturates
-from reshard.engine.transfer import Worker
+from reshard.engine.origins.reader import OpenInput, Reader, put
+from reshard.engine.origins.recipe import NotRepresentable, Recipe, exact_fp8_block, fp8_block, mxfp4, saturates
+from reshard.engine.transfer import SlabPieces, Strip, Worker
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import BF16
+from reshard.geometry.dtypes import BF16, DType
 from reshard.geometry.quantities import plural
-from reshard.index.index import Derivation, Tensor
+from reshard.index.origin import Encoded, Tensor
+from reshard.plans.digests import Hash
 
 RECIPES: Mapping[str, Recipe] = {
     "fp8-block": Recipe(BF16, (128, 128), fp8_block),
@@ -96,17 +100,19 @@ class _Newest:
             self._nbytes -= self._arrays.popitem(last=False)[1].nbytes
 
 
-class Quantizer:
-    """Computes a component of a quantized weight. values: those of a box of the weight. tiles: shared with its other component."""
+class Quantizer(Reader):
+    """Computes a component of a weight that is being quantized. tiles: shared with its other component."""
 
-    def __init__(self, derivation: Derivation, values: Callable[[Worker, Box], Block], tiles: Tiles) -> None:
-        self._weight, self._component, self._name = derivation.weight, derivation.component, derivation.recipe
-        self._recipe, self._in_columns = RECIPES[derivation.recipe], _is_in_columns(derivation.weight)
-        self._values, self._tiles = values, tiles
+    def __init__(self, tensor: Tensor, origin: Encoded, dtype: DType, open_input: OpenInput, tiles: Tiles) -> None:
+        super().__init__(tensor, tensor.dtype)
+        self._weight, self._component, self._name, self._tiles = origin.weight, origin.component, origin.recipe, tiles
+        self._recipe, self._in_columns = RECIPES[origin.recipe], _is_in_columns(origin.weight)
+        self._values = open_input(origin.weight, self._recipe.dtype or origin.weight.values_dtype)
 
-    def compute(self, worker: Worker, box: Box, out: Block) -> None:
-        """Write the elements of a box of the component into `out`. Raises CheckpointError if the recipe cannot represent the values."""
-        weight, component = self._weight, self._component
+    def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, out: Block | None = None, hashes: Sequence[Hash] = ()) -> Block:
+        """The elements of a strip of the component. Raises CheckpointError if the recipe cannot represent the values."""
+        weight, component, box = self._weight, self._component, strip.box
+        result = np.empty(box.sizes, self.dtype.word)
         experts, in_word = (1,) * (len(weight.shape) - 2), component.packing.words if component.packing else ()
         grid = experts + tuple(size or 1 for size in component.grid)
         ranges = [range(start * size, stop * size) for start, stop, size in zip(box.offsets, box.stops, grid, strict=False)]
@@ -116,11 +122,12 @@ class Quantizer:
             held = Box((*(start // size for start, size in zip(tile.offsets, grid, strict=True)), *(0 for _ in in_word)), made.shape)
             shared = held.intersect(box)
             if shared is not None:
-                out[shared.relative_to(box.offsets).index] = made[shared.relative_to(held.offsets).index]
+                result[shared.relative_to(box.offsets).index] = made[shared.relative_to(held.offsets).index]
+        return put(result.reshape(strip.sizes), out)
 
     def _computed(self, worker: Worker, tile: Box) -> tuple[Block, Block]:
         """The codes and scales of a tile."""
-        words = self._values(worker, tile).reshape(tile.sizes[-2:])
+        words = self._values.whole(worker, tile).reshape(tile.sizes[-2:])
         try:
             codes, scales = self._recipe.quantize(words)
         except NotRepresentable as reason:
@@ -137,7 +144,7 @@ class Quantizer:
 
 def _is_in_columns(weight: Tensor) -> bool:
     """Whether the files hold the columns of a weight [..., out, in], so that few rows are short runs."""
-    if weight.encoding:
+    if weight.is_computed:
         return False
     strides = weight.shards.located().strides
     return bool((strides[:, -2] < strides[:, -1]).any())

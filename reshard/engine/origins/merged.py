@@ -1,0 +1,96 @@
+"""Merger: the values of a weight with a LoRA adapter, base + scale * (rows x columns) in float32, rounded once (canonical/merging.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from reshard.engine.casts import Block, cast
+from reshard.engine.origins.reader import OpenInput, Reader, put
+from reshard.engine.transfer import SlabPieces, Strip, Worker
+from reshard.geometry.boxes import Box
+from reshard.geometry.dtypes import F32, DType
+from reshard.geometry.low_rank import Float32, add_products, row_lengths
+from reshard.index.origin import LowRankProduct, Merged, Tensor
+from reshard.plans.digests import Hash
+
+# The most elements of a factor that stay in memory while a tensor is read.
+_MOST_KEPT = 1 << 20
+
+
+class Merger(Reader):
+    """Reads the values of a weight with a LoRA adapter."""
+
+    def __init__(self, tensor: Tensor, origin: Merged, dtype: DType, open_input: OpenInput, *_: object) -> None:
+        self._source = open_input(origin.base, F32)
+        super().__init__(tensor, dtype, self._source)
+        self._products = [_Product(product, open_input) for product in origin.products]
+
+    def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, out: Block | None = None, hashes: Sequence[Hash] = ()) -> Block:
+        """The values of a strip."""
+        # A copy, because the factors are read into the worker's buffers.
+        values = self._source.read(worker, pieces, strip).copy().view(np.float32).reshape(strip.box.sizes)
+        self._add(worker, strip.box, values)
+        return put(cast(values.view(F32.word), F32, self.dtype).reshape(strip.sizes), out)
+
+    def _add(self, worker: Worker, box: Box, values: Float32) -> None:
+        """Add the products to the values of a box."""
+        with np.errstate(all="ignore"):
+            for each in self._products:
+                shared = each.product.box.intersect(box)
+                if shared is None:
+                    continue
+                part = values[shared.relative_to(box.offsets).index]
+                matrix = part.reshape(1, -1) if part.ndim == 1 else part[(0,) * (part.ndim - 2)]
+                matrix += each.of(worker, shared)
+                if each.product.magnitude is not None:
+                    matrix *= self._dora_factors(worker, each, shared, matrix)
+            if self.dtype == F32:
+                values[np.isnan(values)] = np.nan
+
+    def _dora_factors(self, worker: Worker, product: _Product, box: Box, updated: Float32) -> Float32:
+        """The factor of each row of a box with DoRA: its magnitude by the length of the whole row. updated: the values of the box."""
+        rows = Box((box.offsets[0], 0), (box.sizes[0], self.tensor.shape[1]))
+        if rows != box:
+            updated = _values(self._source, worker, rows) + product.of(worker, rows)
+        return product.magnitude(worker, box) / row_lengths(updated)[:, None]
+
+
+class _Product:
+    """Computes a product. A small factor of the columns is read once."""
+
+    def __init__(self, product: LowRankProduct, open_input: OpenInput) -> None:
+        self.product, self._columns = product, open_input(product.columns, F32)
+        self._rows, self._magnitude = (open_input(factor, F32) if factor else None for factor in (product.rows, product.magnitude))
+        self._kept: Float32 | None = None
+
+    def of(self, worker: Worker, box: Box) -> Float32:
+        """The product in a box, which lies in that of the product: an array of two axes."""
+        local = box.relative_to(self.product.box.offsets)
+        rank = self.product.columns.shape[0]
+        (first, height), (left, width) = [(0, 1), *zip(local.offsets, local.sizes, strict=True)][-2:]
+        delta = np.zeros((height, width), np.float32)
+        rows = None if self._rows is None else _values(self._rows, worker, Box((first, 0), (height, rank)))
+        if self.product.columns.elements <= _MOST_KEPT:
+            if self._kept is None:
+                self._kept = _values(self._columns, worker, Box.whole(self.product.columns.shape))
+            add_products(delta, rows, self._kept[:, left : left + width])
+        else:
+            step = max(1, _MOST_KEPT // width)
+            for start in range(0, rank, step):
+                columns = _values(self._columns, worker, Box((start, left), (min(step, rank - start), width)))
+                add_products(delta, None if rows is None else rows[:, start : start + step], columns)
+        delta *= np.float32(self.product.scale)
+        return delta
+
+    def magnitude(self, worker: Worker, box: Box) -> Float32:
+        """The magnitude of each row of a box, as an array of one column."""
+        assert self._magnitude is not None
+        local = box.relative_to(self.product.box.offsets)
+        return _values(self._magnitude, worker, Box(local.offsets[:1], local.sizes[:1]))[:, None]
+
+
+def _values(factor: Reader, worker: Worker, box: Box) -> Float32:
+    """The values of a box of a factor."""
+    return factor.whole(worker, box).view(np.float32)
