@@ -227,7 +227,7 @@ def _report(error: Exception, debug: bool, as_json: bool) -> int:
 
 def _list_checkpoints(error: ReshardError) -> None:
     """If the error is that none of several checkpoints is chosen, list them on stderr."""
-    choice = sys.modules.get("reshard.requests.choice")
+    choice = sys.modules.get("reshard.opening.choice")
     if choice and isinstance(error, choice.SeveralCheckpoints):
         from reshard.pages.folders import run_sections
         from reshard.requests.lost_files import with_lost_files

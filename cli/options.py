@@ -14,7 +14,7 @@ import click
 
 from reshard.errors import RequestError
 from reshard.geometry.quantities import parse_count, parse_size
-from reshard.requests.keywords import (
+from reshard.opening.keywords import (
     CombiningOptions,
     ConvertOptions,
     EffortOptions,
@@ -24,7 +24,7 @@ from reshard.requests.keywords import (
     SelectionOptions,
     TargetOptions,
 )
-from reshard.requests.keywords import take as take
+from reshard.opening.keywords import take as take
 
 from . import help
 from .help import EFFORT as EFFORT
@@ -249,7 +249,7 @@ class Chosen:
         """The path of the checkpoint that a path means. Of two checkpoints, one may be no run."""
         if (self.step is None and self.part is None) or given.startswith(("http://", "https://")):
             return given
-        from reshard.requests.choice import Choice, NothingToChoose
+        from reshard.opening.choice import Choice, NothingToChoose
 
         try:
             found = Choice(self.step, self.part).path(given)

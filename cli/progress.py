@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.engine.events import event
 from reshard.geometry.quantities import nbytes_text
-from reshard.requests.keywords import EffortOptions, take
+from reshard.opening.keywords import EffortOptions, take
 
 from .invocation import current
 from .logs import NOTICE
 
 if TYPE_CHECKING:
-    from reshard.requests.checkpoint import Checkpoint
+    from reshard.opening.checkpoint import Checkpoint
 
 SECONDS_BETWEEN_LINES = 30.0
 

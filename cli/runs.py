@@ -20,7 +20,7 @@ from .spelling import with_flags
 from .tables import show, standard_output
 
 if TYPE_CHECKING:
-    from reshard.requests.run_folders import Step
+    from reshard.opening.run_folders import Step
     from reshard.verbs.steps.happened import WatchEvent
 
 

@@ -149,7 +149,7 @@ def _options_of(command: click.Command) -> Iterator[Option]:
 def _with_take(option: click.Option) -> str:
     """What an option does, with "take" for what the command does with tensors."""
     text = _help(option)
-    keywords = import_module("reshard.requests.keywords").SelectionOptions.__annotations__
+    keywords = import_module("reshard.opening.keywords").SelectionOptions.__annotations__
     if keyword := keywords.get(option.name):
         template = keyword.__metadata__[0].help
         written = template.format(take="take", Take="Take")

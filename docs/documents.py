@@ -20,11 +20,11 @@ from reshard.index.index import StoredFile
 from reshard.index.provenance import AppliedDelta
 from reshard.live.from_files.pushing import PushResult
 from reshard.measures.changes import Change
+from reshard.opening.run_folders import Step
 from reshard.plans.layout import LeftFile
 from reshard.plans.plan import Totals
 from reshard.plans.summary import DropSummary, ExpertSummary, KindSummary
 from reshard.requests.outlook import Outlook
-from reshard.requests.run_folders import Step
 from reshard.serving.capacity import DegreeReport, DegreeRow
 from reshard.storage.claims import SourceChecks
 from reshard.training.memory import Strategy

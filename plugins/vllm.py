@@ -127,7 +127,7 @@ class Options:
         """The opened checkpoint at a path, or around it: verl puts the model's files into a folder in the checkpoint. model: the
         directory of the model's config."""
         import reshard
-        from reshard.requests.opening import is_bare
+        from reshard.opening.models import is_bare
 
         if os.path.basename(os.path.abspath(path)) == _VERL_FOLDER and is_bare(path):
             path = os.path.dirname(os.path.abspath(path))

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from reshard.canonical.content import Selection
     from reshard.errors import CheckpointError, DifferenceFound, RequestError, ReshardError
-    from reshard.requests.checkpoint import Checkpoint
-    from reshard.requests.opening import open
+    from reshard.opening.checkpoint import Checkpoint
+    from reshard.opening.open import open
     from reshard.storage.stores.urls import storage_options
     from reshard.verbs.convert import convert, convert_part
     from reshard.verbs.delta import apply, delta
@@ -75,7 +75,7 @@ __all__ = [
 ]
 _ELSEWHERE = {
     "apply": "verbs.delta",
-    "Checkpoint": "requests.checkpoint", "Selection": "canonical.content", "open": "requests.opening", "convert_part": "verbs.convert",
+    "Checkpoint": "opening.checkpoint", "Selection": "canonical.content", "open": "opening.open", "convert_part": "verbs.convert",
     "load_plan": "verbs.plan", "save_plan": "verbs.plan", "storage_options": "storage.stores.urls",
     "cache": "verbs.serve.cache", "serve_check": "verbs.serve.serve_check",
 }  # fmt: skip
@@ -104,7 +104,7 @@ def _bind_from_above(*, is_checkpoint: bool) -> None:
 
     draw_with(lambda value, for_notebook: str(import_module("reshard.pages.pictures").draw(value, for_notebook)))
     if is_checkpoint:
-        from reshard.requests.checkpoint import view_with
+        from reshard.opening.checkpoint import view_with
 
         view_with(lambda *asked: import_module("reshard.verbs.view").view(*asked))
 

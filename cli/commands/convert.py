@@ -73,7 +73,7 @@ def convert(name: str, sources: tuple[str, ...], target: str, to: str | None, dr
     """Convert sources to the target. name: the command, as it is recorded beside the result."""
     from reshard.engine.pool import Effort
     from reshard.engine.record import Provenance
-    from reshard.requests.keywords import ConvertOptions
+    from reshard.opening.keywords import ConvertOptions
     from reshard.verbs.convert import conversion, existing_target, part_result, result_of, target_place, unchanged_result
     from reshard.verbs.plan import effort_of
 

@@ -55,7 +55,7 @@ def command(places: tuple[str, ...], run: str | None, encoding: Any, cast: bool,
     refuses another base.
     """
     import reshard
-    from reshard.requests.keywords import EffortOptions, ModelOptions, usual_values
+    from reshard.opening.keywords import EffortOptions, ModelOptions, usual_values
 
     usual = usual_values(EffortOptions)
     of_run = {name: given.pop(name) for name in ("full_every", "to", "dtype", "part")}
@@ -72,8 +72,8 @@ def command(places: tuple[str, ...], run: str | None, encoding: Any, cast: bool,
         show_events(reshard.watch(run, into=into, delta=True, once=True, encoding=encoding, **of_run))
         return None
     base, new, target = places
-    from reshard.requests.choice import SeveralCheckpoints
-    from reshard.requests.opening import open_both
+    from reshard.opening.choice import SeveralCheckpoints
+    from reshard.opening.open import open_both
 
     about_model = options.take(given, ModelOptions)
     try:

@@ -40,7 +40,7 @@ def command(source: str, to: str, server: str | None, allow_not_comparable: bool
     """
     import reshard
     from reshard.errors import RequestError
-    from reshard.requests.keywords import OpenOptions
+    from reshard.opening.keywords import OpenOptions
     from reshard.verbs.digests import expected_parameters, weight_checker
     from reshard.verbs.server_comparison import compare_with_server
 

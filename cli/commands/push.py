@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.geometry.quantities import nbytes_text, plural
+from reshard.opening.keywords import LinkOptions, RecipeOptions, SelectionOptions
 from reshard.pages.sections import Facts, Section
-from reshard.requests.keywords import LinkOptions, RecipeOptions, SelectionOptions
 
 from .. import options
 from ..plans import plan_document

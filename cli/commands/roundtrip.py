@@ -29,7 +29,7 @@ def command(source: str, to: str, materialize: bool, work: str | None, show_prog
     """
     import reshard
     from reshard.errors import RequestError
-    from reshard.requests.keywords import EffortOptions, OpenOptions
+    from reshard.opening.keywords import EffortOptions, OpenOptions
     from reshard.verbs.roundtrip import materialize as there_and_back
 
     if work is not None and not materialize:

@@ -51,11 +51,11 @@ def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool
     import reshard
     from reshard.engine.pool import Effort
     from reshard.errors import RequestError
+    from reshard.opening.deltas import tree_of
+    from reshard.opening.keywords import ModelOptions, SelectionOptions
+    from reshard.opening.open import open_both
     from reshard.pages.comparisons import comparison_sections
     from reshard.plans.manifest import usable_manifest
-    from reshard.requests.deltas import tree_of
-    from reshard.requests.keywords import ModelOptions, SelectionOptions
-    from reshard.requests.opening import open_both
     from reshard.requests.request import selection_of
     from reshard.storage.server import is_server
     from reshard.storage.trees import chain_of

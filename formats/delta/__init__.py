@@ -6,7 +6,7 @@
                                         "compression_format": "zstd", "checksum_format": "blake3"}, "weight_map": {name: file}}
 
 reshard/index/deltas.py says what a frame holds. Keys of the metadata that begin with `reshard_` are our own: fingerprints and names.
-A delta alone holds no weights. `BASE+DELTA` is a checkpoint (reshard/requests/deltas.py), and the verb `delta` writes one.
+A delta alone holds no weights. `BASE+DELTA` is a checkpoint (reshard/opening/deltas.py), and the verb `delta` writes one.
 
 Source: slime 624b824 (utils/disk_delta.py, update_weight_from_disk_delta.py), modelexpress 0.7.0 (canonical_delta.py).
 """

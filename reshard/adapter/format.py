@@ -57,6 +57,8 @@ class Hints:
     @property
     def model(self) -> Model | None:
         """The model, if there is a config and its architecture is declared."""
+        if self.config is None:
+            return None
         from reshard.models.lookup import find_model
 
         return find_model(self.config, self.architecture)

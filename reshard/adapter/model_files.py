@@ -19,7 +19,6 @@ from reshard.geometry.value import value
 from reshard.models.config_values import with_value
 from reshard.models.quantization import SETTING, SETTINGS_FILES, quantization_settings, settings_of_file
 from reshard.storage.files import Files, LocalFiles, inside, leads_elsewhere, read_whole
-from reshard.storage.json_input import parsed
 
 if TYPE_CHECKING:
     from reshard.geometry.dtypes import DType
@@ -144,10 +143,17 @@ class ModelFiles:
         note = f"added to {CONFIG}, {why}: {settings if len(settings) < 160 else f'{settings[:157]}...'}"
         return replace(self, config=config, settings_from=settings_from, derived=True), (note,)
 
-    @property
-    def declared_in(self) -> str:
-        """The path of the declaration beside config.json, for messages."""
-        return f"{self.files.root.rstrip('/')}/{self.folder}{DECLARATION}"
+    def declared(self, named: Architecture | str | os.PathLike[str] | None = None) -> Architecture | None:
+        """The architecture that the user names, or else that the declaration beside config.json declares; None if there is neither."""
+        if named is not None:
+            from reshard.models.lookup import named_architecture
+
+            return named_architecture(named)
+        if self.declaration is None:
+            return None
+        from reshard.models.lookup import declared_by
+
+        return declared_by(self.declaration, f"{self.files.root.rstrip('/')}/{self.folder}{DECLARATION}")
 
     @property
     def path(self) -> str | None:
@@ -395,6 +401,8 @@ def blaming_the_parent(model_files: ModelFiles) -> Iterator[None]:
 
 def read_json(files: Files, path: str, *, limit: int = 1 << 24) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError if the file holds anything else."""
+    from reshard.storage.json_input import parsed
+
     try:
         value = parsed(read_whole(files, path, limit=limit))
     except ValueError as error:

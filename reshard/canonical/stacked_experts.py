@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, Tile, joined, stacked
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards, rows_meeting
-from reshard.index.subviews import SubviewsBuilder, SubviewsByTensor
 from reshard.models.model import Model
 from reshard.models.quantization import without_quantization
 from reshard.models.weights import numbered
+
+if TYPE_CHECKING:
+    from reshard.index.subviews import SubviewsByTensor
 
 
 def stacks(model: Model) -> Mapping[str, Mosaic]:
@@ -63,6 +66,8 @@ def _of_experts(model: Model, name: str) -> Mosaic:
 
 def located_in(shards: Shards, array: Mosaic) -> SubviewsByTensor:
     """The tiles of an array in the pieces of the stored tensor that is this array."""
+    from reshard.index.subviews import SubviewsBuilder
+
     starts, stops = shards.offsets, shards.offsets + shards.sizes
     builder = SubviewsBuilder()
     for tile in array.tiles:

@@ -28,8 +28,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from reshard.canonical.name_variants import Names
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import is_state_key, owner
 from reshard.canonical.renaming import renamed, without_wrappers
@@ -37,8 +37,9 @@ from reshard.errors import RequestError
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
 from reshard.index.index import Index, Kind, Tensor, element_count
-from reshard.models.lookup import is_draft_table
-from reshard.models.model import Model
+
+if TYPE_CHECKING:
+    from reshard.models.model import Model
 
 # Keys under which trainers keep the model's state dict. Where several occur, the first of this list holds the main model.
 MODEL_ROOTS = ("model", "module", "state_dict", "model_state_dict", "net", "network", "app", "ema")
@@ -81,6 +82,8 @@ _WEIGHT_LIKE = re.compile(r"(?:^|\.)(?:weight|bias)$")
 _OF_TRAINED = ("master", "moment1", "moment2")
 # Element types into which quantizers pack weights.
 _PACKED = ("U8", "I8", "I32")
+# Integer tables of a draft model (models/lookup.py): which token of the model each token of its smaller vocabulary is.
+_DRAFT_TABLES = frozenset({"d2t", "t2d", "token_map", "draft_id_to_target_id"})
 
 
 @value
@@ -117,6 +120,8 @@ def classified(index: Index, model: Model | None) -> Index:
     doubtful = [(tensor, kind) for tensor, kind in guessed if kind != "weight"]
     if not doubtful:
         return index
+    from reshard.canonical.name_variants import Names
+
     names = Names(model) if model else None
     changed = {id(tensor): kind for tensor, kind in doubtful if not names or names.array(tensor.name) is None}
     return replace(index, tensors=tuple(replace(t, kind=changed[id(t)]) if id(t) in changed else t for t in index.tensors))
@@ -170,7 +175,7 @@ def _kind_of_tensor(tensor: Tensor, trained: frozenset[str]) -> Kind:
     if is_mask or parts[-1] in _BUFFERS or not _OBSERVERS.isdisjoint(parts):
         return "buffer"
     is_packed = dtype.name in _PACKED and len(tensor.shape) > 1
-    return "weight" if _is_number(tensor) or is_packed or is_draft_table(name) else "buffer"
+    return "weight" if _is_number(tensor) or is_packed or parts[-1] in _DRAFT_TABLES else "buffer"
 
 
 def stored_models(index: Index) -> tuple[StoredModel, ...]:

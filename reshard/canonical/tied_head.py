@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reshard.canonical.name_variants import Names
 from reshard.errors import CheckpointError
 from reshard.index.index import Index, Tensor
 from reshard.models.config_values import with_value
-from reshard.models.model import Model
+
+if TYPE_CHECKING:
+    from reshard.models.model import Model
 
 KEY = "tie_word_embeddings"
 """The config's key that says whether the two are tied."""
@@ -54,6 +55,8 @@ def agreed_config(index: Index, model: Model) -> Mapping[str, Any] | None:
     inner = model.architecture.text_config
     if not inner or model.is_tied or model.config.get(KEY) is not True:
         return None
+    from reshard.canonical.name_variants import Names
+
     names, head = Names(model), model.architecture.tied[0]
     stored = (tensor.name for tensor in index.tensors if tensor.kind in ("weight", "master"))
     if any((array := names.array(name)) is not None and head in array.names for name in stored):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 from reshard.geometry.meshes import Mesh
@@ -149,6 +149,10 @@ class Index:
     def by_kind(self, kind: Kind) -> dict[str, Tensor]:
         """The tensors of one kind by name."""
         return {tensor.name: tensor for tensor in self.tensors if tensor.kind == kind}
+
+    def noting(self, *notes: str) -> Index:
+        """The index with further notes about the run."""
+        return replace(self, facts=replace(self.facts, notes=(*self.facts.notes, *notes))) if notes else self
 
     @property
     def keeps_both_copies(self) -> bool:

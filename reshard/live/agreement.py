@@ -19,9 +19,9 @@ from reshard.live.plan.transfer_plan import TransferPlan, transfer_plan
 from reshard.models.architecture import Architecture
 from reshard.models.lookup import changed_keys
 from reshard.models.quantization import quantization_of, quantization_settings, without_quantization
+from reshard.opening.checkpoint import Checkpoint
 from reshard.plans.layout import Layout, TargetFile
 from reshard.plans.plan import Plan, make_plan
-from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.planning import plan_conversion
 from reshard.requests.request import OWN_ADAPTER, ConversionRequest, cast_of_server
 

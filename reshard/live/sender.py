@@ -26,7 +26,7 @@ from reshard.live.session import opened
 from reshard.live.trainers import Trainers
 from reshard.live.wire.exchange import Exchange
 from reshard.live.wire.transport import reason
-from reshard.requests.keywords import LinkOptions
+from reshard.opening.keywords import LinkOptions
 
 if TYPE_CHECKING:
     import torch

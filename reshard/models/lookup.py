@@ -83,8 +83,8 @@ def _meant(model_type: str, config: Mapping[str, Any]) -> str:
 def _with_parts(declared: Architecture, named: tuple[tuple[str, str], ...]) -> Architecture | None:
     """An architecture with the parts that a config names."""
     if declared.declaration is None or declared.declared_in is None:
-        return _find(declared.model_type, named)
-    return _declared_by(declared.declaration.encode(), declared.declared_in, named)
+        return find_declaration(declared.model_type, named)
+    return declared_by(declared.declaration.encode(), declared.declared_in, named)
 
 
 def _named_parts(declared: Architecture, config: Mapping[str, Any]) -> dict[str, str]:
@@ -156,12 +156,6 @@ def find_architecture(model_type: str) -> Architecture | None:
     return None if model_type.startswith(TOWERS) else find_declaration(model_type)
 
 
-def find_declaration(name: str, named: tuple[tuple[str, str], ...] = ()) -> Architecture | None:
-    """What `extends` can name: the declaration of a model type, or after `towers/` that of a tower; None if there is none. named: as for
-    Find."""
-    return _find(name, named)
-
-
 def named_architecture(named: Architecture | str | os.PathLike[str]) -> Architecture:
     """The architecture that a user names: by its model type, or by the path of a file, which contains a dot or a slash.
 
@@ -191,19 +185,12 @@ def read_architecture(path: str | os.PathLike[str]) -> Architecture:
         raise RequestError(
             f"`architecture=` {os.fspath(path)}: this is a directory; a declared model or a file with a declaration is expected"
         )
-    declared = declared_by(_content(Path(path)), os.fspath(path))
-    assert declared is not None, "the file has a content"
-    return declared
-
-
-def declared_by(content: bytes | None, where: str) -> Architecture | None:
-    """The architecture that the content of a user's file declares; None without a content. Raises: as `read_architecture` does."""
-    return None if content is None else _declared_by(content, where)
+    return declared_by(_content(Path(path)), os.fspath(path))
 
 
 @lru_cache(maxsize=16)
-def _declared_by(content: bytes, where: str, named: tuple[tuple[str, str], ...] = ()) -> Architecture:
-    """The architecture that the content of a user's file declares. named: as for `_find`."""
+def declared_by(content: bytes, where: str, named: tuple[tuple[str, str], ...] = ()) -> Architecture:
+    """The architecture that the content of a user's file declares. named: as for `find_declaration`. Raises: as `read_architecture`."""
     declared = parse_declaration(content, where, find_declaration, dict(named))
     declared = replace(declared, declared_in=where, declaration=content.decode())
     built_in = None if declared.engines or declared.like else find_architecture(declared.model_type)
@@ -257,17 +244,20 @@ def known_model_types() -> tuple[str, ...]:
 
 
 @cache
-def _find(model_type: str, named: tuple[tuple[str, str], ...] = (), extending: tuple[str, ...] = ()) -> Architecture | None:
-    """The declaration of a model type, or of a tower after TOWERS. extending: the model types whose declarations are being read. named: the
-    key of an inner config and the model type that it names, of the parts that the declaration leaves to the config."""
-    name = _file_name(model_type)
+def find_declaration(name: str, named: tuple[tuple[str, str], ...] = (), extending: tuple[str, ...] = ()) -> Architecture | None:
+    """What `extends` can name: the declaration of a model type, or after TOWERS that of a tower; None if there is none.
+
+    named: the key of an inner config and the model type that it names, of the parts that the declaration leaves to the config. extending:
+    the model types whose declarations are being read.
+    """
+    name = _file_name(name)
     if not re.fullmatch(rf"({TOWERS})?[a-z][a-z0-9_]{{0,99}}", name):
         return None
     if name in extending:
         raise RequestError(
             f"the declarations of {', '.join(extending)} extend each other in a circle", do="Correct `extends:` in one of them"
         )
-    find = partial(_find, extending=(*extending, name))
+    find = partial(find_declaration, extending=(*extending, name))
     path = _built_in_file(name)
     if path.is_file():
         return parse_declaration(_content(path), f"reshard/architectures/{name}.yaml", find, dict(named))
@@ -314,7 +304,6 @@ def _entry_points() -> dict[str, EntryPoint]:
 # Source: vLLM 0.32, model_executor/models/registry.py, _SPECULATIVE_DECODING_MODELS; speculators 0.3.
 # Eagle2_5_VL is a model with a vision tower, and no draft.
 _CLASS = re.compile(r"^P?[Ee]agle(?!2_5)|Eagle3?(?:Model)?$|Medusa|MTP|DFlash|DSpark|Speculator|DraftModel$")
-_TABLES = frozenset({"d2t", "t2d", "token_map", "draft_id_to_target_id"})
 
 
 def draft_class(config: Mapping[str, Any]) -> str | None:
@@ -325,11 +314,6 @@ def draft_class(config: Mapping[str, Any]) -> str | None:
         return drafts[0]
     method = config.get("speculators_model_type")
     return method if isinstance(method, str) else None
-
-
-def is_draft_table(name: str) -> bool:
-    """Whether a tensor is an integer table of a draft: which token of the model each token of its smaller vocabulary is."""
-    return name.rpartition(".")[2] in _TABLES
 
 
 @value

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from reshard.canonical.content import Drop
     from reshard.index.index import Tensor
     from reshard.models.model import Model
+    from reshard.opening.checkpoint import Checkpoint
     from reshard.plans.summary import ExpertSummary
-    from reshard.requests.checkpoint import Checkpoint
 
 PLACEMENT_COLUMNS = ("dimension", "ranks", "placement", "meaning")
 # Kinds of tensors whose names are not those of weights that they belong to.

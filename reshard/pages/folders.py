@@ -12,7 +12,7 @@ from reshard.pages.texts import age_text, count_text, nbytes_text
 
 if TYPE_CHECKING:
     from reshard.models.model import Model
-    from reshard.requests.run_folders import Step
+    from reshard.opening.run_folders import Step
 
 # Files that are listed of a checkpoint that cannot be opened.
 _MOST_FILES = 20

@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from reshard import __version__
 from reshard.geometry.quantities import plural
 from reshard.index.balance import shares
+from reshard.opening.keywords import PathLike
 from reshard.pages.checkpoints import share_rows
 from reshard.pages.pictures import bubble_curves, memory_bars, picture_of, transfers
 from reshard.pages.sections import Drawing, Facts, Head, Note, OnPage, Rows, Section, Share, Tree
 from reshard.pages.shard_maps import layer_map, tensor_map, tree_list
 from reshard.picture.page import Html, Page, element, facts, folded, joined, meter, sentence, table
-from reshard.requests.keywords import PathLike
 from reshard.storage.output_file import OutputFile
 
 # Rows and findings that a page shows, the rest is counted; and rows that are shown unfolded.

@@ -16,11 +16,11 @@ from reshard.geometry.value import Tabular
 from reshard.index.fold import fold
 from reshard.live.plan.transfer_plan import TransferPlan
 from reshard.measures.changes import Change, sum_of
+from reshard.opening.checkpoint import Checkpoint
 from reshard.pages.shard_maps import lanes_of, shard_map, tree_list
 from reshard.picture.drawing import curves, heat_map, in_notebook, shortened, stacked
 from reshard.picture.page import Html, element, folded, joined, table
 from reshard.plans.plan import Plan
-from reshard.requests.checkpoint import Checkpoint
 from reshard.serving.capacity import DegreeReport
 from reshard.training.memory import Estimate
 from reshard.training.schedules import PipelineSchedule, bubbles

@@ -1,1 +1,1 @@
-"""What is asked, opened and planned: options, checkpoints, and planning as a row of steps."""
+"""What is asked and planned: requests, plan files, and planning as a row of steps."""

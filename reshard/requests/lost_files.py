@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from reshard.errors import IncompleteError, ReshardError
-from reshard.requests.run_folders import Completeness, Step
+from reshard.opening.run_folders import Completeness, Step
 
 # Names that say how many files there are.
 _COUNTED = tuple(map(re.compile, (r"(.*\b)\d+-of-(\d{1,9})(\b.*)", r"(.*world_size_)(\d{1,9})_rank_\d+(.*)")))
@@ -46,7 +46,7 @@ def _may_lack_files(step: Step, usual: Collection[str]) -> bool:
 
 def _looked_at(step: Step) -> Step:
     """A checkpoint in question, opened."""
-    from reshard.requests.opening import open
+    from reshard.opening.open import open
 
     try:
         open(step.path, format=step.format)

@@ -36,12 +36,12 @@ from reshard.geometry.dtypes import from_torch
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.index import StoredFile
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import OpenOptions
+from reshard.opening.open import open_several
 from reshard.plans.digests import content_digest
 from reshard.plans.plan import Order, Plan
 from reshard.plans.summary import drops
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import OpenOptions
-from reshard.requests.opening import adapter_of, opened
 from reshard.requests.planning import plan_conversion
 from reshard.requests.request import ConversionRequest
 from reshard.secrets import masked_in, public
@@ -70,7 +70,7 @@ def planned(source: Checkpoint, request: ConversionRequest, asked: Mapping[str, 
             why="A conversion writes one checkpoint",
             do="Add `average=`, or convert each by itself",
         )
-    adapter = request.opened_adapter(partial(adapter_of, source))
+    adapter = request.adapter_for(source)
     found = plan_conversion(source, request, adapter, others)
     # Whoever plans again takes what was found, such as a learned layout, and does not look for it.
     if found.target.options != request.target.options:
@@ -129,14 +129,14 @@ class PlanFile:
         sizes = [asked.get(axis, 1) for axis in ("tp", "pp", "ep", "dp")]
         if not OpenOptions.__annotations__.keys() >= opened_with.keys() or "only" in asked or math.prod(sizes) > _MOST_RANKS:
             raise self._damaged(f"it asks for what no plan file does, or for more than {_MOST_RANKS:,} ranks")
-        from reshard.requests.deltas import tree_of
+        from reshard.opening.deltas import tree_of
 
         self._check_number(sources, order)
         self._check_source([tree for source in sources for tree in trees_of(tree_of(source))], order["files"])
         held = _Folder(attached)
         _check_is_attached({**opened_with, **asked}, held.paths)
         keywords = {**opened_with, **_among(held.paths, opened_with)}
-        checkpoint, *others = (opened(source, is_alone=len(sources) == 1, **keywords) for source in sources)
+        checkpoint, *others = open_several(sources, keywords)
         about = {**asked, **_among(held.paths, asked)}
         to = about.pop("to")
         found = planned(checkpoint, ConversionRequest.of(to, about), {"to": to, **about}, others)

@@ -19,7 +19,7 @@ from reshard.serving.legality import check_degrees
 
 if TYPE_CHECKING:
     from reshard.adapter.serving_format import ServingFormat
-    from reshard.requests.checkpoint import Checkpoint
+    from reshard.opening.checkpoint import Checkpoint
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """The tensor-parallel sizes that are tried."""

@@ -33,10 +33,10 @@ from reshard.index.index import Index, Tensor, about_left_out
 from reshard.index.provenance import Combined, CombinedSource
 from reshard.index.shards import Relocation
 from reshard.models.quantization import check_has_settings, packed_names, quantization_of, unknown_quantization, without_quantization
+from reshard.opening.checkpoint import Checkpoint
 from reshard.plans.layout import BesideWeights, Layout, Target
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
-from reshard.requests.checkpoint import Checkpoint
 from reshard.requests.request import ConversionRequest
 from reshard.storage.files import Files, inside
 from reshard.storage.system_calls import gc_paused

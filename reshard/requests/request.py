@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from reshard.adapter import registry
 from reshard.adapter.format import ADAPTER, Format, Option
@@ -18,13 +18,14 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.value import value
 from reshard.index.index import Index
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import CombiningOptions, ManyPlanOptions, PathLike, SelectionOptions, take, unknown_keyword
+from reshard.opening.open import adapter_of
 from reshard.plans.layout import Target
 from reshard.plans.summary import kinds as kinds_of
-from reshard.requests.keywords import CombiningOptions, ManyPlanOptions, PathLike, SelectionOptions, take, unknown_keyword
 
 OWN_ADAPTER = "self"
 """The value of --merge-adapter for the adapter that the checkpoint itself holds."""
-Opened = TypeVar("Opened")
 
 
 @value
@@ -79,9 +80,9 @@ class ConversionRequest:
         """Whether the adapter that the checkpoint holds is merged into its weights."""
         return self.merge_adapter == OWN_ADAPTER
 
-    def opened_adapter(self, open: Callable[[PathLike], Opened]) -> Opened | None:
-        """The adapter to merge, opened by `open`; None if there is none, or the checkpoint holds it."""
-        return None if self.merge_adapter is None or self.merges_own_adapter else open(self.merge_adapter)
+    def adapter_for(self, base: Checkpoint) -> Checkpoint | None:
+        """The adapter to merge into a base, opened; None if there is none, or the base holds it."""
+        return None if self.merge_adapter is None or self.merges_own_adapter else adapter_of(base, self.merge_adapter)
 
 
 def cast_of_server(index: Index, served: str | None) -> str | None:

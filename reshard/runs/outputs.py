@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from reshard.geometry.value import value
-from reshard.requests.run_folders import Step
+from reshard.opening.run_folders import Step
 from reshard.storage.own_files import json_object
 from reshard.storage.system_calls import absolute_place
 

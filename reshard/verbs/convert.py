@@ -24,13 +24,13 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.health.findings import Finding
 from reshard.health.model_files import missing_in_target
+from reshard.opening.keywords import ConvertOptions, PathLike, checked_keywords
 from reshard.plans.digests import Fingerprint
 from reshard.plans.layout import LeftFile, left_by_kind
 from reshard.plans.manifest import MANIFEST, RECORDS, usable_manifest, written_files
 from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
 from reshard.plans.tasks import PartNumber, imbalance, tasks_of_part
-from reshard.requests.keywords import ConvertOptions, PathLike, checked_keywords
 from reshard.requests.unchanged import files_of_target, own_files, reason_to_convert
 from reshard.storage.claims import FileDigests, SourceChecks
 from reshard.storage.own_files import WORK_FOLDER

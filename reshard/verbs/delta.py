@@ -31,10 +31,10 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.deltas import INDEX, OWN_KEY, DeltaEncoding
 from reshard.index.index import Tensor, element_count
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import EffortOptions, ModelOptions, PathLike, PlanOptions, checked_keywords, take
+from reshard.opening.open import open_both
 from reshard.plans.digests import Fingerprint, content_digest
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import EffortOptions, ModelOptions, PathLike, PlanOptions, checked_keywords, take
-from reshard.requests.opening import open_both
 from reshard.secrets import masked_in
 from reshard.storage.claims import FileDigests, SourceChecks
 from reshard.storage.files import Files

@@ -11,9 +11,9 @@ from reshard.adapter.serving_format.weight_checker import ParameterHash, Serving
 from reshard.engine.pool import NO_LIMITS, run_jobs
 from reshard.engine.views import LazyTensor
 from reshard.errors import RequestError, UnsupportedError
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import PathLike, PlanOptions, Progress, checked_keywords
 from reshard.plans.plan import Plan
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import PathLike, PlanOptions, Progress, checked_keywords
 from reshard.verbs.plan import plan
 from reshard.verbs.server_comparison import ExpectedParameters
 

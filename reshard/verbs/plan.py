@@ -9,14 +9,12 @@ from typing import Any, Unpack, cast
 from reshard.adapter.file_kinds import kinds
 from reshard.errors import RequestError, some
 from reshard.geometry.quantities import plural
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import EffortOptions, ManyPlanOptions, OpenOptions, PathLike, checked_keywords, take
+from reshard.opening.open import open_several
 from reshard.plans.plan import Plan
-from reshard.requests.chains import source_of
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import EffortOptions, ManyPlanOptions, OpenOptions, PathLike, checked_keywords, take
-from reshard.requests.opening import check_used, opened
 from reshard.requests.order import PlanFile, planned
 from reshard.requests.request import ConversionRequest
-from reshard.requests.run_folders import run_at
 from reshard.storage.files import LocalFiles, read_whole
 from reshard.storage.system_calls import gc_paused
 
@@ -60,12 +58,9 @@ def plan_of(source: Source | Sequence[Source], to: str, given: dict[str, Any]) -
     """The plan of keywords, as `plan` makes it. given: the keywords of `plan` and of `open`."""
     about_source = take(given, OpenOptions)
     request = ConversionRequest.of(to, given)
-    source, *others = _sources(source, given.pop("last", None), given.get("task_arithmetic"))
-    checkpoint = opened(source, is_alone=not others, **about_source)
-    combined_with = [opened(other, is_alone=False, **about_source) for other in others]
-    if others and not isinstance(source, Checkpoint):
-        check_used([checkpoint, *combined_with], about_source)
-    return planned(checkpoint, request, {"to": request.to.name, **given}, combined_with)
+    sources = _sources(source, given.pop("last", None), given.get("task_arithmetic"))
+    checkpoint, *others = open_several(sources, about_source)
+    return planned(checkpoint, request, {"to": request.to.name, **given}, others)
 
 
 def _sources(source: Source | Sequence[Source], last: int | None, base: PathLike | None) -> list[Source]:
@@ -83,6 +78,9 @@ def last_steps(sources: Sequence[Source], number: int) -> list[Source]:
 
     Raises: RequestError unless the source is the folder of a run, and has so many complete steps of one checkpoint each.
     """
+    from reshard.opening.chains import source_of
+    from reshard.opening.run_folders import run_at
+
     if len(sources) != 1 or isinstance(sources[0], Checkpoint) or (run := run_at(sources[0])) is None:
         raise RequestError(
             f"`last={number}` takes the folder of a run, and {'several sources are' if len(sources) > 1 else 'a checkpoint is'} given",

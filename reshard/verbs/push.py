@@ -11,9 +11,8 @@ from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.errors import ReshardError
 from reshard.live.from_files.pushing import Base, PlannedPush, PushResult, base_of_servers, check_serves
 from reshard.live.from_files.running_server import RunningServer, running_servers
-from reshard.plans.plan import Plan
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import (
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import (
     EffortOptions,
     LinkOptions,
     ModelOptions,
@@ -24,7 +23,8 @@ from reshard.requests.keywords import (
     checked_keywords,
     take,
 )
-from reshard.requests.opening import open
+from reshard.opening.open import open
+from reshard.plans.plan import Plan
 from reshard.requests.request import cast_of_server
 from reshard.storage.tar import open_tree
 from reshard.storage.trees import chain_of

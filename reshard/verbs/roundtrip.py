@@ -15,11 +15,11 @@ from reshard.canonical.optimizer_state import is_master_key
 from reshard.engine.compare import Comparison, Side, compare
 from reshard.engine.pool import Effort
 from reshard.models.lookup import find_model
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import EffortOptions, PathLike, checked_keywords
+from reshard.opening.open import open
 from reshard.plans.plan import Plan
 from reshard.plans.proof import RoundTrip, compose, widens
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
-from reshard.requests.opening import open
 from reshard.storage.files import VirtualFiles
 from reshard.verbs.convert import convert
 from reshard.verbs.plan import plan as plan_of

@@ -10,9 +10,9 @@ from reshard.live.memory.computed import computed_memory
 from reshard.live.memory.description import RankDescription
 from reshard.live.memory.index import checkpoint_of, memories_of
 from reshard.live.plan.transfer_plan import RankMemory, TransferPlan, memory_of_files, transfer_plan
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import PathLike, PlanOptions, checked_keywords
-from reshard.requests.opening import opened
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import PathLike, PlanOptions, checked_keywords
+from reshard.opening.open import opened
 from reshard.requests.planning import plan_conversion
 from reshard.requests.request import ConversionRequest
 from reshard.storage.system_calls import gc_paused

@@ -29,11 +29,12 @@ from reshard.errors import CheckpointError, DifferenceFound, RequestError, Resha
 from reshard.geometry.quantities import plural
 from reshard.index.coverage import check_index
 from reshard.index.index import Index, Tensor
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords
+from reshard.opening.open import look, open_both, opened
+from reshard.opening.steps import classify
 from reshard.plans.digests import VERSION_1
 from reshard.plans.manifest import MANIFEST, Digests, Manifest, read_digests, read_manifest
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords
-from reshard.requests.opening import classified_checkpoint, open_both, opened, unchecked
 from reshard.storage.files import Files
 from reshard.storage.server import is_server
 from reshard.storage.tar import open_tree
@@ -156,7 +157,7 @@ def verify_written(
         result.differences.append(_as_difference(error, files))
         return result
     if manifest is None:
-        from reshard.requests.choice import only_checkpoint
+        from reshard.opening.choice import only_checkpoint
 
         only_checkpoint(files.root)  # lists several
         raise RequestError(
@@ -216,9 +217,9 @@ def log_compared(result: Comparison) -> None:
 
 def _unchecked(path: PathLike, options: OpenOptions) -> Checkpoint:
     """The checkpoint as its files describe it: values that contradict each other are found by their digests."""
-    _, checkpoint = unchecked(path, options)
+    checkpoint = look(path, options)
     check_index(checkpoint.index)
-    return classified_checkpoint(checkpoint)
+    return classify(checkpoint)
 
 
 def _as_difference(error: ReshardError, files: Files) -> Difference:

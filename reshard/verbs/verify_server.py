@@ -13,12 +13,12 @@ from reshard.engine.blocks import fingerprint_of_result
 from reshard.engine.compare import Difference
 from reshard.errors import CheckpointError, UnsupportedError, printable
 from reshard.geometry.meshes import Parallel
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import PathLike, Progress
+from reshard.opening.open import opened
 from reshard.plans.digests import is_digest
 from reshard.plans.plan import Plan
 from reshard.plans.summary import casts
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import PathLike, Progress
-from reshard.requests.opening import opened
 from reshard.requests.planning import plan_conversion
 from reshard.requests.request import ConversionRequest, cast_of_server
 from reshard.storage.server import Server

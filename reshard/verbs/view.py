@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from reshard.engine.views import View
 from reshard.errors import RequestError
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import PlanOptions
-from reshard.requests.opening import adapter_of
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import PlanOptions
 from reshard.requests.planning import plan_conversion
 from reshard.requests.request import ConversionRequest
 
@@ -17,7 +15,7 @@ from reshard.requests.request import ConversionRequest
 def view(source: Checkpoint, to: str, only: Mapping[str, int], options: PlanOptions) -> View:
     """What the rank `only` of the format `to` holds: the work of `Checkpoint.view`."""
     request = ConversionRequest.of(to, {**options, "only": only})
-    plan = plan_conversion(source, request, request.opened_adapter(partial(adapter_of, source)))
+    plan = plan_conversion(source, request, request.adapter_for(source))
     files = [file for file in plan.layout.files if plan.target.wants(file.ranks)]
     if not files:
         missing = ", ".join(f"{axis} rank {number}" for axis, number in only.items() if number)

@@ -10,9 +10,9 @@ from reshard.errors import RequestError, ReshardError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
 from reshard.index.deltas import DeltaEncoding
-from reshard.requests.chains import source_of
-from reshard.requests.keywords import PathLike, PlanOptions, checked_keywords
-from reshard.requests.run_folders import QUIET_SECONDS, Seen, Step, find_steps
+from reshard.opening.chains import source_of
+from reshard.opening.keywords import PathLike, PlanOptions, checked_keywords
+from reshard.opening.run_folders import QUIET_SECONDS, Seen, Step, find_steps
 from reshard.runs.local_outputs import LocalOutputs
 from reshard.runs.outputs import LATEST, Outputs, WatchRecord
 from reshard.storage.system_calls import is_url, local_path

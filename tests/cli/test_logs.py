@@ -179,7 +179,7 @@ def test_an_interruption_is_logged(tmp_path):
     code = (
         "import os, signal, sys, importlib\n"
         "main = importlib.import_module('reshard.cli.main')\n"
-        "verb = importlib.import_module('reshard.requests.opening')\n"
+        "verb = importlib.import_module('reshard.opening.open')\n"
         "verb.open = lambda *a, **k: os.kill(os.getpid(), signal.SIGTERM)\n"
         f"sys.argv = ['reshard', 'inspect', 'x', '--log-file', {str(log)!r}, '--log-format', 'json']\n"
         "main.main()"

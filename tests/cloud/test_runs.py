@@ -12,7 +12,7 @@ from helpers.fixture_places import FIXTURES, HF
 from helpers.reshard_command import command, reshard
 
 import reshard as library
-from reshard.requests.run_folders import find_steps
+from reshard.opening.run_folders import find_steps
 
 DCP, MODEL = FIXTURES / "dcp" / "fsdp2" / "checkpoint", FIXTURES / "dcp" / "fsdp2" / "model"
 MEGATRON = FIXTURES / "megatron" / "llama-tied-pp2" / "checkpoint" / "iter_0000002"
@@ -82,7 +82,7 @@ def test_without_a_marker_nothing_may_have_changed_for_a_while(s3):
 
 
 def test_where_a_store_tells_no_times_two_looks_are_compared(s3, monkeypatch):
-    from reshard.requests.run_folders import Seen
+    from reshard.opening.run_folders import Seen
     from reshard.storage.stores.remote_files import RemoteFiles
 
     monkeypatch.setattr(RemoteFiles, "written", lambda self, path: None)

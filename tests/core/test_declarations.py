@@ -80,7 +80,7 @@ def test_only_the_declarations_of_the_model_at_hand_are_read(monkeypatch):
 
     paths, content = [], lookup._content
     monkeypatch.setattr(lookup, "_content", lambda path: (paths.append(path.stem), content(path))[1])
-    lookup._find.cache_clear()
+    lookup.find_declaration.cache_clear()
     find_architecture("qwen3_moe")
     assert paths == ["qwen3_moe", "qwen3", "llama"]
 

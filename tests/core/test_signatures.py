@@ -46,6 +46,22 @@ def test_opening_a_checkpoint_imports_no_file_of_another_format():
     assert packages == {"dcp", "signatures"}
 
 
+OPENED = """
+import json, sys, reshard
+files = set()
+sys.setprofile(lambda frame, event, argument: files.add(frame.f_code.co_filename))
+reshard.open(sys.argv[1])
+sys.setprofile(None)
+modules = {module.__file__: name for name, module in sys.modules.items() if name.partition(".")[0] == "reshard"}
+print(json.dumps(sorted(modules[path] for path in files & modules.keys())))
+"""
+
+
+def test_opening_a_checkpoint_runs_few_files():
+    """In a fresh process; the top levels of modules count."""
+    assert 40 < len(run(OPENED, DCP / "fsdp2" / "checkpoint")) <= 70
+
+
 TRACED = """
 import json, sys, threading
 called = set()

@@ -11,8 +11,8 @@ from helpers.reshard_command import reshard
 from runs.test_steps import DCP, DEEPSPEED, MEGATRON, VERL, aged, copy
 
 import reshard as library
-from reshard.requests.choice import Choice, SeveralCheckpoints
-from reshard.requests.run_folders import RunFolder
+from reshard.opening.choice import Choice, SeveralCheckpoints
+from reshard.opening.run_folders import RunFolder
 
 
 def verl(tmp_path):
@@ -264,4 +264,4 @@ def test_an_error_names_at_most_five_steps(tmp_path):
 def test_choosing_is_loaded_only_for_a_choice():
     words = ["-X", "importtime", "-m", "reshard", "convert", str(HF / "llama"), "x", "--to", "hf", "--dry-run"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
-    assert "reshard.requests.opening" in done.stderr and "reshard.requests.choice" not in done.stderr
+    assert "reshard.opening.open" in done.stderr and "reshard.opening.choice" not in done.stderr

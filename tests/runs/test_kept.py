@@ -204,7 +204,7 @@ def test_runs_of_any_trainer_are_kept(name, to, tmp_path):
 
 
 def kept_at(kept, step):
-    from reshard.requests.choice import Choice
+    from reshard.opening.choice import Choice
 
     return Choice(step).path(str(kept))
 

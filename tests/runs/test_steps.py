@@ -8,7 +8,7 @@ import pytest
 from helpers.fixture_places import FIXTURES, HF
 from helpers.reshard_command import reshard
 
-from reshard.requests.run_folders import find_steps
+from reshard.opening.run_folders import find_steps
 
 DCP = FIXTURES / "dcp" / "fsdp2" / "checkpoint"
 MEGATRON = FIXTURES / "megatron" / "llama-tied-pp2" / "checkpoint"
@@ -174,7 +174,7 @@ def test_a_run_that_has_lost_nothing_is_not_opened(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         copy(VERL, tmp_path / f"global_step_{step}")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    monkeypatch.setattr("reshard.requests.opening.open", None)
+    monkeypatch.setattr("reshard.opening.open.open", None)
     assert "3 complete" in reshard("inspect", tmp_path).out
 
 

@@ -18,7 +18,7 @@ from ...replies import Reply
 
 if TYPE_CHECKING:
     from reshard.engine.views import LazyTensor
-    from reshard.requests.checkpoint import Checkpoint
+    from reshard.opening.checkpoint import Checkpoint
 
 # Without --slice, a larger tensor is shown as the first rows and columns.
 _MOST_ELEMENTS, _CORNER = 1000, 8

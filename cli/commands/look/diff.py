@@ -46,9 +46,9 @@ def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], l
     """
     import reshard
     from reshard.errors import RequestError
+    from reshard.opening.keywords import ModelOptions
+    from reshard.opening.open import open_both
     from reshard.pages.comparisons import diff_sections
-    from reshard.requests.keywords import ModelOptions
-    from reshard.requests.opening import open_both
     from reshard.requests.request import selection_of
     from reshard.verbs.look.diff import parse_thresholds
 

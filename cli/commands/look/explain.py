@@ -34,8 +34,8 @@ def command(bad: str, good: str, **given: Any) -> Reply:
     checkpoints differ.
     """
     import reshard
-    from reshard.requests.keywords import ModelOptions
-    from reshard.requests.opening import open_both
+    from reshard.opening.keywords import ModelOptions
+    from reshard.opening.open import open_both
     from reshard.requests.request import selection_of
 
     a, b = open_both(bad, good, **options.take(given, ModelOptions))

@@ -49,7 +49,7 @@ def _sections(documents: Iterable[dict[str, Any]]) -> Iterator[Section]:
 def _digested(path: str, digest_version: int | None, given: dict[str, Any], *, full: bool) -> dict[str, Any]:
     """The fingerprint of a checkpoint, with stable keys."""
     import reshard
-    from reshard.requests.keywords import OpenOptions
+    from reshard.opening.keywords import OpenOptions
     from reshard.requests.request import selection_of
 
     opened = reshard.open(path, **options.take(given, OpenOptions))

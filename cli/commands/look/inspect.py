@@ -80,10 +80,10 @@ def _inspected(checkpoint: str, view: TreeView, globs: tuple[str, ...], full: bo
     """What is known of one checkpoint, or the checkpoints of a folder."""
     import reshard
     from reshard.canonical.globs import check_globs, matches
+    from reshard.opening.choice import SeveralCheckpoints
+    from reshard.opening.run_folders import run_at
     from reshard.pages.checkpoints import checkpoint_sections
     from reshard.pages.folders import damaged_sections
-    from reshard.requests.choice import SeveralCheckpoints
-    from reshard.requests.run_folders import run_at
     from reshard.verbs.look.inspection import Inspection
 
     run, as_json = run_at(checkpoint) if given["format"] is None else None, Output.current().as_json
@@ -113,7 +113,7 @@ def _inspected(checkpoint: str, view: TreeView, globs: tuple[str, ...], full: bo
 
 def _is_model_alone(path: str) -> bool:
     """Whether a path is a model's config, or a folder with a config and no weights."""
-    from reshard.requests.opening import is_bare
+    from reshard.opening.models import is_bare
 
     try:
         return is_bare(path)
@@ -123,8 +123,8 @@ def _is_model_alone(path: str) -> bool:
 
 def _bare_model(path: str) -> Reply:
     """The model of a config. Raises: RequestError if its architecture is not declared."""
+    from reshard.opening.models import model_at
     from reshard.pages.folders import bare_model_sections
-    from reshard.requests.opening import model_at
     from reshard.requests.outlook import engine_sizes
 
     model = model_at(path)

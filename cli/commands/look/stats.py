@@ -45,7 +45,7 @@ def command(checkpoint: str, globs: tuple[str, ...], optimizer: bool, sort: str,
     their scales.
     """
     import reshard
-    from reshard.requests.keywords import OpenOptions
+    from reshard.opening.keywords import OpenOptions
     from reshard.verbs.look.stats import wanted
 
     opened = reshard.open(checkpoint, **options.take(given, OpenOptions))

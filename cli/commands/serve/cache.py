@@ -65,7 +65,7 @@ def command(action: str, source: str | None, to: str | None, folder: str | None,
 
 def _get(source: str, to: str, folder: str | None, max_size: int | None, given: dict[str, Any]) -> Reply:
     import reshard
-    from reshard.requests.keywords import ConvertOptions, OpenOptions
+    from reshard.opening.keywords import ConvertOptions, OpenOptions
     from reshard.verbs.plan import effort_of
 
     asked, show_progress = options.take(given, ConvertOptions), given.pop("show_progress")

@@ -26,16 +26,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import CheckpointError, TargetError
 from reshard.geometry.value import value
-from reshard.plans.tasks import BlockKey
 from reshard.storage.files import inside
-from reshard.storage.lock import is_locked
 from reshard.storage.own_files import JOURNAL, WORK_FOLDER, json_object, open_own, own_lines
-from reshard.storage.staging import Staging
 from reshard.storage.system_calls import sync_folder, system_errors
+
+if TYPE_CHECKING:
+    from reshard.plans.tasks import BlockKey
+    from reshard.storage.staging import Staging
 
 _OF_PARTS = ("--part", "--parts")
 
@@ -257,6 +258,8 @@ class Unfinished:
 
     def refusal(self) -> CheckpointError:
         """The error for somebody who wants to read the target as a checkpoint, with the command that finishes it."""
+        from reshard.storage.lock import is_locked
+
         running = is_locked(self.root)
         return CheckpointError(
             f"{'a conversion is running here' if running else 'an interrupted conversion'} to {self.header.to}{self.progress}",

@@ -35,10 +35,10 @@ from reshard.live.wire.line import Outcome
 from reshard.live.wire.stream import StreamWriter
 from reshard.live.wire.transport import SECONDS, ConnectionEnded
 from reshard.models.model import Model
+from reshard.opening.keywords import LinkOptions
 from reshard.plans.digests import is_digest
 from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
-from reshard.requests.keywords import LinkOptions
 from reshard.storage.claims import SourceChecks
 
 _SLOWEST = 5e6

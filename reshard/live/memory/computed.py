@@ -28,10 +28,11 @@ from reshard.live.memory.index import format_of_framework, path_of
 from reshard.live.plan.schedule import HeldTensor
 from reshard.live.plan.transfer_plan import RankMemory
 from reshard.models.model import Model
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.models import model_of
+from reshard.opening.steps import classify
 from reshard.plans.layout import ALIGNMENT, Layout
 from reshard.plans.layout_index import index_of_layout
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.opening import classified_checkpoint, model_of
 from reshard.requests.planning import CONTENT_STEPS, Draft
 from reshard.requests.request import ConversionRequest
 from reshard.storage.files import VirtualFiles
@@ -93,7 +94,7 @@ def _by_rows(model: Model, config: Mapping[str, Any], ranks: int) -> tuple[Check
     stored = tuple(StoredFile(path_of(rank), int(memories.nbytes[rank])) for rank in range(ranks))
     index = Index(format_of_framework("torch").name, tuple(tensors[i] for i in range(len(weights))), stored, facts)
     model_files = ModelFiles(files, "", config, derived=True)
-    return classified_checkpoint(Checkpoint(files.root, files, index, model_files, "computed")), memories
+    return classify(Checkpoint(files.root, files, index, model_files, "computed")), memories
 
 
 def _tables(numbers: Sequence[int], memories: _Rows) -> dict[int, Tensor]:

@@ -25,8 +25,8 @@ from reshard.index.index import StoredFile
 from reshard.index.shards import Located, PieceTable, Shards
 from reshard.live.memory.description import MemoryBox, RankDescription
 from reshard.live.plan.transfer_plan import RankMemory
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.opening import classified_checkpoint
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.steps import classify
 from reshard.storage.files import VirtualFiles
 
 
@@ -57,7 +57,7 @@ def checkpoint_of(descriptions: Sequence[RankDescription], *, config: Mapping[st
     check_index(index)
     adapter = next((each.adapter for each in ranks if each.adapter is not None), None)
     model_files = ModelFiles(files, "", config if index.facts.config is None else index.facts.config, derived=True, adapter_config=adapter)
-    return classified_checkpoint(Checkpoint(files.root, files, index, model_files, "descriptions of ranks"))
+    return classify(Checkpoint(files.root, files, index, model_files, "descriptions of ranks"))
 
 
 def memories_of(descriptions: Sequence[RankDescription]) -> tuple[RankMemory, ...]:

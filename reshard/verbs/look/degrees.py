@@ -19,10 +19,11 @@ from reshard.geometry.dtypes import BF16, DType, from_user
 from reshard.geometry.meshes import Parallel
 from reshard.models.model import Model
 from reshard.models.quantization import check_has_settings, without_quantization
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import ModelOptions, PathLike, Weights, checked_keywords, take
+from reshard.opening.models import is_bare, model_at, model_of
+from reshard.opening.open import opened
 from reshard.plans.layout import Target
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import ModelOptions, PathLike, Weights, checked_keywords, take
-from reshard.requests.opening import is_bare, model_at, model_of, opened
 from reshard.requests.planning import check_nothing_unanswered
 from reshard.requests.request import dtype_named, kept_globs
 from reshard.serving.capacity import DegreeReport, GpuMemory, degree_report

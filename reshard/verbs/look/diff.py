@@ -19,8 +19,8 @@ from reshard.geometry.table import Table
 from reshard.geometry.value import mutable, value
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.changes import Change, change_of, sum_of
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import EffortOptions, PathLike, checked_keywords
 from reshard.verbs.resumed import compare_counts
 from reshard.verbs.verify import log_compared, not_compared, sides_of
 

@@ -25,10 +25,11 @@ from reshard.health import distributions, elements, files, movement, quantized, 
 from reshard.health.findings import SEVERITIES, Finding, Report, found, of_error, sorted_findings
 from reshard.health.model_files import missing_beside_weights
 from reshard.index.index import Index, RunFacts, Tensor
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords, take
+from reshard.opening.open import look, open
+from reshard.opening.steps import classify
 from reshard.plans.manifest import usable_manifest
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords, take
-from reshard.requests.opening import classified_checkpoint, open, unchecked
 from reshard.storage.files import Files
 from reshard.storage.tar import open_tree
 from reshard.storage.trees import chain_of
@@ -254,14 +255,14 @@ def _opened(path: PathLike, options: Mapping[str, Any]) -> tuple[Checkpoint, Ind
             do="Check its base; `reshard verify` compares every tensor with what the last delta says, and `reshard stats` finds NaN",
         )
     try:
-        format, checkpoint = unchecked(path, options)
+        checkpoint = look(path, options)
     except CheckpointError as error:
         try:
             tree, empty = open_tree(path), Index("", (), (), RunFacts())
         except CheckpointError:
             raise error from None  # an archive that cannot be listed
         return Checkpoint(str(path), tree, empty, ModelFiles(tree, "", None), ""), empty, (of_error(error),)
-    tree, index = checkpoint.files, checkpoint.index
+    tree, index, format = checkpoint.files, checkpoint.index, registry.named(checkpoint.format)
     broken = list(structure.incomplete_tensors(index))
     problems = [*broken, *structure.unread_arrays(index)]
     names = {finding.tensor for finding in broken}
@@ -276,7 +277,7 @@ def _opened(path: PathLike, options: Mapping[str, Any]) -> tuple[Checkpoint, Ind
             problems += [] if broken else [of_error(error)]
         else:
             checkpoint = replace(checkpoint, index=(None if broken else corrected) or checkpoint.index)
-    checkpoint = classified_checkpoint(checkpoint)
+    checkpoint = classify(checkpoint)
     named = checkpoint.index
     if not broken:
         try:

@@ -12,8 +12,8 @@ from reshard.geometry.quantities import parse_count
 from reshard.models.architecture import Architecture
 from reshard.models.model import Model
 from reshard.models.quantization import without_quantization
-from reshard.requests.keywords import PathLike, checked_keywords, usual_values
-from reshard.requests.opening import model_at
+from reshard.opening.keywords import PathLike, checked_keywords, usual_values
+from reshard.opening.models import model_at
 from reshard.training import memory
 from reshard.training.activations import Batch
 from reshard.training.memory import Estimate, TrainingRun

@@ -18,8 +18,8 @@ from reshard.geometry.value import mutable, value
 from reshard.index.fold import folded_name, name_pattern
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.mistakes import column_mistake, row_mistake, shape_mistake, stale_part, value_mistakes
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import EffortOptions, PathLike, checked_keywords
 from reshard.verbs.look.diff import diff
 from reshard.verbs.verify import sides_of
 

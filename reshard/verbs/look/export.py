@@ -13,7 +13,7 @@ from reshard.engine.casts import numpy_type
 from reshard.engine.views import LazyTensor
 from reshard.errors import RequestError, TargetError
 from reshard.geometry.dtypes import is_in_safetensors
-from reshard.requests.keywords import PathLike
+from reshard.opening.keywords import PathLike
 from reshard.storage.output_file import OutputFile
 
 SUFFIXES = (".safetensors", ".npy")

@@ -13,10 +13,10 @@ from reshard.engine.pool import Effort
 from reshard.engine.recorded import fingerprint_of
 from reshard.engine.walk import block_digests
 from reshard.errors import RequestError
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import EffortOptions, PathLike, checked_keywords
+from reshard.opening.open import opened
 from reshard.plans.digests import CURRENT, VERSIONS, Fingerprint
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import EffortOptions, PathLike, checked_keywords
-from reshard.requests.opening import opened
 
 
 @checked_keywords

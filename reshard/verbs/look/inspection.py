@@ -14,8 +14,8 @@ from reshard.models.quantization import unknown_quantization
 if TYPE_CHECKING:
     from reshard.canonical.content import Content, Drop
     from reshard.canonical.dequantization import QuantizedFamily
+    from reshard.opening.checkpoint import Checkpoint
     from reshard.plans.summary import ExpertSummary
-    from reshard.requests.checkpoint import Checkpoint
     from reshard.requests.outlook import Outlook
 
 

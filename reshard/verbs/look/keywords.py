@@ -1,8 +1,8 @@
-"""The keywords of the verbs that calculate: `degrees` and `estimate` (requests/keywords.py says how they are declared)."""
+"""The keywords of the verbs that calculate: `degrees` and `estimate` (opening/keywords.py says how they are declared)."""
 
 from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
-from reshard.requests.keywords import Keyword, ModelOptions, PathLike, Weights
+from reshard.opening.keywords import Keyword, ModelOptions, PathLike, Weights
 
 if TYPE_CHECKING:
     from reshard.models.architecture import Architecture

@@ -13,7 +13,7 @@ from reshard.adapter.model_files import CONFIG, find_model_files
 from reshard.adapter.serving_format import ServingFormat
 from reshard.errors import RequestError
 from reshard.geometry.meshes import Parallel
-from reshard.requests.keywords import PathLike
+from reshard.opening.keywords import PathLike
 from reshard.serving.learned.document import text_of
 from reshard.serving.learned.layout import LearnedLayout
 from reshard.serving.learned.tracer import Tracer

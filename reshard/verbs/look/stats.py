@@ -17,9 +17,9 @@ from reshard.geometry.table import Table
 from reshard.geometry.value import Tabular, value
 from reshard.index.index import Tensor
 from reshard.measures.distribution import ValueDistribution, measure_distribution
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords, take
-from reshard.requests.opening import open
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords, take
+from reshard.opening.open import open
 from reshard.storage.claims import SourceChecks
 
 BINS = 16

@@ -27,10 +27,10 @@ from reshard.engine.record import request_digest
 from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse
 from reshard.geometry.quantities import nbytes_text
 from reshard.geometry.value import value
+from reshard.opening.keywords import ConvertOptions, PathLike, checked_keywords
 from reshard.plans.digests import content_digest
 from reshard.plans.manifest import Manifest, usable_manifest
 from reshard.plans.plan import Plan
-from reshard.requests.keywords import ConvertOptions, PathLike, checked_keywords
 from reshard.requests.unchanged import damage_of
 from reshard.runs.removal import discard, left, record_of
 from reshard.serving.learned.fit import coverage

@@ -16,11 +16,10 @@ from reshard.containers import safetensors
 from reshard.errors import ReshardError
 from reshard.geometry.quantities import grouped
 from reshard.health.findings import Finding, Report, found, sorted_findings
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import OpenOptions, PathLike, checked_keywords
+from reshard.opening.open import open
 from reshard.plans.layout import Layout
-from reshard.plans.manifest import usable_manifest
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import OpenOptions, PathLike, checked_keywords
-from reshard.requests.opening import open
 from reshard.requests.unchanged import damage_of
 from reshard.verbs.look.doctor import doctor
 from reshard.verbs.plan import plan
@@ -103,7 +102,7 @@ def _of_sizes(stored: Mapping[str, int], asked: Mapping[str, int | None]) -> Ite
 
 def _of_files(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Whether the folder is as reshard wrote it, if it did: by lengths and samples."""
-    manifest = usable_manifest(checkpoint.files)
+    manifest = checkpoint.manifest
     if manifest is not None and (problem := damage_of(checkpoint.files, manifest)):
         yield found("changed", problem)
 

@@ -13,8 +13,8 @@ from reshard.engine.pool import Effort
 from reshard.errors import DifferenceFound, RequestError
 from reshard.geometry.documents import document
 from reshard.geometry.value import value
-from reshard.requests.keywords import PathLike
-from reshard.requests.run_folders import Step
+from reshard.opening.keywords import PathLike
+from reshard.opening.run_folders import Step
 from reshard.verbs.verify import verify_written
 
 

@@ -20,13 +20,13 @@ from reshard.errors import CheckpointError, DifferenceFound, RequestError, check
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.deltas import INDEX, DeltaEncoding
+from reshard.opening.chains import chain_to, delta_at
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import ModelOptions, PathLike, SelectionOptions
+from reshard.opening.open import open, open_one_of_several
+from reshard.opening.run_folders import Step
 from reshard.plans.digests import content_digest
 from reshard.plans.manifest import MANIFEST, usable_manifest
-from reshard.requests.chains import chain_to, delta_at
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import ModelOptions, PathLike, SelectionOptions
-from reshard.requests.opening import open, opened
-from reshard.requests.run_folders import Step
 from reshard.runs.local_outputs import LocalOutputs
 from reshard.runs.outputs import WatchRecord
 from reshard.storage.files import LocalFiles
@@ -157,7 +157,7 @@ class Kept:
     def _opened(self, source: str) -> Checkpoint:
         """A checkpoint of the run, with what the user says about its model."""
         about_model: Any = {name: each for name, each in self.options.items() if name in ModelOptions.__annotations__}
-        return opened(source, is_alone=False, **about_model)
+        return open_one_of_several(source, about_model)
 
     def _full(self, source: Checkpoint, new: Path) -> tuple[str, str]:
         """Write a full checkpoint and verify it. Returns the fingerprint, and what was written in words."""

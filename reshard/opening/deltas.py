@@ -17,9 +17,8 @@ from reshard.geometry.quantities import plural
 from reshard.index.deltas import DeltaFacts, Patch
 from reshard.index.origin import Patched, Tensor
 from reshard.index.provenance import AppliedDelta
-from reshard.plans.manifest import usable_manifest
-from reshard.requests.checkpoint import Checkpoint
-from reshard.requests.keywords import PathLike
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.keywords import PathLike
 from reshard.storage.files import Files
 from reshard.storage.system_calls import is_url
 from reshard.storage.tar import open_tree
@@ -112,7 +111,7 @@ def _chain(base: Checkpoint, deltas: Sequence[Checkpoint]) -> list[DeltaFacts]:
 
 def _check_base(base: Checkpoint, content: Content, facts: DeltaFacts, path: str) -> None:
     """Raises CheckpointError if reshard wrote the base, and recorded other weights than the delta was made of, or those that it makes."""
-    manifest = usable_manifest(base.files)
+    manifest = base.manifest
     if facts.base_fingerprint is None or manifest is None or manifest.digests is None or manifest.fingerprint == facts.base_fingerprint:
         return
     recorded = content.recorded()

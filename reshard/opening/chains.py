@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from reshard.adapter import registry
 from reshard.adapter.format import Hints
 from reshard.errors import CheckpointError, IncompleteError, RequestError
-from reshard.requests.run_folders import Step
+from reshard.opening.run_folders import Step
 from reshard.storage.tar import open_tree
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 RUN, step="latest"               RUN/global_step_300, if it holds one checkpoint
 RUN, step=300, part="actor"      RUN/global_step_300/actor
-KEPT, step=300                   KEPT/step-100+KEPT/step-200+KEPT/step-300, if step 300 is a delta (requests/chains.py)
+KEPT, step=300                   KEPT/step-100+KEPT/step-200+KEPT/step-300, if step 300 is a delta (opening/chains.py)
 MODELS, part="llama"             MODELS/llama
 RUN                              RUN itself if a format claims it, such as Megatron with its tracker; else its only checkpoint
 """
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from reshard.errors import RequestError, SystemRefusal, choices, some
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
-from reshard.requests.chains import source_of
-from reshard.requests.run_folders import LATEST, RunFolder, Step
+from reshard.opening.chains import source_of
+from reshard.opening.run_folders import LATEST, RunFolder, Step
 from reshard.storage.system_calls import is_url
 from reshard.storage.trees import chain_of
 

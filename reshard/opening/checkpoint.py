@@ -8,9 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.adapter import registry
+from reshard.adapter.format import Hints
 from reshard.adapter.model_files import ModelFiles
-from reshard.canonical.content import Content, Selection, check_selected, content_of
-from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.optimizer_state import is_state_key, master_key
 from reshard.canonical.renaming import with_adapter_names
 from reshard.canonical.tensor_classes import StoredModel, one_model, stored_models
@@ -20,16 +19,16 @@ from reshard.geometry.value import Drawn, value
 from reshard.index.coverage import check_index
 from reshard.index.fold import Fold, fold
 from reshard.index.index import Index, Tensor
-from reshard.index.provenance import AppliedDelta
-from reshard.models.architecture import Architecture
-from reshard.models.lookup import find_model
-from reshard.models.model import Model
-from reshard.plans.manifest import DIGESTS, read_digests, usable_manifest
-from reshard.requests.keywords import PlanOptions, checked_keywords
+from reshard.opening.keywords import PlanOptions, checked_keywords
+from reshard.plans.manifest import DIGESTS, Manifest, read_digests
 from reshard.storage.files import Files
 
 if TYPE_CHECKING:
+    from reshard.canonical.content import Content, Selection
     from reshard.engine.views import LazyTensor, View
+    from reshard.index.provenance import AppliedDelta
+    from reshard.models.architecture import Architecture
+    from reshard.models.model import Model
 
 
 ViewOf = Callable[["Checkpoint", str, Mapping[str, int], PlanOptions], "View"]
@@ -55,9 +54,11 @@ class Checkpoint(Drawn):
     options: Mapping[str, Any] = field(default_factory=dict)
     """The keywords of `open` that it was opened with."""
     deltas: tuple[AppliedDelta, ...] = ()
-    """The deltas that change its tensors when they are read (requests/deltas.py)."""
+    """The deltas that change its tensors when they are read (opening/deltas.py)."""
     digests: Mapping[str, str] = field(default_factory=dict)
     """By name, what the last delta says of the tensors that it makes; empty if another program wrote it."""
+    manifest: Manifest | None = None
+    """What reshard recorded when it wrote the files; None if another program wrote them."""
 
     @property
     def format(self) -> str:
@@ -67,7 +68,7 @@ class Checkpoint(Drawn):
     @cached_property
     def model(self) -> Model | None:
         """The model, if there is a config and its architecture is declared."""
-        return find_model(self.model_files.config, self.architecture)
+        return Hints(self.model_files.config, architecture=self.architecture).model
 
     @cached_property
     def config_problem(self) -> str | None:
@@ -97,6 +98,9 @@ class Checkpoint(Drawn):
 
     def named(self, selection: Selection | None = None, *, model: Model | None = None) -> Index:
         """The index of the chosen model under canonical names, whatever its library calls and fuses."""
+        from reshard.canonical.content import Selection
+        from reshard.canonical.name_variants import with_canonical_names
+
         selection = selection or Selection()
         found = with_adapter_names(self.of_model(selection, model=model))
         found = with_canonical_names(found, model or self.model, selection.strip_prefix)
@@ -116,6 +120,8 @@ class Checkpoint(Drawn):
 
         adapter: tells the tensors of the LoRA adapter, which are taken in place of the model's.
         """
+        from reshard.canonical.content import Selection, content_of
+
         named = index or self.named(selection, model=model)
         content = content_of(named, model or self.model, selection or Selection(), adapter)
         return replace(
@@ -128,6 +134,7 @@ class Checkpoint(Drawn):
     def tensors(self, selection: Selection | str | None = None) -> View:
         """The tensors under their canonical names, read when asked for: every weight, those whose names match a glob such as "*.q_proj*",
         or those that a selection chooses."""
+        from reshard.canonical.content import check_selected
         from reshard.engine.views import View
 
         if isinstance(selection, str):
@@ -159,6 +166,8 @@ class Checkpoint(Drawn):
     @cached_property
     def _everything(self) -> View:
         """Every tensor that has a canonical name: weights, and optimizer state and run state where they can be named."""
+        from reshard.canonical.content import Selection
+
         try:
             return self.tensors(Selection(optimizer=True, masters=True, keep_unknown=True))
         except RequestError:  # several models and none chosen, or optimizer state of unknown parameters
@@ -203,10 +212,9 @@ def _recorded_digests(checkpoint: Checkpoint, index: Index, content: Content) ->
 
     Raises: CheckpointError if reshard.digests is damaged.
     """
-    files, format = checkpoint.files, checkpoint.format
+    manifest, files, format = checkpoint.manifest, checkpoint.files, checkpoint.format
     if checkpoint.deltas:
         return {name: checkpoint.digests[name] for name in content.tensors if name in checkpoint.digests}
-    manifest = usable_manifest(files)
     if manifest is None or manifest.digests is None or manifest.format != format or files.size(DIGESTS) is None:
         return {}
     if content.selection.strip_prefix or (registry.named(format).keeps_names and index is not checkpoint.index):

@@ -1,0 +1,141 @@
+"""What lies at a place, gathered once into one frozen Checkpoint before anything is concluded from it.
+
+    files -> interrupted conversion? -> reshard.json -> format -> config, declaration, settings of an adapter -> index
+
+The order of the checks decides which error a user sees.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.adapter import registry
+from reshard.adapter.format import Hints
+from reshard.adapter.model_files import CONFIG, ModelFiles, blaming_the_parent, find_adapter_config, find_model_files, find_model_files_near
+from reshard.canonical.renaming import without_wrappers
+from reshard.engine.destinations.journal import Unfinished, read_journal
+from reshard.errors import CheckpointError, RequestError, TargetError, UnexpectedContentError
+from reshard.opening.checkpoint import Checkpoint
+from reshard.plans.manifest import check_listed_files, usable_manifest
+from reshard.storage.files import Files
+from reshard.storage.own_files import WORK_FOLDER
+from reshard.storage.system_calls import gc_paused, is_url
+from reshard.storage.tar import open_files, open_tree
+
+if TYPE_CHECKING:
+    from reshard.models.architecture import Architecture
+
+
+def gather(path: str, options: Mapping[str, Any]) -> Checkpoint:
+    """What lies at a path: its format, the files that describe its model, and the index. options: the keywords of `open`.
+
+    Raises: CheckpointError if a conversion has not ended here, or files that reshard wrote are missing or cut short; RequestError if there
+    is nothing in a known format, or the config that the caller names does not fit; what the format's reader raises.
+    """
+    files = open_tree(path)
+    unfinished = None if is_url(path) else _unfinished(Path(path))
+    if unfinished and (unfinished.committing or files.list() == (f"{WORK_FOLDER}/",)):
+        raise unfinished.refusal()
+    if files.store is not None:
+        from reshard.engine.destinations.store import check_ended
+
+        check_ended(files)
+    manifest = usable_manifest(files)
+    if manifest is not None:
+        check_listed_files(files, manifest)
+    try:
+        with _read_as_claims(path):
+            name = options.get("format")
+            format, detected = (registry.named(name), "`format=`") if name else registry.detect(files)
+    except RequestError:
+        if unfinished:
+            raise unfinished.refusal() from None
+        raise
+    model_files, declared = _model_files_of(files, options)
+    layout = options.get("stored_layout")
+    hints = Hints(model_files.config, options.get("vocab_size"), declared, None if layout is None else os.fspath(layout))
+    with _read_as_claims(path), gc_paused(), blaming_the_parent(model_files):
+        index = without_wrappers(format.read(files, hints))
+    return Checkpoint(path, files, index, model_files, detected, declared, options, manifest=manifest)
+
+
+def _unfinished(path: Path) -> Unfinished | None:
+    """The conversion that writes a directory, or was interrupted there. Raises CheckpointError if its journal is not one of reshard."""
+    try:
+        return read_journal(path)
+    except TargetError as error:
+        raise CheckpointError(error.what, where=error.where, why="It says whether the checkpoint is complete", do=error.do) from None
+
+
+def _model_files_of(files: Files, options: Mapping[str, Any]) -> tuple[ModelFiles, Architecture | None]:
+    """The files that describe the model of a checkpoint, and the architecture if it is not the one that the config names."""
+    model_files = find_model_files_near(files)
+    declared = model_files.declared(options.get("architecture"))
+    if (model := options.get("model")) is not None:
+        model_files = _named_by(model, model_files, declared, wins=options.get("model_wins", False))
+        declared = declared or model_files.declared()
+    declaration = _declaration(declared, model_files.config or {})
+    return replace(model_files, declaration=declaration, adapter_config=find_adapter_config(files)), declared
+
+
+def _named_by(model: str | os.PathLike[str], own: ModelFiles, architecture: Architecture | None, *, wins: bool) -> ModelFiles:
+    """The files in the directory that `model=` names, or beside the config that it names. own: those that are used without it.
+
+    Raises: RequestError if there is no config; or if it describes another layout than the checkpoint's own, unless it wins (`model_wins`).
+    """
+    from reshard.models.lookup import changed_keys
+
+    place = open_files(model)
+    model_files = find_model_files((place.parent() if place.is_file else None) or place)
+    if model_files.config is None:
+        raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give `model=` the directory that holds the model's config")
+    changed = ", ".join(map(str, changed_keys(own.config, model_files.config, architecture))) if own.config is not None else ""
+    if changed and not wins:
+        raise RequestError(
+            f"`model=` {os.fspath(model)} contradicts the checkpoint's own config: {changed}",
+            where=own.path,
+            why="Weights are split by these values, and their shapes alone do not show that a value is wrong",
+            do="Leave out `model=`, or add `model_wins=True` if the checkpoint's own config is wrong",
+        )
+    return replace(model_files, wins_over=f"{own.path}{CONFIG}: {changed}" if changed else None)
+
+
+def _declaration(declared: Architecture | None, config: Mapping[str, Any]) -> bytes | None:
+    """The declaration that an output needs beside its config, to be read without `architecture`; None if the config is enough."""
+    if declared is None:
+        return None
+    if declared.declaration is not None:
+        return declared.declaration.encode()
+    from reshard.models.lookup import find_architecture, model_type_of
+
+    name = declared.model_type
+    if name == model_type_of(config) or not find_architecture(name):
+        return None
+    return f"language: 2\nmodel_type: {name}\nextends: {name}\n".encode()
+
+
+@contextmanager
+def _read_as_claims(path: str) -> Iterator[None]:
+    """A context in which metadata is read: exceptions of values with an unexpected type, key or size become one of ours.
+
+    Metadata is pickled by a dozen programs, as any objects they like. Readers check what they know; this is for the rest.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        import traceback
+
+        code = traceback.extract_tb(error.__traceback__)[-1]
+        text = (str(error).splitlines() or [""])[0][:200]
+        raise UnexpectedContentError(
+            f"its metadata has a form that reshard does not expect ({type(error).__name__}: {text}, in {code.name} of "
+            f"{os.path.basename(code.filename)})",
+            where=path,
+            why="It is damaged, or was written by a program or version that reshard does not know",
+            do="Copy the checkpoint again; if that does not help, run the command with --debug and report it as an issue",
+        ) from error

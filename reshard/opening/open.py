@@ -1,0 +1,198 @@
+"""The doors: `open` for one checkpoint, `open_both` for two that are compared.
+
+    choose -> gather (gather.py) -> steps (steps.py) -> Checkpoint
+
+Metadata is read, and no weight.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Unpack
+
+from reshard.adapter import registry
+from reshard.adapter.model_files import CONFIG, find_model_files, find_model_files_near
+from reshard.engine.events import details, event
+from reshard.errors import RequestError, blaming
+from reshard.geometry.quantities import plural
+from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.gather import gather
+from reshard.opening.keywords import ModelOptions, OpenOptions, PathLike, checked_keywords
+from reshard.opening.steps import CHECKING, DESCRIBING
+from reshard.storage.system_calls import gc_paused
+from reshard.storage.tar import open_base
+from reshard.storage.trees import chain_of
+
+
+@checked_keywords
+def open(path: PathLike, **options: Unpack[OpenOptions]) -> Checkpoint:
+    """Open the checkpoint in a directory or file. Metadata is read, and a few elements that show whether the files belong together.
+
+    The path `BASE+DELTA+DELTA`, and `deltas`, name deltas that `reshard delta` or a trainer wrote. They change the tensors of the base when
+    these are read.
+
+    Raises: CheckpointError if it is incomplete or contradicts itself, or a delta is of another base; RequestError if its format is unknown,
+    or deltas do not follow each other.
+    """
+    checkpoint = _open(path, options)
+    check_used([checkpoint], options)
+    return checkpoint
+
+
+def opened(source: Checkpoint | PathLike, **options: Unpack[OpenOptions]) -> Checkpoint:
+    """The given checkpoint, or the checkpoint at a path, opened with these options."""
+    return source if isinstance(source, Checkpoint) else open(source, **options)
+
+
+def open_several(sources: Sequence[Checkpoint | PathLike], options: Mapping[str, Any]) -> list[Checkpoint]:
+    """Open the checkpoints that a conversion takes. Of several, some may not need an option: `model` is used for those without a config."""
+    if len(sources) == 1:
+        return [opened(sources[0], **options)]
+    checkpoints = [source if isinstance(source, Checkpoint) else open_one_of_several(source, options) for source in sources]
+    if not isinstance(sources[0], Checkpoint):
+        check_used(checkpoints, options)
+    return checkpoints
+
+
+def open_one_of_several(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
+    """Open a checkpoint with options that may not apply to it: `model` is used if it has no config of its own, or with `model_wins`."""
+    if not options.get("model_wins") and find_model_files_near(open_base(path)).config is not None:
+        options = {**options, "model": None}
+    with blaming(os.fspath(path)):
+        return _open(path, options)
+
+
+def adapter_of(base: Checkpoint, path: PathLike) -> Checkpoint:
+    """The LoRA adapter at a path, which is to be merged into a base. The config of the base tells how Megatron lays one out, if the adapter
+    has none of its own."""
+    adapter = open(path)
+    if adapter.model_files.config is not None or registry.named(adapter.format).holds_adapters or base.model_files.path is None:
+        return adapter
+    return open(path, model=base.model_files.path, architecture=base.architecture)
+
+
+def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) -> tuple[Checkpoint, Checkpoint]:
+    """Open two checkpoints that are to be compared.
+
+    `model` is used for a checkpoint without a config of its own. If only one checkpoint gives the vocabulary size, it is used for both.
+    """
+    without_config = [path for path in (left, right) if find_model_files(open_base(path)).config is None]
+    if (model := options.get("model")) is not None and not without_config:
+        raise RequestError(f"`model=` {os.fspath(model)} is not used: both checkpoints have a {CONFIG} of their own", do="Leave it out")
+    pair = [_open(path, options if path in without_config else {**options, "model": None}) for path in (left, right)]
+    for i, other in ((0, 1), (1, 0)):
+        vocabulary = (pair[other].model_files.config or {}).get("vocab_size")
+        if pair[i].index.facts.unanswered and not pair[other].index.facts.unanswered and vocabulary:
+            pair[i] = _open(pair[i].path, {"vocab_size": vocabulary, "architecture": options.get("architecture")})
+    check_used(pair, options)
+    return pair[0], pair[1]
+
+
+@gc_paused()
+def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
+    path, options = _chosen(path, options)
+    base, *deltas = chain_of(path, options.get("deltas") or ())
+    if deltas:
+        from reshard.opening.deltas import patched
+
+        of_base = {name: given for name, given in options.items() if name != "deltas"}
+        return patched(_open(base, of_base), [_open(delta, {}) for delta in deltas])
+    began = time.monotonic()
+    checkpoint = _described(path, options)
+    for step in CHECKING:
+        checkpoint = step(checkpoint)
+    checkpoint.files.opened()
+    _log_opened(checkpoint, time.monotonic() - began)
+    return checkpoint
+
+
+def look(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint at a path as its files describe it, before its tensors are checked. options: the keywords of `open`.
+
+    Raises: as `open` does, except for incomplete tensors and different steps.
+    """
+    return _described(*_chosen(path, options))
+
+
+def _described(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
+    """What the files at a path describe; if it is no checkpoint itself, those of the only one below it."""
+    try:
+        checkpoint = gather(os.fspath(path), options)
+    except RequestError as error:
+        if error.id not in ("not-found", "ambiguous") or options.get("format") is not None:
+            raise
+        from reshard.opening.choice import only_checkpoint
+
+        only = only_checkpoint(os.fspath(path))
+        if only is None or error.id == "ambiguous":
+            raise
+        checkpoint = gather(only, options)
+    for step in DESCRIBING:
+        checkpoint = step(checkpoint)
+    return checkpoint
+
+
+def _chosen(path: PathLike, options: Mapping[str, Any]) -> tuple[PathLike, Mapping[str, Any]]:
+    """The path of the checkpoint that the options choose in a folder, and the other options."""
+    others = dict(options)
+    step, part = others.pop("step", None), others.pop("part", None)
+    if step is None and part is None:
+        return path, others
+    from reshard.opening.choice import Choice
+
+    return Choice(step, part).path(os.fspath(path)), others
+
+
+def check_used(checkpoints: list[Checkpoint], options: Mapping[str, Any]) -> None:
+    """Raises RequestError if the caller gave a vocabulary size or an architecture, and no checkpoint needs it or has a config for it."""
+    first = checkpoints[0]
+    if options.get("vocab_size") is not None and not any(registry.named(each.format).needs_vocabulary for each in checkpoints):
+        users = ", ".join(name for name, format in registry.formats().items() if format.needs_vocabulary)
+        raise RequestError(
+            "`vocab_size=` does not apply to this checkpoint", where=first.path, why=f"Only {users} need it", do="Leave it out"
+        )
+    if first.architecture is not None and all(each.model_files.config is None for each in checkpoints):
+        raise RequestError(
+            f"`architecture=` names {first.architecture.model_type}, and there is no {CONFIG}, nor one in the parent directory",
+            where=first.path,
+            why="A declaration takes the sizes of the model from its config",
+            do="Add `model=DIR`, the directory with the model's config",
+        )
+
+
+def _log_opened(checkpoint: Checkpoint, seconds: float) -> None:
+    index = checkpoint.index
+    nbytes = sum(file.nbytes for file in index.files)
+    event(
+        "opened",
+        f"opened {checkpoint.path}: {index.format} ({checkpoint.detected}), {plural(len(index.files), 'file')}, {nbytes:,} bytes, "
+        f"{plural(len(index.tensors), 'tensor')} in {seconds:.2f} s",
+        path=checkpoint.path,
+        format=index.format,
+        detected_by=checkpoint.detected,
+        producer=index.facts.producer,
+        step=index.facts.step,
+        parallel=dict(index.facts.parallel),
+        files=len(index.files),
+        bytes=nbytes,
+        tensors=len(index.tensors),
+        seconds=round(seconds, 3),
+    )
+    details("model", lambda: _about_model(checkpoint))
+    details(
+        "file", lambda: ((f"reads {file.path}, {file.nbytes:,} bytes", {"path": file.path, "bytes": file.nbytes}) for file in index.files)
+    )
+    details("note", lambda: ((f"note: {note}", {"note": note}) for note in index.facts.notes))
+
+
+def _about_model(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
+    from reshard.models.lookup import model_type_of
+
+    config = checkpoint.model_files.config
+    model_type = model_type_of(config or {})
+    yield f"the config is of the model type {model_type}" if config else "there is no config", {"model_type": model_type}
+    for stored in checkpoint.models:
+        text = f"holds the model {stored.root}: {plural(stored.tensors, 'tensor')}, {stored.nbytes:,} bytes"
+        yield text, {"root": stored.root, "main": stored.is_main, "tensors": stored.tensors, "bytes": stored.nbytes}
