@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from reshard.canonical.globs import any_layer, as_globs, check_globs, matches
 from reshard.canonical.name_variants import names_besides, unknown_names
@@ -33,10 +33,12 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
-from reshard.index.provenance import AppliedDelta, Combined, MergedAdapter
 from reshard.models.lookup import declared_at
 from reshard.models.model import Model
 from reshard.models.weights import ModelWeight
+
+if TYPE_CHECKING:
+    from reshard.index.provenance import AppliedDelta, Combined, MergedAdapter
 
 
 @value

@@ -13,9 +13,7 @@ from operator import itemgetter
 from reshard.engine.casts import Overflow, overflow, values_beyond
 from reshard.engine.checks.reading import Reading
 from reshard.engine.events import event
-from reshard.engine.origins.encoded import Tiles
-from reshard.engine.origins.reader import Reader
-from reshard.engine.origins.readers import reader
+from reshard.engine.origins.reader import Reader, Tiles, reader
 from reshard.engine.pool import NO_LIMITS, Effort, run_jobs
 from reshard.engine.read_ahead import run_reading
 from reshard.engine.recorded import BlockDigests, fingerprint_of

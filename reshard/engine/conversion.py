@@ -27,7 +27,7 @@ from reshard.engine.checks.reading import Reading
 from reshard.engine.destinations.destination import Destination, FinishedBlocks, Replaces
 from reshard.engine.destinations.journal import RunHeader
 from reshard.engine.events import event
-from reshard.engine.origins.encoded import Tiles
+from reshard.engine.origins.reader import Tiles
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.record import Provenance, Read, records
 from reshard.engine.recorded import InputDigests, notes_on_source, with_late_comparison

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field
 from datetime import UTC, datetime
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from reshard.canonical.content import Drop
 from reshard.engine.pool import run_jobs
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
-from reshard.index.provenance import Combined, CombinedSource
 from reshard.plans.digests import CURRENT, Fingerprint, content_digest
 from reshard.plans.layout import Sidecar, TargetFile
 from reshard.plans.manifest import (
@@ -41,6 +40,9 @@ from reshard.plans.manifest import (
 from reshard.plans.plan import Plan
 from reshard.secrets import public
 from reshard.storage.trees import root_of
+
+if TYPE_CHECKING:
+    from reshard.index.provenance import Combined, CombinedSource
 
 Read = Callable[[str, int, int], bytes]
 """Reads (path, byte offset, bytes) of a file of the result."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -19,12 +19,14 @@ from reshard.errors import CheckpointError, ReshardError, some
 from reshard.geometry.boxes import blocks
 from reshard.geometry.quantities import grouped, plural
 from reshard.index.origin import Mixed, Patched, Tensor
-from reshard.index.provenance import AppliedDelta
 from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
 from reshard.plans.manifest import MANIFEST, FileRecord, read_digests, read_manifest
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import Route
 from reshard.storage.files import Files, read_range
+
+if TYPE_CHECKING:
+    from reshard.index.provenance import AppliedDelta
 
 BlockDigests = dict[str, dict[int, bytes]]
 """Tensor -> number of the block -> digest."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from reshard.canonical.globs import check_globs, matches
 from reshard.engine.casts import numpy_type
-from reshard.engine.origins.readers import reader
+from reshard.engine.origins.reader import reader
 from reshard.engine.transfer import Block, Worker, strips
 from reshard.errors import RequestError, UnsupportedError, choices
 from reshard.geometry.boxes import Box, blocks

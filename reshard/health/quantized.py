@@ -11,7 +11,7 @@ import numpy as np
 from reshard.canonical.content import Content
 from reshard.canonical.dequantization import with_values
 from reshard.engine.origins.decoded import component_values
-from reshard.engine.origins.readers import reader
+from reshard.engine.origins.reader import reader
 from reshard.engine.transfer import Pieces, Worker, strips
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.boxes import Box, blocks

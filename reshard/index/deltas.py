@@ -9,12 +9,11 @@ of its bytes in the Hugging Face form.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Literal
 
-from reshard.geometry.value import mutable, value
+from reshard.geometry.value import value
 
 INDEX = "model.safetensors.index.json"
 """The file of a delta that says which frame lies in which file, and what the delta changes."""
@@ -70,11 +69,3 @@ class Patch:
     """The algorithm of the checksum."""
     checksum: str
     """The checksum of the new bytes."""
-
-
-@mutable(eq=False)
-class Checked:
-    """Whether the result of patches has been compared with its checksum. All readers of a tensor share it."""
-
-    done: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)

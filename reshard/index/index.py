@@ -6,14 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.geometry.meshes import Mesh
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
-from reshard.index.deltas import DeltaFacts
 from reshard.index.origin import Kind as Kind
 from reshard.index.origin import Tensor as Tensor
+
+if TYPE_CHECKING:
+    from reshard.index.deltas import DeltaFacts
 
 KINDS: dict[Kind, str] = {
     "weight": "weights of the model",

@@ -19,9 +19,10 @@ Nothing is read here. Each origin has a reader in engine/origins, which says how
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
@@ -29,10 +30,12 @@ from reshard.geometry.dtypes import BF16, F32, DType
 from reshard.geometry.extents import Piece
 from reshard.geometry.meshes import Distribution
 from reshard.geometry.quantities import plural
-from reshard.geometry.value import value
-from reshard.index.deltas import Checked, Patch
+from reshard.geometry.value import mutable, value
 from reshard.index.shards import Shards
 from reshard.models.stored_forms import BlockShape, Component
+
+if TYPE_CHECKING:
+    from reshard.index.deltas import Patch
 
 Kind = Literal["weight", "buffer", "adapter", "other", "master", "moment1", "moment2", "step", "state"]
 """What a tensor is for in the training run. (A *role* is what a weight does in the model, such as attention.q.)"""
@@ -178,6 +181,14 @@ class Tensor:
 
     def __repr__(self) -> str:
         return f"Tensor({self.name!r}, {self.dtype}, {list(self.shape)}, {self.kind}, {plural(len(self.shards), 'piece')})"
+
+
+@mutable(eq=False)
+class Checked:
+    """Whether the result of patches has been compared with its checksum. All readers of a tensor share it."""
+
+    done: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @value(eq=False, repr=False)

@@ -19,7 +19,6 @@ from reshard.adapter import registry
 from reshard.adapter.file_kinds import left
 from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles, adapter_config_at, blaming_the_parent
 from reshard.adapter.save_folders import step_of
-from reshard.canonical.combining import CombinedCheckpoint, Formula, combined, steps_note
 from reshard.canonical.content import ADAPTER_LEFT_OUT, Content, Selection, check_against_model, check_counted, check_selected
 from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs
@@ -30,7 +29,6 @@ from reshard.errors import CheckpointError, RequestError, UnsupportedError, blam
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor, about_left_out
-from reshard.index.provenance import Combined, CombinedSource
 from reshard.index.shards import Relocation
 from reshard.models.quantization import check_has_settings, packed_names, quantization_of, unknown_quantization, without_quantization
 from reshard.opening.checkpoint import Checkpoint
@@ -43,7 +41,9 @@ from reshard.storage.system_calls import gc_paused
 from reshard.storage.trees import JoinedFiles, root_of
 
 if TYPE_CHECKING:
+    from reshard.canonical.combining import Formula
     from reshard.canonical.lora import LoraSettings
+    from reshard.index.provenance import CombinedSource
 
 _NAMES_ARE_KEPT = (
     "names stay as the source has them, so that its run can go on, and the fingerprint is of these names; "
@@ -223,6 +223,9 @@ def combine(draft: Draft) -> Draft:
     formula = draft.request.formula
     if formula is None:
         return draft
+    from reshard.canonical.combining import CombinedCheckpoint, combined
+    from reshard.index.provenance import Combined
+
     _check_can_be_combined(draft)
     drafts = [draft]
     for other in draft.others:
@@ -347,6 +350,8 @@ def _read(draft: Draft) -> Draft:
 
 def _combined_source(draft: Draft, weight: float) -> CombinedSource:
     """What is recorded of a checkpoint that is combined. Formats without a place for the step have it in the folder's name."""
+    from reshard.index.provenance import CombinedSource
+
     step = draft.index.facts.step
     step = step_of(os.path.basename(draft.files.root.rstrip("/"))) if step is None else step
     path = "+".join([root_of(draft.files), *(delta.path for delta in draft.source.deltas)])
@@ -397,6 +402,8 @@ def _check_packed(drafts: Sequence[Draft]) -> None:
 
 def _notes_on_combination(draft: Draft, formula: Formula, steps: Sequence[int | None]) -> Iterator[str]:
     """Notes on the checkpoints that are combined."""
+    from reshard.canonical.combining import steps_note
+
     weights = formula.weights(len(steps))
     base = "the base, " if formula.rule == "task-arithmetic" else ""
     paths = [each.path for each in (draft.source, *draft.others)]

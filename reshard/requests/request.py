@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.adapter import registry
 from reshard.adapter.format import ADAPTER, Format, Option
-from reshard.canonical.combining import Formula
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs
 from reshard.canonical.quantizing import QUANTIZE, REQUANTIZE
@@ -23,6 +22,9 @@ from reshard.opening.keywords import CombiningOptions, ManyPlanOptions, PathLike
 from reshard.opening.open import adapter_of
 from reshard.plans.layout import Target
 from reshard.plans.summary import kinds as kinds_of
+
+if TYPE_CHECKING:
+    from reshard.canonical.combining import Formula
 
 OWN_ADAPTER = "self"
 """The value of --merge-adapter for the adapter that the checkpoint itself holds."""
@@ -113,6 +115,10 @@ def formula_of(given: Mapping[str, Any]) -> Formula | None:
     Raises: RequestError if they contradict each other, or do not say the weights.
     """
     chosen = {name: value for name, value in given.items() if value is not None and value is not False}
+    if not chosen:
+        return None
+    from reshard.canonical.combining import Formula
+
     slerp, any_sum = chosen.get("slerp"), bool(chosen.get("any_sum"))
     needs = "`task_arithmetic=`" if "task_arithmetic" in chosen else "`last=`" if "last" in chosen else "`any_sum=True`"
     if slerp is not None:
@@ -121,8 +127,6 @@ def formula_of(given: Mapping[str, Any]) -> Formula | None:
         if not 0 <= slerp <= 1:
             raise RequestError(f"`slerp={slerp}`: a number from 0, the first source, to 1, the second, is expected")
         return Formula("slerp", (1.0 - float(slerp), float(slerp)))
-    if not chosen:
-        return None
     if "average" not in chosen:
         raise RequestError(
             f"{needs} without `average=`",

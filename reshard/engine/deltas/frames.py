@@ -21,7 +21,7 @@ from reshard.engine.casts import Overflow, overflow, values_beyond
 from reshard.engine.checks.reading import Reading
 from reshard.engine.compare import PairDigests
 from reshard.engine.origins.patched import new_checksum
-from reshard.engine.origins.readers import reader
+from reshard.engine.origins.reader import reader
 from reshard.engine.pool import Effort, run_jobs
 from reshard.engine.transfer import Worker, bytes_of, strips
 from reshard.errors import UnsupportedError

@@ -16,7 +16,7 @@ from typing import Protocol
 from reshard.engine.blocks import Job
 from reshard.engine.checks.reading import Reading
 from reshard.engine.destinations.journal import RunHeader
-from reshard.engine.origins.encoded import Tiles
+from reshard.engine.origins.reader import Tiles
 from reshard.engine.record import Read
 from reshard.errors import TargetError
 from reshard.geometry.quantities import plural

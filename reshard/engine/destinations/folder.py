@@ -20,7 +20,7 @@ from reshard.engine.checks.reading import Reading
 from reshard.engine.destinations.destination import Begun, FinishedBlocks, Records, Replaces, check_empty, check_same, complete_result
 from reshard.engine.destinations.journal import Journal, RunHeader, Unfinished, journal_of_part, progress, read_header, read_journal
 from reshard.engine.events import event
-from reshard.engine.origins.encoded import Tiles
+from reshard.engine.origins.reader import Tiles
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.errors import RequestError, TargetError, TargetInUse, WrongChecksum
 from reshard.geometry.boxes import blocks

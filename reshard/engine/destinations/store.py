@@ -29,7 +29,7 @@ from reshard.engine.destinations.front_to_back import Budget, filled
 from reshard.engine.destinations.journal import RunHeader, beyond_of, blocks_of, natural
 from reshard.engine.destinations.visit_order import passes
 from reshard.engine.events import event
-from reshard.engine.origins.encoded import Tiles
+from reshard.engine.origins.reader import Tiles
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.transfer import Pieces
 from reshard.errors import CheckpointError, TargetError, TargetInUse, WrongChecksum

@@ -24,8 +24,7 @@ from operator import itemgetter
 import numpy as np
 
 from reshard.engine.blocks import Job
-from reshard.engine.origins.encoded import Tiles
-from reshard.engine.origins.readers import reader
+from reshard.engine.origins.reader import Tiles, reader
 from reshard.engine.transfer import Pieces
 from reshard.geometry.boxes import blocks
 from reshard.geometry.quantities import grouped

@@ -9,21 +9,18 @@ So each tile is computed once and kept for a while.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
 from reshard.engine.casts import Block
-from reshard.engine.origins.reader import OpenInput, Reader, put
+from reshard.engine.origins.reader import OpenInput, Reader, Tiles, put
 from reshard.engine.origins.recipe import NotRepresentable, Recipe, exact_fp8_block, fp8_block, mxfp4, saturates
 from reshard.engine.transfer import SlabPieces, Strip, Worker
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16, DType
-from reshard.geometry.quantities import plural
 from reshard.index.origin import Encoded, Tensor
 from reshard.plans.digests import Hash
 
@@ -32,72 +29,6 @@ RECIPES: Mapping[str, Recipe] = {
     "mxfp4": Recipe(BF16, (1, 32), mxfp4, saturates),
     "exact-fp8-block": Recipe(None, (128, 128), exact_fp8_block),
 }
-# The most bytes of codes and of scales that are kept.
-_MOST_CODES, _MOST_SCALES = 8 << 20, 4 << 20
-
-TileKey = tuple[int, Box]
-"""The identity of a weight's tensor, and a tile of it."""
-
-
-class Tiles:
-    """The tiles that were computed last, for the quantizers of a conversion. Several workers may use them."""
-
-    def __init__(self) -> None:
-        self._codes, self._scales = _Newest(_MOST_CODES), _Newest(_MOST_SCALES)
-        self._under_way: set[TileKey] = set()
-        self._changed = threading.Condition()
-        self._saturated: dict[str, str] = {}
-
-    def saturated(self, weight: str, recipe: str) -> None:
-        """Remember that values of a weight are beyond the range of a recipe's form."""
-        self._saturated.setdefault(weight, recipe)
-
-    def notes(self) -> tuple[str, ...]:
-        """A sentence about values that are beyond the range of their form."""
-        if not self._saturated:
-            return ()
-        weight, recipe = min(self._saturated.items())
-        count = plural(len(self._saturated), "weight")
-        return (f"values of {count}, for example of {weight}, are too large for {recipe}: the largest value that it holds is written",)
-
-    def get(self, key: TileKey, compute: Callable[[], tuple[Block, Block]], *, scales: bool) -> Block:
-        """The codes of a tile, or its scales. Computes both if they are not kept; waits for another worker that is computing them."""
-        newest = self._scales if scales else self._codes
-        with self._changed:
-            while key in self._under_way:
-                self._changed.wait()
-            if (kept := newest.get(key)) is not None:
-                return kept
-            self._under_way.add(key)
-        try:
-            computed = compute()
-            with self._changed:
-                self._codes.add(key, computed[0])
-                self._scales.add(key, computed[1])
-        finally:
-            with self._changed:
-                self._under_way.remove(key)
-                self._changed.notify_all()
-        return computed[scales]
-
-
-class _Newest:
-    """Arrays by their tile. The oldest ones make room for new ones."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._nbytes = most, 0
-        self._arrays: OrderedDict[TileKey, Block] = OrderedDict()
-
-    def get(self, key: TileKey) -> Block | None:
-        return self._arrays.get(key)
-
-    def add(self, key: TileKey, array: Block) -> None:
-        if (former := self._arrays.pop(key, None)) is not None:
-            self._nbytes -= former.nbytes
-        self._arrays[key] = array
-        self._nbytes += array.nbytes
-        while self._nbytes > self._most:
-            self._nbytes -= self._arrays.popitem(last=False)[1].nbytes
 
 
 class Quantizer(Reader):

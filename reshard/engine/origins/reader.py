@@ -1,17 +1,24 @@
-"""Reader: reads the values of a tensor, strip by strip. One kind of reader for each origin; here those that compute nothing but a cast."""
+"""Reader: reads the values of a tensor, strip by strip. One kind of reader for each origin; here the one of stored elements, and the tiles
+that the readers of a conversion share."""
 
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib import import_module
 
 import numpy as np
 
+from reshard.engine.casts import cast
 from reshard.engine.transfer import Block, FileRange, Pieces, SlabPieces, Strip, Worker, strips
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
-from reshard.index.origin import Tensor
+from reshard.geometry.quantities import plural
+from reshard.index.origin import Decoded, Encoded, Merged, Mixed, Origin, Patched, Stored, Tensor
 from reshard.plans.digests import Hash
 
 
@@ -72,10 +79,116 @@ OpenInput = Callable[[Tensor, DType], Reader]
 class StoredReader(Pieces, Reader):
     """Reads the elements that the tensor's own pieces hold. A worker changes them as deltas say."""
 
-    def __init__(self, tensor: Tensor, *_: object) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
         self.dtype = tensor.dtype
 
     def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, out: Block | None = None, hashes: Sequence[Hash] = ()) -> Block:
         """The elements of a strip."""
         return worker.read(pieces, strip, out)
+
+
+# The most bytes of codes and of scales that are kept.
+_MOST_CODES, _MOST_SCALES = 8 << 20, 4 << 20
+
+TileKey = tuple[int, Box]
+"""The identity of a weight's tensor, and a tile of it."""
+
+
+class Tiles:
+    """The tiles that were computed last, for the quantizers of a conversion. Several workers may use them."""
+
+    def __init__(self) -> None:
+        self._codes, self._scales = _Newest(_MOST_CODES), _Newest(_MOST_SCALES)
+        self._under_way: set[TileKey] = set()
+        self._changed = threading.Condition()
+        self._saturated: dict[str, str] = {}
+
+    def saturated(self, weight: str, recipe: str) -> None:
+        """Remember that values of a weight are beyond the range of a recipe's form."""
+        self._saturated.setdefault(weight, recipe)
+
+    def notes(self) -> tuple[str, ...]:
+        """A sentence about values that are beyond the range of their form."""
+        if not self._saturated:
+            return ()
+        weight, recipe = min(self._saturated.items())
+        count = plural(len(self._saturated), "weight")
+        return (f"values of {count}, for example of {weight}, are too large for {recipe}: the largest value that it holds is written",)
+
+    def get(self, key: TileKey, compute: Callable[[], tuple[Block, Block]], *, scales: bool) -> Block:
+        """The codes of a tile, or its scales. Computes both if they are not kept; waits for another worker that is computing them."""
+        newest = self._scales if scales else self._codes
+        with self._changed:
+            while key in self._under_way:
+                self._changed.wait()
+            if (kept := newest.get(key)) is not None:
+                return kept
+            self._under_way.add(key)
+        try:
+            computed = compute()
+            with self._changed:
+                self._codes.add(key, computed[0])
+                self._scales.add(key, computed[1])
+        finally:
+            with self._changed:
+                self._under_way.remove(key)
+                self._changed.notify_all()
+        return computed[scales]
+
+
+class _Newest:
+    """Arrays by their tile. The oldest ones make room for new ones."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._nbytes = most, 0
+        self._arrays: OrderedDict[TileKey, Block] = OrderedDict()
+
+    def get(self, key: TileKey) -> Block | None:
+        return self._arrays.get(key)
+
+    def add(self, key: TileKey, array: Block) -> None:
+        if (former := self._arrays.pop(key, None)) is not None:
+            self._nbytes -= former.nbytes
+        self._arrays[key] = array
+        self._nbytes += array.nbytes
+        while self._nbytes > self._most:
+            self._nbytes -= self._arrays.popitem(last=False)[1].nbytes
+
+
+class CastReader(Reader):
+    """Casts what another reader reads."""
+
+    def __init__(self, source: Reader, dtype: DType) -> None:
+        super().__init__(source.tensor, dtype, source)
+        self._source = source
+
+    def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, out: Block | None = None, hashes: Sequence[Hash] = ()) -> Block:
+        """The values of a strip in the other element type."""
+        words = self._source.read(worker, pieces, strip)
+        return put(cast(words, self._source.dtype, self.dtype, worker.converted(strip.sizes, self.dtype)), out)
+
+
+# Origins that are computed: the file in this folder, and its reader. Most conversions need none of them, so they are imported late.
+COMPUTED: Mapping[type[Origin], tuple[str, str]] = {
+    Decoded: ("decoded", "Dequantizer"),
+    Encoded: ("encoded", "Quantizer"),
+    Merged: ("merged", "Merger"),
+    Mixed: ("mixed", "Combiner"),
+}
+
+
+def reader(tensor: Tensor, dtype: DType, tiles: Tiles | None = None) -> Reader:
+    """A reader of the values of a tensor in an element type.
+
+    tiles: where the codes and scales of a weight that is being quantized meet; None: no others need them.
+    """
+    made: Reader
+    if type(tensor.origin) in (Stored, Patched):
+        made = StoredReader(tensor)
+    else:
+        file, name = COMPUTED[type(tensor.origin)]
+        tiles = tiles or Tiles()
+        make = getattr(import_module(f"reshard.engine.origins.{file}"), name)
+        made = make(tensor, tensor.origin, dtype, partial(reader, tiles=tiles), tiles)
+    return made if made.dtype == dtype else CastReader(made, dtype)

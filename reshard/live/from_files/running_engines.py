@@ -14,7 +14,7 @@ from reshard.engine.blocks import Held, Job, block_jobs, copied_blocks, widest_e
 from reshard.engine.checks.reading import Reading
 from reshard.engine.destinations.destination import Begun, FinishedBlocks, Records
 from reshard.engine.destinations.journal import RunHeader
-from reshard.engine.origins.encoded import Tiles
+from reshard.engine.origins.reader import Tiles
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.errors import UnsupportedError
 from reshard.live.from_files.rank_streams import RankStreams
