@@ -295,7 +295,9 @@ def learned(source: Path, tp: list[int], ep: list[int], work: Path, python: str)
         # vLLM allocates the shapes of packed experts in bfloat16, and does not read them.
         if any(part["from"].endswith("weight_shape") for part in template.get("parts", ())):
             template["dtype"] = "I64"
-    path.write_text(json.dumps(document))
+    path.write_text(
+        json.dumps({key: value for key, value in document.items() if key != "digest"})
+    )  # it was that of the document as learned
     return path
 
 
