@@ -1,8 +1,9 @@
-"""What lies at a place, gathered once into one frozen Checkpoint before anything is concluded from it.
+"""What lies at a place, gathered once into one frozen Checkpoint before anything is concluded from it. Each step looks at the files for one
+thing, and adds it:
 
-    files -> interrupted conversion? -> reshard.json -> format -> config, declaration, settings of an adapter -> index
+    refuse unfinished -> remember (reshard.json) -> recognize (the format) -> describe (the model) -> read (the index)
 
-The order of the checks decides which error a user sees.
+The order of the steps decides which error a user sees.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from reshard.adapter.model_files import CONFIG, ModelFiles, blaming_the_parent, 
 from reshard.canonical.renaming import without_wrappers
 from reshard.engine.destinations.journal import Unfinished, read_journal
 from reshard.errors import CheckpointError, RequestError, TargetError, UnexpectedContentError
+from reshard.index.index import Index, RunFacts
 from reshard.opening.checkpoint import Checkpoint
 from reshard.plans.manifest import check_listed_files, usable_manifest
-from reshard.storage.files import Files
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import gc_paused, is_url
 from reshard.storage.tar import open_files, open_tree
@@ -38,49 +39,74 @@ def gather(path: str, options: Mapping[str, Any]) -> Checkpoint:
     is nothing in a known format, or the config that the caller names does not fit; what the format's reader raises.
     """
     files = open_tree(path)
-    unfinished = None if is_url(path) else _unfinished(Path(path))
+    checkpoint = Checkpoint(path, files, Index("", (), (), RunFacts()), ModelFiles(files, "", None), "", options=options)
+    for step in (refuse_unfinished, remember, recognize, describe, read):
+        checkpoint = step(checkpoint)
+    return checkpoint
+
+
+def refuse_unfinished(checkpoint: Checkpoint) -> Checkpoint:
+    """Raises CheckpointError if a conversion is completing the files, or if it left nothing but its work folder."""
+    files, unfinished = checkpoint.files, _unfinished(checkpoint)
     if unfinished and (unfinished.committing or files.list() == (f"{WORK_FOLDER}/",)):
         raise unfinished.refusal()
     if files.store is not None:
         from reshard.engine.destinations.store import check_ended
 
         check_ended(files)
-    manifest = usable_manifest(files)
+    return checkpoint
+
+
+def remember(checkpoint: Checkpoint) -> Checkpoint:
+    """Add what reshard recorded when it wrote the files. Raises CheckpointError if files that it lists are missing or cut short."""
+    manifest = usable_manifest(checkpoint.files)
     if manifest is not None:
-        check_listed_files(files, manifest)
+        check_listed_files(checkpoint.files, manifest)
+    return replace(checkpoint, manifest=manifest)
+
+
+def recognize(checkpoint: Checkpoint) -> Checkpoint:
+    """Add the format, and why the files are taken for it."""
     try:
-        with _read_as_claims(path):
-            name = options.get("format")
-            format, detected = (registry.named(name), "`format=`") if name else registry.detect(files)
+        with _read_as_claims(checkpoint.path):
+            name = checkpoint.options.get("format")
+            format, detected = (registry.named(name), "`format=`") if name else registry.detect(checkpoint.files)
     except RequestError:
-        if unfinished:
+        if unfinished := _unfinished(checkpoint):
             raise unfinished.refusal() from None
         raise
-    model_files, declared = _model_files_of(files, options)
-    layout = options.get("stored_layout")
-    hints = Hints(model_files.config, options.get("vocab_size"), declared, None if layout is None else os.fspath(layout))
-    with _read_as_claims(path), gc_paused(), blaming_the_parent(model_files):
-        index = without_wrappers(format.read(files, hints))
-    return Checkpoint(path, files, index, model_files, detected, declared, options, manifest=manifest)
+    return replace(checkpoint, index=replace(checkpoint.index, format=format.name), detected=detected)
 
 
-def _unfinished(path: Path) -> Unfinished | None:
-    """The conversion that writes a directory, or was interrupted there. Raises CheckpointError if its journal is not one of reshard."""
-    try:
-        return read_journal(path)
-    except TargetError as error:
-        raise CheckpointError(error.what, where=error.where, why="It says whether the checkpoint is complete", do=error.do) from None
-
-
-def _model_files_of(files: Files, options: Mapping[str, Any]) -> tuple[ModelFiles, Architecture | None]:
-    """The files that describe the model of a checkpoint, and the architecture if it is not the one that the config names."""
+def describe(checkpoint: Checkpoint) -> Checkpoint:
+    """Add the files that describe the model, and the architecture if it is not the one that the config names."""
+    files, options = checkpoint.files, checkpoint.options
     model_files = find_model_files_near(files)
     declared = model_files.declared(options.get("architecture"))
     if (model := options.get("model")) is not None:
         model_files = _named_by(model, model_files, declared, wins=options.get("model_wins", False))
         declared = declared or model_files.declared()
     declaration = _declaration(declared, model_files.config or {})
-    return replace(model_files, declaration=declaration, adapter_config=find_adapter_config(files)), declared
+    model_files = replace(model_files, declaration=declaration, adapter_config=find_adapter_config(files))
+    return replace(checkpoint, model_files=model_files, architecture=declared)
+
+
+def read(checkpoint: Checkpoint) -> Checkpoint:
+    """Add the index, as the format's reader makes it of the files."""
+    model_files, layout = checkpoint.model_files, checkpoint.options.get("stored_layout")
+    vocab_size = checkpoint.options.get("vocab_size")
+    hints = Hints(model_files.config, vocab_size, checkpoint.architecture, None if layout is None else os.fspath(layout))
+    with _read_as_claims(checkpoint.path), gc_paused(), blaming_the_parent(model_files):
+        index = without_wrappers(registry.named(checkpoint.format).read(checkpoint.files, hints))
+    return replace(checkpoint, index=index)
+
+
+def _unfinished(checkpoint: Checkpoint) -> Unfinished | None:
+    """The conversion that writes a directory, or was interrupted there. Raises CheckpointError if its journal is not one of reshard."""
+    try:
+        return None if is_url(checkpoint.path) else read_journal(Path(checkpoint.path))
+    except TargetError as error:
+        raise CheckpointError(error.what, where=error.where, why="It says whether the checkpoint is complete", do=error.do) from None
 
 
 def _named_by(model: str | os.PathLike[str], own: ModelFiles, architecture: Architecture | None, *, wins: bool) -> ModelFiles:
