@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,6 +44,23 @@ def is_expected(files):
     """Whether an import of torch in the innermost of these files is expected: in a test, in another package, or in NEEDS_TORCH."""
     inside = [Path(file).relative_to(ROOT).as_posix() for file in files if Path(file).is_relative_to(ROOT) and ".venv" not in str(file)]
     return bool(inside) and (inside[-1].startswith("tests/") or inside[-1] in NEEDS_TORCH)
+
+
+# A test with at least so many cases is sampled: one case in so many runs in `make test`, the others in `.ci/run slow`.
+MANY, ONE_IN = 6, 4
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark as slow what repeats a test at more places: of a function with many cases, all but each fourth, in the order of its cases."""
+    cases = defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            cases[item.path, item.originalname, item.cls].append(item)
+    for of_one in cases.values():
+        for number, item in enumerate(of_one if len(of_one) >= MANY else ()):
+            if number % ONE_IN:
+                item.add_marker("slow")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -50,7 +50,7 @@ def mooncake_placements(plan: Plan, *, resource: str, revision: str = "0") -> tu
 
 
 def _check_copied(source: Tensor, target: Tensor) -> None:
-    if source.encoding or source.derivation or source.updates or source.dtype != target.dtype:
+    if source.is_computed or source.dtype != target.dtype:
         raise _unsaid(target.name, f"its elements are cast or computed ({source.dtype} -> {target.dtype})")
     if not target.shape:
         raise _unsaid(target.name, "it is one number, without an axis")
