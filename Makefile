@@ -10,8 +10,11 @@ WITHOUT_TORCH := torch; python_version < "3"
 OF_TORCH := filelock fsspec jinja2 networkx sympy setuptools
 SOURCE := fixtures/dcp/fsdp2
 OUT := demo-output
-# What of tests/core takes longer than it tells every day: kills, published models, every degree.
-QUICKLY := $(foreach name,resume published_configs degrees containers_pickle_objects,--ignore tests/core/test_$(name).py)
+# The rooms of the main way, without what takes longer than it tells every day: kills, published models, every degree.
+ROOMS := house geometry storage containers index models canonical plans adapter engine opening measures training
+LONGER := engine/test_resume engine/test_combining engine/test_computed_values models/test_published_configs models/test_known_models \
+  containers/test_pickle_objects canonical/test_trainer_names canonical/test_tensor_classes
+QUICKLY := $(ROOMS:%=tests/%) $(LONGER:%=--ignore tests/%.py)
 
 .PHONY: help install demo quick test check docs release lock clean
 
@@ -37,7 +40,7 @@ demo: $(VENV)/installed ## Convert a bundled FSDP2 checkpoint of 4 ranks for vLL
 	$(RESHARD) fingerprint $(OUT)
 
 quick: $(VENV)/installed ## Run the laws, the house, a conversion of each format and README's commands: half a minute.
-	$(VENV)/bin/python -m pytest tests/quick tests/core $(QUICKLY) "tests/docs/test_commands.py::test_commands_print_what_the_page_shows[README.md]"
+	$(VENV)/bin/python -m pytest tests/quick $(QUICKLY) "tests/docs/test_commands.py::test_commands_print_what_the_page_shows[README.md]"
 
 test: $(VENV)/installed ## Run the tests that need no framework except torch.
 	$(VENV)/bin/python -m pytest

@@ -8,7 +8,7 @@ writes the one entry without a list; both are read.
 
 On a GPU the number is a mix of the parameter's 32-bit words and their positions (TensorHash); elsewhere it is the first 8 bytes of the
 SHA-256. Read in SGLang 0.5.23 (srt/utils/weight_checker.py, kernels/ops/memory/gpu_tensor_hash.py), whose kernel gave the numbers in
-tests/formats/test_digests.py in Triton's interpreter. Servers on a CPU were asked (tests/live/on_sglang.py), none on a GPU.
+tests/verbs/test_digests.py in Triton's interpreter. Servers on a CPU were asked (tests/live/on_sglang.py), none on a GPU.
 
 On a CPU with AMX the weights of linear layers, experts and short convolutions are packed under their own names in panels of 32 rows of
 pairs (srt/layers/amx_utils.py: the operator convert_weight_packed, which vLLM's CPU build has too). On a GPU, matrices that are not

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from core.test_source_checks import checks, flip
+from engine.test_source_checks import checks, flip
 from helpers.fixture_places import FIXTURES
 
 import reshard

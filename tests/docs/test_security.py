@@ -97,7 +97,7 @@ CLAIMS = {
         "tests/parts/test_plan_files.py::test_forged_plan_files_are_refused_or_write_the_same_bytes",
     ],
     "`--resume` and `--finish` believe no journal": [
-        "tests/core/test_resume.py::test_a_forged_journal_gives_no_wrong_bytes_a_name",
+        "tests/engine/test_resume.py::test_a_forged_journal_gives_no_wrong_bytes_a_name",
     ],
     "`convert --ray` trusts the Ray cluster that you name": [],  # says what is not guarded
     "`make install`, `make release` and the image install no file of another digest": [

@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 
 import pytest
-from core.test_source_checks import members
+from engine.test_source_checks import members
 from helpers.fixture_places import FIXTURES
 
 import reshard

@@ -1,6 +1,6 @@
 """Growth costs something: room_sizes.yaml says how many code lines each room has, and each growth of a room has a row that says why.
 
-    python tests/core/test_room_sizes.py    # writes the rooms that became smaller; prints those that need a row
+    python tests/house/test_room_sizes.py    # writes the rooms that became smaller; prints those that need a row
 
 Code lines are lines with code: no blank line, no comment, no docstring.
 """
@@ -21,7 +21,7 @@ TABLE = Path(__file__).with_name("room_sizes.yaml")
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 HEAD = """\
 # Code lines of each room, compared with the tree by test_room_sizes.py. A room that grows gets a row under `growth` in the same commit:
-# its lines are added to those under `rooms`. `python tests/core/test_room_sizes.py` writes the rooms that became smaller.
+# its lines are added to those under `rooms`. `python tests/house/test_room_sizes.py` writes the rooms that became smaller.
 """
 
 
