@@ -3,6 +3,7 @@
 import json
 import shlex
 import subprocess
+import sys
 from importlib import import_module
 
 import numpy as np
@@ -320,3 +321,23 @@ def test_a_long_list_of_files_is_cut_and_json_has_all(tmp_path, count, listed):
     rest = sum(path.stat().st_size for path in files[listed:])
     assert (f"  and {count - listed} more files, {rest / 1000:.3g} kB; --json lists all\n" in shown.out) == (count > listed)
     assert len(reshard(*arguments, "--overwrite", "--json").document["files"]) == count
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (("inspect", "https://huggingface.co/ORG/NAME"), 6, "Give hf://ORG/NAME, or the folder that `hf download ORG/NAME"),
+        (("inspect", "https://huggingface.co/ORG/NAME/tree/v2/sub"), 6, "Give hf://ORG/NAME@v2,"),
+        (("inspect", "https://hf.co/ORG/NAME/blob/main/config.json"), 6, "Give hf://ORG/NAME,"),
+        (("convert", HF / "llama", "/proc/out", "--to", "hf"), 5, "/proc/out: cannot be created: /proc takes no new files"),
+    ],
+)
+def test_a_place_that_cannot_be_read_or_written_is_named(arguments, code, told):
+    shown = reshard(*arguments)
+    assert shown.code == code and told in shown.err
+
+
+def test_what_hub_addresses_need_is_one_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    shown = reshard("inspect", "hf://ORG/NAME")
+    assert shown.code == 6 and "hf:// paths need fsspec and huggingface_hub" in shown.err and "pip install 'reshard[hub]'" in shown.err

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from helpers.fixture_places import DCP, FIXTURES, HF
+from helpers.fixture_places import DCP, FIXTURES, FSDP, HF
 from helpers.reshard_command import reshard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -300,3 +300,37 @@ def test_what_a_file_says_cannot_begin_a_line_of_its_own(tmp_path):
         printed = result.out + result.err
         assert "everything is lost" in printed or line[0] in ("export", "doctor", "plan", "clean"), line
         assert "\nreshard: everything" not in printed and printed.replace("\n", "").isprintable(), line
+
+
+def test_the_tree_counts_weights_and_says_what_each_has_besides():
+    rows = {line.split()[0]: line for line in reshard("inspect", DCP / "fsdp2" / "checkpoint").out.splitlines() if " x4" in line}
+    assert "  1 x4 " in rows["embed_tokens.weight"] and "  2 x4 " in rows["q_proj.weight"], "one weight, two moments, a step count"
+    plain = next(line for line in reshard("inspect", LLAMA).out.splitlines() if "q_proj.weight" in line)
+    assert plain.split()[1] == "2"
+
+
+def test_copies_are_counted_as_copies():
+    line = next(line for line in reshard("inspect", FSDP / "hsdp" / "checkpoint").out.splitlines() if "q_proj" in line)
+    assert "2 along axis 0, 2 copies" in line, "two replicas of two shards: four pieces"
+
+
+def test_the_first_line_says_experts_and_quantization():
+    assert "(25,476 active; 8 experts, top 2)" in reshard("inspect", HF / "qwen3_moe").out.splitlines()[0]
+    assert "GPTQ" in reshard("inspect", FIXTURES / "hf_packed" / "llama-gptq").out.splitlines()[0]
+
+
+def test_numbers_are_said_once(tmp_path):
+    shutil.copy(LLAMA / "config.json", tmp_path / "70b.json")
+    assert reshard("estimate", tmp_path / "70b.json").out.splitlines()[0] == "74,016 parameters on 1 GPU: one rank"
+    assert "lacks 58.83 kB" in reshard("degrees", LLAMA / "config.json", "--gpu-memory", "100KB", "--tp", 1).out
+    assert "  format " in reshard("formats").out.splitlines()[0]
+
+
+@pytest.mark.parametrize("command", ["inspect", "doctor", "convert"])
+def test_a_missing_tokenizer_is_said(tmp_path, command):
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    for path in (*LLAMA.glob("*.safetensors"), LLAMA / "config.json"):
+        shutil.copy(path, folder)
+    more = (tmp_path / "out", "--to", "vllm", "--dry-run") if command == "convert" else ()
+    assert "tokenizer (tokenizer.json, tokenizer.model, ...)" in reshard(command, folder, *more).out

@@ -407,3 +407,10 @@ def test_inspect_says_that_a_tokenizer_is_needed(tmp_path):
     source = shutil.copytree(HF / "llama", tmp_path / "m")
     (source / "tokenizer.json").write_text("{}")
     assert "needed" not in run("inspect", source).out
+
+
+def test_another_config_than_the_checkpoints_own_is_refused(tmp_path):
+    config = json.loads((HF / "llama" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}))
+    shown = run("convert", HF / "llama", tmp_path / "out", "--to", "vllm", "--tp", 2, "--model", tmp_path)
+    assert shown.code == 2 and "num_attention_heads" in shown.err and not (tmp_path / "out").exists()

@@ -31,6 +31,8 @@ TARGETS = {
     "megatron-dist": ("--tp", "2"),
 }
 MOMENTS = {"moment1", "moment2"}
+TRAINED = FIXTURES / "megatron_dist" / "llama-tp2-pp2"
+OF_TRAINED = ("--model", TRAINED / "model")
 
 
 def steps_of(checkpoint):
@@ -320,3 +322,21 @@ def test_verify_compares_masters_and_counts(tmp_path):
         differences = [(each["name"], each["kind"]) for each in result.document["differences"]]
         assert differences == [(f"optim.state.model.norm.weight.{kind}", "values")]
         path.write_bytes(before)
+
+
+def test_the_step_goes_through_formats_that_have_no_place_for_it(tmp_path):
+    assert run("convert", TRAINED / "checkpoint", tmp_path / "fsdp", "--to", "fsdp", "--optimizer", "--dp", 2, *OF_TRAINED).code == 0
+    assert run("inspect", tmp_path / "fsdp", "--json").document["step"] == 2
+    back = run("convert", tmp_path / "fsdp", tmp_path / "back", "--to", "megatron-dist", "--optimizer", "--tp", 2)
+    assert back.code == 0 and (tmp_path / "back" / "iter_0000002").is_dir()
+    alone = run("convert", TRAINED / "checkpoint", tmp_path / "alone", "--to", "megatron", *OF_TRAINED)
+    assert "weights alone are a `release`: Megatron starts a new run from them, at iteration 0" in alone.out
+
+
+@pytest.mark.parametrize("target", [("dcp",), ("fsdp", "--dp", 2)])
+def test_a_resumed_run_gets_the_masters(tmp_path, target):
+    shown = run("convert", TRAINED / "checkpoint", tmp_path / "out", "--optimizer", *OF_TRAINED, "--to", *target)
+    assert "the weights are the optimizer's full-precision masters" in shown.out
+    kinds = {row["kind"]: row for row in run("inspect", tmp_path / "out", "--json").document["kinds"]}
+    assert kinds["weight"]["dtype"] == "F32" and "master" not in kinds
+    assert run("verify", TRAINED / "checkpoint", tmp_path / "out", "--optimizer", *OF_TRAINED).code == 0

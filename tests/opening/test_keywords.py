@@ -81,3 +81,12 @@ def test_a_comparison_is_no_truth_value(tmp_path):
         with pytest.raises(TypeError, match=r"\.equal"):
             assert compared
     assert reshard.verify(HF, HF).equal and not reshard.diff(HF, tmp_path / "changed").equal
+
+
+def test_a_keyword_with_a_slip_and_a_comparison_as_a_truth_value():
+    for verb, given in (("open", {"modle": "x"}), ("doctor", {"deap": True}), ("stats", {"optimiser": True}), ("degrees", {"gpu_mem": 5})):
+        with pytest.raises((TypeError, reshard.RequestError), match=r"did you mean|no option"):
+            getattr(reshard, verb)(HF, **given)
+    for verb in (reshard.verify, reshard.diff):
+        with pytest.raises(TypeError, match=r"\.equal"):
+            bool(verb(HF, HF))
