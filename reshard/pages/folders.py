@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import MOST_NAMES
 from reshard.geometry.quantities import plural
-from reshard.pages.sections import Facts, Rows, Section
+from reshard.pages.sections import Facts, Head, Rows, Section
 from reshard.pages.texts import age_text, count_text, nbytes_text
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ def run_sections(run: str, steps: Sequence[Step]) -> Iterator[Section]:
     """The checkpoints of a folder, one row each. Below them stands why some are incomplete: there, a narrow terminal has room for it."""
     done, numbers = sum(step.complete for step in steps), {step.number for step in steps if step.number is not None}
     of_steps = f" of {plural(len(numbers), 'step')}" if numbers else ""
+    yield Head(
+        run, "folder", f"{done:,} complete", "good" if done else "open", [("checkpoints", len(steps)), ("steps", len(numbers) or None)]
+    )
     yield from (f"{run}: {plural(len(steps), 'checkpoint')}{of_steps}, {done:,} complete", "")
     rows = [
         (
@@ -37,12 +40,12 @@ def run_sections(run: str, steps: Sequence[Step]) -> Iterator[Section]:
     ]
     headings = (*(("step",) if numbers else ()), "folder", "format", "bytes", "age", "", "because")
     last = len(headings) - 1
-    yield Rows(headings, rows, optional=(last, last - 2, last - 3))
+    yield Rows(headings, rows, "Checkpoints", optional=(last, last - 2, last - 3))
     if incomplete := [step for step in steps if not step.complete]:
         more = f"{len(incomplete) - MOST_NAMES:,} more are incomplete" if len(incomplete) > MOST_NAMES else ""
         yield from (
             "",
-            Facts([("note", [*(f"{_folder(run, s)}: {s.completeness.reason}" for s in incomplete[:MOST_NAMES]), more])], width=4),
+            Facts([("note", [*(f"{_folder(run, s)}: {s.completeness.reason}" for s in incomplete[:MOST_NAMES]), more])], "Incomplete", 4),
         )
 
 
@@ -65,6 +68,7 @@ def bare_model_sections(path: str, model: Model, engines: Mapping[str, tuple[int
         ahead = sum(weight.elements for weight in plain.weights.values() if weight.optional and weight.role.startswith("expert."))
         active = count - experts.idle_parameters + ahead // experts.number * (experts.number - (experts.per_token or 0))
     about = f"{count_text(count)} parameters{experts_text(experts, active)}; a model without weights, its config alone"
+    yield Head(path, "model", model.architecture.model_type, "open", [("parameters", count_text(count))], command)
     yield f"{path}: {model.architecture.model_type}, {about}"
     yield Facts([("model", dimensions_text(model)), ("serves", sizes_text(engines)), ("next", command)])
 

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 import struct
 from html.parser import HTMLParser
 
@@ -270,3 +271,15 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path):
     assert "is a directory" in reshard("inspect", HF / "llama", "--html", tmp_path).err
     result = reshard("inspect", HF / "llama", "--html", tmp_path / "no" / "page.html")
     assert result.code == 2 and "does not exist" in result.err
+
+
+def test_a_folder_of_checkpoints_and_a_model_without_weights_have_a_page(tmp_path):
+    for name in ("step-1", "step-2"):
+        shutil.copytree(HF / "llama", tmp_path / "run" / name)
+    assert reshard("inspect", tmp_path / "run", "--html", tmp_path / "run.html", "-q").code == 0
+    content = (tmp_path / "run.html").read_text()
+    assert "<h1>" in content and "step-2" in content and "Checkpoints" in content
+    (tmp_path / "bare").mkdir()
+    shutil.copy(HF / "llama" / "config.json", tmp_path / "bare")
+    assert reshard("inspect", tmp_path / "bare", "--html", tmp_path / "bare.html", "-q").code == 0
+    assert "vllm" in (tmp_path / "bare.html").read_text()
