@@ -300,7 +300,7 @@ def _accounted(layout: Layout, beside: BesideWeights, headers: Iterable[str]) ->
     for name, content in beside.carried.items():
         written = [sidecar for path, sidecar in sidecars.items() if path == name or path.endswith(f"/{name}")]
         if not any(sidecar.content == content for sidecar in written):
-            others[name] = "replaced-file" if written or name in weights else "file-without-place"
+            others[name] = "replaced-file" if written or name in weights else "unplaced-file"
     others |= dict.fromkeys((key for key in headers if key not in layout.headers), "header-entry")
     return replace(layout, sidecars=tuple(sidecars.values()), left=tuple(left(name, kind) for name, kind in others.items()))
 

@@ -188,7 +188,7 @@ def test_safetensors_beside_the_index_go_along_unread(tmp_path):
         assert run("verify", source, out).code == 0 and run("verify", out).code == 0
     ranks = reshard.plan(source, to="vllm")
     assert [(file.path, file.kind) for file in ranks.layout.left if file.path.startswith("mtp")] == [
-        ("mtp.safetensors", "file-without-place")
+        ("mtp.safetensors", "unplaced-file")
     ]
 
 
