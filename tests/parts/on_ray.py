@@ -1,6 +1,6 @@
 """Conversions on a Ray cluster of several nodes on this machine, one of which is killed midway. Run in an environment that has Ray.
 
-    python -m venv .venv-ray && .venv-ray/bin/pip install -e '.[ray,cloud]'
+    python -m venv .venv-ray && .venv-ray/bin/pip install -e '.[ray,cloud]' safetensors
     .venv-ray/bin/python tests/parts/on_ray.py
 
 Every check compares all bytes with those of one process. Takes about a minute.
