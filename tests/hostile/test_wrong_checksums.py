@@ -23,7 +23,7 @@ CASES = [
     "megatron/llama-tp2", "megatron/llama-buckets", "megatron/mixtral-tp2-ep2", "megatron/qwen3-tp4", "megatron_dist/llama-tp2-pp2",
     "megatron_dist/mixtral-dp-reshardable", "megatron_versions/model-space",
 ]  # fmt: skip
-FLIPS = int(os.environ.get("FLIPS", "15"))  # of each format where the tests marked as slow run
+FLIPS = int(os.environ.get("FLIPS", "8"))  # of each format where the tests marked as slow run
 QUICK = ["dcp/fsdp2", "fsdp/tp-uneven", "deepspeed/z2-frozen", "megatron/llama-buckets", "universal/z1-groups", "torch_checkpointing/fsdp2"]
 
 
