@@ -3,8 +3,8 @@
     python benchmarks/checksums.py [--size 4] [--turns 5] [--work DIR]
     BEFORE=PYTHON python benchmarks/checksums.py ...     # PYTHON has an older reshard, whose runs take turns with ours
 
-The dcp is written by reshard: its storages carry CRC-32. The ratios are of pairs, and it is the processor time that counts. `pip install
-'reshard[crc]'` in one of the two environments measures a faster CRC-32.
+The dcp is written by reshard: its storages carry CRC-32. The ratios are of pairs, and it is the processor time that counts. BEFORE can
+also be an environment without `isal`, to compare with zlib's CRC-32.
 """
 
 from __future__ import annotations
