@@ -18,6 +18,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from helpers.fixture_places import FIXTURES, HF
 from helpers.reshard_command import command, reshard
+from helpers.sampled import sampled
 from helpers.terminal import output, screen, tmux_screen
 
 console = import_module("reshard.cli.console")
@@ -75,7 +76,7 @@ def screens(folder, columns, rows):
     return "\n\n".join(parts) + "\n"
 
 
-@pytest.mark.parametrize(("columns", "rows"), SIZES)
+@pytest.mark.parametrize(("columns", "rows"), sampled(SIZES, 3))
 def test_the_screens_are_those_of_the_golden_files(folder, columns, rows):
     assert screens(folder, columns, rows) == (SCREENS / f"{columns}x{rows}.txt").read_text()
 

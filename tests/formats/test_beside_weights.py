@@ -187,9 +187,7 @@ def test_safetensors_beside_the_index_go_along_unread(tmp_path):
         assert "mtp.safetensors" not in index["weight_map"].values()
         assert run("verify", source, out).code == 0 and run("verify", out).code == 0
     ranks = reshard.plan(source, to="vllm")
-    assert [(file.path, file.kind) for file in ranks.layout.left if file.path.startswith("mtp")] == [
-        ("mtp.safetensors", "unplaced-file")
-    ]
+    assert [(file.path, file.kind) for file in ranks.layout.left if file.path.startswith("mtp")] == [("mtp.safetensors", "unplaced-file")]
 
 
 def test_a_stray_model_file_beside_an_index_is_noted_everywhere(tmp_path):
