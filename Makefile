@@ -12,8 +12,9 @@ SOURCE := fixtures/dcp/fsdp2
 OUT := demo-output
 # The rooms of the main way, without what takes longer than it tells every day: kills, published models, every degree.
 ROOMS := house geometry storage containers index models canonical plans adapter engine opening measures training
-LONGER := engine/test_resume engine/test_combining engine/test_computed_values models/test_published_configs models/test_known_models \
-  containers/test_pickle_objects canonical/test_trainer_names canonical/test_tensor_classes
+LONGER := engine/test_resume engine/test_combining engine/test_computed_values engine/test_source_checks models/test_published_configs \
+  models/test_known_models models/test_declarations containers/test_pickle_objects containers/test_inert_pickle canonical/test_trainer_names \
+  canonical/test_tensor_classes canonical/test_unknown_weights
 QUICKLY := $(ROOMS:%=tests/%) $(LONGER:%=--ignore tests/%.py)
 
 .PHONY: help install demo quick test check docs release lock clean
