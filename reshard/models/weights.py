@@ -208,8 +208,8 @@ class WeightList:
         def stored(component: Component) -> tuple[int, ...]:
             if runs == 1:
                 return component.shape(of_weight)
-            rows, *others = component.shape((of_weight[0] // runs, *of_weight[1:]))
-            return (runs * rows, *others)
+            of_run = component.shape((of_weight[0] // runs, *of_weight[1:]))
+            return (runs * of_run[0], *of_run[1:]) if of_run else ()  # one scale of the whole weight has no axis
 
         return [
             (component, stored(component), name, _names_in(layer, name), form.implied(component, of_weight))
