@@ -10,6 +10,7 @@ and a row in campaign.py.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -63,6 +64,7 @@ def _laid_out(case: str, folder: Path) -> tuple[Path, Lines]:
             place.mkdir(parents=True)
         (folder / "victim" / "precious").write_bytes(b"precious\n" * 100)
         _LINES[case] = globals()[f"_{case}"](folder, folder / "target")
+        gc.collect()  # a forked child would remove the temporary folders of what this process no longer needs
         shutil.copytree(folder, original, symlinks=True)
     shutil.rmtree(folder)
     shutil.copytree(original, folder, symlinks=True)
