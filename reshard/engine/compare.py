@@ -16,7 +16,7 @@ from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.recorded import BlockDigests, mismatch, tensor_digest
 from reshard.engine.transfer import Block, bytes_of
 from reshard.engine.walk import BlockPlace, Read, walk
-from reshard.errors import DifferenceFound
+from reshard.errors import DifferenceFound, ReshardError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, are_same_bytes
 from reshard.geometry.functions import INVERTIBLE
@@ -75,6 +75,10 @@ class Comparison(Tabular):
     """Sentences about what was not compared."""
     source_checks: SourceChecks = SourceChecks()
     """What of both was compared with the checksums that their files hold."""
+
+    def blame(self, error: ReshardError, files: Files) -> None:
+        """Make a difference of an error that ended the comparison. files: those that were read."""
+        self.differences.append(Difference(error.where or files.root, "values", error.what))
 
     def end(self, reading: Reading, *sides: Side) -> None:
         """Note what was checked. Raises CheckpointError if a file of a side was written meanwhile."""

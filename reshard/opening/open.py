@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 from reshard.adapter import registry
@@ -20,7 +20,7 @@ from reshard.geometry.quantities import plural
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.gather import gather
 from reshard.opening.keywords import ModelOptions, OpenOptions, PathLike, checked_keywords
-from reshard.opening.steps import CHECKING, DESCRIBING
+from reshard.opening.steps import CHECKING, DESCRIBING, Step
 from reshard.storage.system_calls import gc_paused
 from reshard.storage.tar import open_base
 from reshard.storage.trees import chain_of
@@ -100,20 +100,18 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
         of_base = {name: given for name, given in options.items() if name != "deltas"}
         return patched(_open(base, of_base), [_open(delta, {}) for delta in deltas])
     began = time.monotonic()
-    checkpoint = _described(path, options)
-    for step in CHECKING:
-        checkpoint = step(checkpoint)
+    checkpoint = _through(CHECKING, _described(path, options))
     checkpoint.files.opened()
     _log_opened(checkpoint, time.monotonic() - began)
     return checkpoint
 
 
-def look(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
-    """The checkpoint at a path as its files describe it, before its tensors are checked. options: the keywords of `open`.
+def look(path: PathLike, options: Mapping[str, Any], steps: Iterable[Step] = ()) -> Checkpoint:
+    """The checkpoint at a path as its files describe it, with no other checks of its tensors than `steps`. options: the keywords of `open`.
 
-    Raises: as `open` does, except for incomplete tensors and different steps.
+    Raises: as `open` does, except for what these steps do not check.
     """
-    return _described(*_chosen(path, options))
+    return _through(steps, _described(*_chosen(path, options)))
 
 
 def _described(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
@@ -129,7 +127,11 @@ def _described(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
         if only is None or error.id == "ambiguous":
             raise
         checkpoint = gather(only, options)
-    for step in DESCRIBING:
+    return _through(DESCRIBING, checkpoint)
+
+
+def _through(steps: Iterable[Step], checkpoint: Checkpoint) -> Checkpoint:
+    for step in steps:
         checkpoint = step(checkpoint)
     return checkpoint
 

@@ -1,8 +1,9 @@
 """From what was gathered to a checkpoint that can be trusted, as a row of steps over one frozen Checkpoint.
 
-    recall -> settle | check -> note counts -> classify
+    recall -> settle | cover -> check save -> note counts -> classify
 
-The steps up to the bar say what the files describe; those behind it compare tensors and files with each other.
+The steps up to the bar say what the files describe; those behind it compare tensors and files with each other. Of files with
+digests the digests say which values are wrong, so they need no `check_save`.
 """
 
 from __future__ import annotations
@@ -51,10 +52,15 @@ def settle(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, model_files=model_files, index=index.noting(*model_files.notes))
 
 
-def check(checkpoint: Checkpoint) -> Checkpoint:
-    """Check that tensors are whole and that the files are of one save; a few elements are read."""
+def cover(checkpoint: Checkpoint) -> Checkpoint:
+    """Check that tensors are whole."""
+    check_index(checkpoint.index)
+    return checkpoint
+
+
+def check_save(checkpoint: Checkpoint) -> Checkpoint:
+    """Check that the files are of one save; a few elements are read."""
     files, index = checkpoint.files, checkpoint.index
-    check_index(index)
     check_steps(files, index)
     check_copied_files(files, index)
     return replace(checkpoint, index=registry.named(checkpoint.format).check_values(files, index))
@@ -81,5 +87,7 @@ def classify(checkpoint: Checkpoint) -> Checkpoint:
 Step = Callable[[Checkpoint], Checkpoint]
 DESCRIBING: tuple[Step, ...] = (recall, settle)
 """The steps to what the files describe, in order."""
-CHECKING: tuple[Step, ...] = (check, note_counts, classify)
+CHECKING: tuple[Step, ...] = (cover, check_save, note_counts, classify)
 """The steps from there to a checkpoint that can be trusted."""
+COVERING: tuple[Step, ...] = (cover, classify)
+"""The steps from there to tensors that can be compared with their digests."""

@@ -25,17 +25,15 @@ from reshard.engine.events import details, event
 from reshard.engine.pool import Effort
 from reshard.engine.recorded import fingerprint_of
 from reshard.engine.walk import block_digests
-from reshard.errors import CheckpointError, DifferenceFound, RequestError, ReshardError
+from reshard.errors import CheckpointError, DifferenceFound, RequestError
 from reshard.geometry.quantities import plural
-from reshard.index.coverage import check_index
 from reshard.index.index import Index, Tensor
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords
 from reshard.opening.open import look, open_both, opened
-from reshard.opening.steps import classify
+from reshard.opening.steps import COVERING
 from reshard.plans.digests import VERSION_1
 from reshard.plans.manifest import MANIFEST, Digests, Manifest, read_digests, read_manifest
-from reshard.storage.files import Files
 from reshard.storage.server import is_server
 from reshard.storage.tar import open_tree
 from reshard.storage.trees import chain_of
@@ -154,7 +152,7 @@ def verify_written(
         manifest = read_manifest(files)
         digests = read_digests(files, manifest) if manifest and manifest.digests else Digests()
     except CheckpointError as error:
-        result.differences.append(_as_difference(error, files))
+        result.blame(error, files)
         return result
     if manifest is None:
         from reshard.opening.choice import only_checkpoint
@@ -174,7 +172,8 @@ def verify_written(
         check_fixed_bytes(files, digests.files, result)
     try:
         named: OpenOptions = {**options, "format": manifest.format}
-        checkpoint = source if isinstance(source, Checkpoint) else _unchecked(source, named)
+        # Values that contradict each other are found by their digests.
+        checkpoint = source if isinstance(source, Checkpoint) else look(source, named, COVERING)
         result.notes.extend(check_digests(effort, (files, checkpoint.index.tensors)).notes())
         _compare_tensors(checkpoint, manifest, digests, result, effort, known)
     except (CheckpointError, RequestError) as error:
@@ -182,22 +181,23 @@ def verify_written(
             raise
         # The checkpoint was whole when reshard wrote it.
         if result.equal:
-            result.differences.append(_as_difference(error, files))
+            result.blame(error, files)
         result.notes.append(f"the tensors were not compared: {error}")
     log_compared(result)
     return result
 
 
 def _verify_chain(checkpoint: Checkpoint, effort: Effort) -> Comparison:
-    content, result = checkpoint.content(), Comparison()
-    if not content.recorded():
-        what = f"another program wrote {content.recorded_in}, so nothing tells what the checkpoint should hold"
+    if not checkpoint.digests:
+        what = f"another program wrote the delta {checkpoint.deltas[-1].path}, so nothing tells what the checkpoint should hold"
         raise RequestError(what, where=checkpoint.path, do="Give a second checkpoint to compare with: reshard verify A B")
-    result.tensors, result.nbytes = len(content.tensors), sum(tensor.nbytes for tensor in content.tensors.values())
+    result, tensors = Comparison(), tensors_by_key(checkpoint.index)
+    result.tensors, result.nbytes = len(tensors), sum(tensor.nbytes for tensor in tensors.values())
+    content = Content(tensors, (), checkpoint.model, recorded=lambda: checkpoint.digests, deltas=checkpoint.deltas)
     try:
-        check_recorded(Side(checkpoint.files, checkpoint.index, content), block_digests(checkpoint.files, content.tensors, effort))
+        check_recorded(Side(checkpoint.files, checkpoint.index, content), block_digests(checkpoint.files, tensors, effort))
     except (CheckpointError, DifferenceFound) as error:
-        result.differences.append(_as_difference(error, checkpoint.files))
+        result.blame(error, checkpoint.files)
     log_compared(result)
     return result
 
@@ -213,17 +213,6 @@ def log_compared(result: Comparison) -> None:
         differences=len(result.differences),
     )
     details("difference", lambda: ((f"{each.name}: {each.kind}: {each.detail}", asdict(each)) for each in result.differences))
-
-
-def _unchecked(path: PathLike, options: OpenOptions) -> Checkpoint:
-    """The checkpoint as its files describe it: values that contradict each other are found by their digests."""
-    checkpoint = look(path, options)
-    check_index(checkpoint.index)
-    return classify(checkpoint)
-
-
-def _as_difference(error: ReshardError, files: Files) -> Difference:
-    return Difference(error.where or files.root, "values", error.what)
 
 
 def _compare_tensors(
