@@ -20,8 +20,10 @@ from hypothesis import strategies as some
 
 import reshard
 from reshard.engine.origins import patched
+from reshard.engine.pool import Effort
 from reshard.engine.transfer import Pieces, SharedPatches, Worker
 from reshard.geometry.boxes import Box
+from reshard.verbs.verify import verify_written
 
 LLAMA = HF / "llama"
 INDEX = "model.safetensors.index.json"
@@ -102,6 +104,23 @@ def test_a_delta_of_slime_is_applied(tmp_path, encoding, checksum, share):
     assert np.array_equal(view["e.long"][:, 699_990:].words(), expected[:, 699_990:])
     three = np.frombuffer(new["h.three"][2], np.uint16).reshape(2, 3, 5)
     assert np.array_equal(view["h.three"][1, 1:, 2:4].words(), three[1, 1:, 2:4])
+
+
+def test_a_chain_is_verified_by_the_record_of_its_last_delta(tmp_path):
+    old = odd_tensors(1)
+    new = but_fixed(changed(old, 0.1, 2), old)
+    base = folder_of(tmp_path / "old", old)
+    folder_of(tmp_path / "new", new)
+    made = reshard.delta(base, tmp_path / "new", tmp_path / "ours")
+    result = verify_written(f"{base}+{tmp_path}/ours", Effort())
+    assert result.equal and result.tensors == made.tensors and result.nbytes == sum(len(data) for _, _, data in new.values())
+    write_delta(tmp_path / "theirs", old, new, "xor", "blake3", 7, 6)
+    with pytest.raises(reshard.RequestError, match=r"another program wrote the delta .*theirs, so nothing tells what the checkpoint"):
+        verify_written(f"{base}+{tmp_path}/theirs", Effort())
+    # A tensor that the delta does not change has a digest in its record, and no checksum of its own.
+    other = folder_of(tmp_path / "other", old | {"f.fixed": ("F32", old["f.fixed"][1], bytes(len(old["f.fixed"][2])))})
+    (difference,) = verify_written(f"{other}+{tmp_path}/ours", Effort()).differences
+    assert difference.name == "f.fixed" and "it is not what the delta" in difference.detail
 
 
 def test_a_delta_with_xxh3_names_the_package_that_it_needs(tmp_path, monkeypatch):
