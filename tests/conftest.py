@@ -27,8 +27,10 @@ if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4_000_000_000
 # A shell lets its jobs in the background ignore Ctrl-C, and what they start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# pytest-xdist sets it, and lines would be wrapped; tests of widths set it themselves.
+# pytest-xdist sets it, and lines would be wrapped; tests of widths set it themselves. Without xdist, GNU readline, which pytest loads, puts
+# it where os.environ does not see it, and child processes inherit it.
 os.environ.pop("COLUMNS", None)
+os.unsetenv("COLUMNS")
 
 # A package of somebody else: its tests run where it is installed (tests/formats/test_third_party_format.py).
 collect_ignore = ["third_party"]
