@@ -50,7 +50,7 @@ _Objects = tuple[Integers, Integers, Integers, Integers]
 """Objects as they were read, of any form, [n] each: the byte at which each starts; its length in bytes; the number of its form; how many
 of its values the pickle numbers."""
 
-# A smaller pickle is not read in columns, and neither is one of which less than this share are such objects.
+# A pickle is read in columns if it has at least this size, and such objects make up at least this share of its bytes.
 SMALLEST, _SHARE = 1 << 20, 0.6
 # Objects that are read at once; the most bytes that reading one can look at; the most attributes, and the most axes of a size.
 _BLOCK, _LONGEST, _ATTRIBUTES, _AXES = 1 << 15, 1 << 12, 4, 4

@@ -4,7 +4,7 @@ A rank's file of an FSDP run has a pickle of some 400 kB, and those of two ranks
 coordinates on the mesh. A file is recognised if
 
 - its pickle is, byte for byte, the known pickle with this rank's numbers in those places;
-- the directory of its zip is that of the known file but for times, checksums, the name of the root folder and the places of the members.
+- the directory of its zip differs from that of the known file only in times, checksums, the root folder's name and the members' places.
 
 Then it holds the tensors of the known file, with the boxes that follow from the rank's coordinates. Anything else is parsed in full, and
 may become a known form itself: numbers above 255 take two bytes, and the last ranks may hold fewer rows.
@@ -50,7 +50,7 @@ _LONGEST_PICKLE = 1 << 28
 
 @mutable
 class AlikeRanks:
-    """Ranks whose files hold the same tensors in the same places but for the ranks' coordinates."""
+    """Ranks whose files hold the same tensors in the same places, and differ only in the ranks' coordinates."""
 
     entries: Sequence[Entry]
     """The tensors of the first of them."""
@@ -77,7 +77,7 @@ def coordinates(local: LocalTensor, rank: int) -> tuple[int, ...]:
 
 
 def read_ranks(files: Files, ranks: Sequence[tuple[int, str]], parse: Parse) -> tuple[list[AlikeRanks], Sequence[tuple[int, str]]]:
-    """The ranks whose files are recognised, and, if the files turn out not to be alike, those that are left for the caller to parse.
+    """The ranks whose files are recognised, and the ranks that are left for the caller to parse, if their files turn out to differ.
 
     ranks: (rank, path) of each. parse: parses a file that is not recognised, for the caller too.
     """
@@ -379,7 +379,7 @@ class _Records:
         """[members]: the places of the members' local headers in the known file."""
 
     def offsets_in(self, raw: _Raw) -> Columns | None:
-        """[members]: the places of their local headers in a file whose records are these but for what may differ; None if they are not.
+        """[members]: the places of their local headers in a file with the same records; None if more differs than may.
 
         Every member has been checked to lie before the directory.
         """

@@ -107,7 +107,8 @@ class InputDigests:
             found.setdefault(name, {})[number] = digest
 
     def notes(self) -> Iterator[str]:
-        """Compare the tensors with what reshard recorded when it wrote the checkpoints. A sentence on each of which it could not be done.
+        """Compare the tensors with what reshard recorded when it wrote the checkpoints. A sentence on each checkpoint with tensors that
+        could not be compared.
 
         Raises: CheckpointError if a tensor differs.
         """

@@ -53,8 +53,8 @@ FileRange = tuple[str, int, int]
 # The most bytes of a strip. With 1 MiB of second-level cache, 1 MiB took the least time: a smaller strip takes more calls, and a column cut
 # writes less with each.
 STRIP_BYTES = 1 << 20
-# Strips of transposed pieces have so many times as many lines: all of a block, unless its elements have more than eight bytes, as those of
-# many checkpoints together have.
+# Strips of transposed pieces have 16 times as many lines. These are all lines of a block, unless its elements have more than eight bytes,
+# as the elements of many checkpoints together have.
 _TRANSPOSED = 16
 # glibc gives the memory of a freed array back to the system, and the next array costs a page fault for each 4 KiB: a fifth of the time of a
 # conversion that computes values. Once an array of this size was freed, it keeps the memory of smaller ones (mallopt(3), dynamic mmap
@@ -96,14 +96,14 @@ class SlabPiece:
         self._runs: dict[int, tuple[tuple[int, ...], int, npt.NDArray[np.int64]]] = {}
 
     def runs(self, lines: int) -> tuple[tuple[int, ...], int, npt.NDArray[np.int64]]:
-        """The contiguous runs of so many lines: (the axes in the order of the file, bytes per run, byte offsets from the first line)."""
+        """The contiguous runs of `lines` lines: (the axes in the order of the file, bytes per run, byte offsets from the first line)."""
         if lines not in self._runs:
             order, elements, starts = contiguous_runs((lines, *self.sizes), self.strides)
             self._runs[lines] = order, elements * self.itemsize, starts * self.itemsize
         return self._runs[lines]
 
     def is_close(self, lines: int) -> bool:
-        """Whether the runs of so many lines are read together."""
+        """Whether the runs of `lines` lines are read together."""
         _, nbytes, starts = self.runs(lines)
         return len(starts) > 1 and int(starts[-1]) + nbytes <= len(starts) * _CLOSE
 
@@ -138,7 +138,7 @@ class Strip:
     slab: Box
     """The slab, in the coordinates of the tensor."""
     axis: int
-    """The axis of which each index is a line."""
+    """The axis whose indices are the lines."""
     start: int
     """The first line, counted from the start of the slab."""
     stop: int

@@ -91,7 +91,7 @@ def block_digests(
 ) -> BlockDigests:
     """The digest of every block of every tensor.
 
-    unreadable: gets the error of each tensor of which a block cannot be read, or whose replicas differ; None: the first one is raised.
+    unreadable: gets the error of each tensor that has an unreadable block, or replicas that differ; None: the first error is raised.
     reading: as for `walk`.
     """
     names, found = list(tensors), BlockDigests()

@@ -136,7 +136,7 @@ _BY_TORCH = {dtype.torch: dtype for dtype in _TABLE} | {
         "cfloat": "C64", "cdouble": "C128",
     }.items()
 }  # fmt: skip
-# Storages of quantized tensors (torch/ao): the bytes of their codes, two or four of which may share a byte.
+# Storages of quantized tensors (torch/ao): the bytes of their codes. Two or four codes may share a byte.
 _CODES = {"QInt8Storage": "I8", "QUInt8Storage": "U8", "QInt32Storage": "I32", "QUInt4x2Storage": "U8", "QUInt2x4Storage": "U8"}
 _BY_STORAGE = {dtype.storage: dtype for dtype in _TABLE} | {storage: _ALL[name] for storage, name in _CODES.items()}
 _BY_NUMPY = {f"{name[0].lower()}{dtype.itemsize}": dtype for name, dtype in _ALL.items() if name[1:].isdecimal()}
@@ -302,7 +302,7 @@ class Packing:
 
 
 def _values_of_bits(words: Block, bits: int) -> npt.NDArray[np.float32]:
-    """The integers of so many bits each that follow each other in the last axis of an array of little-endian words.
+    """The integers of `bits` bits each that follow each other in the last axis of an array of little-endian words.
 
     An example with 3 bits: three bytes b0 b1 b2 are the number b0 + 2^8 b1 + 2^16 b2, whose bits 0 to 2 are the first of eight codes.
     """

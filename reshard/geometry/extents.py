@@ -75,7 +75,7 @@ def run_elements(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
 def spans(piece: Piece, box: Box, limit: int, step: int) -> Iterator[Span]:
     """The file ranges that hold `box` of a piece, each at most `limit` bytes long.
 
-    step: runs that start at most so many bytes apart, on average, are in one range, with the bytes between them.
+    step: runs that start at most `step` bytes apart, on average, are read in one range, with the bytes between them.
     """
     itemsize, strides = piece.extent.dtype.itemsize, piece.extent.strides
     nbytes, runs = span_elements(box.sizes, strides) * itemsize, box.volume // run_elements(box.sizes, strides)

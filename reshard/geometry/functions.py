@@ -17,7 +17,7 @@ import numpy.typing as npt
 FUNCTIONS = ("-exp", "x-1")
 """Their names: -exp(x), x - 1."""
 INVERTIBLE = ("x-1",)
-"""Those of which the weight follows: the float32 number nearest to it, cast to the type of the weight."""
+"""The functions from whose values the weight is computed: in float32, rounded once, then cast to the type of the weight."""
 
 Float32 = npt.NDArray[np.float32]
 
@@ -32,7 +32,7 @@ def values_of(function: str, x: Float32) -> Float32:
 
 
 def weights_of(function: str, values: Float32) -> Float32:
-    """The weights of which these are the values of an invertible function, rounded once to float32."""
+    """The weights that an invertible function gave these values, rounded once to float32."""
     assert function in INVERTIBLE, "weights do not follow from the values of other functions"
     return values + np.float32(1)
 

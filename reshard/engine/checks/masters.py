@@ -43,7 +43,7 @@ class WrongMaster:
 def wrong_master(files: Files, index: Index, *, per_file: int, tolerance: int = 0) -> WrongMaster | None:
     """The first master found that does not round to its weight, or None.
 
-    per_file: of each file that holds weights or masters, so many tensors are sampled. Replicas are not compared.
+    per_file: how many tensors are sampled of each file that holds weights or masters. Replicas are not compared.
     tolerance: how many representable values a weight may lie from its rounded master.
     """
     weights, masters = index.by_kind("weight"), index.by_kind("master")

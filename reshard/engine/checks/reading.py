@@ -4,8 +4,8 @@ does each storage that was read whole have the CRC-32 that its file tells, and w
     pieces of a storage, in any order, from several threads -> PiecesCrc32 -> whole: compared at once, and forgotten
 
 Bytes that are read twice count once. Transposed tensors are read in many short runs: their CRC-32 would take longer than their bytes. So
-runs are only counted, and when there are as many bytes as the storage has, it is read once more from front to back. At the end, so is what
-is lacking of a storage of which almost everything was read, such as the padding of a vocabulary or of a flat buffer.
+runs are only counted, and when there are as many bytes as the storage has, it is read once more from front to back. Where almost
+all of a storage was read, the rest, such as the padding of a vocabulary or of a flat buffer, is read at the end.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def check_digests(effort: Effort, *sources: tuple[Files, Iterable[Tensor]]) -> F
 
 
 def recorded(files: Files, paths: Iterable[str]) -> dict[str, str]:
-    """The digest of every file of which one is recorded: of these, and of those that an integrity.json beside them lists.
+    """The digests that are recorded of these files, and of the files that an integrity.json beside them lists.
 
     Raises: CheckpointError if an integrity.json is damaged, UnsupportedError if it is of another algorithm.
     """

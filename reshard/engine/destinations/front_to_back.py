@@ -35,7 +35,7 @@ _MOST_AT_ONCE = 8
 _LEAST_READING = 32 << 20
 
 End = Callable[[str, Callable[[], tuple[Entry, Sequence[int | None]]], Iterable[tuple[BlockKey, bytes, int]]], None]
-"""Ends a file of which every byte has come: (its path, what completes it, the blocks that it holds parts of, each with its digest and how
+"""Ends a file when its last byte has come: (its path, what completes it, the blocks that it holds parts of, each with its digest and how
 many of its values became infinite)."""
 
 

@@ -78,7 +78,8 @@ def most_open(files: Sequence[TargetFile]) -> int:
 
 
 def _groups(plan: Plan, most: int) -> list[tuple[TargetFile, ...]]:
-    """The files in groups that are written one after the other: those that share tensors together, as far as so many may be open."""
+    """The files in groups, which are written one after the other. Files that share tensors are in one group, as long as at most `most` of
+    them must be open."""
     by_path = {file.path: file for file in plan.layout.files}
     groups: list[tuple[TargetFile, ...]] = []
     for paths in files_sharing_tensors(plan.layout.files, plan.routes):

@@ -193,7 +193,7 @@ def _codes_in_bytes(codes: StoredWords, scales: StoredWords | None, box: Box) ->
 
 
 def _is_in_bytes(encoding: Decoded) -> bool:
-    """Whether each byte of the codes tells the values of some elements, but for their scales."""
+    """Whether each byte of the codes tells the values of some elements, before they are multiplied by their scales."""
     codes = encoding.parts[0]
     if any(part.component.use in ("zero point", "bias") for part in encoding.parts):
         return False

@@ -48,8 +48,8 @@ class Combiner(Reader):
         super().__init__(tensor, dtype)
         self._mixed, self._inputs = origin, [open_input(each, each.values_dtype) for each in origin.inputs]
         self._turn = Turn(tensor.shape, origin.weights[1]) if origin.rule == "slerp" else None
-        # A strip of each input is in memory at once. Together they have the bytes of one strip, as they stay in the processor's cache; with
-        # more than eight inputs those of up to four, as short strips take many calls.
+        # A strip of each input is in memory at once. Together they have the bytes of one strip, which stay in the processor's cache; with
+        # more than eight inputs they have the bytes of up to four strips, because shorter ones take more calls.
         self.itemsize *= max(min(len(self._inputs), 8), len(self._inputs) // 4)
 
     def within(self, slab: Box, axis: int) -> SlabPieces:
