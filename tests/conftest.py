@@ -48,7 +48,8 @@ def is_expected(files):
     return bool(inside) and (inside[-1].startswith("tests/") or inside[-1] in NEEDS_TORCH)
 
 
-# A test with at least so many cases is sampled: one case in so many runs in `make test`, the others in `.ci/run slow`.
+# A test with at least so many cases is sampled: one case in so many runs in `make test`, the others in `.ci/run slow`. A test whose cases
+# each show something else, such as another damage that is refused, is marked `distinct`, and all of them run.
 MANY, ONE_IN = 6, 4
 
 
@@ -57,7 +58,7 @@ def pytest_collection_modifyitems(items):
     """Mark as slow what repeats a test at more places: of a function with many cases, all but each fourth, in the order of its cases."""
     cases = defaultdict(list)
     for item in items:
-        if not item.get_closest_marker("slow"):
+        if not item.get_closest_marker("slow") and not item.get_closest_marker("distinct"):
             cases[item.path, item.originalname, item.cls].append(item)
     for of_one in cases.values():
         for number, item in enumerate(of_one if len(of_one) >= MANY else ()):

@@ -125,6 +125,7 @@ def broken(tmp_path):
     return written
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_made_on_purpose_is_named(name, broken):
     change, text, count = MISTAKES[name]

@@ -89,6 +89,7 @@ def test_every_command_has_an_option_that_takes_a_text():
     assert len(OPTIONS) > 150
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -107,6 +108,7 @@ def test_a_text_is_masked(text, shown):
     assert masked(text) == shown and masked(shown) == shown
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize(
     "text",
     [

@@ -168,6 +168,7 @@ def test_another_algorithm_is_refused_by_name(megatron, tmp_path):
     assert "blake2b" in finding.detail
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize(
     "content",
     ["", "[]", "{}", '{"algorithm": "sha256"}', '{"algorithm": "sha256", "files": []}', '{"algorithm": "sha256", "files": {"a": 1}}',

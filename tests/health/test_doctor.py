@@ -356,6 +356,7 @@ FRESH = {"fresh-model", "missing-tokenizer", "missing-config"}
 DEEP = {id for id, kind in KINDS.items() if kind.needs == "deep"} | {"tied-mismatch"}
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize("id", DAMAGES)
 def test_damage_is_found_and_nothing_else(id: str, tmp_path: Path):
     folder = DAMAGES[id](tmp_path)

@@ -107,6 +107,7 @@ def test_the_honest_safetensors_file_is_read(tmp_path: Path) -> None:
     assert [entry.name for entry in header.entries] == ["a", "b"]
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize("lie", SAFETENSORS)
 def test_safetensors_that_lie_are_refused_with_numbers(tmp_path: Path, lie: str) -> None:
     data, parts = SAFETENSORS[lie]
@@ -124,6 +125,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 GADGETS = list(lies.gadgets(Path("sentinel")))
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize("gadget", GADGETS)
 @pytest.mark.parametrize("door", ["pickle", "torch file", "metadata", "old container"])
 def test_nothing_runs(tmp_path: Path, gadget: str, door: str) -> None:
@@ -206,6 +208,7 @@ def test_an_extension_code_does_not_reach_an_object_of_this_process() -> None:
         copyreg.clear_extension_cache()
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize("damage", lies.damaged())
 def test_damaged_pickles_are_one_paragraph(damage: str) -> None:
     refused(lambda: inert_pickle.load(lies.damaged()[damage], where="lie.pt"), "lie.pt: ", "cannot be read", "bytes")
@@ -309,6 +312,7 @@ def test_a_file_with_64_bit_fields_is_read(tmp_path: Path) -> None:
     assert data[tensor.byte_offset :][:24] == lies.TENSOR_BYTES
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize("lie", TORCH)
 def test_torch_files_that_lie_are_refused_with_numbers(tmp_path: Path, lie: str) -> None:
     data, parts = TORCH[lie]
@@ -356,6 +360,7 @@ def test_a_view_in_an_old_file_starts_where_it_says(tmp_path: Path) -> None:
     assert (tmp_path / "lie.bin").read_bytes()[tensor.byte_offset :] == lies.TENSOR_BYTES[8:]
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize("lie", OLD)
 def test_old_files_that_lie_are_refused_with_numbers(tmp_path: Path, lie: str) -> None:
     data, parts = OLD[lie]
@@ -438,6 +443,7 @@ def test_the_honest_metadata_is_read() -> None:
     assert metadata.tensors["w"].chunks.offsets.tolist() == [[0, 0], [2, 0]]
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize("lie", METADATA)
 def test_metadata_that_lies_is_refused_with_tensor_and_offsets(lie: str) -> None:
     data, parts = METADATA[lie]

@@ -481,6 +481,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize("text", WRONG)
 def test_what_is_wrong_with_a_declaration_is_one_paragraph_with_its_line(text):
     with pytest.raises(RequestError) as error:
@@ -515,6 +516,7 @@ def test_a_role_needs_the_dimension_that_splits_it():
         extending("dimensions: {layers: 2}\nweights: {a.weight: {role: attention.k, shape: [4]}}")
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize("with_libyaml", [True, False])
 @pytest.mark.parametrize(
     "content, what",

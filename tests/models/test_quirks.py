@@ -170,6 +170,7 @@ def test_quirks_of_a_class_around_a_language_model_join_those_of_its_class():
 SIZES = {"hidden_size": 8, "num_hidden_layers": 4, "intermediate_size": 8, "vocab_size": 8, "num_attention_heads": 4}
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize(
     "when, sizes, reason",
     [

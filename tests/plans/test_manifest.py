@@ -100,6 +100,7 @@ def test_a_flipped_bit_in_the_manifest_is_found_or_means_nothing(folder):
         assert result.code != 70
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -123,6 +124,7 @@ def test_a_manifest_that_lies_is_refused(folder, change, error):
     assert reshard("inspect", folder).code == 0, "a checkpoint is read without its manifest"
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize(
     "line",
     [

@@ -226,6 +226,7 @@ def damaged(text):
     yield "a list", "[]"
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize("name, text", list(damaged(text_of(learned(1, 2)))), ids=lambda value: value[:30])
 def test_a_damaged_file_is_refused_by_name(name, text):
     with pytest.raises(RequestError, match=r"my\.json"):
