@@ -50,6 +50,7 @@ def by_torch(words: np.ndarray, source: DType, target: DType) -> tuple[np.ndarra
     return result, torch.isnan(values.float()).numpy()
 
 
+@pytest.mark.distinct
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize(("source", "target"), [pair for pair in product(SOURCES, TARGETS) if pair[0] != pair[1]], ids=str)
 def test_every_finite_value_is_cast_as_torch_casts_it(source, target):

@@ -168,6 +168,7 @@ def test_compare_finds_any_single_bit(small_blocks, tmp_path_factory, data, shap
 FLOATS = ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize("source", FLOATS)
 @pytest.mark.parametrize("target", FLOATS)
 def test_a_cast_is_torchs_cast_for_every_kind_of_bits(source, target):

@@ -44,6 +44,7 @@ def too_large(values, target):
 PAIRS = [(source, target) for source in ("F32", "F16", "BF16") for target in LARGEST if source != target]
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize("source, target", PAIRS)
 def test_every_value_of_a_type_is_counted_if_it_is_too_large(source, target):
     """All words of 16 bits, as they are or as float32, NaN and infinities included, which are not counted."""
