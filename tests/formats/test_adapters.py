@@ -64,6 +64,7 @@ def edited(case, folder, **settings):
     return folder
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize("case", CASES)
 def test_the_merge_is_that_of_peft_in_float32_rounded_once(case, tmp_path):
     expected = truth(case)
