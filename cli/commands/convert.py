@@ -86,7 +86,7 @@ def convert(name: str, sources: tuple[str, ...], target: str, to: str | None, dr
     show_progress = given.pop("show_progress")
     plan = _planned(sources, to, given)
     metrics.label(target=target, format=plan.layout.format)
-    effort = Effort(**effort_of(plan, asked))
+    effort = Effort.of(effort_of(plan, asked))
     if dry_run:
         return plan_reply(plan, full=full, target=target)
     began = time.monotonic()

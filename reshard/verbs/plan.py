@@ -6,11 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack, cast
 
+from reshard.adapter import registry
 from reshard.adapter.file_kinds import kinds
 from reshard.errors import RequestError, some
 from reshard.geometry.quantities import plural
 from reshard.opening.checkpoint import Checkpoint
-from reshard.opening.keywords import EffortOptions, ManyPlanOptions, OpenOptions, PathLike, checked_keywords, take
+from reshard.opening.keywords import EffortOptions, OpenOptions, PathLike, WholePlanOptions, checked_keywords, take
 from reshard.opening.open import open_several
 from reshard.plans.plan import Plan
 from reshard.requests.order import PlanFile, planned
@@ -42,7 +43,7 @@ def effort_of(plan: Plan, given: Mapping[str, Any]) -> EffortOptions:
 
 @gc_paused()
 @checked_keywords
-def plan(source: Source | Sequence[Source], *, to: str, **options: Unpack[ManyPlanOptions]) -> Plan:
+def plan(source: Source | Sequence[Source], *, to: str, **options: Unpack[WholePlanOptions]) -> Plan:
     """The proven plan of a conversion to the format `to`. Nothing is written, no weight is read.
 
     An option of one format, such as Megatron's `vp`, is a further keyword; `reshard formats` lists them. Several sources become one
@@ -61,6 +62,20 @@ def plan_of(source: Source | Sequence[Source], to: str, given: dict[str, Any]) -
     sources = _sources(source, given.pop("last", None), given.get("task_arithmetic"))
     checkpoint, *others = open_several(sources, about_source)
     return planned(checkpoint, request, {"to": request.to.name, **given}, others)
+
+
+def plan_to_run(source: Plan | Source | Sequence[Source], to: str | None, given: dict[str, Any]) -> Plan:
+    """The plan itself, or that of a source by the keywords of `plan_of`.
+
+    Raises: RequestError if a plan comes with keywords that it holds already, or a source without a target format. What `plan` raises.
+    """
+    if not isinstance(source, Plan):
+        if to is None:
+            raise RequestError("no target format is given", do=f"Add `to=`: {', '.join(registry.writable())}")
+        return plan_of(source, to, given)
+    if name := "to" if to is not None else next(iter(given), None):
+        raise RequestError(f"`{name}=` belongs to the plan, which is made already", do=f"Give it to `reshard.plan(..., {name}=...)`")
+    return source
 
 
 def _sources(source: Source | Sequence[Source], last: int | None, base: PathLike | None) -> list[Source]:
