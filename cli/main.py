@@ -57,6 +57,15 @@ COMMANDS = {
 }
 
 
+GROUPS = {
+    "Look": ("inspect", "stats", "cat", "export", "diff", "explain", "fingerprint"),
+    "Convert": ("convert", "plan", "apply", "delta", "watch"),
+    "Check": ("verify", "doctor", "roundtrip", "digests"),
+    "Serve": ("push", "cache", "serve-check", "degrees", "learn"),
+    "Train": ("estimate",),
+    "Other": ("formats", "architectures", "clean", "env", "completion"),
+}
+"""How --help lists the commands."""
 ALIASES = {"ls": "inspect", "info": "inspect"}
 """Names of commands that are understood, and that --help does not list."""
 
@@ -84,8 +93,10 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:<{width}}", COMMANDS[name][1]) for name in names])
 
 
 @click.command(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})

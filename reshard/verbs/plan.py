@@ -17,7 +17,7 @@ from reshard.plans.plan import Plan
 from reshard.requests.order import PlanFile, planned
 from reshard.requests.request import ConversionRequest
 from reshard.storage.files import LocalFiles, read_whole
-from reshard.storage.system_calls import gc_paused
+from reshard.storage.system_calls import existing_path, gc_paused, is_url
 
 _MOST_BYTES = 1 << 30
 Source = Checkpoint | PathLike
@@ -96,6 +96,9 @@ def last_steps(sources: Sequence[Source], number: int) -> list[Source]:
     from reshard.opening.chains import source_of
     from reshard.opening.run_folders import run_at
 
+    for source in sources:
+        if not isinstance(source, Checkpoint) and not is_url(source) and "+" not in os.fspath(source):
+            existing_path(source)
     if len(sources) != 1 or isinstance(sources[0], Checkpoint) or (run := run_at(sources[0])) is None:
         raise RequestError(
             f"`last={number}` takes the folder of a run, and {'several sources are' if len(sources) > 1 else 'a checkpoint is'} given",
