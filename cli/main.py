@@ -35,6 +35,7 @@ COMMANDS = {
     "verify": (".commands.verify", "Check that two checkpoints hold the same weights, or one folder what reshard wrote."),
     "diff": (".commands.look.diff", "Show in numbers what changed between two checkpoints."),
     "explain": (".commands.look.explain", "Name the mistake that made one checkpoint differ from another."),
+    "log": (".commands.look.log", "Show the steps of a run, one line each, and how their weights changed."),
     "stats": (".commands.look.stats", "Show the distribution of every tensor's values: extremes, mean, NaN, histogram."),
     "cat": (".commands.look.cat", "Print the values of one tensor, or of a slice of it."),
     "export": (".commands.look.export", "Write single tensors to a .safetensors or .npy file."),
@@ -58,7 +59,7 @@ COMMANDS = {
 
 
 GROUPS = {
-    "Look": ("inspect", "stats", "cat", "export", "diff", "explain", "fingerprint"),
+    "Look": ("inspect", "log", "stats", "cat", "export", "diff", "explain", "fingerprint"),
     "Convert": ("convert", "plan", "apply", "delta", "watch"),
     "Check": ("verify", "doctor", "roundtrip", "digests"),
     "Serve": ("push", "cache", "serve-check", "degrees", "learn"),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from reshard.verbs.look.explain import explain
     from reshard.verbs.look.fingerprint import fingerprint
     from reshard.verbs.look.learn import learn
+    from reshard.verbs.look.log import log
     from reshard.verbs.look.stats import stats
     from reshard.verbs.plan import load_plan, plan, save_plan
     from reshard.verbs.push import push
@@ -63,6 +64,7 @@ __all__ = [
     "fingerprint",
     "learn",
     "load_plan",
+    "log",
     "open",
     "plan",
     "push",
@@ -81,7 +83,7 @@ _ELSEWHERE = {
     "load_plan": "verbs.plan", "save_plan": "verbs.plan", "storage_options": "storage.stores.urls",
     "cache": "verbs.serve.cache", "serve_check": "verbs.serve.serve_check",
 }  # fmt: skip
-_LOOKS = {"degrees", "diff", "doctor", "estimate", "explain", "fingerprint", "learn", "stats"}
+_LOOKS = {"degrees", "diff", "doctor", "estimate", "explain", "fingerprint", "learn", "log", "stats"}
 
 
 def __getattr__(name: str) -> Any:

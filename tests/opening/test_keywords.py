@@ -28,6 +28,7 @@ CALLS = {
     "fingerprint": lambda **options: reshard.fingerprint(HF, **options),
     "push": lambda **options: reshard.push(HF, "http://127.0.0.1:9", **options),
     "transfers": lambda **options: reshard.transfers(HF, to="vllm", **options),
+    "log": lambda **options: reshard.log(FIXTURES / "delta", **options),
     "stats": lambda **options: reshard.stats(HF, **options),
     "verify": lambda **options: reshard.verify(HF, HF, **options),
 }
