@@ -1,7 +1,7 @@
 """What a terminal can show: its width and height, words that are wrapped, and colour.
 
 A pipe or a file has no width and no colour: it gets every line as it is. COLUMNS sets a width for both; NO_COLOR and TERM=dumb turn colour
-off. A line is wrapped at words, and goes on below its text, not below its label:
+off, FORCE_COLOR and CLICOLOR_FORCE turn it on. A line is wrapped at words, and goes on below its text, not below its label:
 
       note      the config says that the head is tied, and the checkpoint
                 stores it
@@ -63,8 +63,12 @@ def height() -> int | None:
 
 
 def has_colour(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that shows colour."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    """Whether a stream shows colour: a terminal, or any where FORCE_COLOR or CLICOLOR_FORCE asks for it, as logs of CI do."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if any(os.environ.get(name, "0") not in ("", "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE")):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def painted(text: str, style: str) -> str:

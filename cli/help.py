@@ -7,6 +7,7 @@ reshard convert --to vllm --help   all options that apply to vllm
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,11 +25,22 @@ OF_FORMATS = "Only for "
 
 COMMON = (
     "to", "tp", "pp", "ep", "dtype", "optimizer", "into", "push", "all", "compare", "step", "component", "part", "model", "include",
-    "dry_run", "resume", "overwrite", "materialize", "quiet", "as_json",
+    "dry_run", "plan_out", "resume", "overwrite", "materialize", "quiet", "as_json",
 )  # fmt: skip
 """The options of -h, by parameter, where a command has many."""
-# A command with fewer options shows all of them with -h.
-_MANY = 24
+SHORT = {
+    "component": "Which checkpoint of a step, such as actor.",
+    "overwrite": "Replace what is in TARGET once the new one is there.",
+    "model": "Folder with config.json, if the checkpoint has none.",
+    "architecture": "Architecture, if config.json names none that is known.",
+    "depth": "Show N levels of the tree.",
+    "storage_option": "Setting of a store, such as endpoint=http://minio.",
+    "push": "Send the newest weights to this running server.",
+    "plan_out": "Also write the plan to FILE, for `convert --plan`.",
+}
+"""What -h says of an option whose first sentence is too long for a line, by parameter."""
+# A command with fewer options shows all of them with -h; where that is more than a screen, its own and the common ones.
+_MANY, _SCREEN = 24, 40
 _WIDEST, _IN_FILES = 100, 78
 
 OTHER_NAMES = {
@@ -36,6 +48,7 @@ OTHER_NAMES = {
     "--pipeline-parallel-size": "--pp", "--pipeline-parallel": "--pp", "--pipeline-model-parallel-size": "--pp", "-pp": "--pp",
     "--expert-parallel-size": "--ep", "--expert-parallel": "--ep", "--expert-model-parallel-size": "--ep", "-ep": "--ep",
     "--data-parallel-size": "--dp", "--data-parallel": "--dp", "-dp": "--dp",
+    "-o": "--plan-out", "--out": "--plan-out", "--output": "--plan-out",
     "--expert-tensor-parallel-size": "--etp", "--num-virtual-stages-per-pipeline-rank": "--vp",
 }  # fmt: skip
 """What vLLM, SGLang and Megatron call options of reshard. They are understood, and --help does not list them."""
@@ -130,27 +143,36 @@ class HelpfulCommand(click.Command):
                 formatter.write_dl([_record(option, ctx) for option in options])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self._write_examples(formatter)
+        formatter.write_paragraph()
+        formatter.write_text(self.epilog or "")
+
+    def _write_examples(self, formatter: click.HelpFormatter) -> None:
         if self.examples:
             with formatter.section("Examples"):
                 for example in self.examples:
                     formatter.write(f"{'':>{formatter.current_indent}}$ {example}\n")
-        formatter.write_paragraph()
-        formatter.write_text(self.epilog or "")
 
     def short_help_text(self, ctx: click.Context) -> str:
-        """What -h prints: for a command with many options no more than fits 24 lines of 80 characters."""
-        every = [option for options in self.sections(ctx).values() for option in options]
-        if len(every) < _MANY:
-            return ctx.get_help()
+        """What -h prints: one screen; for a command with many options no more than fits 24 lines of 80 characters."""
+        sections = self.sections(ctx)
+        every = [option for options in sections.values() for option in options]
+        has_few = len(every) < _MANY
+        if has_few and (whole := ctx.get_help()).count("\n") < _SCREEN:
+            return whole
+        own = next(iter(sections.values())) if has_few else []
+        listed = [option for option in every if option in own or option.name in COMMON]
         formatter = ctx.make_formatter()
         self.format_usage(ctx, formatter)
         formatter.write_paragraph()
         with formatter.indentation():
             formatter.write_text((self.help or "").split("\n\n")[0].replace("\n", " "))
         with formatter.section("Options"):
-            records = [_record(option, ctx) for option in every if option.name in COMMON]
-            room = formatter.width - 4 - max((len(first) for first, _ in records), default=0)
-            formatter.write_dl([(first, _first_words(second, room)) for first, second in records])
+            records = [(option, *_record(option, ctx)) for option in listed]
+            room = formatter.width - 4 - max((len(first) for _, first, _ in records), default=0)
+            formatter.write_dl([(first, _in_a_line(option, text, room)) for option, first, text in records])
+        if has_few:
+            self._write_examples(formatter)
         formatter.write_paragraph()
         formatter.write_text(f"--help shows all {len(every)} options." + self._about_formats(ctx))
         return formatter.getvalue().rstrip("\n")
@@ -179,24 +201,24 @@ def _record(option: click.Option, ctx: click.Context) -> tuple[str, str]:
     return found
 
 
-def _first_words(text: str, room: int) -> str:
-    """The text, or as much of it as fits a line: its first sentence or clause, or its first words and an ellipsis."""
-    for end in (". ", "; ", ": ", " ("):
-        if len(text) > room:
-            text = text.partition(end)[0]
-    return text if len(text) <= room else text[: room - 4].rsplit(" ", 1)[0] + " ..."
+def _in_a_line(option: click.Option, text: str, room: int) -> str:
+    """The text of an option, as short as it can be if a line has no room for it: its short text, or its first sentence without what stands
+    in brackets."""
+    if len(text) <= room:
+        return text
+    return SHORT.get(str(option.name)) or re.sub(r" \([^()]*\)|  \[.*\]$", "", text.partition(". ")[0]).rstrip(".") + "."
 
 
 def _short_help(ctx: click.Context, param: click.Parameter, given: bool) -> None:
     if given and not ctx.resilient_parsing:
         assert isinstance(ctx.command, HelpfulCommand)
-        click.echo(ctx.command.short_help_text(ctx))
+        click.echo(ctx.command.short_help_text(ctx), color=True)
         ctx.exit()
 
 
 def _full_help(ctx: click.Context, param: click.Parameter, given: bool) -> None:
     if given and not ctx.resilient_parsing:
-        click.echo(ctx.get_help())
+        click.echo(ctx.get_help(), color=True)
         ctx.exit()
 
 

@@ -35,6 +35,7 @@ COMMANDS = {
     "verify": (".commands.verify", "Check that two checkpoints hold the same weights, or one folder what reshard wrote."),
     "diff": (".commands.look.diff", "Show in numbers what changed between two checkpoints."),
     "explain": (".commands.look.explain", "Name the mistake that made one checkpoint differ from another."),
+    "log": (".commands.look.log", "Show the steps of a run, one line each, and how their weights changed."),
     "stats": (".commands.look.stats", "Show the distribution of every tensor's values: extremes, mean, NaN, histogram."),
     "cat": (".commands.look.cat", "Print the values of one tensor, or of a slice of it."),
     "export": (".commands.look.export", "Write single tensors to a .safetensors or .npy file."),
@@ -57,6 +58,15 @@ COMMANDS = {
 }
 
 
+GROUPS = {
+    "Look": ("inspect", "log", "stats", "cat", "export", "diff", "explain", "fingerprint"),
+    "Convert": ("convert", "plan", "apply", "delta", "watch"),
+    "Check": ("verify", "doctor", "roundtrip", "digests"),
+    "Serve": ("push", "cache", "serve-check", "degrees", "learn"),
+    "Train": ("estimate",),
+    "Other": ("formats", "architectures", "clean", "env", "completion"),
+}
+"""How --help lists the commands."""
 ALIASES = {"ls": "inspect", "info": "inspect"}
 """Names of commands that are understood, and that --help does not list."""
 
@@ -84,8 +94,10 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:<{width}}", COMMANDS[name][1]) for name in names])
 
 
 @click.command(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})

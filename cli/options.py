@@ -199,6 +199,21 @@ def architecture_names(ctx: click.Context, param: click.Parameter, incomplete: s
     return [name for name in known_model_types() if name.startswith(incomplete)]
 
 
+def model_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+    """Known models whose names begin so, and files and folders."""
+    from click.shell_completion import CompletionItem
+
+    from reshard.models.known_models import known_names
+
+    return [*(name for name in known_names() if name.startswith(incomplete)), CompletionItem(incomplete, type="file")]
+
+
+def _dtype_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from reshard.geometry.dtypes import FLOATING_WORDS
+
+    return [word for word in FLOATING_WORDS if word.startswith(incomplete)]
+
+
 # How the words become a value, by the metavar; texts for the others.
 _TYPES: Mapping[str, Any] = {
     "N": click.IntRange(1),
@@ -211,7 +226,7 @@ _TYPES: Mapping[str, Any] = {
     "T": click.FloatRange(0, 1),
     "PORT": click.IntRange(1, 65535),
 }
-_COMPLETED = {"format": format_names, "architecture": architecture_names}
+_COMPLETED = {"format": format_names, "architecture": architecture_names, "dtype": _dtype_names, "kv_dtype": _dtype_names}
 
 
 def _needs_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
@@ -382,11 +397,13 @@ def _check_target(ctx: click.Context, param: click.Parameter, given: str | None)
     return given
 
 
-def missing_target() -> RequestError:
+def missing_target(command: str = "") -> RequestError:
+    """That no target format is given. command: what was asked for, to be repeated with a format."""
+    example = f"The likeliest command is `{command} --to hf`. " if command else ""
     return RequestError(
         "the option --to is missing",
         why="It names the format of the target",
-        do="Give one, such as --to vllm, --to hf or --to megatron; `reshard formats` lists all",
+        do=f"{example}Give one, such as --to vllm, --to hf or --to megatron; `reshard formats` lists all",
     )
 
 

@@ -31,7 +31,9 @@ def bar(total: int, what: str, shown: bool | None = None) -> Iterator[Callable[[
     elif shown or (sys.stderr.isatty() and not (log.quiet or log.verbose or log.as_json)):
         from tqdm import tqdm
 
-        with tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, smoothing=0.1) as progress:
+        # On a terminal it begins after half a second and leaves nothing behind; asked for by --progress, it is kept.
+        kept = {"leave": True, "delay": 0} if shown else {"leave": False, "delay": 0.5}
+        with tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, smoothing=0.1, **kept) as progress:
             advance_lines = lines(total, what, level=INFO)
 
             def advance(nbytes: int) -> None:

@@ -150,7 +150,7 @@ class Shown:
 
 
 def _print(text: str, on_stderr: bool) -> None:
-    click.echo(text, err=on_stderr)
+    click.echo(text, err=on_stderr, color=True)
     if not on_stderr:
         Shown.lines += text.count("\n") + 1
 
@@ -158,7 +158,7 @@ def _print(text: str, on_stderr: bool) -> None:
 def show_verbatim(*lines: str) -> None:
     """Print lines that are to be copied as they are, such as a file's."""
     with standard_output():
-        click.echo("\n".join(map(printable, lines)))
+        click.echo("\n".join(map(printable, lines)), color=True)
 
 
 @contextmanager

@@ -12,7 +12,9 @@ from typing import Any
 
 project = "reshard"
 copyright = "the reshard authors"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx_copybutton"]
+# Of a console block the button copies the commands, without their prompt and without what they print.
+copybutton_prompt_text = "$ "
 exclude_patterns = ["requirements.txt", "_build"]
 html_theme = "furo"
 html_title = "reshard"
@@ -27,13 +29,20 @@ suppress_warnings = ["misc.highlighting_failure"]
 highlight_language = "text"
 
 CONTENTS = {
-    "Recipes": """
-        recipes/verl recipes/megatron-run recipes/serving recipes/preshard recipes/cache recipes/serve-without-converting
-        recipes/live recipes/push recipes/degrees recipes/fp8 recipes/packed recipes/hf recipes/merge-ranks recipes/deepspeed
-        recipes/megatron recipes/optimizer-state recipes/training-memory recipes/undeclared-model recipes/averaging
-        recipes/adapters recipes/trainer-names recipes/doctor recipes/look recipes/interrupted recipes/many-machines
-        recipes/nightly recipes/runs recipes/deltas recipes/stores recipes/compare recipes/coming-from recipes/troubleshooting
+    "Start": "for/inference for/training for/platform nouns",
+    "Look": "recipes/look recipes/runs",
+    "Convert": """
+        recipes/hf recipes/merge-ranks recipes/deepspeed recipes/megatron recipes/adapters recipes/averaging recipes/fp8 recipes/packed
+        recipes/undeclared-model recipes/trainer-names recipes/coming-from
     """,
+    "Serve": """
+        recipes/serving recipes/verl recipes/megatron-run recipes/cache recipes/serve-without-converting recipes/preshard
+    """,
+    "Update live": "recipes/live recipes/push recipes/deltas",
+    "Resume": "recipes/optimizer-state recipes/interrupted",
+    "Check": "recipes/compare recipes/doctor recipes/troubleshooting",
+    "Plan": "recipes/degrees recipes/training-memory",
+    "Automate": "recipes/nightly recipes/many-machines recipes/stores",
     "Formats": """
         formats/index formats/dcp formats/dcp-safetensors formats/fsdp formats/fsdp-local formats/pt formats/torch-checkpointing
         formats/deepspeed formats/universal formats/megatron formats/megatron-dist formats/consolidated formats/nanotron

@@ -31,6 +31,7 @@ from reshard.training.memory import Strategy
 from reshard.verbs.delta import DeltaResult
 from reshard.verbs.look.diff import Diff
 from reshard.verbs.look.explain import Explanation
+from reshard.verbs.look.log import LoggedStep
 from reshard.verbs.look.stats import TensorStatistics
 from reshard.verbs.serve.cache import CacheEntry
 from reshard.verbs.verify import Comparison
@@ -259,6 +260,10 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "formats": ("reshard formats --json", {"formats": [{"name": str, "reads": bool, "writes": bool, "summary": str}]}),
     "inspect": ("reshard inspect --json", _INSPECT),
     "inspect-RUN": ("reshard inspect RUN --json", {"path": str, "steps": [Extended(Step, {"age_seconds": (float, None)})]}),
+    "log": (
+        "reshard log --json",
+        {"path": str, "steps": [Extended(LoggedStep, {"age_seconds": (float, None)})]},
+    ),
     "layout": ("a layout file of reshard learn", _LAYOUT),
     "learn": (
         "reshard learn --json",

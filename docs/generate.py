@@ -470,7 +470,7 @@ COUNTS: dict[str, tuple[tuple[str, str, Callable[[], int]], ...]] = {
         ("[", " model types](docs/reference/models.md) go to vLLM", written_for_vllm),
         ("and [", "](docs/reference/megatron-models.md) to", written_for_megatron),
     ),
-    "index.md": (("[", " formats](formats/index.md) are known", number_of_formats),),
+    "nouns.md": (("[", " formats](formats/index.md) are known", number_of_formats),),
 }
 
 

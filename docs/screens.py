@@ -2,7 +2,8 @@
 
     python docs/screens.py
 
-The commands run for real, on fixtures, in a pseudo-terminal of 100 columns. tests/docs/test_screens.py compares the picture with what they
+The commands run for real, in a pseudo-terminal of 100 columns, on DeepSeek-V3: its config, and sparse files with the headers of its 46,183
+weights and without their data (benchmarks/sparse.py). tests/docs/test_screens.py compares the picture with what they
 print today, but for times and rates.
 """
 
@@ -12,21 +13,21 @@ import html
 import os
 import pty
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+sparse = import_module("sparse")
 PICTURE = ROOT / "docs" / "screens" / "terminal.svg"
 COLUMNS, ROWS = 100, 40
 COMMANDS = (
-    "reshard inspect step-1000 --model tiny-llama --depth 3",
-    "reshard convert step-1000 out --to vllm --tp 2 --model tiny-llama",
-    "reshard verify step-1000 out",
+    "reshard inspect deepseek-v3 --depth 2",
+    "reshard convert deepseek-v3 served --to vllm --tp 8 --dry-run",
 )
-FILES = {"step-1000": "dcp/fsdp2/checkpoint", "tiny-llama": "dcp/fsdp2/model"}
 # SGR codes as classes of the picture.
 _CLASSES = {"1": "bold", "2": "dim", "4": "bold"} | {
     str(code): name for base in (30, 90) for code, name in enumerate(("dim", "red", "green", "yellow", "blue", "purple", "cyan", ""), base)
@@ -42,9 +43,9 @@ def printed() -> list[str]:
     """The lines of a session, with their escape sequences: each command after its prompt, then what it prints."""
     lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="reshard-screen-") as folder:
-        for name, fixture in FILES.items():
-            shutil.copytree(ROOT / "fixtures" / fixture, Path(folder) / name)
-        (Path(folder) / "tiny-llama" / "tokenizer.json").write_text("{}")
+        model = Path(folder) / "deepseek-v3"
+        sparse.write_deepseek(model, layers=sparse.DEEPSEEK["num_hidden_layers"], experts=sparse.DEEPSEEK["n_routed_experts"])
+        (model / "tokenizer.json").write_text("{}")
         for command in COMMANDS:
             lines += [f"$ {command}", *_run(command, folder), ""]
     return lines[:-1]

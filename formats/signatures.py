@@ -27,6 +27,9 @@ _MEGATRON = (
     "../release/.metadata",
 )
 
+USUAL_ENGINE = "vllm"
+"""The serving engine that is meant where none is named."""
+
 SIGNATURES: dict[str, tuple[str, ...]] = {
     "consolidated": ("consolidated*.pth", "consolidated*.safetensors"),
     "dcp": (".metadata", "__*.metadata", "*.distcp", "*.distcp/", "*/.metadata"),

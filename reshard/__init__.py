@@ -7,6 +7,8 @@ plan = reshard.plan(ckpt, to="vllm", tp=8)             # what goes where, proven
 reshard.convert(plan, "out/")
 reshard.verify("step-1000", "out/").raise_if_different()
 rank3 = ckpt.view(to="vllm", tp=8, rank=3)             # name -> array, read when asked for
+
+reshard.convert("step-1000", "out/", to="vllm", tp=8)  # the command line as a call
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from reshard.verbs.look.explain import explain
     from reshard.verbs.look.fingerprint import fingerprint
     from reshard.verbs.look.learn import learn
+    from reshard.verbs.look.log import log
     from reshard.verbs.look.stats import stats
     from reshard.verbs.plan import load_plan, plan, save_plan
     from reshard.verbs.push import push
@@ -61,6 +64,7 @@ __all__ = [
     "fingerprint",
     "learn",
     "load_plan",
+    "log",
     "open",
     "plan",
     "push",
@@ -79,13 +83,13 @@ _ELSEWHERE = {
     "load_plan": "verbs.plan", "save_plan": "verbs.plan", "storage_options": "storage.stores.urls",
     "cache": "verbs.serve.cache", "serve_check": "verbs.serve.serve_check",
 }  # fmt: skip
-_LOOKS = {"degrees", "diff", "doctor", "estimate", "explain", "fingerprint", "learn", "stats"}
+_LOOKS = {"degrees", "diff", "doctor", "estimate", "explain", "fingerprint", "learn", "log", "stats"}
 
 
 def __getattr__(name: str) -> Any:
     """The public names, loaded on first use: `import reshard` costs nothing."""
     if name not in __all__:
-        raise AttributeError(f"module 'reshard' has no attribute {name!r}")
+        raise AttributeError(f"module 'reshard' has no attribute {name!r}" + _in_its_place(name))
     from importlib import import_module
 
     from reshard.storage.system_calls import check_platform
@@ -96,17 +100,28 @@ def __getattr__(name: str) -> Any:
     return found
 
 
+def _in_its_place(name: str) -> str:
+    """The end of the sentence that a name is not there: the function that does it."""
+    by_method = {"inspect": "open", "load": "open", "cat": "open", "view": "open", "export": "open", "save": "convert"}
+    if name.startswith("_"):
+        return ""
+    from reshard.errors import nearest
+
+    near = by_method.get(name) or nearest(name, __all__)
+    return f". Did you mean reshard.{near}?" if near else ""
+
+
 def _bind_from_above(*, is_checkpoint: bool) -> None:
-    """What draws a value or plans a view stands above the value. It is loaded when the first drawing or view is asked for."""
+    """What draws a value, and the verbs that a checkpoint has as methods, stand above it. They are loaded when they are asked for."""
     from importlib import import_module
 
     from reshard.geometry.value import draw_with
 
     draw_with(lambda value, for_notebook: str(import_module("reshard.pages.pictures").draw(value, for_notebook)))
     if is_checkpoint:
-        from reshard.opening.checkpoint import view_with
+        from reshard.opening.checkpoint import verbs_from
 
-        view_with(lambda *asked: import_module("reshard.verbs.view").view(*asked))
+        verbs_from(lambda verb: getattr(import_module(f"reshard.verbs.{verb}"), verb))
 
 
 def _module_of(name: str) -> str:

@@ -6,6 +6,7 @@ checkpoints that should be equal. Any other exception that reaches the user is a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -71,6 +72,18 @@ class ReshardError(Exception):
         """The error as plain values with stable keys."""
         parts = {"what": self.what, "where": self.where, "why": self.why, "do": self.do}
         return {"id": self.id, "exit_code": self.exit_code, **masked_in(parts)}
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython prints in place of a traceback: the caller's own line and the sentence; every line for a defect of reshard."""
+        import traceback
+
+        frames = traceback.extract_tb(self.__traceback__)
+        package = os.path.dirname(__file__)
+        inside = next((i for i, frame in enumerate(frames) if frame.filename.startswith(package)), len(frames))
+        callers = [frame for frame in frames[:inside] if not frame.filename.startswith(os.path.dirname(os.__file__))]
+        shown = frames if self.exit_code == 70 else callers[-1:]
+        about = f"docs/reference/errors.md#{self.id} explains it"
+        return [*traceback.format_list(shown), f"{type(self).__name__}: {self} [{self.id}]", about]
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what

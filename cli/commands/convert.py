@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from shlex import join, quote
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
+from reshard.errors import RequestError
 from reshard.geometry.quantities import nbytes_text, plural
 from reshard.pages.sections import Facts, Rows, Section
 
@@ -56,7 +58,7 @@ options_of_convert = options.together(
     "reshard convert runs/7 out --to hf --last 5 --average",
     "srun -n 8 reshard convert step-1000 out --to vllm --tp 8 --part auto",
 )
-@options.checkpoint("sources", nargs=-1, required=True, metavar="SOURCE...")
+@options.checkpoint("sources", nargs=-1, metavar="SOURCE...")
 @click.argument("target")
 @options.combining
 @options_of_convert
@@ -66,6 +68,8 @@ def command(sources: tuple[str, ...], target: str, **given: Any) -> Reply:
     TARGET is written atomically: its files appear under their names only when all are complete. SOURCE may be BASE+DELTA+DELTA: a
     checkpoint with what `reshard delta` has written of later ones.
     """
+    if not sources:
+        raise RequestError(f"TARGET is missing: {target} alone is given", do=f"Such as `reshard convert {quote(target)} out --to hf`")
     return convert("convert", sources, target, **given)
 
 
@@ -84,9 +88,9 @@ def convert(name: str, sources: tuple[str, ...], target: str, to: str | None, dr
     target_place(target)
     sharing, asked = _sharing(given), options.take(given, ConvertOptions)
     show_progress = given.pop("show_progress")
-    plan = _planned(sources, to, given)
+    plan = _planned(sources, target, to, given)
     metrics.label(target=target, format=plan.layout.format)
-    effort = Effort(**effort_of(plan, asked))
+    effort = Effort.of(effort_of(plan, asked))
     if dry_run:
         return plan_reply(plan, full=full, target=target)
     began = time.monotonic()
@@ -127,7 +131,7 @@ def _sharing(given: dict[str, Any]) -> Sharing:
     return Sharing(number, finish, chosen["--ray"], address)
 
 
-def _planned(sources: tuple[str, ...], to: str | None, given: dict[str, Any]) -> Plan:
+def _planned(sources: tuple[str, ...], target: str, to: str | None, given: dict[str, Any]) -> Plan:
     """The plan that the options ask for, or the one in a plan file."""
     import reshard
     from reshard.verbs.plan import plan_of
@@ -135,7 +139,7 @@ def _planned(sources: tuple[str, ...], to: str | None, given: dict[str, Any]) ->
     context, path = click.get_current_context(), given.pop("plan_path")
     if path is None:
         if to is None:
-            raise options.missing_target()
+            raise options.missing_target(f"reshard convert {join([*sources, target])}")
         return plan_of(sources, to, given)
     is_given = [name for name in ("to", *given) if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
     if is_given:

@@ -73,7 +73,7 @@ def command(source: str, servers: tuple[str, ...], dry_run: bool, full: bool, **
     if dry_run:
         return Reply(partial(plan_document, found.plan, full=full), _planned(found, limits))
     with working("push", found.total, effort) as keywords:
-        result = found.run(Effort(**keywords), version)
+        result = found.run(Effort.of(keywords), version)
     made = {**result.to_json(), "plan": plan_document(found.plan, full=True)} if full else result.to_json()
     return Reply(made, _pushed(result, found.plan), brief=True)
 

@@ -84,7 +84,7 @@ def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool
     result: Any
     with working("verify", total, given) as effort:
         if right is None:
-            result = verify_written(left, Effort(**effort), **about_model)
+            result = verify_written(left, Effort.of(effort), **about_model)
         else:
             result = reshard.verify(a, b, cast=cast, selection=selection_of(selected), **effort)
     metrics.record(bytes_read=result.nbytes, tensors=result.tensors, differences=len(result.differences))

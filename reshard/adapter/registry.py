@@ -47,6 +47,16 @@ def formats() -> dict[str, Format]:
     return {name: _loaded(name) for name in names()}
 
 
+def writable() -> list[str]:
+    """The names of the formats that are written, sorted."""
+    return [name for name, format in formats().items() if format.can_write]
+
+
+def usual_engine() -> str:
+    """The format of the serving engine that is meant where none is named."""
+    return str(_own().USUAL_ENGINE)
+
+
 def _own() -> ModuleType:
     """The tables of reshard's own formats. A format of another package that has the name of one of them is not used."""
     return import_module("reshard.formats.signatures")
@@ -125,11 +135,10 @@ def target(name: str) -> Format:
         found = None
     if found is not None and found.can_write:
         return found
-    writable = [each for each, format in formats().items() if format.can_write]
     if found is None:
-        raise _unknown(name, writable)
+        raise _unknown(name, writable())
     raise RequestError(
-        f"`to={name}`: the format {found.name} is read, not written", do=f"Formats that are written: {some(writable)}; {LISTED_BY}"
+        f"`to={name}`: the format {found.name} is read, not written", do=f"Formats that are written: {some(writable())}; {LISTED_BY}"
     )
 
 

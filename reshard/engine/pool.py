@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from reshard.errors import RequestError
 from reshard.geometry.boxes import BLOCK_ELEMENTS
@@ -38,6 +38,11 @@ class Effort:
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
             raise RequestError(f"`workers={self.workers}`: at least one thread is needed", do="Leave it out for one per processor")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Effort:
+        """The effort of the keywords EffortOptions, in which sizes are numbers: `checked_keywords` has read texts such as 1GiB."""
+        return cls(**options)
 
     def report(self, nbytes: int) -> None:
         """Tell the caller that `nbytes` more bytes are done."""

@@ -73,6 +73,9 @@ class Fold:
     children: tuple[Fold, ...] = ()
     """The branches below, in the model's order; empty for a leaf."""
 
+    def __repr__(self) -> str:
+        return f"Fold({self.name!r}, {self.names} names, {self.tensors} tensors, {self.nbytes} bytes)"
+
     @property
     def count(self) -> int | str:
         """How many names it stands for, and how many tensors each has if not one, such as "32 x4" with two moments and a step count."""

@@ -336,6 +336,9 @@ class Architecture:
         """The architecture of the same model with the weights of each expert under names of their own, where such names are known."""
         return replace(self, weights=tuple(each for weight in self.weights for each in weight.by_expert() or (weight,)))
 
+    def __repr__(self) -> str:
+        return f"Architecture({self.model_type}, {len(self.weights)} roles)"
+
     @property
     def family(self) -> str:
         """The model type by which the tables of engines and frameworks know the model."""

@@ -63,6 +63,9 @@ class Model(Sizes):
         named = self.config.get("architectures")
         return str(named[0]) if isinstance(named, list) and named else self.architecture.class_name
 
+    def __repr__(self) -> str:
+        return f"Model({self.class_name or self.architecture.model_type}, {', '.join(f'{of} {n}' for of, n in self.dimensions.items())})"
+
     def quirks_of(self, engine: str) -> EngineRules | None:
         """What an engine's class for this model does differently, to be put into the engine's rules; None if no class of that engine was
         compared."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from dataclasses import field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Unpack
@@ -19,7 +19,7 @@ from reshard.geometry.value import Drawn, value
 from reshard.index.coverage import check_index
 from reshard.index.fold import Fold, fold
 from reshard.index.index import Index, Tensor
-from reshard.opening.keywords import PlanOptions, checked_keywords
+from reshard.opening.keywords import PathLike, PlanOptions, checked_keywords
 from reshard.plans.manifest import DIGESTS, Manifest, read_digests
 from reshard.storage.files import Files
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from reshard.models.model import Model
 
 
-ViewOf = Callable[["Checkpoint", str, Mapping[str, int], PlanOptions], "View"]
-"""Makes a view from a checkpoint, a format, a rank, and the keywords of `plan`."""
+VerbOf = Callable[[str], Callable[..., Any]]
+"""Gives a verb by its name."""
 
 
 @value(slots=False, eq=False)
@@ -141,8 +141,9 @@ class Checkpoint(Drawn):
             return self._everything.matching(selection)
         content = self.content(selection)
         check_selected(content)
-        stored = {name: whole(name, tensor.dtype, tensor.shape) for name, tensor in content.tensors.items()}
-        return View(stored, content.tensors, self.files)
+        # A weight without a separate master is its own master: it is one tensor, with one name.
+        own = {name: tensor for name, tensor in content.tensors.items() if name not in content.duplicate_masters}
+        return View({name: whole(name, tensor.dtype, tensor.shape) for name, tensor in own.items()}, own, self.files)
 
     @checked_keywords
     def view(self, *, to: str, rank: int = 0, pp_rank: int = 0, ep_rank: int = 0, dp_rank: int = 0, **options: Unpack[PlanOptions]) -> View:
@@ -152,7 +153,12 @@ class Checkpoint(Drawn):
 
         Raises: RequestError if the target has no such rank.
         """
-        return _view(self, to, {"tp": rank, "pp": pp_rank, "ep": ep_rank, "dp": dp_rank}, options)
+        view: View = _verb("view")(self, to, {"tp": rank, "pp": pp_rank, "ep": ep_rank, "dp": dp_rank}, options)
+        return view
+
+    def to(self, format: str, *, path: PathLike, **options: Any) -> Any:
+        """Convert it into the directory or URL `path`: `reshard.convert(self, path, to=format, **options)`, and its Result."""
+        return _verb("convert")(self, path, to=format, **options)
 
     @cached_property
     def tree(self) -> Fold:
@@ -183,6 +189,10 @@ class Checkpoint(Drawn):
     def __iter__(self) -> Iterator[str]:
         """The canonical names of the tensors."""
         return iter(self._everything)
+
+    def keys(self) -> KeysView[str]:
+        """The canonical names of the tensors, as those of a dict."""
+        return self._everything.keys()
 
     def __len__(self) -> int:
         return len(self._everything)
@@ -228,10 +238,10 @@ def _recorded_digests(checkpoint: Checkpoint, index: Index, content: Content) ->
     }
 
 
-def view_with(view: ViewOf) -> None:
-    """Bind the verb that plans a view. It stands above this room, and `reshard/__init__.py` binds it."""
-    global _view
-    _view = view
+def verbs_from(verb: VerbOf) -> None:
+    """Bind the verbs that methods call. They stand above this room, and `reshard/__init__.py` binds them."""
+    global _verb
+    _verb = verb
 
 
-_view: ViewOf
+_verb: VerbOf

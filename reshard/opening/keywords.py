@@ -124,12 +124,26 @@ class EffortOptions(TypedDict, total=False):
     """How much of the machine a verb may use."""
 
     workers: Annotated[int | None, Keyword("Threads (default: one per processor, at most 8).", "N")]
-    memory: Annotated[int | None, Keyword("Maximum size of all buffers (default: 256MiB; 1GiB for stores).", "SIZE")]
+    memory: Annotated[int | str | None, Keyword("Maximum size of all buffers (default: 256MiB; 1GiB for stores).", "SIZE")]
     progress: Annotated[Progress | None, Keyword("Called with the number of bytes done since the last call.")]
     source_checksums: Annotated[bool, Keyword("Do not compare what is read with the CRC-32 that the source holds of it.", "", True)]
     verify_source: Annotated[
         bool, Keyword("First read the files whole and compare them with recorded SHA-256: integrity.json, Hugging Face downloads.")
     ]
+
+
+class ConvertOptions(EffortOptions, total=False):
+    """Keywords of `convert` that `cache` takes, too."""
+
+    fail_if_skipped: Annotated[bool, Keyword("Write nothing, and exit with 1, if tensors are skipped or files are left.")]
+
+
+class WholePlanOptions(ManyPlanOptions, OpenOptions, total=False):
+    """Keywords of `plan`, which opens its sources."""
+
+
+class WholeConversionOptions(ConvertOptions, WholePlanOptions, total=False):
+    """Keywords of `convert`, which plans unless it gets a plan."""
 
 
 class LinkOptions(TypedDict, total=False):
@@ -141,12 +155,6 @@ class LinkOptions(TypedDict, total=False):
         bool, Keyword("Tell servers on other hosts the secret of the push over HTTP, instead of by RESHARD_LIVE_TOKEN.")
     ]
     take_over: Annotated[bool, Keyword("Take the servers over from the Sender or push of another process that updates them.")]
-
-
-class ConvertOptions(EffortOptions, total=False):
-    """Keywords of `convert` that `cache` takes, too."""
-
-    fail_if_skipped: Annotated[bool, Keyword("Write nothing, and exit with 1, if tensors are skipped or files are left.")]
 
 
 def usual_values(keywords: type) -> dict[str, Any]:

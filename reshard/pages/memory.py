@@ -122,9 +122,9 @@ def _one(of: str, estimate: Estimate) -> Iterator[Section]:
     """Per strategy the fullest rank; per pipeline stage its rank."""
     gpus, parallel = estimate.training.gpus, estimate.training.parallel
     yield from (f"{of} on {plural(gpus, 'GPU')}: {parallel}", "", replace(_strategies(estimate), title=""))
-    for each in estimate.strategies if parallel.pp > 1 else ():
+    for each, names in _distinct(estimate) if parallel.pp > 1 else ():
         stages = [(_stage(rank), count_text(rank.parameters), *_cells(rank)) for rank in each.stages]
-        name = f"{STRATEGY_NAMES[each.zero]}, by stage"
+        name = f"{names}, by stage"
         yield from ("", Rows((name, "parameters", *_COLUMNS), stages, name))
     yield ""
 
@@ -138,8 +138,15 @@ def _bubbles(estimates: Sequence[Estimate]) -> Rows | None:
 
 
 def _strategies(estimate: Estimate) -> Rows:
-    rows = [(STRATEGY_NAMES[each.zero], *_cells(each.fullest)) for each in estimate.strategies]
+    rows = [(names, *_cells(each.fullest)) for each, names in _distinct(estimate)]
     return Rows(("per rank", *_COLUMNS), rows, f"In numbers on {estimate.training.parallel}")
+
+
+def _distinct(estimate: Estimate) -> list[tuple[Strategy, str]]:
+    """The strategies by which ranks hold different bytes, each with the names of those that are equal: without data-parallel ranks, ZeRO
+    changes nothing."""
+    same = grouped(estimate.strategies, lambda each: tuple((_stage(rank), *_cells(rank)) for rank in (each.fullest, *each.stages)))
+    return [(group[0], ", ".join(STRATEGY_NAMES[each.zero] for each in group)) for group in same.values()]
 
 
 def _one_facts(estimate: Estimate) -> Iterator[tuple[str, object]]:

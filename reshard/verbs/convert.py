@@ -24,7 +24,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.health.findings import Finding
 from reshard.health.model_files import missing_in_target
-from reshard.opening.keywords import ConvertOptions, PathLike, checked_keywords
+from reshard.opening.keywords import ConvertOptions, PathLike, WholeConversionOptions, checked_keywords, take
 from reshard.plans.digests import Fingerprint
 from reshard.plans.layout import LeftFile, left_by_kind
 from reshard.plans.manifest import MANIFEST, RECORDS, usable_manifest, written_files
@@ -36,7 +36,7 @@ from reshard.storage.claims import FileDigests, SourceChecks
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import is_url, local_path, system_errors
 from reshard.storage.trees import trees_of
-from reshard.verbs.plan import check_whole, effort_of
+from reshard.verbs.plan import Source, check_whole, effort_of, plan_to_run
 
 Existing = Literal["refuse", "resume", "overwrite", "update"]
 """What happens to what lies in the target: nothing, it is finished, any checkpoint is replaced, or what reshard wrote is."""
@@ -101,6 +101,9 @@ class Result:
         files = [{"path": path, "bytes": nbytes} for path, nbytes in self.files.items()]
         return document(self, files=files, left=left_by_kind(self.left), seconds=round(self.seconds, 3))
 
+    def __repr__(self) -> str:
+        return f"Result({self.path!r}, {plural(len(self.files), 'file')}, {self.fingerprint.root})"
+
     def __str__(self) -> str:
         left_out = sum(group.tensors for group in self.dropped)
         return (
@@ -149,18 +152,21 @@ class PartResult:
 
 @checked_keywords
 def convert(
-    plan: Plan,
+    source: Plan | Source | Sequence[Source],
     target: PathLike,
     *,
+    to: str | None = None,
     resume: bool = False,
     overwrite: bool = False,
     if_changed: bool = False,
     checksums: bool = False,
     executor: Executor = "threads",
-    **options: Unpack[ConvertOptions],
+    **options: Unpack[WholeConversionOptions],
 ) -> Result:
-    """Run a plan into the directory or URL `target`; returns what was written and what was left out.
+    """Convert a checkpoint, or run a plan, into the directory or URL `target`; returns what was written and what was left out.
 
+    source: a checkpoint or its path, with the format `to` and the keywords of `plan` and `open`, as on the command line; or a plan, which
+    has them.
     resume: finish an interrupted conversion. overwrite: replace the checkpoint in `target` once the new one is complete. if_changed: do
     nothing if `target` holds the result of this plan for the source as it is now; otherwise resume or replace what reshard wrote there.
     checksums: also write SHA256SUMS for `sha256sum -c`, which reads the result once more.
@@ -170,7 +176,10 @@ def convert(
     Raises: RequestError if the target exists and neither was said, or the disk has no room. CheckpointError if reshard wrote the source,
     and its weights are not those that it wrote. ValuesOverflow if a cast makes finite values infinite, and the plan does not allow it.
     """
-    effort, began = Effort(**effort_of(plan, options)), time.monotonic()
+    began, given = time.monotonic(), {**options}
+    about_work = take(given, ConvertOptions)
+    plan = plan_to_run(source, to, given)
+    effort = Effort.of(effort_of(plan, about_work))
     existing, provenance = existing_target(resume=resume, overwrite=overwrite, if_changed=if_changed), Provenance(checksums=checksums)
     if existing == "update" and (result := unchanged_result(plan, target, provenance)):
         return result
@@ -200,7 +209,7 @@ def convert_part(
 
     Raises: as `convert` does.
     """
-    effort, began = Effort(**effort_of(plan, options)), time.monotonic()
+    effort, began = Effort.of(effort_of(plan, options)), time.monotonic()
     existing, provenance = existing_target(resume=False, overwrite=overwrite, if_changed=if_changed), Provenance(checksums=checksums)
     number = PartNumber.parse(part) if isinstance(part, str) else part
     running = conversion(plan, target, existing=existing, effort=effort, provenance=provenance, sharing=Sharing(number))

@@ -131,7 +131,7 @@ def delta(
     check_word("`encoding=`", encoding, ("xor", "overwrite"))
     given: dict[str, Any] = dict(options)
     about_model, began = take(given, ModelOptions), time.monotonic()
-    effort = Effort(**given)
+    effort = Effort.of(given)
     root = _free_place(target)
     if not (isinstance(base, Checkpoint) and isinstance(new, Checkpoint)):
         base, new = _opened(base, new, about_model)

@@ -6,17 +6,18 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack, cast
 
+from reshard.adapter import registry
 from reshard.adapter.file_kinds import kinds
 from reshard.errors import RequestError, some
 from reshard.geometry.quantities import plural
 from reshard.opening.checkpoint import Checkpoint
-from reshard.opening.keywords import EffortOptions, ManyPlanOptions, OpenOptions, PathLike, checked_keywords, take
+from reshard.opening.keywords import EffortOptions, OpenOptions, PathLike, WholePlanOptions, checked_keywords, take
 from reshard.opening.open import open_several
 from reshard.plans.plan import Plan
 from reshard.requests.order import PlanFile, planned
 from reshard.requests.request import ConversionRequest
 from reshard.storage.files import LocalFiles, read_whole
-from reshard.storage.system_calls import gc_paused
+from reshard.storage.system_calls import existing_path, gc_paused, is_url
 
 _MOST_BYTES = 1 << 30
 Source = Checkpoint | PathLike
@@ -42,7 +43,7 @@ def effort_of(plan: Plan, given: Mapping[str, Any]) -> EffortOptions:
 
 @gc_paused()
 @checked_keywords
-def plan(source: Source | Sequence[Source], *, to: str, **options: Unpack[ManyPlanOptions]) -> Plan:
+def plan(source: Source | Sequence[Source], *, to: str, **options: Unpack[WholePlanOptions]) -> Plan:
     """The proven plan of a conversion to the format `to`. Nothing is written, no weight is read.
 
     An option of one format, such as Megatron's `vp`, is a further keyword; `reshard formats` lists them. Several sources become one
@@ -63,6 +64,20 @@ def plan_of(source: Source | Sequence[Source], to: str, given: dict[str, Any]) -
     return planned(checkpoint, request, {"to": request.to.name, **given}, others)
 
 
+def plan_to_run(source: Plan | Source | Sequence[Source], to: str | None, given: dict[str, Any]) -> Plan:
+    """The plan itself, or that of a source by the keywords of `plan_of`.
+
+    Raises: RequestError if a plan comes with keywords that it holds already, or a source without a target format. What `plan` raises.
+    """
+    if not isinstance(source, Plan):
+        if to is None:
+            raise RequestError("no target format is given", do=f"Add `to=`: {', '.join(registry.writable())}")
+        return plan_of(source, to, given)
+    if name := "to" if to is not None else next(iter(given), None):
+        raise RequestError(f"`{name}=` belongs to the plan, which is made already", do=f"Give it to `reshard.plan(..., {name}=...)`")
+    return source
+
+
 def _sources(source: Source | Sequence[Source], last: int | None, base: PathLike | None) -> list[Source]:
     """The sources, the base of a task arithmetic first. last: how many steps of a run are taken."""
     sources = [*source] if isinstance(source, Sequence) and not isinstance(source, str) else [source]
@@ -81,6 +96,9 @@ def last_steps(sources: Sequence[Source], number: int) -> list[Source]:
     from reshard.opening.chains import source_of
     from reshard.opening.run_folders import run_at
 
+    for source in sources:
+        if not isinstance(source, Checkpoint) and not is_url(source) and "+" not in os.fspath(source):
+            existing_path(source)
     if len(sources) != 1 or isinstance(sources[0], Checkpoint) or (run := run_at(sources[0])) is None:
         raise RequestError(
             f"`last={number}` takes the folder of a run, and {'several sources are' if len(sources) > 1 else 'a checkpoint is'} given",

@@ -54,7 +54,7 @@ def push(
     was dropped, with what the servers hold. CheckpointError if the source is damaged: then the servers go on with their old weights.
     """
     given: dict[str, Any] = dict(options)
-    effort = Effort(**take(given, EffortOptions))
+    effort = Effort.of(take(given, EffortOptions))
     return planned_push(source, server, effort, **given).run(effort, version)
 
 

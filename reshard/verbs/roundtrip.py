@@ -55,7 +55,7 @@ def materialize(plan: Plan, source: Checkpoint, *, work: PathLike | None = None,
     The way back writes the source's own format, if reshard can write it. Otherwise it writes whole tensors: in hf, or, because hf holds no
     optimizer state, in the target's own format on one rank.
     """
-    effort = Effort(**options)
+    effort = Effort.of(options)
     whole_format = plan.layout.format if plan.content.states else _WHOLE
     back_format = source.format if registry.named(source.format).can_write else whole_format
     about_model = {"model": source.model_files.path, "architecture": source.architecture}

@@ -55,7 +55,7 @@ def verify(
     `right`, a folder that reshard wrote is compared with its own record, reshard.json (`verify_written`). If `right` is the address of a
     server, such as http://localhost:8000, it is asked what its ranks hold (`verify_server`); the result is a ServerComparison.
     """
-    effort = Effort(**options)
+    effort = Effort.of(options)
     if is_server(right):
         if cast:
             raise RequestError("a cast needs a second checkpoint", why="A server is compared in the element type to which it casts weights")

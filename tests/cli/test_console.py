@@ -130,6 +130,15 @@ def test_pipes_and_no_color_get_no_colour(folder):
     assert "\x1b" not in reshard("inspect", folder / "none").err
 
 
+@pytest.mark.parametrize("name", ["FORCE_COLOR", "CLICOLOR_FORCE"])
+def test_colour_in_a_pipe_if_asked(monkeypatch, folder, name):
+    monkeypatch.setenv(name, "1")
+    assert "\x1b[32mcomplete" in reshard("inspect", folder / "llama").out
+    assert "\x1b[1;31mreshard:" in reshard("inspect", folder / "none").err
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in reshard("inspect", folder / "llama").out
+
+
 @pytest.mark.parametrize(
     ("words", "painted"),
     [
@@ -141,7 +150,7 @@ def test_pipes_and_no_color_get_no_colour(folder):
         ("convert llama out --to vllm --dry-run", "\x1b[33mmissing\x1b[0m"),
         ("degrees llama", "\x1b[2massumed"),
         ("convert --help", "\x1b[36m--to FORMAT\x1b[0m"),
-        ("--help", "\x1b[1mCommands:\x1b[0m"),
+        ("--help", "\x1b[1mConvert:\x1b[0m"),
     ],
 )
 def test_colour(folder, words, painted):

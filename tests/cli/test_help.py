@@ -25,7 +25,31 @@ def test_the_short_help_of_a_command_with_many_options_is_one_screen(name):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_both(name):
-    assert reshard(name, "-h").code == reshard(name, "--help").code == 0
+    short, full = reshard(name, "-h"), reshard(name, "--help")
+    assert short.code == full.code == 0
+    assert short.out.count("\n") <= 40 and " ..." not in re.sub(r"fp16 \.\.\.|fp8 \.\.\.|// \.\.\.", "", short.out)
+
+
+def test_every_command_stands_in_one_group():
+    groups = import_module("reshard.cli.main").GROUPS
+    assert sorted(name for names in groups.values() for name in names) == sorted(COMMANDS)
+    shown = reshard("--help").out
+    assert all(f"{title}:\n" in shown for title in groups)
+
+
+def test_a_missing_target_is_named_with_the_likeliest_command():
+    lost = reshard("convert", LLAMA)
+    assert lost.code == 2 and "TARGET is missing" in lost.err and f"reshard convert {LLAMA} out --to hf" in lost.err
+    asked = reshard("convert", LLAMA, "out")
+    assert asked.code == 2 and f"`reshard convert {LLAMA} out --to hf`" in asked.err
+    assert "no file or directory 'nosuch'" in reshard("convert", "nosuch", "mean", "--to", "hf", "--last", "5", "--average").err
+
+
+def test_plan_takes_the_usual_names_of_an_output(tmp_path):
+    for number, option in enumerate(("-o", "--out", "--output", "--plan-out")):
+        assert reshard("plan", LLAMA, "--to", "vllm", option, tmp_path / str(number)).code == 0
+        assert (tmp_path / str(number)).stat().st_size > 100
+    assert "--plan-out FILE" in reshard("plan", "-h").out
 
 
 def test_help_with_a_format_shows_what_it_takes():

@@ -28,6 +28,7 @@ RUNS: dict[str, tuple[object, ...]] = {
     "inspect": (LLAMA,),
     "convert": (LLAMA, "{new}", "--to", "hf"),
     "plan": (LLAMA, "--to", "hf"),
+    "log": (FIXTURES / "delta",),
     "verify": (LLAMA, LLAMA),
     "diff": (LLAMA, LLAMA),
     "explain": (LLAMA, LLAMA),

@@ -88,6 +88,7 @@ COMMANDS = {
     "verify": ["verify", "{m}", "out", "--json"],
     "doctor": ["doctor", "{m}", "--deep", "--json", "--metrics-file", "doctor.prom"],
     "stats": ["stats", "{m}", "--json"],
+    "log": ["log", "{b}/run", "--stats", "--json"],
     "fingerprint": ["fingerprint", "{m}", "--json"],
     "clean": ["clean", "{b}", "--json"],
     "usage": ["convert", "{m}", "out2", "--to", "nothing"],

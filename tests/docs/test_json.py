@@ -148,6 +148,7 @@ def test_verify_fingerprint_and_roundtrip():
 def test_diff_stats_cat_and_export(tmp_path):
     assert reshard("convert", LLAMA, tmp_path / "fp16", "--to", "hf", "--dtype", "fp16").code == 0
     check("diff", printed("diff", LLAMA, tmp_path / "fp16", "--full"), printed("diff", LLAMA, QWEN3, "--threshold", 1))
+    check("log", printed("log", FIXTURES / "delta"), printed("log", FIXTURES / "delta", "--stats"))
     check("stats", printed("stats", LLAMA, "*norm*"))
     check("cat", printed("cat", LLAMA, "lm_head.weight"), printed("cat", LLAMA, "lm_head.weight", "--slice", "0,0"))
     check("export", *(printed("export", LLAMA, "model.norm.weight", "-o", tmp_path / name) for name in ("x.npy", "x.safetensors")))

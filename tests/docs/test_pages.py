@@ -50,7 +50,7 @@ def test_the_readme_has_what_a_newcomer_needs_in_order():
     assert headings(README) == SECTIONS
     for command in ("pip install", "make demo", "make test", "reshard inspect", "reshard convert", "reshard verify"):
         assert command in text, command
-    assert "import reshard" in text and "docs/index.md" in text
+    assert "import reshard" in text and "docs/nouns.md" in text
 
 
 # Paths of the repository in prose and in examples. <words> and * stand for any name.

@@ -28,6 +28,7 @@ CALLS = {
     "fingerprint": lambda **options: reshard.fingerprint(HF, **options),
     "push": lambda **options: reshard.push(HF, "http://127.0.0.1:9", **options),
     "transfers": lambda **options: reshard.transfers(HF, to="vllm", **options),
+    "log": lambda **options: reshard.log(FIXTURES / "delta", **options),
     "stats": lambda **options: reshard.stats(HF, **options),
     "verify": lambda **options: reshard.verify(HF, HF, **options),
 }
@@ -90,3 +91,57 @@ def test_a_keyword_with_a_slip_and_a_comparison_as_a_truth_value():
     for verb in (reshard.verify, reshard.diff):
         with pytest.raises(TypeError, match=r"\.equal"):
             bool(verb(HF, HF))
+
+
+def test_convert_takes_what_the_command_line_takes(tmp_path):
+    by_plan = reshard.convert(reshard.plan(HF, to="vllm", tp=2), tmp_path / "planned")
+    at_once = reshard.convert(HF, tmp_path / "at-once", to="vllm", tp=2)
+    by_method = reshard.open(HF).to("vllm", tp=2, path=tmp_path / "by-method")
+    assert by_plan.fingerprint.root == at_once.fingerprint.root == by_method.fingerprint.root
+    assert by_plan.files == at_once.files == by_method.files and len(at_once.files) == 2
+    assert len(repr(at_once)) < 200
+
+
+def test_convert_takes_the_keywords_of_open(tmp_path):
+    run = FIXTURES / "delta"
+    at_100, at_200 = (reshard.convert(run, tmp_path / str(step), to="hf", step=step) for step in (100, 200))
+    assert at_100.fingerprint.root != at_200.fingerprint.root
+
+
+@pytest.mark.parametrize("keywords", [{"tp": 2}, {"to": "hf"}, {"model": "somewhere"}])
+def test_what_a_plan_holds_is_not_given_with_it(tmp_path, keywords):
+    name = next(iter(keywords))
+    with pytest.raises(reshard.RequestError, match=f"`{name}=` belongs to the plan") as refused:
+        reshard.convert(reshard.plan(HF, to="vllm"), tmp_path / "out", **keywords)
+    assert f"reshard.plan(..., {name}=...)" in str(refused.value) and not (tmp_path / "out").exists()
+
+
+def test_a_source_without_a_target_format_is_refused(tmp_path):
+    with pytest.raises(reshard.RequestError, match=r"(?i)no target format is given"):
+        reshard.convert(HF, tmp_path / "out")
+
+
+def test_sizes_are_texts_as_on_the_command_line():
+    assert str(reshard.degrees("llama-3-8b", gpu_memory="80GiB")) == str(reshard.degrees("llama-3-8b", gpu_memory=80 << 30))
+    assert reshard.fingerprint(HF, memory="64MiB").root == reshard.fingerprint(HF).root
+
+
+def test_a_checkpoint_has_one_count_of_tensors():
+    checkpoint = reshard.open(FIXTURES / "dcp" / "fsdp2" / "checkpoint", model=FIXTURES / "dcp" / "fsdp2" / "model")
+    assert len(checkpoint) == len([*checkpoint]) == len(checkpoint.keys()) == len(checkpoint.index.tensors) == 84
+    for shown in (checkpoint, checkpoint.model, checkpoint.model.architecture, checkpoint.tree):
+        assert len(repr(shown)) < 300
+
+
+@pytest.mark.parametrize(("tried", "meant"), [("inspect", "open"), ("covert", "convert"), ("fingerprints", "fingerprint")])
+def test_a_name_that_is_not_there_names_the_function(tried, meant):
+    with pytest.raises(AttributeError, match=rf"Did you mean reshard\.{meant}\?"):
+        getattr(reshard, tried)
+
+
+def test_a_notebook_shows_the_callers_line_and_the_sentence():
+    with pytest.raises(reshard.ReshardError) as refused:
+        reshard.plan(HF, to="vllm", tp=3)
+    shown = "".join(refused.value._render_traceback_())
+    assert shown.count("File ") == 1 and 'reshard.plan(HF, to="vllm", tp=3)' in shown
+    assert "`tp=3` does not fit this model" in shown and "errors.md#illegal-sizes" in shown

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @options.command("degrees", "reshard degrees llama-3-8b --tp 1,2,4,8", "reshard degrees step-1000 --gpu-memory 80GiB --max-model-len 8192")
-@options.checkpoint("source")
+@options.checkpoint("source", shell_complete=options.model_names)
 @click.option("--to", default="vllm", metavar="ENGINE", help="The serving engine's format (default: vllm).")
 @options.sizes("--tp", "1,2,4,8", "Tensor-parallel sizes (default: 1,2,4,8).")
 @options.sizes("--pp", "1,2", "Pipeline-parallel sizes (default: 1,2).")

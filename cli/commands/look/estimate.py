@@ -27,7 +27,7 @@ def _bytes_option(name: str, usual: int, what: str) -> options.Decorator[Any]:
 
 
 @options.command("estimate", "reshard estimate llama-3-8b --gpus 8", "reshard estimate --parameters 7B --gpus 8")
-@options.checkpoint("source", required=False)
+@options.checkpoint("source", required=False, shell_complete=options.model_names)
 @options.keywords(EstimateOptions, "parameters")
 @click.option("--gpus", type=options.NUMBERS, metavar="N,N,..", help="Ranks in all (default: as many as the sizes need).")
 @click.option("--gpu-memory", type=options.SIZE, metavar="SIZE", help="Memory of one GPU, e.g. 80GiB: say what fits.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import Unpack, cast
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import find_model_files
@@ -37,7 +37,7 @@ from reshard.verbs.look.keywords import DegreeOptions
 def degrees(
     source: Checkpoint | PathLike,
     *,
-    to: str,
+    to: str | None = None,
     tp: Sequence[int] = (1, 2, 4, 8),
     pp: Sequence[int] = (1,),
     ep: bool = False,
@@ -46,10 +46,12 @@ def degrees(
     """What each rank of a serving engine would hold at every tp x pp, or why the engine would refuse these sizes.
 
     source: a checkpoint, a config.json, its folder, or the name of a known model (models/known_models.json).
+    to: the format of the serving engine; None: vLLM's.
     ep: the tensor-parallel ranks share whole experts.
 
     Raises: RequestError if the format is not a serving engine's, or the engine does not serve the model.
     """
+    to = to or registry.usual_engine()
     engine, memory = _engine(to), _memory(options)
     parallels = [Parallel(each_tp, each_pp, each_tp if ep else 1) for each_pp in pp for each_tp in tp]
     if (path := options.get("layout")) is not None:
@@ -105,7 +107,8 @@ def _engine(to: str) -> ServingFormat:
 
 def _memory(options: DegreeOptions) -> GpuMemory | None:
     """A GPU's memory, if the caller gave it."""
-    nbytes, longest, reserve = options.get("gpu_memory"), options.get("max_model_len"), options.get("reserve", 0)
+    nbytes, reserve = cast(int | None, options.get("gpu_memory")), cast(int, options.get("reserve", 0))  # texts have been read
+    longest = options.get("max_model_len")
     utilization = options.get("gpu_memory_utilization")
     if nbytes is None:
         if longest or reserve or utilization is not None:

@@ -132,7 +132,7 @@ def diff(
     Tensors of different floating-point types are compared as values. headers: compare names, shapes and element types alone; no weight is
     read.
     """
-    effort = Effort(**options)
+    effort = Effort.of(options)
     sides = sides_of(left, right, selection)
     result = Diff()
     result.notes.extend(check_digests(effort, *((side.files, side.index.tensors) for side in sides)).notes())

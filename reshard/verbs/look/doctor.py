@@ -214,7 +214,7 @@ def doctor(path: PathLike, *, deep: bool = False, since: PathLike | None = None,
     Raises: RequestError if there is no checkpoint at the path, or an option does not apply.
     """
     given: dict[str, Any] = dict(options)
-    effort, nbytes = replace(Effort(**take(given, EffortOptions)), verify_source=False), 0  # `deep` compares all digests
+    effort, nbytes = replace(Effort.of(take(given, EffortOptions)), verify_source=False), 0  # `deep` compares all digests
 
     def count(more: int) -> None:
         nonlocal nbytes

@@ -37,7 +37,7 @@ def fingerprint(
     if digest_version is not None and digest_version not in VERSIONS:
         raise RequestError(f"`digest_version={digest_version}`: unknown version", do=f"Use one of {', '.join(map(str, VERSIONS))}")
     version = CURRENT if digest_version is None else VERSIONS[digest_version]
-    effort, checkpoint = Effort(**options), opened(source)
+    effort, checkpoint = Effort.of(options), opened(source)
     check_digests(effort, (checkpoint.files, checkpoint.index.tensors))
     side = Side(checkpoint.files, checkpoint.index, checkpoint.content(selection))
     check_selected(side.content)

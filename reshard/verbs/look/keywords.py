@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 class DegreeOptions(ModelOptions, total=False):
     """Keywords of `degrees`."""
 
-    gpu_memory: Annotated[int | None, Keyword("Memory of one GPU, e.g. 80GiB; reports how many tokens fit.", "SIZE")]
+    gpu_memory: Annotated[int | str | None, Keyword("Memory of one GPU, e.g. 80GiB; reports how many tokens fit.", "SIZE")]
     max_model_len: Annotated[int | None, Keyword("Tokens of the longest sequence; reports how many fit.", "N")]
     gpu_memory_utilization: Annotated[float | None, Keyword("Fraction of GPU memory the engine may use (default: 0.9).", "FRACTION")]
-    reserve: Annotated[int, Keyword("Memory for activations and CUDA graphs (default: 0).", "SIZE", 0)]
+    reserve: Annotated[int | str, Keyword("Memory for activations and CUDA graphs (default: 0).", "SIZE", 0)]
     dtype: Annotated[str | None, Keyword("Cast floating-point weights: bf16, fp16 ... Needed if a bare config does not name one.", "DTYPE")]
     keep_dtype: Annotated[str | tuple[str, ...], Keyword("Do not cast tensors whose names match.", "GLOB")]
     dequantize: Annotated[bool, Keyword("Dequantize weights to `dtype=` (default: bf16).")]
@@ -51,6 +51,6 @@ class EstimateOptions(TypedDict, total=False):
         Keyword("Count activations with the model's own widths, or by the paper's formula for a GPT.", default="itemised"),
     ]
     vocab_multiple: Annotated[int, Keyword("Pad the vocabulary to a multiple of N x TP.", "N", 1)]
-    link: Annotated[int | None, Keyword("Bytes per second that a rank can send, e.g. 50GB.", "SIZE")]
+    link: Annotated[int | str | None, Keyword("Bytes per second that a rank can send, e.g. 50GB.", "SIZE")]
     bytes_per: Annotated["BytesPer", Keyword("Bytes per parameter of weights, gradients and optimizer state.")]
     architecture: Annotated["Architecture | PathLike | None", Keyword("A declared model type, or a file that declares one.")]

@@ -111,7 +111,7 @@ def stats(
     Raises: RequestError if a glob matches no name, CheckpointError if a file cannot be read.
     """
     given: dict[str, Any] = dict(options)
-    effort = Effort(**take(given, EffortOptions))
+    effort = Effort.of(take(given, EffortOptions))
     checkpoint = source if isinstance(source, Checkpoint) else open(source, **given)
     check_digests(effort, (checkpoint.files, checkpoint.index.tensors))
     tensors = wanted(checkpoint, as_globs(globs), optimizer=optimizer)
