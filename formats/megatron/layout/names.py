@@ -185,7 +185,21 @@ _EXPERT = re.compile(
     r"mlp\.experts\.(?:(?:local_)?experts\.)?(?:(\d+)\.)?(linear_fc[12]\.(?:adapter\..*|lora_[AB]\..*)?(?:weight|bias))(?(1)|(\d+)?)"
 )
 _SEGMENT = re.compile(r"(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.([A-Za-z]+)")
-_HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_(w|v)")
+_HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias)\d*)_(w|v)")
+
+
+# What belongs to the state of the run.
+_RUN_KEYS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler")
+
+
+def is_run_key(key: str) -> bool:
+    """Whether a key of a distributed save belongs to the state of the run, and not to the model."""
+    return key.startswith(_RUN_KEYS)
+
+
+def without_half(key: str) -> str:
+    """The key of the parameter whose gate or up has this key."""
+    return match[1] if (match := _HALF.fullmatch(key)) else key
 
 
 def is_weight_name(name: str) -> bool:

@@ -38,7 +38,7 @@ _UNREAD_OPTIMIZER = re.compile(r"optim\.pt|layer_wise_optimizer_\d+\.pt")
 # Folders of others that hold a distributed save: of NeMo 2, of NeMo 1 inside a .nemo file, of verl.
 _FOLDERS_OF_OTHERS = ("weights/", "model_weights/", "dist_ckpt/")
 # A word in the .metadata of every Megatron save, and in no other .metadata of torch.distributed.checkpoint.
-_MEGATRON_WORD, _LARGEST_METADATA = b"checkpoint_version", 1 << 30
+_MEGATRON_WORD, LARGEST_METADATA = b"checkpoint_version", 1 << 30
 
 
 @value
@@ -110,8 +110,8 @@ def find_distributed(files: Files) -> str | None:
     if metadata not in listing or folder + COMMON in listing:
         return metadata if metadata in listing else None
     # Of a folder without a common.pt, .metadata tells whether it is a Megatron save (--ckpt-format torch_dcp).
-    is_small = (files.size(metadata) or 0) <= _LARGEST_METADATA
-    return metadata if is_small and _MEGATRON_WORD in read_whole(files, metadata, limit=_LARGEST_METADATA) else None
+    is_small = (files.size(metadata) or 0) <= LARGEST_METADATA
+    return metadata if is_small and _MEGATRON_WORD in read_whole(files, metadata, limit=LARGEST_METADATA) else None
 
 
 def rank_folders(files: Files, folder: str) -> list[MegatronRankFolder]:
@@ -141,5 +141,6 @@ def rank_folders(files: Files, folder: str) -> list[MegatronRankFolder]:
 
 def unread_optimizers(files: Files, folder: str) -> list[str]:
     """The optimizer files of a legacy save that reshard does not read."""
-    ranks = [path for path in files.list(folder) if _RANK.fullmatch(path)]
-    return [path for rank in ranks for path in files.list(rank) if _UNREAD_OPTIMIZER.fullmatch(path.removeprefix(rank))]
+    # Layer-wise optimizers save into the root, where each save replaces the files of the one before: their step may be another one.
+    folders = ["", *(path for path in files.list(folder) if _RANK.fullmatch(path))]
+    return [path for place in folders for path in files.list(place) if _UNREAD_OPTIMIZER.fullmatch(path.removeprefix(place))]
