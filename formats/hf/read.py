@@ -20,7 +20,7 @@ from reshard.index.index import Index, RunFacts, Tensor
 from reshard.index.shards import Located, PieceTable, Shards
 from reshard.storage.files import Files
 
-from .files import SAFETENSORS, files_to_read
+from .files import OPTIMIZERS, SAFETENSORS, files_to_read
 
 # Keys under which trainers keep the model's state dict in a pickle.
 _ROOTS = ("state_dict", "model", "module")
@@ -51,6 +51,10 @@ def read(files: Files, hints: Hints) -> Index:
     builder.add_objects(weights.objects)
     builder.add_notes(weights.notes)
     builder.add_files(weights.paths)
+    if weights.tensors and (optimizer := next((path for path in files.list() if path in OPTIMIZERS), None)):
+        from .optimizer import add_optimizer
+
+        add_optimizer(builder, files, optimizer, weights.tensors, hints)
     producer = "safetensors" if weights.paths[0].endswith(SAFETENSORS) else "torch.save"
     return builder.build(RunFacts(producer=producer, config=hints.config, headers=weights.headers))
 
