@@ -3,6 +3,7 @@ under Megatron's own names. That the fixtures equal their truth bit by bit is te
 
 import pickle
 import shutil
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from helpers.fixture_places import FIXTURES, described, truth
 
 import reshard
 from reshard.containers import dcp_metadata
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
 
 HERE = FIXTURES / "megatron_fsdp"
 LLAMA, TP2, MIXTRAL = HERE / "llama-dp2", HERE / "llama-tp2-dp2", HERE / "mixtral-ep2"
@@ -130,6 +131,22 @@ def test_gate_and_up_that_are_not_separated_follow_the_ranks(tmp_path):
     again = opened(TP2, folder)
     for name, values in view.items():
         assert np.array_equal(again.view(to="hf")[stem + name].numpy(), values), name
+
+
+def test_fused_down_projections_are_read_where_their_order_is_known(tmp_path, monkeypatch):
+    """mla_down_proj_fusion: the rows of q, then those of kv. Two tensor-parallel ranks may share them or not: that is refused."""
+    torch, case = pytest.importorskip("torch"), HERE / "deepseek3"
+    view, stem = opened(case).view(to="hf"), "model.layers.0.self_attn."
+    parts = [view[f"{stem}{name}.weight"].numpy() for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+    state = {"model": {"module.decoder.layers.0.self_attention.linear_qkv_down_proj.weight": torch.from_numpy(np.concatenate(parts))}}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "fused", no_dist=True)
+    folder = renamed(case, tmp_path, lambda name: None if "layers.0.self_attention.linear_" in name and "_down_proj" in name else name)
+    joined_metadata(folder / STEP, tmp_path / "fused")
+    assert content(opened(case, folder)) == truth(case)
+    sizes = import_module("reshard.formats.megatron.layout.stages").ParallelSizes
+    monkeypatch.setattr(sizes, "from_args", lambda args: sizes(tp=2))
+    with pytest.raises(UnsupportedError, match="both down projections of 2 tensor-parallel ranks"):
+        opened(case, folder)
 
 
 def joined_metadata(folder, other):

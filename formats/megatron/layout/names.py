@@ -32,7 +32,7 @@ CORE_ATTENTION = "self_attention.core_attention"
 _DOWN_PROJECTION = re.compile(r"self_attention\.linear_(q|kv)_down_proj\.")
 # Norm -> the linear layer after it, into which Transformer Engine fuses it. Of experts the layer has no such linear layer.
 _FUSED_INTO = {
-    "input_layernorm": ("self_attention.linear_qkv", "self_attention.in_proj"),
+    "input_layernorm": ("self_attention.linear_qkv", "self_attention.in_proj", "self_attention.linear_qkv_down_proj"),
     "norm": ("mixer.in_proj",),
     "pre_mlp_layernorm": ("mlp.linear_fc1",),
     "self_attention.q_layernorm": ("self_attention.linear_q_up_proj",),

@@ -12,12 +12,18 @@ gate and up are separated. Source: megatron/core/transformer/fsdp_dtensor_checkp
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from reshard.errors import CheckpointError, ReshardError, UnsupportedError
 from reshard.geometry.value import value
 
 from .names import ParsedName, is_run_key, strip_wrappers, without_half
 from .tensors import MegatronModel, MegatronTensor, Tensors
+
+FUSED_DOWN = "self_attention.linear_qkv_down_proj.weight"
+"""Both down projections of latent attention, one after the other (mla_down_proj_fusion, FusedMLASelfAttention of 0.19.2). torch_dist
+stores them separately; Megatron-FSDP does since a later version."""
+_DOWN = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight")
 
 
 @value
@@ -50,6 +56,9 @@ def model_tensor(model: MegatronModel, parsed: ParsedName, where: str) -> Megatr
         tensors = model.expert(parsed.layer, parsed.expert or 0)
     else:
         tensors = {**model.layer(parsed.layer), **(model.mtp_module(parsed.layer - model.layers) if parsed.is_mtp else {})}
+    if parsed.name == FUSED_DOWN and all(name in tensors for name in _DOWN):
+        first, second = (tensors[name] for name in _DOWN)
+        return replace(first, blocks=(*first.blocks, *second.blocks))
     return named_tensor(tensors, parsed.name, where)
 
 

@@ -38,7 +38,7 @@ from ..layout.adapters import Factor, by_halves, by_ranks, factor_of, is_saved_b
 from ..layout.chunks import ChunkTensor
 from ..layout.flat_buckets import BUFFER_KINDS
 from ..layout.names import ParsedName, is_run_key, is_weight_name, parse_key
-from ..layout.parameters import Parameters, model_tensor, named_tensor
+from ..layout.parameters import FUSED_DOWN, Parameters, model_tensor, named_tensor
 from ..layout.stages import ParallelSizes
 from ..layout.tensors import MegatronTensor
 from .arrays import flat_sections, shared_expert, wrong_shape
@@ -216,6 +216,13 @@ class _Locator:
         ranks = self.cut_by.etp if parsed.is_expert else self.cut_by.tp
         if ranks == 1 or tensor.axis != 0 or len(tensor.blocks) == 1:
             return tensor.whole
+        if parsed.name == FUSED_DOWN:
+            raise UnsupportedError(
+                f"it holds both down projections of {ranks} tensor-parallel ranks, and nothing tells whether they shared its rows",
+                where=where,
+                why="Transformer Engine's plain linear layer is whole on every rank, other classes share the rows of each projection",
+                do="Save it with megatron-core's torch_dist, or with tensor-parallel size 1",
+            )
         return joined([tensor.shard(ranks, rank) for rank in range(ranks)])
 
 
