@@ -62,3 +62,12 @@ def test_without_a_declared_order_numbers_get_no_names(tmp_path):
     with pytest.raises(RequestError, match="is not known"):
         reshard.plan(folder, to="dcp", optimizer=True)
     reshard.convert(reshard.plan(folder, to="hf"), tmp_path / "out")
+
+
+def test_an_optimizer_beside_an_adapter_is_left(tmp_path):
+    """It numbers the factors of the adapter, in an order that nobody declares."""
+    adapter = FIXTURES / "peft" / "plain" / "adapter"
+    folder = shutil.copytree(adapter, tmp_path / "in")
+    shutil.copy(TRAINER / "checkpoint" / "optimizer.pt", folder)
+    assert content(reshard.open(folder)) == content(reshard.open(adapter))
+    assert reshard.fingerprint(folder) == reshard.fingerprint(adapter)
