@@ -32,7 +32,8 @@ def add_optimizer(builder: IndexBuilder, files: Files, path: str, weights: Seque
     states = IndexBuilder(builder.format_name, files)
     try:
         optimizer = read_optimizer(files, path)
-        names = optimizer.add_groups(states, _parameters(weights, hints))
+        parameters = _parameters(weights, hints)
+        names = optimizer.add_groups(states, parameters)
         for parameter, kind, local in optimizer.tensors:
             states.add(*state_kind(names.get(parameter), parameter, kind), local, path)
         index = states.build(RunFacts())
@@ -41,7 +42,8 @@ def add_optimizer(builder: IndexBuilder, files: Files, path: str, weights: Seque
         return
     for tensor in index.tensors:
         builder.add_tensor(tensor)
-    builder.add_notes(index.facts.notes)
+    unknown = f"{path} numbers the optimizer's parameters, and their order in this model is not known: its optimizer state has no names"
+    builder.add_notes(index.facts.notes if names or parameters else [unknown])
     builder.param_groups = index.param_groups()
     builder.add_files([path])
 
@@ -52,5 +54,7 @@ def _parameters(weights: Sequence[Tensor], hints: Hints) -> Mapping[str, Shape]:
     if not weights[0].shards.path(0).endswith(SAFETENSORS):
         return shapes
     model = hints.model
-    declared = [name for name in model.weights if name in shapes] if model else []
+    # transformers 5 has the experts of a layer in two arrays, and earlier versions in an order that no declaration follows.
+    is_ordered = model is not None and not any(weight.expert is not None for weight in model.weights.values())
+    declared = [name for name in model.weights if name in shapes] if model and is_ordered else []
     return {name: shapes[name] for name in declared} if len(declared) == len(shapes) else {}

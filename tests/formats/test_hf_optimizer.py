@@ -59,9 +59,16 @@ def test_without_a_declared_order_numbers_get_no_names(tmp_path):
     folder = shutil.copytree(TRAINER / "checkpoint", tmp_path / "in")
     config = json.loads((folder / "config.json").read_text()) | {"model_type": "made_up", "architectures": ["MadeUp"]}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RequestError, match="is not known"):
+    with pytest.raises(RequestError, match=r"optimizer\.pt numbers the optimizer's parameters, and their order in this model is not known"):
         reshard.plan(folder, to="dcp", optimizer=True)
     reshard.convert(reshard.plan(folder, to="hf"), tmp_path / "out")
+
+
+def test_experts_have_no_declared_order(tmp_path):
+    """transformers 5 numbers the experts of a layer as two arrays; before, w1, w2 and w3 in turn, where w2 can have the shape of w3."""
+    folder = shutil.copytree(FIXTURES / "hf" / "mixtral-2", tmp_path / "in")
+    shutil.copy(TRAINER / "checkpoint" / "optimizer.pt", folder)
+    assert any("is not known" in note for note in reshard.open(folder).index.facts.notes)
 
 
 def test_an_optimizer_beside_an_adapter_is_left(tmp_path):
