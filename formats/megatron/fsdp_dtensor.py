@@ -14,14 +14,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 from reshard.adapter.format import Option
-from reshard.storage.files import Files, read_whole
+from reshard.storage.files import Files
 
 from . import Megatron
-from .layout.save_folders import DCP_METADATA, LARGEST_METADATA, TRACKER, find_distributed
+from .layout.save_folders import DCP_METADATA, TRACKER, find_fsdp
 from .options import OPTIONS
 
-# Words in the .metadata of these saves, and in that of no other one by Megatron: the optimizer's settings; the wrappers of the model.
-_WORDS = (b"param_to_group_meta", b"model.module.")
 _OPTIONS = ("transformer_impl", "experts", "vocab_multiple")
 
 
@@ -39,11 +37,7 @@ class FsdpDtensor(Megatron):
     reader, writer = "read.fsdp_dtensor", "write.fsdp_dtensor"
 
     def detect(self, files: Files) -> str | None:
-        path = find_distributed(files)
-        if path is None or not path.endswith(DCP_METADATA) or (files.size(path) or 0) > LARGEST_METADATA:
-            return None
-        content = read_whole(files, path, limit=LARGEST_METADATA)
-        return path if any(word in content for word in _WORDS) else None
+        return find_fsdp(files)
 
 
 FORMAT = FsdpDtensor()

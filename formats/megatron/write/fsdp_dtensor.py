@@ -4,7 +4,7 @@
     latest_checkpointed_iteration.txt
 
 A run of any sizes loads it, as torch.distributed.checkpoint cuts tensors anew. Megatron-FSDP trains the fp32 main weights and stores these
-alone: the optimizer's full-precision copy, or the widened weight where there is none.
+alone. With an optimizer they are its full-precision copies, or the widened weights where there are none; weights alone keep their type.
 
 Source: megatron/core/transformer/fsdp_dtensor_checkpoint.py and optimizer/distrib_optimizer.py of 0.19.2;
 megatron/training/checkpointing.py of core_r0.19. Names and shapes are compared with those of real saves (fixtures/megatron_fsdp).
@@ -120,8 +120,9 @@ def _add_rows(save: MegatronSave, file: DcpFile, part: _Stored, ranks: tuple[int
 
 
 def _dtype(save: MegatronSave, part: _Stored) -> DType:
-    """The type of a weight: fp32, unless the user asks for another one."""
-    return F32 if save.target.dtype is None or not part.is_parameter else save.dtype_of(part.array)
+    """The type of a weight. A run that goes on has fp32 main weights, unless the user asks for another type; weights alone keep theirs."""
+    is_main = save.has_optimizer and save.target.dtype is None
+    return F32 if is_main or not part.is_parameter else save.dtype_of(part.array)
 
 
 def _objects(save: MegatronSave, parameters: Sequence[ChunkTensor]) -> Iterator[tuple[_Path, Any]]:
@@ -153,7 +154,7 @@ def _fqn(path: _Path, planner: dict[str, _Path]) -> str:
 
 def _notes(save: MegatronSave) -> Iterator[str]:
     """What is stored of weights, and how many wrappers the optimizer's names have."""
-    if save.target.dtype is None:
+    if save.has_optimizer and save.target.dtype is None:
         is_master = any(tensor.kind == "master" for tensor in save.content.weights.values())
         held = "masters" if is_master else "weights, widened where they are narrower, as there are no masters"
         yield f"Megatron-FSDP stores fp32 main weights alone: these are the source's {held}"
