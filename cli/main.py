@@ -52,6 +52,7 @@ COMMANDS = {
     "estimate": (".commands.look.estimate", "Estimate training memory per rank before you launch."),
     "formats": (".commands.formats", "List the formats that can be read and written."),
     "architectures": (".commands.architectures", "List supported architectures, or draft a file for a new one."),
+    "versions": (".commands.look.versions", "List the releases of other software that reshard was compared with."),
     "env": (".commands.env", "Show versions and machine for a bug report."),
     "clean": (".commands.clean", "List and remove what interrupted conversions have left."),
     "completion": (".commands.completion", "Print the completion script for bash, zsh or fish."),
@@ -64,7 +65,7 @@ GROUPS = {
     "Check": ("verify", "doctor", "roundtrip", "digests"),
     "Serve": ("push", "cache", "serve-check", "degrees", "learn"),
     "Train": ("estimate",),
-    "Other": ("formats", "architectures", "clean", "env", "completion"),
+    "Other": ("formats", "versions", "architectures", "clean", "env", "completion"),
 }
 """How --help lists the commands."""
 ALIASES = {"ls": "inspect", "info": "inspect"}

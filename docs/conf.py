@@ -45,13 +45,13 @@ CONTENTS = {
     "Automate": "recipes/nightly recipes/many-machines recipes/stores",
     "Formats": """
         formats/index formats/dcp formats/dcp-safetensors formats/fsdp formats/fsdp-local formats/pt formats/torch-checkpointing
-        formats/deepspeed formats/universal formats/megatron formats/megatron-dist formats/consolidated formats/nanotron
-        formats/hf formats/peft formats/delta formats/vllm formats/sglang formats/trtllm
+        formats/deepspeed formats/universal formats/megatron formats/megatron-dist formats/fsdp-dtensor formats/consolidated
+        formats/nanotron formats/hf formats/peft formats/delta formats/vllm formats/sglang formats/trtllm
     """,
     "Evidence": "verification benchmarks",
     "Reference": """
         reference/cli reference/python reference/json reference/logs reference/fingerprint reference/exit-codes reference/errors
-        reference/models reference/megatron-models reference/traced-models
+        reference/models reference/megatron-models reference/software reference/traced-models
         reference/versions glossary
     """,
     "Why": "why/no-conversion-code why/own-unpickler why/files-not-dump why/live",

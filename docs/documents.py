@@ -257,6 +257,10 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
         "reshard fingerprint --json",
         {"fingerprint": str, "notes": [str], "source_checks": SourceChecks, "tensors?": {str: str}},
     ),
+    "versions": (
+        "reshard versions --json",
+        {"versions": [{"software": str, "version": str, "formats": [str], "done": [str], "date": str}]},
+    ),
     "formats": ("reshard formats --json", {"formats": [{"name": str, "reads": bool, "writes": bool, "summary": str}]}),
     "inspect": ("reshard inspect --json", _INSPECT),
     "inspect-RUN": ("reshard inspect RUN --json", {"path": str, "steps": [Extended(Step, {"age_seconds": (float, None)})]}),

@@ -42,6 +42,28 @@ VALUES = (
 )  # fmt: skip
 
 
+def software() -> str:
+    """reference/software.md: what `reshard versions` lists."""
+    import yaml
+
+    rows = yaml.safe_load((HERE.parent / "reshard" / "adapter" / "software.yaml").read_text())
+    cells = (
+        (row["software"], row["version"], ", ".join(f"[{name}](../formats/{name}.md)" for name in row["formats"]), ", ".join(row["done"]))
+        for row in rows
+    )
+    dates = (str(row["date"])[:7] for row in rows)
+    table = ["| software | version | formats | compared | date |", "| --- | --- | --- | --- | --- |"]
+    table += [f"| {' | '.join(cell)} | {date} |" for cell, date in zip(cells, dates, strict=True)]
+    text = textwrap.fill(
+        "*read*: what it wrote equals what its processes held, bit by bit. *loaded*: it loads what reshard writes. *held*: its ranks hold "
+        "what reshard computes. *followed*: its source was followed, and it was not run. `reshard versions` prints this table; "
+        "`tests/drift/check.py` tells what another release changes.",
+        140,
+        break_on_hyphens=False,
+    )
+    return _page([GENERATED, "# Compared software", text, "\n".join(table)])
+
+
 def command_line() -> str:
     """reference/cli.md: every command with its options (command_line.py)."""
     return _page([GENERATED, *import_module("command_line").parts()])
@@ -459,6 +481,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/python.md": python,
     "reference/models.md": models,
     "reference/megatron-models.md": megatron_models,
+    "reference/software.md": software,
     **{f"reference/schemas/{name}.json": partial(schema, name) for name in documents.DOCUMENTS},
 }
 

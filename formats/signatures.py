@@ -38,6 +38,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "delta": ("model.safetensors.index.json",),
     "fsdp": _RANK_FILES,
     "fsdp-local": _RANK_FILES,
+    "fsdp-dtensor": _MEGATRON,
     "hf": ("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin", "model*.bin"),
     "megatron": _MEGATRON,
     "megatron-dist": _MEGATRON,
@@ -51,5 +52,10 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "vllm": ("model-rank-*-part-*.safetensors", "model-pp-*-tp-*-part-*.safetensors"),
 }
 
-SHARED_FOLDERS = {"megatron-dist": "megatron.megatron_dist", "peft": "hf.peft", "universal": "deepspeed.universal"}
+SHARED_FOLDERS = {
+    "fsdp-dtensor": "megatron.fsdp_dtensor",
+    "megatron-dist": "megatron.megatron_dist",
+    "peft": "hf.peft",
+    "universal": "deepspeed.universal",
+}
 """The modules of formats that lie in another format's folder. The folder of any other format has its name, with _ for -."""

@@ -14,6 +14,8 @@ from reshard.geometry.value import value
 from reshard.storage.files import Files
 
 SAFETENSORS = ".safetensors"
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+"""The optimizer that transformers' Trainer and accelerate save beside the weights."""
 _INDEX = ".index.json"
 _INDEX_LIMIT = 1 << 28
 # Weights that a serving engine or a distributed saver has sharded: they end in .safetensors, too, but hold parts of tensors.

@@ -20,7 +20,7 @@ from reshard.index.index import Index, RunFacts, Tensor
 from reshard.index.shards import Located, PieceTable, Shards
 from reshard.storage.files import Files
 
-from .files import SAFETENSORS, files_to_read
+from .files import OPTIMIZERS, SAFETENSORS, files_to_read
 
 # Keys under which trainers keep the model's state dict in a pickle.
 _ROOTS = ("state_dict", "model", "module")
@@ -43,7 +43,12 @@ class StoredWeights:
 
 
 def read(files: Files, hints: Hints) -> Index:
-    """The index of a folder."""
+    """The index of a folder, with the optimizer beside the weights if there is one."""
+    return read_folder(files, hints, OPTIMIZERS)
+
+
+def read_folder(files: Files, hints: Hints, optimizers: Sequence[str] = ()) -> Index:
+    """The index of a folder. optimizers: the names of files that hold the optimizer of its weights."""
     weights = stored_weights(files)
     builder = IndexBuilder("hf", files)
     for tensor in weights.tensors:
@@ -51,6 +56,10 @@ def read(files: Files, hints: Hints) -> Index:
     builder.add_objects(weights.objects)
     builder.add_notes(weights.notes)
     builder.add_files(weights.paths)
+    if weights.tensors and (optimizer := next((path for path in files.list() if path in optimizers), None)):
+        from .optimizer import add_optimizer
+
+        add_optimizer(builder, files, optimizer, weights.tensors, hints)
     producer = "safetensors" if weights.paths[0].endswith(SAFETENSORS) else "torch.save"
     return builder.build(RunFacts(producer=producer, config=hints.config, headers=weights.headers))
 

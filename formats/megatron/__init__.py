@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from reshard.adapter.format import Format
+from reshard.adapter.format import Format, Option
 from reshard.storage.files import Files
 
 from .layout.save_folders import DISTRIBUTED_OPTIMIZER, LEGACY_WEIGHTS, TRACKER, find_legacy
@@ -28,7 +28,7 @@ class Megatron(Format):
     refines: ClassVar[tuple[str, ...]] = ("pt",)
     needs_vocabulary = True
     keeps_masters = True
-    options = OPTIONS
+    options: ClassVar[tuple[Option, ...]] = OPTIONS
     reader, writer = "read.legacy", "write.legacy"
 
     def detect(self, files: Files) -> str | None:

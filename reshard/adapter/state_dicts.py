@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ FLAT = "_flat_param"
 
 # The last file that `_model_of_file` read of each tree: several formats look at the same file.
 _LAST_READ: WeakKeyDictionary[Files, tuple[str, Mapping[Any, Any]]] = WeakKeyDictionary()
+_OF_OTHER_SHAPE = re.compile(r"\.|_row$|_col$|row_var|col_var")
 # Limits the nesting that is followed: the dict of a hostile file can hold itself.
 _DEEPEST = 8
 
@@ -43,8 +45,8 @@ class SavedOptimizer:
 
     def names(self, parameters: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[Mapping[Any, str], list[str]]:
         """The names of the parameters that it lists, and notes on how they are known. parameters: names and shapes of the model's."""
-        # Elements of lists, counts and other numbers have shapes of their own.
-        of_shape = (state for state in reversed(self.tensors) if state[2].shape and "." not in state[1])
+        # Elements of lists, counts, other numbers and factors of rows and columns (Adafactor) have shapes of their own.
+        of_shape = (state for state in reversed(self.tensors) if state[2].shape and not _OF_OTHER_SHAPE.search(state[1]))
         shapes = {parameter: local.shape for parameter, _, local in of_shape}
         return names_for(self.state_dict, self.numbers(), shapes, parameters)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.canonical.optimizer_state import owner
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found, of_error
@@ -181,6 +182,8 @@ def optimizer_state(index: Index) -> Iterator[Finding]:
             elif tensor.shape != weight.shape:
                 yield found("moment-shape", f"its {kind} is {list(tensor.shape)}, the weight is {list(weight.shape)}", tensor=name)
     yield from _masters_without_moments(index, trained)
+    # Other optimizers keep other state, such as Muon's momentum.
+    trained |= {state[0] for tensor in index.tensors if (state := owner(tensor, weights))}
     untrained = [name for name, weight in weights.items() if name not in trained and weight.dtype.floating]
     if untrained:
         yield found("no-moments", f"{plural(len(untrained), 'weight')} without optimizer state, such as {untrained[0]}")

@@ -135,7 +135,7 @@ def test_a_stage_without_layers_is_listed_as_refused():
         (("verify", LLAMA, LLAMA, "--model", "nosuch"), "--model nosuch is not used"),
         (("verify", LLAMA, LLAMA, "--vocab-size", "5"), "--vocab-size does not apply"),
         (("verify", FSDP2, LLAMA, "--model", "nosuch"), "There is no file or directory 'nosuch'"),
-        (("convert", LLAMA, OUT, "--to", "hf", "--vocab-size", "5", "--dry-run"), "Only megatron, megatron-dist need it"),
+        (("convert", LLAMA, OUT, "--to", "hf", "--vocab-size", "5", "--dry-run"), "Only fsdp-dtensor, megatron, megatron-dist need it"),
         (("convert", LLAMA, OUT, "--to", "megatron", "--plain-optimizer"), "--plain-optimizer without --optimizer"),
         (("convert", LLAMA, OUT, "--to", "megatron", "--experts", "grouped"), "a llama model has no experts"),
         (("convert", LLAMA, OUT, "--to", "megatron", "--etp", "1"), "a llama model has no experts"),

@@ -49,6 +49,7 @@ RUNS: dict[str, tuple[object, ...]] = {
     "learn": (LLAMA, "--engine", "vllm"),
     "estimate": (LLAMA,),
     "formats": (),
+    "versions": (),
     "architectures": (),
     "env": (),
     "clean": (FIXTURES / "learned",),

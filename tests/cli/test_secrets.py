@@ -45,7 +45,9 @@ EVERY_FORM = (None, "--storage-option", "--model", "--push", "--then", "--into")
 def words_of(command, option, value):
     """A command line in which the option has the value; what the command needs besides is there."""
     arguments = {"convert": 2, "delta": 3, "apply": 3, "plan": 1, "verify": 2, "diff": 2, "explain": 2, "cat": 1, "export": 1, "push": 2}
-    count = arguments.get(command, 1 if command not in ("formats", "env", "architectures", "completion", "clean", "cache") else 0)
+    count = arguments.get(
+        command, 1 if command not in ("formats", "versions", "env", "architectures", "completion", "clean", "cache") else 0
+    )
     given = [str(HF / "llama")] * min(count, 2) + ["out"] * (count - 2)
     if command == "convert":
         given = [str(HF / "llama"), "out"]

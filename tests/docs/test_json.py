@@ -221,6 +221,7 @@ def test_learn():
 
 def test_lists():
     check("formats", printed("formats"))
+    check("versions", printed("versions"))
     check("architectures", printed("architectures"), printed("architectures", "--start", LLAMA))
 
 

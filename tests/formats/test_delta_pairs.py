@@ -18,7 +18,7 @@ from reshard.errors import ReshardError, UnsupportedError
 # A fixture that holds a layout alone, or an adapter, has no pair.
 NAMES = [name for name in fixtures() if not name.startswith("written/")]
 SIZES = {"hf": {}, "dcp": {"dp": 2}, "fsdp": {"dp": 2}, "vllm": {"tp": 2}, "sglang": {"tp": 2}, "trtllm": {"tp": 2}, "megatron": {"tp": 2},
-         "megatron-dist": {}, "consolidated": {}, "nanotron": {}}  # fmt: skip
+         "megatron-dist": {}, "fsdp-dtensor": {"dp": 2}, "consolidated": {}, "nanotron": {}}  # fmt: skip
 WITH_OPTIMIZER = {"deepspeed", "universal"}
 
 

@@ -419,6 +419,18 @@ def test_optimizer_state_that_does_not_fit_the_weights():
         assert {finding.id for finding in structure.optimizer_state(damaged)} == {id}
 
 
+def test_weights_with_momentum_alone_are_trained():
+    """Muon keeps a momentum_buffer for matrices, beside AdamW's moments for all else."""
+    index, name = index_of("dcp/fsdp2"), "model.layers.0.self_attn.q_proj.weight"
+    moments = {"moment1": {"kind": "state", "name": f"{name}.momentum_buffer"}, "moment2": None}
+    with_muon = tuple(
+        replace(tensor, **changes) if tensor.name == name and (changes := moments.get(tensor.kind)) else tensor
+        for tensor in index.tensors
+        if tensor.name != name or moments.get(tensor.kind, {}) is not None
+    )
+    assert list(structure.optimizer_state(replace(index, tensors=with_muon))) == []
+
+
 def test_every_incomplete_tensor_is_found_not_only_the_first():
     index = index_of("dcp/fsdp2")
     assert list(structure.incomplete_tensors(index)) == []

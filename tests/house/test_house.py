@@ -221,7 +221,9 @@ def test_command_names_are_python_names():
 
     main = __import__("importlib").import_module("reshard.cli.main")
     commands = {name.replace("-", "_") for name in main.COMMANDS}
-    assert commands - {"formats", "architectures", "completion", "inspect", "cat", "export", "env", "clean"} <= set(reshard.__all__)
+    assert commands - {"formats", "architectures", "versions", "completion", "inspect", "cat", "export", "env", "clean"} <= set(
+        reshard.__all__
+    )
 
 
 def test_nothing_below_imports_a_plugin_or_what_it_plugs_into():

@@ -14,8 +14,8 @@ KEPT = ("exp_avg", "exp_avg_sq")
 
 
 class FusedAdam(torch.optim.Optimizer):
-    def __init__(self, params: object, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, adam_w_mode: bool) -> None:
-        assert adam_w_mode
+    def __init__(self, params: object, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, **others: object) -> None:
+        assert others["adam_w_mode"]
         super().__init__(params, {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def load_state_dict(self, state_dict: dict) -> None:

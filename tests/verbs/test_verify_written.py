@@ -27,6 +27,7 @@ OUTPUTS = {
     "universal": (FSDP2, {}),
     "megatron": (FSDP2, {"optimizer": True, "tp": 2}),
     "megatron-dist": (FSDP2, {"optimizer": True, "tp": 2}),
+    "fsdp-dtensor": (FSDP2, {"optimizer": True, "dp": 2}),
     "vllm": (FSDP2, {"tp": 2}),
     "sglang": (FSDP2, {"tp": 2}),
     "trtllm": (FSDP2, {"tp": 2}),

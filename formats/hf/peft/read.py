@@ -13,6 +13,6 @@ from .. import read as hf
 
 def read(files: Files, hints: Hints) -> Index:
     """The index. Raises CheckpointError if a file is missing, or the files contradict each other."""
-    index = hf.read(files, hints)
+    index = hf.read_folder(files, hints)
     tensors = tuple(replace(tensor, kind="adapter") for tensor in index.tensors)
     return replace(index, format="peft", facts=replace(index.facts, producer="peft"), tensors=tensors)

@@ -32,7 +32,7 @@ CORE_ATTENTION = "self_attention.core_attention"
 _DOWN_PROJECTION = re.compile(r"self_attention\.linear_(q|kv)_down_proj\.")
 # Norm -> the linear layer after it, into which Transformer Engine fuses it. Of experts the layer has no such linear layer.
 _FUSED_INTO = {
-    "input_layernorm": ("self_attention.linear_qkv", "self_attention.in_proj"),
+    "input_layernorm": ("self_attention.linear_qkv", "self_attention.in_proj", "self_attention.linear_qkv_down_proj"),
     "norm": ("mixer.in_proj",),
     "pre_mlp_layernorm": ("mlp.linear_fc1",),
     "self_attention.q_layernorm": ("self_attention.linear_q_up_proj",),
@@ -185,7 +185,21 @@ _EXPERT = re.compile(
     r"mlp\.experts\.(?:(?:local_)?experts\.)?(?:(\d+)\.)?(linear_fc[12]\.(?:adapter\..*|lora_[AB]\..*)?(?:weight|bias))(?(1)|(\d+)?)"
 )
 _SEGMENT = re.compile(r"(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.([A-Za-z]+)")
-_HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_(w|v)")
+_HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias)\d*)_(w|v)")
+
+
+# What belongs to the state of the run.
+_RUN_KEYS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler")
+
+
+def is_run_key(key: str) -> bool:
+    """Whether a key of a distributed save belongs to the state of the run, and not to the model."""
+    return key.startswith(_RUN_KEYS)
+
+
+def without_half(key: str) -> str:
+    """The key of the parameter whose gate or up has this key."""
+    return match[1] if (match := _HALF.fullmatch(key)) else key
 
 
 def is_weight_name(name: str) -> bool:

@@ -18,6 +18,7 @@ connectors.
 from __future__ import annotations
 
 import re
+from weakref import WeakKeyDictionary
 
 from reshard.adapter.save_folders import step_of, the_one_save
 from reshard.errors import CheckpointError, IncompleteError
@@ -39,6 +40,10 @@ _UNREAD_OPTIMIZER = re.compile(r"optim\.pt|layer_wise_optimizer_\d+\.pt")
 _FOLDERS_OF_OTHERS = ("weights/", "model_weights/", "dist_ckpt/")
 # A word in the .metadata of every Megatron save, and in no other .metadata of torch.distributed.checkpoint.
 _MEGATRON_WORD, _LARGEST_METADATA = b"checkpoint_version", 1 << 30
+# Words in that of Megatron-FSDP's saves alone: the optimizer's settings, and the wrapper of the model.
+_FSDP_WORDS = frozenset((b"param_to_group_meta", b"model.module."))
+# The last .metadata that was read of each tree, and its words.
+_READ: WeakKeyDictionary[Files, tuple[str, frozenset[bytes]]] = WeakKeyDictionary()
 
 
 @value
@@ -110,8 +115,25 @@ def find_distributed(files: Files) -> str | None:
     if metadata not in listing or folder + COMMON in listing:
         return metadata if metadata in listing else None
     # Of a folder without a common.pt, .metadata tells whether it is a Megatron save (--ckpt-format torch_dcp).
-    is_small = (files.size(metadata) or 0) <= _LARGEST_METADATA
-    return metadata if is_small and _MEGATRON_WORD in read_whole(files, metadata, limit=_LARGEST_METADATA) else None
+    return metadata if _MEGATRON_WORD in _words_in(files, metadata) else None
+
+
+def find_fsdp(files: Files) -> str | None:
+    """The .metadata of a save by Megatron-FSDP; None if this is not one. Raises what `find_save` raises."""
+    path = find_distributed(files)
+    if path is None or not path.endswith(DCP_METADATA):
+        return None
+    folder = path.removesuffix(DCP_METADATA)
+    return path if folder + COMMON not in files.list(folder) and _words_in(files, path) & _FSDP_WORDS else None
+
+
+def _words_in(files: Files, metadata: str) -> frozenset[bytes]:
+    """Which of the words that tell Megatron's saves apart are in a .metadata. It is read once for all formats that ask."""
+    if _READ.get(files, ("",))[0] != metadata:
+        is_small = (files.size(metadata) or 0) <= _LARGEST_METADATA
+        content = read_whole(files, metadata, limit=_LARGEST_METADATA) if is_small else b""
+        _READ[files] = metadata, frozenset(word for word in (_MEGATRON_WORD, *_FSDP_WORDS) if word in content)
+    return _READ[files][1]
 
 
 def rank_folders(files: Files, folder: str) -> list[MegatronRankFolder]:
@@ -141,5 +163,6 @@ def rank_folders(files: Files, folder: str) -> list[MegatronRankFolder]:
 
 def unread_optimizers(files: Files, folder: str) -> list[str]:
     """The optimizer files of a legacy save that reshard does not read."""
-    ranks = [path for path in files.list(folder) if _RANK.fullmatch(path)]
-    return [path for rank in ranks for path in files.list(rank) if _UNREAD_OPTIMIZER.fullmatch(path.removeprefix(rank))]
+    # Layer-wise optimizers save into the root, where each save replaces the files of the one before: their step may be another one.
+    folders = ["", *(path for path in files.list(folder) if _RANK.fullmatch(path))]
+    return [path for place in folders for path in files.list(place) if _UNREAD_OPTIMIZER.fullmatch(path.removeprefix(place))]

@@ -9,51 +9,15 @@ from typing import Any
 from reshard.adapter.state_dicts import elements_of
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
-from reshard.errors import CheckpointError, ReshardError, UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.sections import Section
 
 from ..layout.chunks import ChunkTensor
-from ..layout.names import ParsedName
-from ..layout.tensors import MegatronModel, MegatronTensor, Tensors
+from ..layout.tensors import MegatronTensor
 
 Shape = tuple[int, ...]
-
-
-def model_tensor(model: MegatronModel, parsed: ParsedName, where: str) -> MegatronTensor:
-    """The tensor that a stored name means, with the numbers of layer and expert in the model. Raises what `named_tensor` raises."""
-    if parsed.layer is None:
-        tensors = model.outside_layers
-    elif parsed.is_expert:
-        tensors = model.expert(parsed.layer, parsed.expert or 0)
-    else:
-        tensors = {**model.layer(parsed.layer), **(model.mtp_module(parsed.layer - model.layers) if parsed.is_mtp else {})}
-    return named_tensor(tensors, parsed.name, where)
-
-
-def named_tensor(tensors: Tensors, name: str, where: str) -> MegatronTensor:
-    """The tensor of that name. Raises CheckpointError if there is none, UnsupportedError for an unknown part of an adapter."""
-    if name not in tensors:
-        raise no_such_tensor(tensors, name, where)
-    return tensors[name]
-
-
-def no_such_tensor(tensors: Tensors, name: str, where: str) -> ReshardError:
-    """The error for a stored tensor that is not among those of the model."""
-    if ".adapter." in name or ".lora_" in name:
-        return UnsupportedError(
-            "it is a part of an adapter that reshard does not read",
-            where=where,
-            why="Read are both factors of LoRA beside linear_qkv, linear_proj, linear_fc1 and linear_fc2",
-            do="Merge the adapter with the program that trained it, then convert the result",
-        )
-    return CheckpointError(
-        "the model that the run's settings describe has no such tensor",
-        where=where,
-        why=f"Here it has {', '.join(list(tensors)[:6]) or 'no tensors'}, and a tensor that is not known would be lost",
-        do="Give the config of the model with `model=DIR`",
-    )
 
 
 def stored_shard(tensor: MegatronTensor, stored_shape: Shape, tp: int, tp_rank: int, where: str) -> Mosaic:

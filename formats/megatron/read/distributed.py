@@ -12,36 +12,37 @@ numbers. Source: megatron/core/transformer/*.py (sharded_state_dict) and dist_ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from reshard.adapter.dcp_reader import DcpFolder, KeyedFolder
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
-from reshard.canonical.optimizer_state import plain_settings
+from reshard.canonical.optimizer_state import is_unnamed, plain_settings
 from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import shown
 from reshard.errors import CheckpointError
-from reshard.index.index import Index, RunFacts, Tensor
+from reshard.geometry.quantities import plural
+from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
 from reshard.models.lookup import changed_keys
 from reshard.storage.files import Files, read_whole
 from reshard.storage.json_input import parsed
 
 from ..layout.arguments import NotUnderstoodError, config_from_args, nemo_args, plain_args
 from ..layout.chunks import ChunkTensor, RankView
-from ..layout.names import LayerSpec, is_weight_name, parse_key, strip_wrappers
+from ..layout.names import LayerSpec, is_run_key, is_weight_name, parse_key, strip_wrappers
 from ..layout.save_folders import COMMON, METADATA_JSON, folder_of_save
 from ..layout.stages import Args, ParallelSizes, Rank, split_into_chunks
 from ..layout.tensors import EMBEDDING
 from .flat_buffers import bucket_tensors
-from .keyed_tensors import is_run_key, keyed_tensors
+from .keyed_tensors import keyed_tensors
 from .optimizer import OF_ADAPTER, OptimizerState, as_one, common_optimizer, folder_optimizer
 from .run_model import RunModel, completed, describe_model, without_wrong_masters
 from .zarr import StoredFolder, ZarrFolder
 
 # Written as torch_dcp or fsdp_dtensor: a plain folder of torch.distributed.checkpoint, without metadata.json.
-_PLAIN = "torch_dcp"
+_PLAIN, _FSDP = "torch_dcp", "fsdp_dtensor"
 _COMMON_ENTRY = "common_state/shard_0_1"
 _RUN_STATE = ("args", "iteration", "checkpoint_version", "num_floating_point_operations_so_far")
 
@@ -72,7 +73,8 @@ def read(files: Files, hints: Hints) -> Index:
             builder.add_tensor(Tensor(key, item.dtype, item.shape, "state" if is_run_key(key) else "weight", stored.shards(item)))
         return builder.build(RunFacts("Megatron-Core", backend, unanswered=(error.question,)))
     numbered = OptimizerState("") if model.adapters else folder_optimizer(stored, lambda: _stored_parameters(stored, model, args))
-    tensors = list(keyed_tensors(stored, model, numbered.states))
+    form, sizes = _FSDP if backend == _PLAIN and args.get("ckpt_format") == _FSDP else backend, ParallelSizes.from_args(args)
+    tensors = list(keyed_tensors(stored, model, numbered.states, sizes if form == _FSDP else None))
     if model.adapters:
         builder.add_notes([OF_ADAPTER] if any(map(is_run_key, stored.metadata.tensors)) else [])
     else:
@@ -80,21 +82,42 @@ def read(files: Files, hints: Hints) -> Index:
         groups, steps = common_optimizer(stored, common, model.megatron.model, weights)
         builder.param_groups = tuple(numbered.groups.values()) or groups
         tensors += [*bucket_tensors(stored, model, args), *steps]
-        builder.add_notes(numbered.notes)
+        builder.add_notes([*numbered.notes, *_without_names(tensors)])
     for tensor in tensors:
         builder.add_tensor(tensor)
     builder.add_files([folder + COMMON] if files.size(folder + COMMON) is not None else [])
     step = common.get("iteration", common.get("global_step"))
     facts = RunFacts(
         producer="Megatron-Core",
-        version=backend,
+        version=form,
         step=step if type(step) is int else None,
         config=model.config,
         state={**plain_settings(common), "args": plain_settings(args)},
-        parallel={name: size for name, size in ParallelSizes.from_args(args).by_name.items() if size > 1},
+        parallel={name: size for name, size in sizes.by_name.items() if size > 1},
         unanswered=model.unanswered,
     )
-    return completed(builder.build(facts), model, files.root, with_optimizer=False)
+    index = builder.build(facts, param_groups=_groups_of_parameters(stored, model) if not builder.param_groups else None)
+    return completed(index, model, files.root, with_optimizer=False)
+
+
+def _groups_of_parameters(stored: StoredFolder, model: RunModel) -> Callable[[], tuple[ParamGroup, ...]]:
+    """Reads the param groups of a save by Megatron-FSDP when they are needed; none of other saves."""
+
+    def read_groups() -> tuple[ParamGroup, ...]:
+        from .named_groups import named_groups
+
+        return named_groups(stored, model.megatron) if isinstance(stored, DcpFolder) else ()
+
+    return read_groups
+
+
+def _without_names(tensors: Iterable[Tensor]) -> Iterator[str]:
+    """A note on optimizer state whose parameter is not known."""
+    if unnamed := [tensor for tensor in tensors if is_unnamed(tensor)]:
+        yield (
+            f"the model has no parameter for {plural(len(unnamed), 'tensor')} of the optimizer, such as "
+            f"{unnamed[0].name.removeprefix('optim.state.')}; the weights are whole without them"
+        )
 
 
 def read_memory(memory: KeyedFolder, settings: Args, hints: Hints) -> Index:

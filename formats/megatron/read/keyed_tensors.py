@@ -6,9 +6,15 @@
     decoder.layers.mlp.linear_fc1.adapter.linear_in.weight                   [layers, r, columns], a factor of a LoRA adapter
     optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight  the shape of the weight
 
+In fsdp_dtensor (Megatron-FSDP) nothing is stacked, gate and up are stored separately, and a state has the parameter's name before its kind:
+
+    model.module.decoder.layers.3.mlp.experts.linear_fc1.weight7_w           gate of expert 7, [rows, columns]
+    optimizer.state.module.module.decoder.layers.3.mlp.linear_fc2.weight.exp_avg
+
 A box of a stored tensor is a "chunk" of torch.distributed.checkpoint; here it is called a box, as a chunk is a part of the pipeline.
 
-Source: megatron/core/transformer/*.py (sharded_state_dict) and dist_checkpointing of 0.16.1.
+Source: megatron/core/transformer/*.py (sharded_state_dict) and dist_checkpointing of 0.16.1; for fsdp_dtensor
+transformer/fsdp_dtensor_checkpoint.py and optimizer/distrib_optimizer.py of 0.19.2.
 """
 
 from __future__ import annotations
@@ -20,10 +26,10 @@ from dataclasses import replace
 from itertools import product
 
 from reshard.adapter.dcp_reader import KeyedFolder
-from reshard.canonical.optimizer_state import state_kind
+from reshard.canonical.optimizer_state import kind_of_path, state_kind
 from reshard.containers.dcp_metadata import TensorItem
 from reshard.errors import CheckpointError, UnsupportedError
-from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.mosaics import Mosaic, joined
 from reshard.index.index import Tensor
 from reshard.index.shards import concatenated
 from reshard.index.subviews import SubviewsBuilder, SubviewsByTensor
@@ -31,37 +37,44 @@ from reshard.index.subviews import SubviewsBuilder, SubviewsByTensor
 from ..layout.adapters import Factor, by_halves, by_ranks, factor_of, is_saved_by_halves
 from ..layout.chunks import ChunkTensor
 from ..layout.flat_buckets import BUFFER_KINDS
-from ..layout.names import ParsedName, is_weight_name, parse_key
+from ..layout.names import ParsedName, is_run_key, is_weight_name, parse_key
+from ..layout.parameters import FUSED_DOWN, Parameters, model_tensor, named_tensor
+from ..layout.stages import ParallelSizes
 from ..layout.tensors import MegatronTensor
-from .arrays import flat_sections, model_tensor, named_tensor, shared_expert, wrong_shape
+from .arrays import flat_sections, shared_expert, wrong_shape
 from .run_model import RunModel
 
+_OPTIMIZER = r"(?:chained_\d+\.)?optimizer\."
 _STATE_KEY = re.compile(
-    r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[a-z0-9_]+)\.(?P<key>(?:(?:module|model)\.)*(?:embedding|decoder|output_layer|mtp)\..*)"
+    rf"{_OPTIMIZER}state\.(?P<kind>(?!module\.|model\.)[a-z0-9_]+)\.(?P<key>(?:(?:module|model)\.)*(?:embedding|decoder|output_layer|mtp)\..*)"
 )
-_RUN_KEYS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler")
+# State under a name of any form. A number means a parameter of torch_dcp, which is found by its number.
+_NAMED_STATE = re.compile(rf"{_OPTIMIZER}(?:\d+\.)?state\.(?!\d)(.*)")
 
 
-def is_run_key(key: str) -> bool:
-    """Whether a key belongs to the state of the run, and not to the model."""
-    return key.startswith(_RUN_KEYS)
-
-
-def keyed_tensors(stored: KeyedFolder, model: RunModel, numbered: Iterable[tuple[ChunkTensor, str, TensorItem]]) -> Iterator[Tensor]:
+def keyed_tensors(
+    stored: KeyedFolder, model: RunModel, numbered: Iterable[tuple[ChunkTensor, str, TensorItem]], cut_by: ParallelSizes | None = None
+) -> Iterator[Tensor]:
     """The canonical tensors that the stored tensors hold; without optimizer state if there are LoRA adapters.
 
     numbered: (parameter, torch's name of the kind of state, item) of optimizer state that is stored under the parameters' numbers.
+    cut_by: the sizes of a run that stores a fused tensor as its ranks hold it: the parts of one rank, then those of the next.
     Raises: CheckpointError if the model does not have the tensor that a key names, or has it with another shape.
     """
-    locator, items = _Locator(stored, model), stored.metadata.tensors
+    locator, items = _Locator(stored, model, cut_by or ParallelSizes()), stored.metadata.tensors
+    parameters = Parameters.of(items)
     segments: list[Tensor] = []
     for key, item in items.items():
-        match = _STATE_KEY.fullmatch(key) if not model.adapters else None
-        if not is_weight_name(key) or (is_run_key(key) and not match):
+        if not is_weight_name(key) or (is_run_key(key) and (model.adapters or not _NAMED_STATE.fullmatch(key))):
             continue
-        weight_key, kind = (match["key"], BUFFER_KINDS.get(match["kind"], match["kind"])) if match else (key, None)
+        weight_key, kind = (_parameter_and_kind(key, parameters) or ("", key)) if is_run_key(key) else (key, None)
         parsed = parse_key(weight_key)
-        tensors = locator.tensors(parsed, item, items.get(weight_key, item), kind)
+        try:
+            tensors = list(locator.tensors(parsed, item, items.get(weight_key, item), kind))
+        except CheckpointError:
+            if kind is None:
+                raise
+            tensors = [_without_name(stored, item, key)]  # the weights are whole without it
         if parsed.segment:
             segments.extend(tensors)
         else:
@@ -70,9 +83,31 @@ def keyed_tensors(stored: KeyedFolder, model: RunModel, numbered: Iterable[tuple
     for parameter, kind, item in numbered:
         if item.shape == parameter.array.shape:
             yield from locator.tensors(parse_key(parameter.name), item, item, kind)
-        else:  # such as a step count: it belongs to each canonical tensor that is fused in the parameter
-            kinds_and_names = (state_kind(name, name, kind) for name in parameter.array.names)
-            yield from (Tensor(known_as, item.dtype, item.shape, of_kind, stored.shards(item)) for of_kind, known_as in kinds_and_names)
+        else:
+            yield from _of_all(parameter.array.names, stored, item, kind)
+
+
+def _of_all(names: Iterable[str], stored: KeyedFolder, item: TensorItem, kind: str) -> Iterator[Tensor]:
+    """State of another shape than its parameter, such as a step count: it belongs to each canonical tensor that the parameter holds."""
+    for name in names:
+        tensor_kind, known_as = state_kind(name, name, kind)
+        yield Tensor(known_as, item.dtype, item.shape, tensor_kind, stored.shards(item))
+
+
+def _parameter_and_kind(key: str, parameters: Parameters) -> tuple[str, str] | None:
+    """The key of the parameter whose state has this key, and torch's name for the kind of state; None if the parameter is not known."""
+    if match := _STATE_KEY.fullmatch(key):
+        return match["key"], BUFFER_KINDS.get(match["kind"], match["kind"])
+    match = _NAMED_STATE.fullmatch(key)
+    if match is None or (parts := parameters.split(match[1])) is None:
+        return None
+    return parts[0], BUFFER_KINDS.get(kind := kind_of_path(parts[1]), kind)
+
+
+def _without_name(stored: KeyedFolder, item: TensorItem, key: str) -> Tensor:
+    """State whose parameter is not known, or of which no part belongs to one weight of the model."""
+    kind, name = state_kind(None, key, "")
+    return Tensor(name.rstrip("."), item.dtype, item.shape, kind, stored.shards(item))
 
 
 def merged(parts: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -94,8 +129,8 @@ def merged(parts: Iterable[Tensor]) -> Iterator[Tensor]:
 class _Locator:
     """Finds the canonical tensors in the stored boxes of keyed tensors. What layers and experts that are alike share is found once."""
 
-    def __init__(self, stored: KeyedFolder, model: RunModel) -> None:
-        self.stored, self.shapes, self.model = stored, model.shapes, model.megatron
+    def __init__(self, stored: KeyedFolder, model: RunModel, cut_by: ParallelSizes) -> None:
+        self.stored, self.shapes, self.model, self.cut_by = stored, model.shapes, model.megatron, cut_by
         self._found: dict[tuple[object, ...], SubviewsByTensor] = {}
 
     def tensors(self, parsed: ParsedName, item: TensorItem, weight: TensorItem, kind: str | None) -> Iterator[Tensor]:
@@ -104,7 +139,13 @@ class _Locator:
 
         Raises: CheckpointError if the model does not have the tensor, or has it with another shape.
         """
-        for name, pieces in self._subviews(parsed.in_model(self.model.layers), item, weight).of(self.stored.shards(item)):
+        parsed = parsed.in_model(self.model.layers)
+        if kind and not parsed.stacked_axes and item is weight:
+            array = self._array(parsed, item, f"{item.fqn} in {self.stored.prefix}.metadata")
+            if item.shape != array.shape and (math.prod(item.shape) == 1 or len(array.names) == 1):
+                yield from _of_all(array.names, self.stored, item, kind)
+                return
+        for name, pieces in self._subviews(parsed, item, weight).of(self.stored.shards(item)):
             tensor_kind, known_as = state_kind(name, name, kind) if kind else ("weight", name)
             yield Tensor(known_as, item.dtype, self.shapes[name], tensor_kind, pieces)
 
@@ -170,7 +211,19 @@ class _Locator:
             return named_tensor(segments, parsed.segment, where).whole
         if (factor := factor_of(parsed.name)) is not None:
             return _as_saved(factor, tensor, parsed, item, where)
-        return tensor.whole if parsed.half is None else tensor.blocks[parsed.half]
+        if parsed.half is not None:
+            return tensor.blocks[parsed.half]
+        ranks = self.cut_by.etp if parsed.is_expert else self.cut_by.tp
+        if ranks == 1 or tensor.axis != 0 or len(tensor.blocks) == 1:
+            return tensor.whole
+        if parsed.name == FUSED_DOWN:
+            raise UnsupportedError(
+                f"it holds both down projections of {ranks} tensor-parallel ranks, and nothing tells whether they shared its rows",
+                where=where,
+                why="Transformer Engine's plain linear layer is whole on every rank, other classes share the rows of each projection",
+                do="Save it with megatron-core's torch_dist, or with tensor-parallel size 1",
+            )
+        return joined([tensor.shard(ranks, rank) for rank in range(ranks)])
 
 
 def _at(parsed: ParsedName, stacked: Sequence[int]) -> ParsedName:

@@ -22,10 +22,11 @@ from ..layout.adapters import factor_of
 from ..layout.arguments import NotUnderstoodError
 from ..layout.chunks import ChunkTensor, shared_tables
 from ..layout.names import ParsedName, parse_name
+from ..layout.parameters import model_tensor, no_such_tensor
 from ..layout.save_folders import folder_of_save, unread_optimizers
 from ..layout.stages import Args, Chunk, ParallelSizes, split_into_chunks
 from ..layout.tensors import EMBEDDING, MegatronModel, QkvOrder
-from .arrays import Shape, local_tensors, model_tensor, no_such_tensor, shared_expert, state_tensors, stored_shard, whole_tensor
+from .arrays import Shape, local_tensors, shared_expert, state_tensors, stored_shard, whole_tensor
 from .flat_buffers import buffered_optimizer
 from .optimizer import OF_ADAPTER, OptimizerState, merged_param_groups, numbered_optimizer
 from .ranks import LegacySave, MegatronRank, read_ranks
