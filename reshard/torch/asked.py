@@ -72,6 +72,8 @@ class AskedNames:
         self._inner = f"{common}." if common and roots.count(common) * 2 > len(roots) else None
         self.askers: dict[str, str] = {}
         """Weight -> the trainer's name under which it was asked for."""
+        self.fused: Mapping[str, str] = {}
+        """The trainer's own names of tensors that hold weights of other names -> the first of these."""
 
     def weight(self, name: str) -> str | None:
         """The weight that the trainer calls so; None if the checkpoint has none.
@@ -103,6 +105,18 @@ class AskedNames:
         """The full-precision copy of a weight, if there is one beside it."""
         return self._content.tensors.get(master_key(weight))
 
+    def part(self, weight: str, kind: str, *, masters: bool) -> Tensor | None:
+        """The stored tensor of a weight, or of its state of a kind. masters: the full-precision copy, if there is one."""
+        if kind:
+            return self._content.tensors.get(state_key_of(weight, kind))
+        return (self.master(weight) if masters else None) or self._weights.get(weight)
+
+    def own_name(self, name: str) -> str:
+        """The name that a tensor of the trainer has in its model: without what stands before the names of weights that are known."""
+        known = ((unwrapped(asker), weight) for weight, asker in self.askers.items())
+        prefix = next((asker.removesuffix(weight) for asker, weight in known if asker.endswith(weight)), self._prefix or "")
+        return unwrapped(name).removeprefix(prefix)
+
     def setting(self, asked: StateName, listed: Iterable[str] | None, groups: tuple[ParamGroup, ...]) -> tuple[Any, ...]:
         """The values that a setting has in the checkpoint for the parameters of the trainer's group, without repetition.
 
@@ -125,7 +139,8 @@ class AskedNames:
         return [name for name in self._weights if name not in asked and name not in self._content.unknown and name not in self._aliases]
 
     def _found(self, name: str) -> str | None:
-        return next((weight for each in self._candidates(name) if (weight := self._aliases.get(each, each)) in self._weights), None)
+        found = (weight for each in self._candidates(name) if (weight := self._aliases.get(each, each)) in self._weights)
+        return next(found, None) or self.fused.get(unwrapped(name))
 
     def _is_alias(self, name: str) -> bool:
         return any(each in self._aliases for each in self._candidates(name))

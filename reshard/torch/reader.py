@@ -34,19 +34,23 @@ from torch.futures import Future
 from reshard.canonical.content import Content, Selection
 from reshard.canonical.dequantization import with_values
 from reshard.canonical.optimizer_state import STEP
+from reshard.canonical.renaming import unwrapped
 from reshard.engine.checks.reading import Reading
 from reshard.engine.events import event
 from reshard.engine.origins.on_tensors import torch_type
 from reshard.engine.pool import run_jobs
 from reshard.engine.views import LazyTensor
 from reshard.errors import RequestError, ReshardError
+from reshard.geometry.dtypes import from_torch
 from reshard.geometry.quantities import plural
-from reshard.geometry.sections import whole
+from reshard.geometry.sections import StoredTensor, whole
 from reshard.index.index import Tensor
-from reshard.live.memory.describe import local_of
+from reshard.live.memory.describe import held_box, local_of
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.open import open as open_checkpoint
+from reshard.storage.files import Files
 from reshard.torch.asked import AskedNames, StateName, about_names, in_form_of, listed_names, state_name
+from reshard.torch.fused import fused_tensors
 
 PathLike = str | os.PathLike[str]
 
@@ -144,7 +148,7 @@ class StateDictReader(StorageReader):
 
             return perform
 
-        nbytes = sum(run_jobs(items, make_worker, min(self._workers, len(items))))
+        nbytes = sum(run_jobs(items, make_worker, min(self._workers, len(items)))) + source.fill_fused(plan.items, planner, files)
         kept = source.load_values((item for item in plan.items if item.type == LoadItemType.BYTE_IO), planner)
         Reading.check_unchanged(source.checkpoint.files, source.checkpoint.index, verb="loaded")
         seconds = time.monotonic() - began
@@ -170,6 +174,8 @@ class _Source:
         self.checkpoint, self.content = checkpoint, content
         self.names = AskedNames(content, prefix)
         self._optimizer = optimizer
+        self._fused: Mapping[str, StoredTensor] | None = None
+        self._in_fused: set[str] = set()
 
     @staticmethod
     def opened(path: PathLike, options: Mapping[str, Any], optimizer: bool, prefix: str | None, dequantize: bool) -> _Source:
@@ -209,16 +215,51 @@ class _Source:
         """Raises RequestError for names that one side lacks, unless the planner allows it."""
         if getattr(planner, "allow_partial_load", False):
             return
-        asked = (item.dest_index.fqn for item in plan.items if item.type == LoadItemType.BYTE_IO)
-        missing = [name for name in asked if not self._has_value(name)]
+        asked = [item.dest_index.fqn for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        missing = [name for name in asked if not self._has_value(name) and self.parts_of(name, planner) is None]
+        surplus = [name for name in plan.storage_data if name not in self._in_fused]
         if missing and not self._optimizer and all(state_name(name) for name in missing):
             raise RequestError(
                 f"the trainer asks for the state of its optimizer, such as {missing[0]}",
                 where=self.checkpoint.path,
                 do="Add `optimizer=True` to the Reader, or load a state dict of the model alone",
             )
-        if missing or plan.storage_data:
-            raise about_names(missing, plan.storage_data, self.checkpoint.path)
+        if missing or surplus:
+            raise about_names(missing, surplus, self.checkpoint.path)
+
+    def parts_of(self, name: str, planner: LoadPlanner) -> tuple[StoredTensor, dict[str, Tensor]] | None:
+        """Where published weights, or the state of their parameters, lie in a tensor of the trainer that has another name, and these; None
+        if the tensor does not consist of what is stored."""
+        asked, held = state_name(name), getattr(planner, "state_dict", {})
+        if not isinstance(held.get(name), torch.Tensor) or (asked is not None and (asked.is_setting or not self._optimizer)):
+            return None
+        if self._fused is None:
+            weights = {self.names.own_name(each): tensor for each, tensor in held.items() if is_weight(each, tensor)}
+            described = {each: (tuple(tensor.shape), from_torch(str(tensor.dtype), where=each)) for each, tensor in weights.items()}
+            self._fused = fused_tensors(self.checkpoint, described)
+            self.names.fused = {each: stored.sections[0].name for each, stored in self._fused.items()}
+        stored = self._fused.get(self.names.own_name(name) if asked is None else unwrapped(asked.owner))
+        parts = {section.name for section in stored.sections} if stored else set()
+        masters = asked is None and held[name].dtype == torch.float32
+        sources = {part: self.names.part(part, asked.kind if asked else "", masters=masters) for part in parts}
+        known = {part: source.without_replicas() for part, source in sources.items() if source is not None}
+        if stored is None or len(known) < len(sources):
+            return None
+        self._in_fused |= parts
+        return replace(stored, dtype=next(iter(known.values())).values_dtype), known
+
+    def fill_fused(self, items: Iterable[ReadItem], planner: LoadPlanner, files: Files) -> int:
+        """Fill tensors of the trainer that have other names than what is stored. Returns the bytes."""
+        nbytes = 0
+        for name in (item.dest_index.fqn for item in items if item.type == LoadItemType.BYTE_IO):
+            if self._has_value(name) or (parts := self.parts_of(name, planner)) is None:
+                continue
+            tensor = planner.state_dict[name]  # type: ignore[attr-defined]
+            box, target = held_box(name, tensor).box, local_of(tensor)
+            if box.volume:
+                LazyTensor(*parts, files)[box.index].read_into(target)
+            nbytes += target.nbytes
+        return nbytes
 
     def load_values(self, items: Iterable[ReadItem], planner: LoadPlanner) -> list[str]:
         """Fill step counts and settings. Returns the settings that keep the trainer's value, as the checkpoint has none.
@@ -294,6 +335,11 @@ def _metadata(tensor: Tensor) -> TensorStorageMetadata:
     size = torch.Size(tensor.shape)
     properties = TensorProperties(dtype=torch_type(tensor.values_dtype))
     return TensorStorageMetadata(properties, size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)])
+
+
+def is_weight(name: str, value: Any) -> bool:
+    """Whether an entry of a flat state dict is a tensor of the model."""
+    return isinstance(value, torch.Tensor) and state_name(name) is None
 
 
 def _load(planner: LoadPlanner, item: ReadItem, current: Any, value: Any) -> None:

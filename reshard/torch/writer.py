@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -51,6 +52,7 @@ from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey, Route
 from reshard.requests.planning import plan_conversion
 from reshard.requests.request import ConversionRequest
+from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.staging import Staging
 from reshard.storage.system_calls import is_url
 from reshard.torch.asked import state_name
@@ -90,7 +92,6 @@ class StateDictWriter(StorageWriter):
         super().__init__()
         self.path, self.to = path, to
         self._step, self._overwrite, self._digests, self._seconds, self._options = step, overwrite, digests, seconds, options
-        self._rank = 0
         self._save: _Save | None = None
 
     @classmethod
@@ -106,7 +107,6 @@ class StateDictWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises UnsupportedError for a store, and for a save without collectives, in which no rank knows what the others hold."""
-        self._rank = int(kwargs.get("rank") or 0)
         if is_url(place := target_place(self.path)):
             raise UnsupportedError(
                 "a store has no files that several ranks write at once",
@@ -132,7 +132,7 @@ class StateDictWriter(StorageWriter):
                 why="Nothing was written",
                 do="Choose another directory for each step, or say `overwrite=True`",
             )
-        if not all(plan.usable for plan in plans):
+        if not all(getattr(plan, "usable", True) for plan in plans):
             raise UnsupportedError(
                 "the planner has cached its plans and leaves them out",
                 do="Use a planner without `enable_plan_caching`, which is the default",
@@ -141,14 +141,14 @@ class StateDictWriter(StorageWriter):
         ranks = tuple(tuple(_held(item) for item in plan.items) for plan in plans)
         names = {item.fqn for items in ranks for item in items}
         state = HeldState(secrets.token_hex(8), ranks, nested if names <= nested.keys() else None)
-        return [replace(plan, storage_data=state) for plan in plans]
+        return [replace(plan, storage_data=(rank, state)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what this rank holds, and digest its share of the files."""
-        state: HeldState = plan.storage_data
-        save = self._planned(state, plan, planner)
+        rank, state = plan.storage_data
+        save = self._planned(state, rank, plan, planner)
         destination, self._save = save.destination, save
-        waiting = Waiting(Path(destination.place) / ".reshard", self._rank, len(state.ranks), self._seconds)
+        waiting = Waiting(Path(destination.place) / WORK_FOLDER, rank, len(state.ranks), self._seconds)
         try:
             with destination.shared(save.header, save.plan, begins=True), waiting.working():
                 nbytes, beyond = save.write()
@@ -168,14 +168,12 @@ class StateDictWriter(StorageWriter):
         assert self._save is not None, "every rank writes before the coordinator completes"
         of_ranks = [result.storage_data for results_of_rank in results for result in results_of_rank]
         digests = {key: digest for digests, _ in of_ranks for key, digest in digests.items()}
-        beyond: dict[str, int] = {}
-        for _, counts in of_ranks:
-            beyond = {name: beyond.get(name, 0) + counts.get(name, 0) for name in {**beyond, **counts}}
-        self._save.complete(digests if self._digests else None, beyond)
+        beyond = sum((Counter(counts) for _, counts in of_ranks), Counter[str]())
+        self._save.complete(digests if self._digests else None, dict(beyond))
         event("saved", f"saved {self.to} to {self._save.destination.place}", target=self._save.destination.place, format=self.to)
         self._save = None
 
-    def _planned(self, state: HeldState, plan: SavePlan, planner: SavePlanner) -> _Save:
+    def _planned(self, state: HeldState, rank: int, plan: SavePlan, planner: SavePlanner) -> _Save:
         """This rank's part of the save."""
         options, place = dict(self._options), target_place(self.path)
         of_model = take(options, ModelOptions)
@@ -187,7 +185,7 @@ class StateDictWriter(StorageWriter):
             assert isinstance(resolved, torch.Tensor), "an item with an element type is a tensor"
             return resolved
 
-        held = HeldFiles(state, self._rank, tensor, _objects(state, planner) if takes_optimizer else {})
+        held = HeldFiles(state, rank, tensor, _objects(state, planner) if takes_optimizer else {})
         source = opened(held, place, self._step, of_model)
         made = plan_conversion(source, request, request.adapter_for(source))
         if computed := [route.name for route in made.routes if type(route.source.origin) is not Stored]:
@@ -200,7 +198,7 @@ class StateDictWriter(StorageWriter):
         destination = LocalFolder(Path(place))
         existing: Existing = "overwrite" if self._overwrite or not destination.entries() else "refuse"
         destination = LocalFolder(Path(place), replaces=lambda: may_replace(destination, made, existing))
-        return _Save(made, held, self._rank, destination)
+        return _Save(made, held, rank, destination)
 
 
 def _held(item: WriteItem) -> HeldItem:

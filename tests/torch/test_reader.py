@@ -185,6 +185,48 @@ def test_a_base_and_its_delta_are_read_as_one():
     assert all(torch.equal(state[name], tensor) for name, tensor in truth.items())
 
 
+@pytest.mark.parametrize("case", ["mixtral-fused", "qwen3_moe-fused", "deepseek_v3-fused"])
+def test_experts_in_one_tensor_are_filled_from_what_is_stored_apart(case, tmp_path):
+    """transformers 5 holds the experts of a layer in one tensor, published files hold each by itself, and mixtral's under other names."""
+    fused = FIXTURES / "hf" / case
+    truth = {name: tensor for file in fused.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    reshard.convert(reshard.plan(fused, to="hf"), tmp_path / "apart")
+    assert not any(name.endswith("experts.gate_up_proj") for name in reshard.open(tmp_path / "apart").tensors())
+    for path in (tmp_path / "apart", fused):
+        state = {"model": {name: torch.zeros_like(tensor) for name, tensor in truth.items()}}
+        load(state, path)
+        assert all(torch.equal(state["model"][name], tensor) for name, tensor in truth.items())
+
+
+def test_the_optimizer_of_experts_in_one_tensor_is_filled():
+    """Real Megatron's moments of mixtral, into the tensors that transformers 5 trains."""
+    folder = FIXTURES / "megatron" / "mixtral-tp2-ep2"
+    content = reshard.open(folder / "checkpoint", model=folder / "model").content(Selection(optimizer=True, masters=True))
+    read = {
+        key: lazy.torch()
+        for key, lazy in reshard.open(folder / "checkpoint", model=folder / "model")
+        .tensors(Selection(optimizer=True, masters=True))
+        .items()
+    }
+    layer = "model.layers.0.block_sparse_moe"
+    experts = sum(name.startswith(f"{layer}.experts.") and name.endswith("w1.weight") for name in content.weights)
+
+    def stacked(prefix, suffix):
+        gates, ups = ([read[f"{prefix}{layer}.experts.{i}.{part}.weight{suffix}"] for i in range(experts)] for part in ("w1", "w3"))
+        return torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
+
+    own, master = "model.layers.0.mlp.experts.gate_up_proj", stacked("optim.state.", ".master_param")
+    weights = {name: torch.zeros(tensor.shape) for name, tensor in content.weights.items() if ".experts." not in name or layer not in name}
+    weights |= {own: torch.zeros(master.shape), own.replace("gate_up", "down"): torch.zeros(experts, master.shape[2], master.shape[1] // 2)}
+    state = {own: {"exp_avg": torch.zeros(master.shape), "step": torch.tensor(0.0)}}
+    groups = [{"params": [own], "lr": 0.5}]
+    load(
+        {"model": weights, "optim": {"state": state, "param_groups": groups}}, folder / "checkpoint", optimizer=True, model=folder / "model"
+    )
+    assert torch.equal(weights[own], master) and torch.equal(state[own]["exp_avg"], stacked("optim.state.", ".exp_avg"))
+    assert state[own]["step"] > 0 and groups[0]["lr"] not in (0.0, 0.5)
+
+
 def test_quantized_weights_are_read_as_values():
     folder = FIXTURES / "hf_fp8" / "llama-fp8-block"
     weights = reshard.open(folder).tensors()

@@ -182,6 +182,15 @@ def test_tensors_that_are_views_are_written_by_their_values(tmp_path):
     assert all(torch.equal(written[name], tensor) for name, tensor in weights().items())
 
 
+def test_tensors_of_several_blocks_are_written_piece_by_piece(tmp_path):
+    state = {"a.weight": torch.arange(3_000_000, dtype=torch.float32).view(1000, 3000), "b": torch.arange(5)}
+    dcp.save(state, storage_writer=Writer(tmp_path / "out", to="hf"))
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    reshard.convert(reshard.plan(tmp_path / "dcp", to="hf"), tmp_path / "converted")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "converted")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a.weight"], state["a.weight"])
+
+
 def test_copies_of_a_tied_head_that_differ_are_refused(tmp_path):
     tied = LLAMA.parent / "llama-tied"
     state = load_file(tied / "model.safetensors")
