@@ -72,6 +72,8 @@ class AskedNames:
         self._inner = f"{common}." if common and roots.count(common) * 2 > len(roots) else None
         self.askers: dict[str, str] = {}
         """Weight -> the trainer's name under which it was asked for."""
+        self.asked: set[str] = set()
+        """The weights that were asked for, by their names or those of aliases."""
         self.fused: Mapping[str, str] = {}
         """The trainer's own names of tensors that hold weights of other names -> the first of these."""
 
@@ -81,7 +83,10 @@ class AskedNames:
         Raises: RequestError if another name has asked for the same weight, and is not its alias.
         """
         weight = self._found(name)
-        if weight is None or self._is_alias(name):
+        if weight is None:
+            return None
+        self.asked.add(weight)
+        if self._is_alias(name):
             return weight
         if (other := self.askers.setdefault(weight, name)) != name:
             raise RequestError(
@@ -133,9 +138,9 @@ class AskedNames:
                 values.append(whole[int(number)] if dot and isinstance(whole, list | tuple) and int(number) < len(whole) else whole)
         return tuple(given for i, given in enumerate(values) if given not in values[:i])
 
-    def not_asked_for(self, askers: Iterable[str]) -> list[str]:
-        """The weights of the checkpoint that nobody has asked for. askers: those that somebody has."""
-        asked = {*askers}
+    def not_asked_for(self, names: Iterable[str]) -> list[str]:
+        """The weights of the checkpoint that nobody has asked for. names: those that somebody has."""
+        asked = {*names}
         return [name for name in self._weights if name not in asked and name not in self._content.unknown and name not in self._aliases]
 
     def _found(self, name: str) -> str | None:

@@ -119,7 +119,7 @@ class StateDictReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan with the weights that this rank asks for."""
         assert self._source is not None, "torch reads the metadata first"
-        return replace(plan, storage_data=tuple(self._source.names.askers))
+        return replace(plan, storage_data=tuple(self._source.names.asked))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """The plans with the weights that no rank asks for: the ranks of a pipeline ask for different ones."""

@@ -130,6 +130,10 @@ def test_a_tied_head_has_the_embedding_under_both_names():
     state["lm_head.weight"] = torch.zeros_like(truth["model.embed_tokens.weight"])
     load(state, tied)
     assert torch.equal(state["lm_head.weight"], truth["model.embed_tokens.weight"])
+    del state["model.embed_tokens.weight"]  # as a trainer that names its parameters by the head
+    state["lm_head.weight"].zero_()
+    load(state, tied)
+    assert torch.equal(state["lm_head.weight"], truth["model.embed_tokens.weight"])
 
 
 def test_names_that_one_side_lacks_are_refused_side_by_side():
