@@ -39,7 +39,7 @@ CONTENTS = {
         recipes/serving recipes/verl recipes/megatron-run recipes/cache recipes/serve-without-converting recipes/preshard
     """,
     "Update live": "recipes/live recipes/push recipes/deltas",
-    "Resume": "recipes/optimizer-state recipes/interrupted",
+    "Resume": "recipes/torch-load recipes/torch-save recipes/optimizer-state recipes/interrupted",
     "Check": "recipes/compare recipes/doctor recipes/troubleshooting",
     "Plan": "recipes/degrees recipes/training-memory",
     "Automate": "recipes/nightly recipes/many-machines recipes/stores",
