@@ -113,6 +113,11 @@ class Drop:
         """Whether it is an array of a class that reshard does not read."""
         return self.reason.endswith(_NOT_READ)
 
+    @property
+    def is_of_model(self) -> bool:
+        """Whether a model without it may give other answers: it is a weight, of an adapter too, or may be one."""
+        return self.kind in ("weight", "adapter", "unknown") or self.is_unread
+
     @classmethod
     def of(cls, tensor: Tensor, reason: str, kind: str | None = None) -> Drop:
         """The drop of a tensor. kind: what to call it; None for its own kind."""

@@ -303,7 +303,7 @@ def completeness(
         return Completeness(True, reason)
     if age is None:
         return Completeness(False, "nothing tells whether it is complete")
-    return Completeness(age >= quiet, f"unchanged for {age:.0f} s")
+    return Completeness(age >= quiet, f"unchanged for {age:.0f} s" + (f", complete after {quiet:g} s" if age < quiet else ""))
 
 
 def _text(files: Files, path: str) -> str | None:

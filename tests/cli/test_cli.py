@@ -213,9 +213,20 @@ def test_verify_takes_one_sides_config_for_both(tmp_path):
 @pytest.mark.parametrize("how", [(), ("--materialize",)])
 def test_a_round_trip_is_lossless_and_says_how_it_knows(how):
     shown = reshard("roundtrip", *FSDP2, "--to", "vllm", "--tp", 8, *how)
-    assert shown.code == 0 and shown.out.startswith("lossless: 21 tensors") and ("converted" in shown.out) == bool(how)
+    assert shown.code == 0 and shown.out.startswith("lossless for the weights: 21 tensors") and ("converted" in shown.out) == bool(how)
+    assert "left out  21 moment1: optimizer state" in shown.out
     document = reshard("roundtrip", *FSDP2, "--to", "vllm", "--tp", 8, *how, "--json").document
-    assert list(document) == ["schema_version", "lossless", "materialized", "tensors", "boxes", "bytes", "losses"] and document["lossless"]
+    assert list(document) == ["schema_version", "lossless", "materialized", "tensors", "boxes", "bytes", "losses", "left"]
+    assert not document["lossless"] and not document["losses"] and len(document["left"]) == 3
+    whole = reshard("roundtrip", *FSDP2, "--to", "dcp", "--optimizer", *how, "--json")
+    assert whole.code == 0 and whole.document["lossless"] and not whole.document["left"]
+
+
+@pytest.mark.parametrize("how", [(), ("--materialize",)])
+def test_a_round_trip_without_a_weight_is_not_lossless(how):
+    shown = reshard("roundtrip", HF / "llama", "--to", "hf", "--exclude", "*layers.0*", *how)
+    assert shown.code == 1 and shown.out.startswith("not lossless: 9 losses")
+    assert "model.layers.0.self_attn.q_proj.weight: it is left out: left out by --include or --exclude" in shown.out
 
 
 @pytest.mark.parametrize("how", [(), ("--materialize",)])
