@@ -126,7 +126,7 @@ def _is_as_recorded(metadata: Mapping[str, Any], checksums: Mapping[str, str]) -
         return False
     digests = metadata["reshard_digests"]
     raw = {name: bytes.fromhex(text.removeprefix(CURRENT.prefix)) for name, text in digests.items() if is_digest(text)}
-    return CURRENT.checkpoint(raw).root == metadata["reshard_result_fingerprint"]
+    return bool(CURRENT.checkpoint(raw).root == metadata["reshard_result_fingerprint"])
 
 
 def _notes(facts: DeltaFacts, frames: Collection[Tensor]) -> Iterator[str]:
