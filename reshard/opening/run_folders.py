@@ -62,6 +62,8 @@ _FILES = (".ckpt", ".pt", ".pth", ".nemo")
 HERE = "."
 """The part, and the last name of the path, of a model that lies in the folder of a run itself, beside its steps."""
 _UNCHANGED = "unchanged for"
+# The Hub's cache keeps each revision in a folder of models--ORG--NAME/snapshots/; refs/main beside it names the newest one.
+_SNAPSHOTS = "snapshots"
 LATEST = "latest"
 """The choice of the newest complete step."""
 QUIET_SECONDS = 60.0
@@ -212,7 +214,9 @@ class RunFolder:
                     pending.append((path, depth + 1))
 
     def _is_hidden(self, path: str) -> bool:
-        name = path.rstrip("/").rpartition("/")[2]
+        above, _, name = path.rstrip("/").rpartition("/")
+        if above.endswith(_SNAPSHOTS) and (main := _text(self._files, f"{above.removesuffix(_SNAPSHOTS)}refs/main")):
+            return name != main
         is_link = not is_url(self._root) and os.path.islink(f"{self._root}/{path.rstrip('/')}")
         return name.startswith(".") or name == WORK_FOLDER or is_link
 

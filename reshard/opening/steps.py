@@ -16,7 +16,7 @@ from reshard.canonical.tensor_classes import classified
 from reshard.engine.checks.one_save import check_copied_files, check_steps
 from reshard.errors import RequestError
 from reshard.geometry.quantities import plural
-from reshard.index.coverage import check_index
+from reshard.index.coverage import check_gathered, check_index
 from reshard.models.quantization import with_stored_modules
 from reshard.opening.checkpoint import Checkpoint
 
@@ -55,6 +55,7 @@ def check(checkpoint: Checkpoint) -> Checkpoint:
     """Check that tensors are whole and that the files are of one save; a few elements are read."""
     files, index = checkpoint.files, checkpoint.index
     check_index(index)
+    check_gathered(index.tensors)
     check_steps(files, index)
     check_copied_files(files, index)
     return replace(checkpoint, index=registry.named(checkpoint.format).check_values(files, index))
