@@ -32,7 +32,7 @@ from reshard.errors import CheckpointError, IncompleteError, RequestError, Unsup
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
-from reshard.index.coverage import GATHERED, UNGATHERED, is_ungathered
+from reshard.index.coverage import GATHERED, UNGATHERED, is_ungathered, wrong_shape
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
 from reshard.models.lookup import declared_at
 from reshard.models.model import Model
@@ -288,11 +288,8 @@ def check_read(tensors: Iterable[Tensor]) -> None:
     """Raises UnsupportedError, naming the class, if one of these is an array-like object that reshard does not read as a tensor."""
     if objects := [tensor for tensor in tensors if tensor.dtype.is_unread]:
         if objects[0].dtype.torch.endswith("meta_tensor_no_storage"):
-            raise UnsupportedError(
-                f"it lies on the meta device, so no values were saved; so do {plural(len(objects) - 1, 'other tensor')}",
-                where=objects[0].name,
-                do="Save the model after its weights were loaded",
-            )
+            what = f"it lies on the meta device, so no values were saved; so do {plural(len(objects) - 1, 'other tensor')}"
+            raise UnsupportedError(what, where=objects[0].name, do="Save the model after its weights were loaded")
         raise UnsupportedError(
             f"it is stored as {objects[0].dtype.torch}{_NOT_READ}"
             + (f"; {plural(len(objects), 'entry', 'entries')} are of such classes" if len(objects) > 1 else ""),
@@ -373,12 +370,6 @@ def _groups(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
         if chosen_names := tuple(name for name in names if name in chosen):
             groups.append(replace(group, names=chosen_names))
     return tuple(groups)
-
-
-def wrong_shape(stored: Sequence[int], expected: Sequence[int]) -> str:
-    """A sentence about a weight that does not have the shape that the config says."""
-    cause = ": saved under ZeRO-3 without gathering" if is_ungathered(stored, expected) else ""
-    return f"its shape is {list(stored)}, the config says {list(expected)}{cause}"
 
 
 def _wrong_shape(tensor: Tensor, weight: ModelWeight, model: Model) -> CheckpointError:

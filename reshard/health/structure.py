@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from reshard.canonical.content import wrong_shape
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found, of_error
-from reshard.index.coverage import GATHERED, is_ungathered, uncovered, wrong_names
+from reshard.index.coverage import GATHERED, is_ungathered, uncovered, wrong_names, wrong_shape
 from reshard.index.index import Index, Kind, Tensor
 from reshard.index.name_parts import family_of, is_scale, layer_of
 from reshard.models.model import Model

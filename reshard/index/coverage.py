@@ -225,6 +225,12 @@ def is_ungathered(stored: Sequence[int], expected: Sequence[int]) -> bool:
     return tuple(stored) == (0,) and tuple(expected) != (0,)
 
 
+def wrong_shape(stored: Sequence[int], expected: Sequence[int]) -> str:
+    """A sentence about a weight that does not have the shape that the config says."""
+    cause = ": saved under ZeRO-3 without gathering" if is_ungathered(stored, expected) else ""
+    return f"its shape is {list(stored)}, the config says {list(expected)}{cause}"
+
+
 def check_gathered(tensors: Sequence[Tensor]) -> None:
     """Raises CheckpointError if all weights of a checkpoint have the shape [0]."""
     weights = [tensor for tensor in tensors if tensor.kind == "weight"] if tensors and tensors[0].shape == (0,) else []

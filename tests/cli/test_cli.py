@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -352,3 +353,11 @@ def test_what_hub_addresses_need_is_one_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     shown = reshard("inspect", "hf://ORG/NAME")
     assert shown.code == 6 and "hf:// paths need fsspec and huggingface_hub" in shown.err and "pip install 'reshard[hub]'" in shown.err
+
+
+def test_a_checkout_that_is_not_installed_says_what_to_do():
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-S", "-m", "reshard", "--version"], cwd=root, capture_output=True, text=True)
+    assert (
+        done.returncode == 2 and "not an installed package. Run `pip install -e .` here" in done.stderr and "Traceback" not in done.stderr
+    )

@@ -9,7 +9,7 @@ from helpers.reshard_command import reshard
 from helpers.slime_deltas import folder_of, load_folder
 
 import reshard as library
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, RequestError
 
 KV = FIXTURES / "hf_fp8" / "llama-ct-kv"
 INDEX = "model.safetensors.index.json"
@@ -73,3 +73,29 @@ def test_a_delta_whose_record_was_changed_is_refused_though_its_other_digests_ag
     with pytest.raises(CheckpointError, match="has changed since it was written"):
         library.apply(run / "step-100", delta, tmp_path / "out", to="hf")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_granitemoe_with_biases_in_its_attention_is_refused_as_its_class_has_none(has_bias):
+    from reshard.models.lookup import find_model
+    from reshard.serving.legality import check_served
+
+    model = find_model({"model_type": "granitemoe", "architectures": ["GraniteMoeForCausalLM"], "attention_bias": has_bias, **SIZES})
+    rules = model.quirks_of("vllm")
+    if not has_bias:
+        check_served(model, rules)
+        return
+    with pytest.raises(RequestError, match="has no biases in its attention"):
+        check_served(model, rules)
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8124/v1", "http://127.0.0.1:8124/v1/", "http://127.0.0.1:8124"])
+def test_the_address_of_openais_api_is_that_of_the_server(address):
+    from reshard.storage.server import Server, is_server
+
+    assert is_server(address) and Server.at(address).address == "http://127.0.0.1:8124"
+    assert not is_server("http://127.0.0.1:8124/models/v1"), "a folder of a web server is none"
