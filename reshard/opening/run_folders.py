@@ -257,7 +257,9 @@ class RunFolder:
     def tree(self, place: str) -> Files:
         """The files at a place in the folder: of a step, or HERE."""
         if place == HERE:
-            return _Without(self._files, [path for path in self._files.list() if self._step_of(path) is not None])
+            # DeepSpeed's universal form of a step lies beside it.
+            names = ((path, path.replace("_universal/", "/")) for path in self._files.list())
+            return _Without(self._files, [path for path, name in names if self._step_of(name) is not None])
         if place and not place.endswith("/") and self._files.size(place) is not None:
             return open_tree(f"{self._root}/{place}")
         return in_archive(FolderFiles(self._files, place) if place.strip("/") else self._files)
@@ -276,7 +278,14 @@ class _Without(FilesElsewhere):
         return self._main.parent()
 
     def list(self, folder: str = "") -> tuple[str, ...]:
-        return tuple(path for path in self._main.list(folder) if path not in self._hidden)
+        return tuple(path for path in self._main.list(folder) if not self._is_hidden(path))
+
+    def size(self, path: str) -> int | None:
+        return None if self._is_hidden(path) else self._main.size(path)
+
+    def _is_hidden(self, path: str) -> bool:
+        name, slash, _ = path.partition("/")
+        return name + slash in self._hidden
 
     def _find(self, path: str) -> tuple[Files, str]:
         return self._main, path
