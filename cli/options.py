@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
 
+from reshard.adapter.save_folders import split_step
 from reshard.errors import RequestError
 from reshard.geometry.quantities import parse_count, parse_size
 from reshard.opening.keywords import (
@@ -251,6 +252,7 @@ class Chosen:
     def __init__(self) -> None:
         self.step: str | None = None
         self.part: str | None = None
+        self.two_steps: tuple[str, ...] = ()
         self._is_used = False
         self._unused: Exception | None = None
 
@@ -262,17 +264,32 @@ class Chosen:
 
     def path(self, given: str) -> str:
         """The path of the checkpoint that a path means. Of two checkpoints, one may be no run."""
-        if (self.step is None and self.part is None) or given.startswith(("http://", "https://")):
+        run, named = split_step(given)
+        if (self.step is None and self.part is None and named is None) or given.startswith(("http://", "https://")):
             return given
         from reshard.opening.choice import Choice, NothingToChoose
 
         try:
-            found = Choice(self.step, self.part).path(given)
+            found = Choice.of(run, named, self.step, self.part).path(run)
         except NothingToChoose as error:
+            if named is not None:
+                raise
             self._unused = error
             return given
         self._is_used = True
         return found
+
+    def both(self, left: str, right: str | None) -> tuple[str, str]:
+        """The paths of two checkpoints: of one run, if --step is given twice. Raises click.UsageError if one is missing."""
+        from reshard.opening.choice import Choice
+
+        if right is None and self.two_steps:
+            first, second = (Choice(step, self.part).path(left) for step in self.two_steps)
+            return first, second
+        if right is None or self.two_steps:
+            what = "Missing argument 'RIGHT'." if right is None else "Two paths and two steps are given."
+            raise click.UsageError(f"{what} Write RUN@A RUN@B, or RUN --step A --step B.", click.get_current_context())
+        return left, right
 
     def check_used(self) -> None:
         """Raises RequestError if there is a choice, and no argument is a folder in which to choose."""
@@ -300,6 +317,13 @@ def _choose_step(ctx: click.Context, param: click.Parameter, given: str | None) 
     Chosen.of(ctx).step = given
 
 
+def _choose_steps(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> None:
+    if len(given) > 2:
+        raise click.BadParameter(f"{', '.join(given)}: two steps are compared", ctx, param)
+    chosen = Chosen.of(ctx)
+    chosen.step, chosen.two_steps = (None, given) if len(given) == 2 else (next(iter(given), None), ())
+
+
 def _choose_component(ctx: click.Context, param: click.Parameter, given: str | None) -> None:
     chosen = Chosen.of(ctx)
     if given and chosen.part:
@@ -319,19 +343,31 @@ def _share_of_work(ctx: click.Context, param: click.Parameter, given: tuple[str,
 
 
 _SHARE = re.compile(r"auto|-?\d*/?-?\d*")
-choice = together(
-    option("--step", section=SOURCE, metavar="STEP", is_eager=True, expose_value=False, callback=_choose_step, help=_about("step")),
-    option(
-        "--component",
-        section=SOURCE,
-        metavar="NAME",
-        is_eager=True,
-        expose_value=False,
-        callback=_choose_component,
-        help=_about("part"),
-    ),
-)
+_chooses: dict[str, Any] = {"section": SOURCE, "is_eager": True, "expose_value": False}
+_component = option("--component", metavar="NAME", callback=_choose_component, help=_about("part"), **_chooses)
+choice = together(option("--step", metavar="STEP", callback=_choose_step, help=_about("step"), **_chooses), _component)
 """Which checkpoint of a run or of a folder of models. Eager: it is known when the arguments are looked at."""
+choice_of_two = together(
+    option(
+        "--step",
+        metavar="STEP",
+        multiple=True,
+        callback=_choose_steps,
+        help="Which step of a run: its number, or latest. Given twice: the two steps of LEFT.",
+        **_chooses,
+    ),
+    _component,
+)
+"""The same, for a command that compares two checkpoints, which may be steps of one run."""
+formats_of_two = option(
+    "--format",
+    "formats",
+    section=SOURCE,
+    metavar="FORMAT",
+    multiple=True,
+    shell_complete=format_names,
+    help="Format of those of the two that it fits, instead of detecting it. Given twice: of LEFT, then of RIGHT.",
+)
 format_name = together(keywords(OpenOptions, "format", section=SOURCE), choice)
 architecture = keywords(ModelOptions, "architecture", section=SOURCE)
 

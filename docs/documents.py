@@ -279,7 +279,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "plan": ("reshard plan --json", _PLAN),
     "roundtrip": (
         "reshard roundtrip --json",
-        {"lossless": bool, "materialized": bool, "tensors": int, "boxes": int, "bytes": int, "losses": [str]},
+        {"lossless": bool, "materialized": bool, "tensors": int, "boxes": int, "bytes": int, "losses": [str], "left": [str]},
     ),
     "serve-check": ("reshard serve-check --json", Report),
     "stats": ("reshard stats --json", {"path": str, "bytes": int, "tensors": [TensorStatistics], "source_checks": SourceChecks}),

@@ -260,11 +260,11 @@ def models() -> str:
 
 
 def compared_with_vllm() -> int:
-    """How many model types have references of real vLLM, of their own or of a family that they are like."""
+    """How many model types have references of real vLLM of their own."""
     from reshard.models.lookup import built_in_model_types, find_architecture
 
     found = [find_architecture(model_type) for model_type in built_in_model_types()]
-    return sum(bool(_degrees_of_vllm(each.model_type) or _degrees_of_vllm(each.family)) for each in found if each is not None)
+    return sum(bool(_degrees_of_vllm(each.model_type)) for each in found if each is not None)
 
 
 def written_for_vllm() -> int:

@@ -32,7 +32,7 @@ USUAL_ENGINE = "vllm"
 
 SIGNATURES: dict[str, tuple[str, ...]] = {
     "consolidated": ("consolidated*.pth", "consolidated*.safetensors"),
-    "dcp": (".metadata", "__*.metadata", "*.distcp", "*.distcp/", "*/.metadata"),
+    "dcp": (".metadata", "__*.metadata", "*.distcp", "*.distcp/", "*/.metadata", "weights/model/"),
     "dcp-safetensors": ("shard-*-model-*.safetensors", "sharded/shard-*-model-*.safetensors"),
     "deepspeed": ("latest", "*_states.pt", "*/*_states.pt"),
     "delta": ("model.safetensors.index.json",),

@@ -48,7 +48,8 @@ def command(places: tuple[str, ...], run: str | None, encoding: Any, cast: bool,
 
     --of RUN keeps a whole run in TARGET: the first step and every N-th one as a full checkpoint, the others as deltas to the step before.
     It does what --delta of `reshard watch` does with --all, and prints its events. TARGET is a run folder: `--step 4200` chooses any of its
-    steps in every command. Run again, it goes on with the steps that are new.
+    steps in every command. Run again, it goes on with the steps that are new. The exit code is 1 if a step is not kept, also because it
+    may still be written.
 
     The weights are compared under their canonical names. TARGET has the form that slime, miles and ModelExpress read: one zstd frame of
     each changed tensor in safetensors files, with an index. The index holds the fingerprints of both checkpoints, so that `reshard apply`

@@ -30,6 +30,7 @@ from ..server import allow_not_comparable, server_document, server_reply
 )
 @allow_not_comparable
 @options.selection("Compare")
+@options.formats_of_two
 @options.choice
 @options.model
 @options.effort
@@ -66,8 +67,11 @@ def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool
     about_model, selected, has_server = options.take(given, ModelOptions), options.take(given, SelectionOptions), is_server(right)
     a: Any = left
     b: Any = right
+    formats = given.pop("formats")
+    if (has_server and len(formats) > 1) or (right is None and formats):
+        raise RequestError("--format is given for more checkpoints than there are", do="Give RIGHT, or leave it out")
     if has_server:
-        a = reshard.open(left, **about_model)
+        a = reshard.open(left, format=next(iter(formats), None), **about_model)
         total = weight_bytes(a)
     elif allow_not_comparable:
         raise RequestError("--allow-not-comparable is for a server", do="Give the address of a server as RIGHT, or leave it out")
@@ -78,7 +82,7 @@ def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool
         metrics.label(format=manifest.format if manifest else None)
         total = sum(manifest.files.values()) if manifest and manifest.files else 0
     else:
-        a, b = open_both(left, right, **about_model)
+        a, b = open_both(left, right, formats=formats, **about_model)
         metrics.label(format=b.format)
         total = weight_bytes(b)
     result: Any

@@ -54,7 +54,7 @@ def command(run: str, to: str | None, **given: Any) -> None:
     A step is complete when its marker is there: a tracker that names it or a later step (latest, latest_checkpointed_iteration.txt), or
     .metadata; without one, when nothing has changed in it for a while. The link `latest` beside the outputs points at the newest; in a
     store it is an object that holds its name. A restart goes on where it was; what was finished stands in reshard.watch.jsonl beside the
-    outputs. The exit code is 1 with --all if a step could not be converted.
+    outputs. The exit code is 1 with --all if a step could not be converted, or all steps still wait; with --delta, if a single one waits.
     """
     from reshard.verbs.watch import watch
 

@@ -37,9 +37,21 @@ class Dcp(Format):
         return next(here, None) or next((folder + METADATA for folder in folders_below(files)), None)
 
 
+# NeMo RL saves the model and its optimizer side by side, since 0.4 one level deeper.
+_WEIGHTS, _OPTIMIZER = ("weights/", "weights/model/"), ("optimizer/", "optimizer/optim/")
+
+
 def folders_below(files: Files) -> list[str]:
     """The folders in this one that are DCP directories."""
-    return [path for path in files.list() if path.endswith("/") and files.size(path + METADATA) is not None]
+    below = [path for path in files.list() if path.endswith("/")]
+    nested = [path for path in (*_WEIGHTS, *_OPTIMIZER) if path not in below and f"{path.split('/')[0]}/" in below]
+    return [path for path in (*below, *nested) if files.size(path + METADATA) is not None]
+
+
+def weights_and_optimizer(folders: list[str]) -> list[str]:
+    """Of such folders, that of the weights and that of their optimizer, which are one checkpoint; empty if they are anything else."""
+    weights, optimizer = ([path for path in folders if path in names] for names in (_WEIGHTS, _OPTIMIZER))
+    return [*weights, *optimizer] if len(weights) == len(optimizer) == 1 and len(folders) == 2 else []
 
 
 FORMAT = Dcp()

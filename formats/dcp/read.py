@@ -11,12 +11,12 @@ from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.save_folders import step_of, the_one_save
 from reshard.canonical.tensor_classes import RUN_ROOTS, root_of
-from reshard.errors import CheckpointError, IncompleteError
+from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
 from reshard.index.shards import Shards
 from reshard.storage.files import Files
 
-from . import ANY_METADATA, DATA, METADATA, folders_below
+from . import ANY_METADATA, DATA, METADATA, folders_below, weights_and_optimizer
 from .keys import ModelRoots, NumberNames, is_setting, key_path, kind_and_name, may_be_array, number_names, param_groups, stored_path
 
 Shape = tuple[int, ...]
@@ -47,7 +47,7 @@ def read(files: Files, hints: Hints) -> Index:
     facts = RunFacts(
         producer="torch.distributed.checkpoint",
         version=folders[-1].metadata.version,
-        step=step_of(f"{files.root}/{prefixes[0]}"),
+        step=next((step for place in (f"{files.root}/{prefixes[0]}", files.root) if (step := step_of(place)) is not None), None),
         parallel={"writing ranks": len({_writing_rank(path) for folder in folders for path in folder.paths})},
         config=hints.config,
         roots=tuple(beside),
@@ -77,7 +77,16 @@ def _folders(files: Files) -> list[str]:
     below = folders_below(files)
     # accelerate: the model before the optimizer, whose numbers count the model's parameters.
     if accelerate := [folder for folder in below if _ACCELERATE.fullmatch(folder)]:
+        if len(models := sorted(folder for folder in accelerate if not folder.startswith("optimizer"))) > 1:
+            raise RequestError(
+                f"{len(models)} models lie here: {', '.join(folder.rstrip('/') for folder in models)}",
+                where=files.root,
+                why="Their tensors may have the same names",
+                do=f"Choose one, such as with `part={models[0].rstrip('/')}`",
+            )
         return sorted(accelerate, reverse=True)
+    if both := weights_and_optimizer(below):
+        return both
     folder = the_one_save(files, below)
     if folder is None:
         raise IncompleteError(f"there is no {METADATA}", where=files.root, do="Give the directory that holds it, or another `format=`")

@@ -14,10 +14,11 @@ from reshard.errors import CheckpointError, IncompleteError, MissingFile, Unsupp
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.quantities import plural
-from reshard.index.deltas import INDEX, DeltaFacts
+from reshard.index.deltas import INDEX, RECORD_KEY, DeltaFacts
 from reshard.index.index import Index, RunFacts, Tensor
 from reshard.index.name_parts import layer_of
 from reshard.index.shards import Shards
+from reshard.plans.digests import CURRENT, is_digest, record_digest
 from reshard.storage.files import Files, inside
 
 _LIMIT = 1 << 28
@@ -97,6 +98,13 @@ def _facts(metadata: Mapping[str, Any], checksums: Mapping[str, str]) -> DeltaFa
             why="An entry was removed, or the index is damaged",
             do="Copy the delta again from where it was written",
         )
+    if is_ours and not _is_as_recorded(metadata, checksums):
+        raise CheckpointError(
+            "what the delta says of itself has changed since it was written: a fingerprint, a digest, or the checksum of a tensor",
+            where=INDEX,
+            why="What it makes could be compared with only a part of what was recorded",
+            do="Copy the delta again from where it was written",
+        )
     counts, step = metadata.get("reshard_elements"), metadata.get("reshard_step")
     return DeltaFacts(
         metadata["version"],
@@ -109,6 +117,16 @@ def _facts(metadata: Mapping[str, Any], checksums: Mapping[str, str]) -> DeltaFa
         step=step if type(step) is int else None,
         counts=(counts[0], counts[1]) if isinstance(counts, list) and list(map(type, counts)) == [int, int] else None,
     )
+
+
+def _is_as_recorded(metadata: Mapping[str, Any], checksums: Mapping[str, str]) -> bool:
+    """Whether what a delta of ours says of itself agrees: its record, which deltas before 0.3 lack, and the fingerprint of its digests."""
+    others = {key: each for key, each in metadata.items() if key != RECORD_KEY}
+    if metadata.get(RECORD_KEY) not in (None, record_digest(others, checksums)):
+        return False
+    digests = metadata["reshard_digests"]
+    raw = {name: bytes.fromhex(text.removeprefix(CURRENT.prefix)) for name, text in digests.items() if is_digest(text)}
+    return bool(CURRENT.checkpoint(raw).root == metadata["reshard_result_fingerprint"])
 
 
 def _notes(facts: DeltaFacts, frames: Collection[Tensor]) -> Iterator[str]:

@@ -24,6 +24,8 @@ from .files import OPTIMIZERS, SAFETENSORS, files_to_read
 
 # Keys under which trainers keep the model's state dict in a pickle.
 _ROOTS = ("state_dict", "model", "module")
+# The optimizer's state, as the Trainer of transformers and accelerate write it beside the weights.
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 
 
 @value
@@ -55,6 +57,7 @@ def read_folder(files: Files, hints: Hints, optimizers: Sequence[str] = ()) -> I
         builder.add_tensor(tensor)
     builder.add_objects(weights.objects)
     builder.add_notes(weights.notes)
+    builder.add_notes(f"{path} lies beside the weights; it is not read here" for path in _OPTIMIZERS if files.size(path))
     builder.add_files(weights.paths)
     if weights.tensors and (optimizer := next((path for path in files.list() if path in optimizers), None)):
         from .optimizer import add_optimizer
@@ -154,7 +157,14 @@ def _safetensors_content(files: Files, path: str, headers_only: bool) -> tuple[l
     header = safetensors.read_header(files, path, header_only=headers_only)
     if "DCP_SHARDING_INFO" in header.metadata and len(files.list()) > 1 and re.match(r"shard-", path):
         raise CheckpointError("it is one rank's part of a distributed save, not a Hugging Face checkpoint", where=path)
-    return list(_whole_tensors(header, path)), [], header.metadata
+    tensors = list(_whole_tensors(header, path))
+    return [*tensors, *_twins(tensors, header.metadata)], [], header.metadata
+
+
+def _twins(tensors: Sequence[Tensor], texts: Mapping[str, str]) -> Iterator[Tensor]:
+    """The tensors that share the memory of a stored one: safetensors' save_model leaves them out, and its header names the stored one."""
+    stored = {tensor.name: tensor for tensor in tensors} if texts.keys() - {"format"} else {}
+    return (replace(stored[of], name=name) for name, of in texts.items() if of in stored and name not in stored)
 
 
 def _whole_tensors(header: safetensors.Header, path: str) -> Iterator[Tensor]:

@@ -27,7 +27,9 @@ def candidates(files: Files) -> tuple[list[str], list[str]]:
     listing = files.list()
     if len(listing) > 1 and _has_a_file_per_rank(files, listing):
         return [], []
-    if rank_file_sets(listing) or any(path.endswith(_OTHER_FORMATS) or _HUGGING_FACE.fullmatch(path) for path in listing):
+    if (rank_file_sets(listing) and not _is_whole_model(files, listing)) or any(
+        path.endswith(_OTHER_FORMATS) or _HUGGING_FACE.fullmatch(path) for path in listing
+    ):
         return [], []
     fitting = [path for path in listing if path.endswith(_ENDINGS) and not _PARTS.fullmatch(path)]
     if _MODELS_OF_VERL & set(listing):
@@ -35,14 +37,25 @@ def candidates(files: Files) -> tuple[list[str], list[str]]:
     if len(listing) > 1:
         fitting = [path for path in fitting if not _NO_WEIGHTS.fullmatch(path)]
     models = [path for path in fitting if "optim" not in path]
-    if len(models) > 1:
+    if len(models) > 1 or any(path.endswith("/") for path in listing):
         from reshard.adapter.state_dicts import holds_tensors
 
         # Trainers put samplers and loop states beside the weights, under any name.
-        models = [path for path in models if holds_tensors(files, path)] or models
+        models = [path for path in models if holds_tensors(files, path)] or models[: len(models) if len(models) > 1 else 0]
     if not models and len(listing) > 1:
         return [], []
     return models, [path for path in fitting if path not in models]
+
+
+def _is_whole_model(files: Files, listing: tuple[str, ...]) -> bool:
+    """Whether the file of rank 0, given by itself, holds whole tensors: Composer's of a run that saved from one rank."""
+    sets = rank_file_sets(listing)
+    if not files.is_file or any(each.world not in (None, 1) or each.first_item[0] for each in sets):
+        return False
+    from reshard.adapter.state_dicts import holds_flat_parameters, holds_sharded_tensors, holds_tensors
+
+    path = listing[0]
+    return holds_tensors(files, path) and not holds_sharded_tensors(files, path) and not holds_flat_parameters(files, path)
 
 
 def _has_a_file_per_rank(files: Files, listing: tuple[str, ...]) -> bool:

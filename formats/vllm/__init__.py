@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from reshard.adapter.format import ENGINE_VERSION, LEARNED_LAYOUTS, MAX_SHARD_SIZE
+from reshard.adapter.format import ENGINE_VERSION, LEARNED_LAYOUTS, MAX_SHARD_SIZE, Option
 from reshard.adapter.serving_format import ServingFormat
 
 if TYPE_CHECKING:
@@ -31,11 +31,14 @@ if TYPE_CHECKING:
     from reshard.storage.files import Files
 
 
+PP_LAYERS = Option("pp_layers", "numbers", "The layers of each pipeline stage, as VLLM_PP_LAYER_PARTITION gives them to vLLM.")
+
+
 class Vllm(ServingFormat):
     name = "vllm"
     summary = "vLLM sharded_state: pre-sharded for tensor, pipeline and expert parallel ranks"
     owns = ("model-rank-*-part-*.safetensors", "model-pp-*-tp-*-part-*.safetensors", "reshard.layout.json")
-    options = (ENGINE_VERSION, MAX_SHARD_SIZE, *LEARNED_LAYOUTS)
+    options = (ENGINE_VERSION, MAX_SHARD_SIZE, PP_LAYERS, *LEARNED_LAYOUTS)
     engine = "vLLM"
     producer = "vLLM sharded_state"
     tracer = "reshard.plugins.loader_tracer"

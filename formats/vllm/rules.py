@@ -6,13 +6,16 @@ Measured on 0.32.0 (fixtures/vllm: the tensors of real ranks) and on the model c
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from reshard.errors import UnsupportedError
+from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import F32
 from reshard.geometry.meshes import Parallel
+from reshard.geometry.quantities import plural
 from reshard.models.engine_rules import EngineRules, ExtraTensor, Fusion, Rename, Version, version_numbers
 from reshard.models.model import Model
 from reshard.models.quantization import quantization_settings, settings_key
@@ -23,6 +26,8 @@ from reshard.plans.layout import Target
 from reshard.serving.legality import about_version, refused
 
 NEWEST = "0.32.0"
+# The variable by which vLLM takes the layers of each stage (distributed/utils.py, get_pp_indices).
+_PARTITION = "VLLM_PP_LAYER_PARTITION"
 
 
 # The first versions whose keys differ from those of the version before, for all models.
@@ -94,7 +99,8 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
             f"`ep={target.parallel.ep}`: vLLM {version} needs a map of experts in every rank's file, which reshard does not write",
             do=f"Use vLLM {as_text(NO_EXPERT_MAP)} or newer, or leave out `ep=`",
         )
-    return _rules(model, max(since for since in known if since <= numbers))
+    rules, stages = _rules(model, max(since for since in known if since <= numbers)), _stages_of(model, target)
+    return rules if stages is None else replace(rules, layers_per_stage=lambda layers, pp: stages)
 
 
 def _check_packed(model: Model, version: str, parallel: Parallel) -> None:
@@ -166,6 +172,7 @@ def notes(model: Model, target: Target) -> tuple[str, ...]:
     notes = about_version("vLLM", target.engine_version or NEWEST, NEWEST, model, is_known="vllm" in model.architecture.engines)
     if model.quantization and any(scale.element_type is None for scale in model.quantization.cache_scales):
         notes = (*notes, _ROUNDED)
+    notes = (*notes, *_about_stages(model, target))
     declared = model.architecture
     quirks = declared.engines.get("vllm")
     if quirks is None or declared.class_name in (None, model.class_name) or model.quirks_of("vllm") is not quirks:
@@ -198,6 +205,33 @@ def quantized_modules(config: Mapping[str, Any], names: Iterable[str]) -> dict[s
     packed = (name.removesuffix(".qweight") for name in names if name.endswith(".qweight"))
     modules = dict.fromkeys(re.sub(r"(?<=\.experts)\.\d+\..*", "", module) for module in packed)
     return {f"{settings_key(config)}.{listed}": [[*modules]]}
+
+
+def _stages_of(model: Model, target: Target) -> tuple[int, ...] | None:
+    """The number of layers on each stage that the target names; None if it names none. Raises RequestError if they are not the model's."""
+    given: tuple[int, ...] | None = target.options.get("pp_layers")
+    layers, pp = model.dimensions["layers"], target.parallel.pp
+    if given is not None and (len(given) != pp or sum(given) != layers or 0 in given):
+        own = remainder_before_last_stage(layers, pp)
+        raise RequestError(
+            f"`pp_layers={_listed(given)}`: the model has {layers} layers, on {plural(pp, 'pipeline stage')}",
+            do=f"Give the layers of each stage, such as `pp_layers={_listed(own)}`",
+        )
+    return given
+
+
+def _about_stages(model: Model, target: Target) -> Iterator[str]:
+    """What vLLM must be told of the stages, and what it is told here."""
+    here = os.environ.get(_PARTITION, "").replace(" ", "") if target.parallel.pp > 1 else ""
+    if given := _stages_of(model, target):
+        yield f"the stages have {_listed(given)} layers: start vLLM with {_PARTITION}={_listed(given)}"
+    elif here and here != (own := _listed(remainder_before_last_stage(model.dimensions["layers"], target.parallel.pp))):
+        what = f"{_PARTITION}={here} is set here, and the stages have {own} layers"
+        yield f"{what}: where it is set, vLLM refuses the files; `pp_layers={here}` writes those that it takes"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def remainder_before_last_stage(layers: int, pp: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from reshard.containers import magic_bytes
+from reshard.containers.zip_directory import SAVE_STATE_DICT
 from reshard.errors import CheckpointError, ReshardError, UnsupportedError
 from reshard.geometry.value import value
 from reshard.storage.files import Files
@@ -67,6 +68,7 @@ FOREIGN = (
         b"\x89HDF",
     ),
     ForeignKind("flax", "a file of Flax", ("*.msgpack",), _TRANSFORMERS_4.format("from_flax")),
+    ForeignKind("pt2", "a program of torch.export", ("*.pt2",), f"{SAVE_STATE_DICT}, and give that file"),
     ForeignKind("onnx", "an ONNX file", ("*.onnx", "*.onnx_data", "onnx/*.onnx"), _EXPORTED),
     ForeignKind(
         "tensorrt",

@@ -7,6 +7,7 @@ Light: a format's `detect` may use it. The checks import what they need.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import field, replace
@@ -144,6 +145,8 @@ def run_files(files: Files) -> RunFiles:
         )
     for same_kind in (models, optimizers):
         if len(same_kind) > 1:
+            same_kind[:] = [each for each in same_kind if not all(_is_link_here(files, path) for path in each.paths.values())] or same_kind
+        if len(same_kind) > 1:
             raise CheckpointError(
                 f"there are {len(same_kind)} sets of files, such as {' and '.join(rank_files.first for rank_files in same_kind[:2])}",
                 where=files.root,
@@ -154,8 +157,14 @@ def run_files(files: Files) -> RunFiles:
         world = rank_files.world
         if world is not None and (beyond := [path for rank, path in rank_files.paths.items() if rank >= world]):
             raise CheckpointError(f"a run of {world} ranks has no such rank", where=beyond[0], do="Move the file away")
-    others = tuple(rank_files for rank_files in sets if rank_files not in (*models, *optimizers))
+    others = tuple(rank_files for rank_files in sets if not (rank_files.is_model or rank_files.is_optimizer))
     return RunFiles(models[0] if models else None, optimizers[0] if optimizers else None, others)
+
+
+def _is_link_here(files: Files, path: str) -> bool:
+    """Whether a file is a link to another one of its folder, such as Composer's latest-rank0.pt."""
+    place = f"{files.root}/{path}"
+    return files.store is None and os.path.islink(place) and not os.path.dirname(os.readlink(place))
 
 
 def _refuse_without_rank_files(files: Files) -> NoReturn:

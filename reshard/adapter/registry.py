@@ -217,6 +217,12 @@ def is_claimed(files: Files) -> bool:
     return bool(_claims(files))
 
 
+def claims(name: str, files: Files) -> bool:
+    """Whether the format of that name claims these files. Raises RequestError if there is no such format."""
+    format = named(name)
+    return any(found is format for found, _ in _claims(files))
+
+
 def _claims(files: Files) -> list[tuple[Format, str]]:
     """The formats that claim these files, each with its reason. A format yields to one that consists of its checkpoints."""
     asked = [named(name) for name in _fitting(files)]

@@ -2,13 +2,14 @@
 
     latest, global_step10/, global_step20/                              a tracker file holds the name of the newest save
     latest_checkpointed_iteration.txt, iter_0000010/, iter_0000020/     a tracker file holds the number of the newest save
-    step-10/, step-20/                                                  no tracker file: the user names one
+    step-10/, step-20/                                                  no tracker file: the user names one: RUN@20
 
 Light: a format's `detect` may use it.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -74,6 +75,31 @@ def step_of(root: str) -> int | None:
         if match := _STEP.fullmatch(name):
             return int(match[1] or match[2])
     return None
+
+
+def split_step(path: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """The run and the step that RUN@STEP names; the path and None for any other path.
+
+    A path that exists is not taken apart, and @ counts only after the last slash. In hf:// it names a revision.
+    """
+    text = os.fspath(path)
+    run, _, step = text.rpartition("@")
+    if not run or not step or "/" in step or text.startswith(("hf://", "http://", "https://")) or _exists(text) or not _exists(run):
+        return text, None
+    return run, step
+
+
+def _exists(path: str) -> bool:
+    """Whether a file or folder lies at a path, or anything below a URL."""
+    from reshard.storage.system_calls import is_url
+    from reshard.storage.tar import open_files
+
+    if not is_url(path):
+        return os.path.exists(path)
+    try:
+        return bool(open_files(path).list())
+    except RequestError:
+        return False
 
 
 def _some(folders: Sequence[str]) -> str:

@@ -31,7 +31,9 @@ FLAT = "_flat_param"
 _LAST_READ: WeakKeyDictionary[Files, tuple[str, Mapping[Any, Any]]] = WeakKeyDictionary()
 _OF_OTHER_SHAPE = re.compile(r"\.|_row$|_col$|row_var|col_var")
 # Limits the nesting that is followed: the dict of a hostile file can hold itself.
-_DEEPEST = 8
+_DEEPEST, _DEEPEST_MODULE = 8, 24
+# Composer keeps the state of its trainer under this key: {"state": {"model": ..., "optimizers": {"AdamW": ...}}}.
+_STATE = "state"
 
 
 @value
@@ -206,15 +208,38 @@ def beside_model(root: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _levels(root: Any) -> Iterator[tuple[Any, Any]]:
-    """(dict, the key in it that leads to the model) of each dict around the model's; then the innermost value, and None."""
+    """(dict, the key in it that leads to the model) of each dict around the model's; then the innermost value, and None. A module that was
+    saved itself is its state dict."""
+    root = as_state_dict(root)
     for _ in range(_DEEPEST):
         keys = MODEL_ROOTS if isinstance(root, Mapping) else ()
-        model_key = next((key for key in keys if isinstance(root.get(key), Mapping) and root[key]), None)
+        model_key = next((key for key in keys if isinstance(as_state_dict(root.get(key)), Mapping) and root[key]), None)
+        if model_key is None and keys and isinstance(state := root.get(_STATE), Mapping) and any(key in state for key in MODEL_ROOTS):
+            model_key = _STATE
         yield root, model_key
         if model_key is None:
             return
-        root = root[model_key]
+        root = as_state_dict(root[model_key])
     yield None, None
+
+
+def as_state_dict(value: Any) -> Any:
+    """The state dict of a pickled torch.nn.Module, of any class; any other value as it is."""
+    return dict(_of_module(value)) if _is_module(value) else value
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, Inert) and all(isinstance(value.get(part), Mapping) for part in ("_parameters", "_buffers", "_modules"))
+
+
+def _of_module(module: Inert, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """The parameters and persistent buffers of a module and of those in it, under the names that `Module.state_dict` gives them."""
+    unsaved = module.get("_non_persistent_buffers_set") or ()
+    for part in ("_parameters", "_buffers"):
+        yield from ((f"{prefix}{name}", value) for name, value in module.get(part).items() if value is not None and name not in unsaved)
+    for name, inner in module.get("_modules").items() if depth < _DEEPEST_MODULE else ():
+        if _is_module(inner):
+            yield from _of_module(inner, f"{prefix}{name}.", depth + 1)
 
 
 def parameter_shapes(tensors: Iterable[tuple[str, LocalTensor]]) -> dict[str, tuple[int, ...]]:
@@ -235,11 +260,14 @@ def optimizer_part(root: Any, depth: int = 0) -> Mapping[str, Any] | None:
     """The dict with "state" and "param_groups": the root itself, or the value of a key in ROOTS. None if there is none."""
     if not isinstance(root, Mapping) or depth == _DEEPEST:
         return None
-    if isinstance(root.get("state"), Mapping) and "param_groups" in root:
+    state = root.get(_STATE)
+    if isinstance(state, Mapping) and "param_groups" in root:
         return root
-    # Lightning keeps a list of optimizers.
-    stored = (root[key] for key in ROOTS if key in root)
-    parts = (optimizer_part(part[0] if isinstance(part, list) and len(part) == 1 else part, depth + 1) for part in stored)
+    stored = [root[key] for key in ROOTS if key in root] or ([state] if isinstance(state, Mapping) else [])
+    # Lightning keeps a list of optimizers, Composer a dict by their classes.
+    single = [next(iter(part.values())) for part in stored if isinstance(part, Mapping) and len(part) == 1]
+    listed = [part[0] if isinstance(part, list) and len(part) == 1 else part for part in stored]
+    parts = (optimizer_part(part, depth + 1) for part in (*listed, *single))
     return next((part for part in parts if part is not None), None)
 
 

@@ -32,6 +32,7 @@ from reshard.errors import CheckpointError, IncompleteError, RequestError, Unsup
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
+from reshard.index.coverage import GATHERED, UNGATHERED, is_ungathered, wrong_shape
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
 from reshard.models.lookup import declared_at
 from reshard.models.model import Model
@@ -112,6 +113,11 @@ class Drop:
     def is_unread(self) -> bool:
         """Whether it is an array of a class that reshard does not read."""
         return self.reason.endswith(_NOT_READ)
+
+    @property
+    def is_of_model(self) -> bool:
+        """Whether a model without it may give other answers: it is a weight, of an adapter too, or may be one."""
+        return self.kind in ("weight", "adapter", "unknown") or self.is_unread
 
     @classmethod
     def of(cls, tensor: Tensor, reason: str, kind: str | None = None) -> Drop:
@@ -281,6 +287,9 @@ def content_of(index: Index, model: Model | None, selection: Selection, adapter:
 def check_read(tensors: Iterable[Tensor]) -> None:
     """Raises UnsupportedError, naming the class, if one of these is an array-like object that reshard does not read as a tensor."""
     if objects := [tensor for tensor in tensors if tensor.dtype.is_unread]:
+        if objects[0].dtype.torch.endswith("meta_tensor_no_storage"):
+            what = f"it lies on the meta device, so no values were saved; so do {plural(len(objects) - 1, 'other tensor')}"
+            raise UnsupportedError(what, where=objects[0].name, do="Save the model after its weights were loaded")
         raise UnsupportedError(
             f"it is stored as {objects[0].dtype.torch}{_NOT_READ}"
             + (f"; {plural(len(objects), 'entry', 'entries')} are of such classes" if len(objects) > 1 else ""),
@@ -366,7 +375,9 @@ def _groups(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
 def _wrong_shape(tensor: Tensor, weight: ModelWeight, model: Model) -> CheckpointError:
     """The error for a weight whose shape is not that of the model: the declaration is wrong if it is the user's own, or else the config."""
     why, do = "The config belongs to another model, or the vocabulary was padded in training", "Name the directory of the config"
-    what = f"its shape is {list(tensor.shape)}, the config says {list(weight.shape)}"
+    what = wrong_shape(tensor.shape, weight.shape)
+    if is_ungathered(tensor.shape, weight.shape):
+        return CheckpointError(what, where=tensor.name, why=UNGATHERED, do=GATHERED)
     if (place := declared_at(model.architecture, weight.declared)) is not None:
         why = f"{place} declares it as {weight.role}: [{', '.join(weight.declared.shape)}]. The declaration is wrong, or the config is"
         do = "Correct the declaration, or name the directory of the config"
@@ -481,7 +492,9 @@ def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
             states[state_key_of(name, kind)] = tensor
             masters[name] = stored.get(name, chosen[name])
     if not states:
-        raise RequestError("`optimizer=True`: the checkpoint has no optimizer state of the chosen weights", do="Leave out `optimizer=True`")
+        unread = next((note for note in index.facts.notes if note.startswith("optimizer.")), None)
+        what = "`optimizer=True`: no optimizer state of the chosen weights is read" if unread else _NO_STATE
+        raise RequestError(what, why=unread, do="Leave out `optimizer=True`")
     if not selection.masters:
         return states, ()
     duplicates = tuple(master_key(name) for name in masters if name not in stored or chosen[name].kind == "master")
@@ -526,6 +539,7 @@ _STORED: tuple[Kind, ...] = ("weight", "buffer", "adapter")
 _TRAINED: tuple[Kind, ...] = ("weight", "master")
 _WITHHELD = ("state", "other", "buffer", "adapter", "unknown")
 _OPTIMIZER = "optimizer state, which serving does not need"
+_NO_STATE = "`optimizer=True`: the checkpoint has no optimizer state of the chosen weights"
 _NOT_READ = ", which reshard does not read"
 _OF_NO_WEIGHT = "optimizer state that belongs to no chosen weight"
 ADAPTER_LEFT_OUT = "a LoRA adapter, not merged; `merge_adapter=self` merges it, `to=peft` writes it"
@@ -578,4 +592,4 @@ def _without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor
 def _prefix_hint(unknown: list[str], model: Model) -> str | None:
     """A hint to remove the prefix that distinguishes an unknown name from a weight of the model; None if there is no such prefix."""
     prefixes = (name.removesuffix(weight) for name in unknown[:8] for weight in model.weights if name.endswith(weight))
-    return next((f"Remove the prefix with `strip_prefix=` {prefix}" for prefix in prefixes if prefix), None)
+    return next((f"Remove the prefix with `strip_prefix=` '{prefix}'" for prefix in prefixes if prefix), None)

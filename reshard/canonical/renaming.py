@@ -3,6 +3,8 @@
 _fsdp_wrapped_module.        FSDP1
 _orig_mod.                   torch.compile
 _checkpoint_wrapped_module.  activation checkpointing
+_forward_module.             Lightning
+pretrained_model.            TRL, around a model with a value head; removed where it stands first
 module.                      DistributedDataParallel, DeepSpeed; removed only if all weights start with it: a model may have such a part
 
     base_model.model.<module>.lora_A.weight             [r, in]      in the file of PEFT; <module> is a module of the base model
@@ -28,8 +30,8 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.index import Index, ParamGroup, Tensor
 
-_INNER = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
-_FRONT = "module."
+_INNER = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
+_FRONT, _WITH_HEAD = "module.", "pretrained_model."
 PREFIX = "base_model.model."
 # Parts of the base's names that PEFT adds.
 _BASE_PARTS = frozenset({"base_layer", "original_module", "token_adapter"})
@@ -64,7 +66,7 @@ def renamed(index: Index, tensors: Iterable[Tensor], new_names: Callable[[str], 
 
 def is_wrapper(prefix: str) -> bool:
     """Whether a prefix consists of parts that wrappers add."""
-    return all(part in (*_INNER, _FRONT.rstrip(".")) for part in prefix.rstrip(".").split("."))
+    return all(f"{part}." in (_FRONT, _WITH_HEAD) or part in _INNER for part in prefix.rstrip(".").split("."))
 
 
 def unwrapped(name: str) -> str:
@@ -80,13 +82,15 @@ def without_wrappers(index: Index) -> Index:
     Raises: CheckpointError if two tensors would get one name.
     """
     stored = "\n".join(tensor.name for tensor in index.tensors)
-    if _FRONT not in stored and not any(part in stored for part in _INNER):
+    if not any(part in stored for part in (*_INNER, _FRONT, _WITH_HEAD)):
         return index
     names = {tensor.name: unwrapped(tensor.name) for tensor in index.tensors}
     model_names = [names[tensor.name] for tensor in index.tensors if tensor.kind in ("weight", "master")]
-    while model_names and all(name.startswith(_FRONT) for name in model_names):
-        model_names = [name.removeprefix(_FRONT) for name in model_names]
-        names = {name: short.removeprefix(_FRONT) for name, short in names.items()}
+    fronts = list[str]()
+    while front := _front_of(model_names):
+        fronts.append(front)
+        model_names = [name.removeprefix(front) for name in model_names]
+        names = {name: short.removeprefix(front) for name, short in names.items()}
     changed = {name: short for name, short in names.items() if name != short}
     if not changed:
         return index
@@ -99,19 +103,26 @@ def without_wrappers(index: Index) -> Index:
                 why="Nothing tells which of the two is the model's",
                 do="Leave one out when saving the model",
             )
-    counts = Counter(part for name, short in changed.items() for part in _removed_parts(name, short))
+    counts = Counter(part for name, short in changed.items() for part in _removed_parts(name, short, fronts))
     parts = ", ".join(f"{part} ({count})" for part, count in counts.items())
     note = f"parts that wrappers add were removed from {plural(len(changed), 'name')}: {parts}"
     tensors = (replace(tensor, name=names[tensor.name]) for tensor in index.tensors)
     return renamed(index, tensors, lambda name: (names.get(name, name),), note)
 
 
-def _removed_parts(name: str, short: str) -> Iterable[str]:
-    """The different parts that were removed from a name."""
+def _front_of(names: list[str]) -> str | None:
+    """The wrapper that stands first in the names of weights: in all of them, or around the model beside a head of its own."""
+    if names and all(name.startswith(_FRONT) for name in names):
+        return _FRONT
+    return _WITH_HEAD if any(name.startswith(_WITH_HEAD) for name in names) else None
+
+
+def _removed_parts(name: str, short: str, fronts: Iterable[str]) -> Iterable[str]:
+    """The different parts that were removed from a name. fronts: those that were removed in front."""
     parts = name.split(".")
-    inner = [part for part in dict.fromkeys(parts) if part in _INNER]
-    front = len(parts) - sum(part in _INNER for part in parts) - len(short.split("."))
-    return [f"{part}." for part in inner] + [_FRONT] * (front > 0)
+    inner = [f"{part}." for part in dict.fromkeys(parts) if part in _INNER]
+    outer = len(parts) - sum(part in _INNER for part in parts) - len(short.split("."))
+    return [*inner, *(front for front in dict.fromkeys(fronts) if outer and front.rstrip(".") in parts)]
 
 
 @value

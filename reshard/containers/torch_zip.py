@@ -36,7 +36,7 @@ from reshard.containers.inert_pickle import (
     shown,
 )
 from reshard.containers.numpy_arrays import with_arrays
-from reshard.containers.zip_directory import Directory, Range, content, listing, payload, payload_start, read_directory
+from reshard.containers.zip_directory import SAVE_STATE_DICT, Directory, Range, content, listing, payload, payload_start, read_directory
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import DType, from_storage, from_torch
 from reshard.geometry.value import value
@@ -322,7 +322,7 @@ def _root(source: Range, directory: Directory) -> str:
         source.refuse(f"the file is a zip, but not torch.save's: it holds {content}", do="Get the file again")
     root = names[0].removesuffix("data.pkl")
     if root + "constants.pkl" in directory.members:
-        source.refuse("the file is a TorchScript archive: a program, not a checkpoint", do="Save the model's state_dict with torch.save")
+        source.refuse("the file is a TorchScript archive, not a checkpoint", do=SAVE_STATE_DICT)
     return root
 
 

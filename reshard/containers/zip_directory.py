@@ -246,6 +246,10 @@ def _end_record(source: Range, tail: bytes, tail_offset: int, end: int) -> tuple
     return *wide, stop
 
 
+SAVE_STATE_DICT = "Load it with torch, and save its state_dict with torch.save"
+"""What to do with a program that holds weights."""
+
+
 def members_of(source: Range, directory: bytes, count: int) -> Iterator[Member]:
     """The members that the records of a directory list, each checked. Raises: CheckpointError."""
     at = 0
@@ -262,6 +266,9 @@ def members_of(source: Range, directory: bytes, count: int) -> Iterator[Member]:
         name = directory[name_stop - name_length : name_stop].decode("utf-8", "replace")
         if flags & 1:
             source.refuse(f"the zip's member {name!r} is encrypted", do="Save it again without encryption")
+        if "/code/" in name or name.endswith("/model_weights_config.json"):
+            program = "a TorchScript archive" if "/code/" in name else "a program of torch.export"
+            source.refuse(f"the file is {program}, not a checkpoint", do=SAVE_STATE_DICT)
         if method:
             source.refuse(
                 f"the zip's member {name!r} is compressed ({_METHODS.get(method, method)}), so its bytes cannot be read in place",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -134,16 +135,25 @@ def _not_as_recorded(side: Side, recorded: Mapping[str, str], digests: BlockDige
     ]
 
 
-def compare(left: Side, right: Side, result: Comparison, *, with_cast: bool = False, effort: Effort = NO_LIMITS) -> None:
+def compare(
+    left: Side,
+    right: Side,
+    result: Comparison,
+    *,
+    with_cast: bool = False,
+    held_as: Mapping[str, DType] = MappingProxyType({}),
+    effort: Effort = NO_LIMITS,
+) -> None:
     """Compare every element of every tensor, including replicas and constants, with the checksums of the files, too, and fill `result`.
 
     with_cast: if element types differ, cast the left values to the right type, as torch does, and compare the bits. Where one side holds
-    the values of a function of the weights, they are computed of the other side.
+    the values of a function of the weights, they are computed of the other side. held_as: tensors that one side holds in an element type of
+    its own on purpose; the other side's values are cast to it.
 
     Raises: CheckpointError if a file cannot be read or was written meanwhile, or replicas of one side differ; WrongChecksum. RequestError
     if the memory of `effort` is too small.
     """
-    pairs, reading = list(comparable(left, right, result, with_cast=with_cast)), Reading(checks=effort.source_checksums)
+    pairs, reading = list(comparable(left, right, result, with_cast=with_cast, held_as=held_as)), Reading(checks=effort.source_checksums)
     result.differences.extend(difference for side in (left, right) for difference in wrong_constants(side.files, side.index.constants))
     result.nbytes += sum(tensor.nbytes for _, tensor in pairs)
     recorded = left.content.recorded(), right.content.recorded()
@@ -153,7 +163,7 @@ def compare(left: Side, right: Side, result: Comparison, *, with_cast: bool = Fa
     def measure(place: BlockPlace, read: Read) -> tuple[Box | None, tuple[bytes | None, bytes | None], int]:
         pair = pairs[place[0]]
         dtypes, name = [tensor.dtype for tensor in pair], pair[0].name
-        common, *others = _common_types(*dtypes, widest=is_master_key(name))
+        common, *others = (held_as[name],) if name in held_as else _common_types(*dtypes, widest=is_master_key(name))
         digests_of_block, element, beyond = PairDigests([name in of_side for of_side in recorded]), None, 0
         for box, stored in read:
             values_beyond()
@@ -221,8 +231,13 @@ class PairDigests:
         return left, right
 
 
-def comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """The pairs of tensors whose values can be compared. The other tensors are added to the result as differences."""
+def comparable(
+    left: Side, right: Side, result: Comparison, *, with_cast: bool, held_as: Collection[str] = ()
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The pairs of tensors whose values can be compared. The other tensors are added to the result as differences.
+
+    held_as: the names of tensors whose element types differ on purpose.
+    """
     a, b = left.content.tensors, right.content.tensors
     for name in sorted(a.keys() - b.keys()):
         result.differences.append(Difference(name, "missing", f"it is in {left.files.root}, but not in {right.files.root}"))
@@ -236,7 +251,7 @@ def comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool) 
         elif {x.dtype.function, y.dtype.function} - {"", *INVERTIBLE} and x.dtype.function != y.dtype.function and _both_floating(x, y):
             yield x, y  # the function's type follows from the function, not from the weight
         elif not are_same_bytes(x.dtype.of(y.dtype.function), y.dtype) and not (
-            (with_cast or is_master_key(name)) and _both_floating(x, y)
+            (with_cast or is_master_key(name) or name in held_as) and _both_floating(x, y)
         ):
             hint = " (`cast=True` compares the values after a cast)" if _both_floating(x, y) else ""
             result.differences.append(Difference(name, "dtype", f"it is {x.dtype} on the left, {y.dtype} on the right{hint}"))

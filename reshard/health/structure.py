@@ -13,7 +13,7 @@ from reshard.canonical.optimizer_state import owner
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found, of_error
-from reshard.index.coverage import uncovered, wrong_names
+from reshard.index.coverage import GATHERED, is_ungathered, uncovered, wrong_names, wrong_shape
 from reshard.index.index import Index, Kind, Tensor
 from reshard.index.name_parts import family_of, is_scale, layer_of
 from reshard.models.model import Model
@@ -76,7 +76,8 @@ def config_shapes(
     for name, weight in expected.items():
         tensor = weights.get(name)
         if tensor is not None and tensor.shape != weight.shape and not (weight.is_scale and tensor.elements == 1):
-            yield found("wrong-shape", f"its shape is {list(tensor.shape)}, the config says {list(weight.shape)}", tensor=name)
+            do = GATHERED if is_ungathered(tensor.shape, weight.shape) else ""
+            yield found("wrong-shape", wrong_shape(tensor.shape, weight.shape), tensor=name, do=do)
     unknown = [name for name in weights if name not in expected and name not in model.aliases and not model.reason_to_drop(name)]
     needed = (name for name, weight in expected.items() if not weight.optional and not weight.is_scale and name not in left_out)
     missing = [name for name in needed if name not in weights]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from reshard.index.shards import PieceTable, primary_rows
 
 # Limits of a tensor's name. Trees of names (fold.py) are as deep as a name has parts; names of real models have fewer than 20.
 _LONGEST, _MOST_PARTS = 4096, 100
+UNGATHERED = "Each rank of the run held a part of each weight, and the file was written without them"
+GATHERED = "Give the folder that DeepSpeed wrote in the same save, global_step*; if there is none, the weights are lost"
+"""What to do about weights of shape [0]."""
 
 
 def check_index(index: Index) -> None:
@@ -215,3 +218,22 @@ def sharding_text(tensor: Tensor) -> str:
     if rest:
         return f"{text}, and {plural(stored - copies * len(rows), 'part')} once more"
     return text if copies == 1 else f"{text}, {copies} copies"
+
+
+def is_ungathered(stored: Sequence[int], expected: Sequence[int]) -> bool:
+    """Whether a weight has the shape [0] that parameters have under ZeRO-3 where they are not gathered."""
+    return tuple(stored) == (0,) and tuple(expected) != (0,)
+
+
+def wrong_shape(stored: Sequence[int], expected: Sequence[int]) -> str:
+    """A sentence about a weight that does not have the shape that the config says."""
+    cause = ": saved under ZeRO-3 without gathering" if is_ungathered(stored, expected) else ""
+    return f"its shape is {list(stored)}, the config says {list(expected)}{cause}"
+
+
+def check_gathered(tensors: Sequence[Tensor]) -> None:
+    """Raises CheckpointError if all weights of a checkpoint have the shape [0]."""
+    weights = [tensor for tensor in tensors if tensor.kind == "weight"] if tensors and tensors[0].shape == (0,) else []
+    if len(weights) > 1 and all(tensor.shape == (0,) for tensor in weights):
+        what = f"all {len(weights)} weights have the shape [0]: saved under ZeRO-3 without gathering"
+        raise CheckpointError(what, where=weights[0].name, why=UNGATHERED, do=GATHERED)

@@ -19,6 +19,8 @@ INDEX = "model.safetensors.index.json"
 """The file of a delta that says which frame lies in which file, and what the delta changes."""
 OWN_KEY = "reshard_base"
 """The key of that file's metadata by which a delta of ours is told from one that another program wrote: the base as it was named."""
+RECORD_KEY = "reshard_record"
+"""The key of the digest of all other metadata there, with the checksums of the frames."""
 DeltaEncoding = Literal["xor", "overwrite"]
 """How a frame says what changed."""
 

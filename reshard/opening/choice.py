@@ -3,7 +3,9 @@
 RUN, step="latest"               RUN/global_step_300, if it holds one checkpoint
 RUN, step=300, part="actor"      RUN/global_step_300/actor
 KEPT, step=300                   KEPT/step-100+KEPT/step-200+KEPT/step-300, if step 300 is a delta (opening/chains.py)
+RUN@300                          the same as RUN, step=300
 MODELS, part="llama"             MODELS/llama
+RUN, part="."                    RUN/., the model in the folder itself, beside steps
 RUN                              RUN itself if a format claims it, such as Megatron with its tracker; else its only checkpoint
 """
 
@@ -16,7 +18,7 @@ from reshard.errors import RequestError, SystemRefusal, choices, some
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.opening.chains import source_of
-from reshard.opening.run_folders import LATEST, RunFolder, Step
+from reshard.opening.run_folders import HERE, LATEST, RunFolder, Step
 from reshard.storage.system_calls import is_url
 from reshard.storage.trees import chain_of
 
@@ -36,12 +38,13 @@ class SeveralCheckpoints(RequestError):
 def _what_to_add(steps: Sequence[Step]) -> str:
     """The keywords that would choose one of these checkpoints."""
     numbers = sorted({step.number for step in steps if step.number is not None})
-    parts = sorted({step.part for step in steps if step.part})
-    named = [f"`step={LATEST}` or `step={numbers[-1]}`"] if len(numbers) > 1 else []
+    parts = sorted({step.part for step in steps if step.part not in ("", HERE)})
+    is_here = any(step.part == HERE for step in steps)
+    named = [f"`step={LATEST}` or `step={numbers[-1]}`"] if len(numbers) > 1 or (numbers and is_here) else []
     if len(parts) > 1 or not named:
         last = f" or `part={parts[-1]}`" if len(parts) > 1 else ""
         named += [f"`part={parts[0]}`{last}"] if parts else ["the path of one"]
-    return f"Add {' and '.join(named)}"
+    return f"Add {' and '.join(named)}" + (f"; `part={HERE}` is the model in the folder itself" if is_here else "")
 
 
 class NothingToChoose(RequestError):
@@ -56,6 +59,13 @@ class Choice:
     """The number of a step, the name of its folder, or "latest" for the newest complete one."""
     part: str | None = None
     """Where in the step's folder it lies, such as actor, or one of the folders above; in a folder of models, the model."""
+
+    @classmethod
+    def of(cls, run: str, named: str | None, step: int | str | None, part: str | None) -> Choice:
+        """The choice in a run. named: the step of RUN@STEP. Raises RequestError if both name a step."""
+        if named is not None and step is not None:
+            raise RequestError(f"{run}@{named} names a step, and so does `step={step}`", do="Give one of them")
+        return cls(step if named is None else named, part)
 
     def __bool__(self) -> bool:
         return self.step is not None or self.part is not None
@@ -105,7 +115,7 @@ class Choice:
                 raise RequestError(
                     f"`step={LATEST}`: no step is complete",
                     where=root,
-                    why=some([f"{step.name} ({step.completeness.reason})" for step in found]),
+                    why=some([f"{step.name} ({step.completeness.reason})" for step in found if step.number is not None]),
                     do="Choose one by its number, such as `step=100`, to open it as it is",
                     id="not-found",
                 )

@@ -1,7 +1,7 @@
 """What lies at a place, gathered once into one frozen Checkpoint before anything is concluded from it. Each step looks at the files for one
 thing, and adds it:
 
-    refuse unfinished -> remember (reshard.json) -> recognize (the format) -> describe (the model) -> read (the index)
+    refuse unfinished, unchosen -> remember (reshard.json) -> recognize (the format) -> describe (the model) -> read (the index)
 
 The order of the steps decides which error a user sees.
 """
@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 from reshard.adapter import registry
 from reshard.adapter.format import Hints
 from reshard.adapter.model_files import CONFIG, ModelFiles, blaming_the_parent, find_adapter_config, find_model_files, find_model_files_near
+from reshard.adapter.save_folders import step_of
 from reshard.canonical.renaming import without_wrappers
 from reshard.engine.destinations.journal import Unfinished, read_journal
 from reshard.errors import CheckpointError, RequestError, TargetError, UnexpectedContentError
 from reshard.index.index import Index, RunFacts
 from reshard.opening.checkpoint import Checkpoint
 from reshard.plans.manifest import check_listed_files, usable_manifest
+from reshard.storage.files import Files
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import gc_paused, is_url
 from reshard.storage.tar import open_files, open_tree
@@ -32,15 +34,19 @@ if TYPE_CHECKING:
     from reshard.models.architecture import Architecture
 
 
+# Behind the folder of a run: the model in it.
+_HERE = "/."
+
+
 def gather(path: str, options: Mapping[str, Any]) -> Checkpoint:
     """What lies at a path: its format, the files that describe its model, and the index. options: the keywords of `open`.
 
     Raises: CheckpointError if a conversion has not ended here, or files that reshard wrote are missing or cut short; RequestError if there
     is nothing in a known format, or the config that the caller names does not fit; what the format's reader raises.
     """
-    files = open_tree(path)
+    files = _without_steps(path) if path.endswith(_HERE) else open_tree(path)
     checkpoint = Checkpoint(path, files, Index("", (), (), RunFacts()), ModelFiles(files, "", None), "", options=options)
-    for step in (refuse_unfinished, remember, recognize, describe, read):
+    for step in (refuse_unfinished, refuse_unchosen, remember, recognize, describe, read):
         checkpoint = step(checkpoint)
     return checkpoint
 
@@ -54,6 +60,27 @@ def refuse_unfinished(checkpoint: Checkpoint) -> Checkpoint:
         from reshard.engine.destinations.store import check_ended
 
         check_ended(files)
+    return checkpoint
+
+
+def _without_steps(path: str) -> Files:
+    """The files of RUN/., the model in the folder of a run, without the steps beside it."""
+    from reshard.opening.run_folders import HERE, RunFolder
+
+    return RunFolder(path.removesuffix(_HERE)).tree(HERE)
+
+
+def refuse_unchosen(checkpoint: Checkpoint) -> Checkpoint:
+    """Raises SeveralCheckpoints if a model lies here beside the steps of its run, and neither a format nor the path RUN/. chooses it."""
+    path, folders = checkpoint.path, checkpoint.files.list()
+    is_chosen = checkpoint.options.get("format") is not None or path.endswith(_HERE)
+    if not is_chosen and any(folder.endswith("/") and step_of(folder.rstrip("/")) is not None for folder in folders):
+        from reshard.opening.choice import SeveralCheckpoints
+        from reshard.opening.run_folders import RunFolder
+
+        run = RunFolder(path)
+        if run.has_model():
+            raise SeveralCheckpoints(path, run.checkpoints())
     return checkpoint
 
 

@@ -14,6 +14,7 @@ from typing import Any, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import CONFIG, find_model_files, find_model_files_near
+from reshard.adapter.save_folders import split_step
 from reshard.engine.events import details, event
 from reshard.errors import RequestError, blaming
 from reshard.geometry.quantities import plural
@@ -58,6 +59,7 @@ def open_several(sources: Sequence[Checkpoint | PathLike], options: Mapping[str,
 
 def open_one_of_several(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
     """Open a checkpoint with options that may not apply to it: `model` is used if it has no config of its own, or with `model_wins`."""
+    path = placed(path)
     if not options.get("model_wins") and find_model_files_near(open_base(path)).config is not None:
         options = {**options, "model": None}
     with blaming(os.fspath(path)):
@@ -73,21 +75,44 @@ def adapter_of(base: Checkpoint, path: PathLike) -> Checkpoint:
     return open(path, model=base.model_files.path, architecture=base.architecture)
 
 
-def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) -> tuple[Checkpoint, Checkpoint]:
+def open_both(
+    left: PathLike, right: PathLike, *, formats: Sequence[str] = (), **options: Unpack[ModelOptions]
+) -> tuple[Checkpoint, Checkpoint]:
     """Open two checkpoints that are to be compared.
 
-    `model` is used for a checkpoint without a config of its own. If only one checkpoint gives the vocabulary size, it is used for both.
+    formats: the formats of both, or one format, which counts for those of the two that it fits. `model` is used for a checkpoint without a
+    config of its own. If only one checkpoint gives the vocabulary size, it is used for both.
     """
+    left, right = placed(left), placed(right)
     without_config = [path for path in (left, right) if find_model_files(open_base(path)).config is None]
     if (model := options.get("model")) is not None and not without_config:
         raise RequestError(f"`model=` {os.fspath(model)} is not used: both checkpoints have a {CONFIG} of their own", do="Leave it out")
-    pair = [_open(path, options if path in without_config else {**options, "model": None}) for path in (left, right)]
+    of_sides = [{"format": name} for name in _formats_of(left, right, formats)]
+    pair = [
+        _open(path, {**options, **named} if path in without_config else {**options, **named, "model": None})
+        for path, named in zip((left, right), of_sides, strict=True)
+    ]
     for i, other in ((0, 1), (1, 0)):
         vocabulary = (pair[other].model_files.config or {}).get("vocab_size")
         if pair[i].index.facts.unanswered and not pair[other].index.facts.unanswered and vocabulary:
-            pair[i] = _open(pair[i].path, {"vocab_size": vocabulary, "architecture": options.get("architecture")})
+            about = {"vocab_size": vocabulary, "architecture": options.get("architecture")}
+            pair[i] = _open(pair[i].path, {**about, **of_sides[i]})
     check_used(pair, options)
     return pair[0], pair[1]
+
+
+def _formats_of(left: PathLike, right: PathLike, formats: Sequence[str]) -> Sequence[str | None]:
+    """The format of each of two checkpoints; None: it is detected. Raises RequestError if a single format fits neither, or three are
+    given."""
+    if len(formats) > 1:
+        if len(formats) > 2:
+            raise RequestError(f"`format=` is given {len(formats)} times", do="Give it once, or once for each of the two checkpoints")
+        return formats
+    fitting = [name if registry.claims(name, open_base(path)) else None for path in (left, right) for name in formats]
+    if formats and not any(fitting):
+        what = f"`format={formats[0]}` fits neither {os.fspath(left)} nor {os.fspath(right)}"
+        raise RequestError(what, do="Leave it out, or give it twice: the format of the first, and that of the second")
+    return fitting or (None, None)
 
 
 @gc_paused()
@@ -136,15 +161,20 @@ def _through(steps: Iterable[Step], checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
+def placed(path: PathLike) -> PathLike:
+    """The path of the checkpoint that RUN@STEP names; any other path as it is. Raises as `Choice.path` does."""
+    return _chosen(path, {})[0]
+
+
 def _chosen(path: PathLike, options: Mapping[str, Any]) -> tuple[PathLike, Mapping[str, Any]]:
-    """The path of the checkpoint that the options choose in a folder, and the other options."""
-    others = dict(options)
+    """The path of the checkpoint that RUN@STEP and the options choose in a folder, and the other options."""
+    others, (run, named) = dict(options), split_step(path)
     step, part = others.pop("step", None), others.pop("part", None)
-    if step is None and part is None:
+    if step is None and part is None and named is None:
         return path, others
     from reshard.opening.choice import Choice
 
-    return Choice(step, part).path(os.fspath(path)), others
+    return Choice.of(run, named, step, part).path(run), others
 
 
 def check_used(checkpoints: list[Checkpoint], options: Mapping[str, Any]) -> None:

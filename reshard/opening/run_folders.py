@@ -9,6 +9,7 @@
     RUN/epoch=0-step=100.ckpt                        Lightning: a file, or a folder
     RUN/m--val_loss=1.23-step=100-last/              NeMo
     MODELS/llama/, MODELS/qwen3/                     no steps: each is a part
+    RUN/model.safetensors, RUN/checkpoint-100/       the final model, a part too, beside steps
 
 Folders are listed to a certain depth, and each is asked whether a format claims it. No file of weights is opened. A run in a store is
 listed once, with a request per 1,000 files; further requests read small files, such as trackers.
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from reshard.adapter import registry
@@ -41,7 +42,7 @@ from reshard.storage.files import Files, read_whole
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import is_url
 from reshard.storage.tar import in_archive, open_files, open_tree
-from reshard.storage.trees import FolderFiles
+from reshard.storage.trees import FilesElsewhere, FolderFiles
 
 _NUMBER_TRACKER = "latest.txt"
 """Beside folders that are called by the number of the step alone."""
@@ -58,6 +59,11 @@ _DEEPEST, _DEEPEST_IN_STEP = 5, 3
 _MOST_FOLDERS = 20_000
 # A checkpoint that is one file has the step in its name and one of these endings.
 _FILES = (".ckpt", ".pt", ".pth", ".nemo")
+HERE = "."
+"""The part, and the last name of the path, of a model that lies in the folder of a run itself, beside its steps."""
+_UNCHANGED = "unchanged for"
+# The Hub's cache keeps each revision in a folder of models--ORG--NAME/snapshots/; refs/main beside it names the newest one.
+_SNAPSHOTS = "snapshots"
 LATEST = "latest"
 """The choice of the newest complete step."""
 QUIET_SECONDS = 60.0
@@ -72,6 +78,11 @@ class Completeness:
     """Whether it was saved to its end."""
     reason: str
     """What tells so, in words."""
+
+    @property
+    def may_settle(self) -> bool:
+        """Whether it is incomplete only because something has changed in it not long ago."""
+        return not self.complete and self.reason.startswith(_UNCHANGED)
 
 
 @value
@@ -158,14 +169,23 @@ class RunFolder:
     def checkpoints(self) -> list[Step]:
         """The checkpoints of all steps; and those of no step, which lie in other folders: of models, or of a step that is the root."""
         number = step_of(self._root.rpartition("/")[2])
-        others = (replace(self._checkpoint("", part, 0.0, Seen()), number=number) for part in self._parts("", known_steps=True))
-        return _in_order([*self.steps(), *(each for each in others if each.part)])
+        parts = [part for part in self._parts("", known_steps=True) if part]
+        others = [replace(self._checkpoint("", part, 0.0, Seen()), number=number) for part in parts]
+        here = [self._checkpoint("", HERE, 0.0, Seen())] if self.has_model() else []
+        return _in_order([*self.steps(), *others, *here])
+
+    def has_model(self) -> bool:
+        """Whether a model lies in the folder itself, and steps in folders beside it: an HF Trainer's final model, for example."""
+        folders = [path for path in self._files.list() if path.endswith("/") and self._step_of(path) is not None]
+        if not folders or all(format_of(self.tree(path)) is None for path in folders):
+            return False
+        return format_of(_Without(self._files, [path for path in self._files.list() if path.endswith("/")])) is not None
 
     def is_run(self) -> bool:
         """Whether the folder is meant as a run: it holds several steps, or steps lie below it and no checkpoint in it."""
         if len({path for path in self._files.list() if self._step_of(path) is not None and path.endswith("/")}) > 1:
             return True
-        return next(self._step_places(), None) is not None and not registry.is_claimed(self._tree(""))
+        return next(self._step_places(), None) is not None and not registry.is_claimed(self.tree(""))
 
     def _step_of(self, path: str) -> int | None:
         """The step of a folder or file in this tree, by its name; None if it is none."""
@@ -194,7 +214,9 @@ class RunFolder:
                     pending.append((path, depth + 1))
 
     def _is_hidden(self, path: str) -> bool:
-        name = path.rstrip("/").rpartition("/")[2]
+        above, _, name = path.rstrip("/").rpartition("/")
+        if above.endswith(_SNAPSHOTS) and (main := _text(self._files, f"{above.removesuffix(_SNAPSHOTS)}refs/main")):
+            return name != main
         is_link = not is_url(self._root) and os.path.islink(f"{self._root}/{path.rstrip('/')}")
         return name.startswith(".") or name == WORK_FOLDER or is_link
 
@@ -206,11 +228,11 @@ class RunFolder:
         found, pending = [], [("", 0)]
         while pending:
             part, depth = pending.pop(0)
-            inner = [path for path in self._tree(place).list(part) if path.endswith("/")]
+            inner = [path for path in self.tree(place).list(part) if path.endswith("/")]
             is_above = any(path.rstrip("/").rpartition("/")[2] in MODELS for path in inner)
             if known_steps:
                 is_above |= not part or any(self._step_of(path) is not None for path in inner)
-            if not is_above and format_of(self._tree(_joined(place, part))) is not None:
+            if not is_above and format_of(self.tree(_joined(place, part))) is not None:
                 found.append(part.rstrip("/"))
             elif depth < _DEEPEST_IN_STEP:
                 inner = [path for path in inner if not (known_steps and (self._is_hidden(path) or self._step_of(path) is not None))]
@@ -220,7 +242,7 @@ class RunFolder:
     def _checkpoint(self, place: str, part: str, quiet: float, seen: Seen) -> Step:
         """The checkpoint at a part of the place of a step; at a part of the root if the place is empty."""
         above, _, name = place.rstrip("/").rpartition("/")
-        files, now = self._tree(_joined(place, part)), time.time()
+        files, now = self.tree(_joined(place, part)), time.time()
         sizes = {path: files.size(path) or 0 for path in _paths(files)}
         written = max((each for path in sizes if (each := files.written(path)) is not None), default=None)
         since = written
@@ -229,13 +251,44 @@ class RunFolder:
         age = None if since is None else max(0.0, now - since)
         number = self._step_of(place) if place else None
         format = format_of(files)
-        complete = completeness(files, self._tree(above), name, number, format, age=age, quiet=quiet)
+        complete = completeness(files, self.tree(above), name, number, format, age=age, quiet=quiet)
         return Step(files.root, name, number, part, format, sum(sizes.values()), written, complete, tuple(sizes))
 
-    def _tree(self, place: str) -> Files:
+    def tree(self, place: str) -> Files:
+        """The files at a place in the folder: of a step, or HERE."""
+        if place == HERE:
+            # DeepSpeed's universal form of a step lies beside it.
+            names = ((path, path.replace("_universal/", "/")) for path in self._files.list())
+            return _Without(self._files, [path for path, name in names if self._step_of(name) is not None])
         if place and not place.endswith("/") and self._files.size(place) is not None:
             return open_tree(f"{self._root}/{place}")
         return in_archive(FolderFiles(self._files, place) if place.strip("/") else self._files)
+
+
+class _Without(FilesElsewhere):
+    """`Files` of the folder of a run, RUN/., without entries such as its steps, and without what names the newest step."""
+
+    is_file = False
+
+    def __init__(self, files: Files, hidden: Collection[str]) -> None:
+        self._main, self.root = files, f"{files.root.rstrip('/')}/{HERE}"
+        self._hidden = {*hidden, *_TRACKERS, "latest_universal"}
+
+    def parent(self) -> Files | None:
+        return self._main.parent()
+
+    def list(self, folder: str = "") -> tuple[str, ...]:
+        return tuple(path for path in self._main.list(folder) if not self._is_hidden(path))
+
+    def size(self, path: str) -> int | None:
+        return None if self._is_hidden(path) else self._main.size(path)
+
+    def _is_hidden(self, path: str) -> bool:
+        name, slash, _ = path.partition("/")
+        return name + slash in self._hidden
+
+    def _find(self, path: str) -> tuple[Files, str]:
+        return self._main, path
 
 
 def _joined(place: str, part: str) -> str:
@@ -303,7 +356,7 @@ def completeness(
         return Completeness(True, reason)
     if age is None:
         return Completeness(False, "nothing tells whether it is complete")
-    return Completeness(age >= quiet, f"unchanged for {age:.0f} s")
+    return Completeness(age >= quiet, f"{_UNCHANGED} {age:.0f} s" + (f", complete after {quiet:g} s" if age < quiet else ""))
 
 
 def _text(files: Files, path: str) -> str | None:

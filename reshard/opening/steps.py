@@ -17,7 +17,7 @@ from reshard.canonical.tensor_classes import classified
 from reshard.engine.checks.one_save import check_copied_files, check_steps
 from reshard.errors import RequestError
 from reshard.geometry.quantities import plural
-from reshard.index.coverage import check_index
+from reshard.index.coverage import check_gathered, check_index
 from reshard.models.quantization import with_stored_modules
 from reshard.opening.checkpoint import Checkpoint
 
@@ -53,8 +53,9 @@ def settle(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def cover(checkpoint: Checkpoint) -> Checkpoint:
-    """Check that tensors are whole."""
+    """Check that tensors are whole, and hold values."""
     check_index(checkpoint.index)
+    check_gathered(checkpoint.index.tensors)
     return checkpoint
 
 

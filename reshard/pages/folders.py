@@ -33,7 +33,7 @@ def run_sections(run: str, steps: Sequence[Step]) -> Iterator[Section]:
             step.format or "-",
             nbytes_text(step.nbytes),
             "-" if step.age is None else age_text(step.age),
-            "complete" if step.complete else "incomplete",
+            "complete" if step.complete else "settling" if step.completeness.may_settle else "incomplete",
             step.completeness.reason if step.complete else "",
         )
         for step in steps

@@ -15,6 +15,7 @@ was chosen. A tied head counts once, under the name of the embedding.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
@@ -116,6 +117,11 @@ CURRENT = VERSION_2
 def is_digest(value: object, version: DigestVersion = CURRENT) -> bool:
     """Whether a value is a digest of that version, as text."""
     return isinstance(value, str) and re.fullmatch(re.escape(version.prefix) + "[0-9a-f]{64}", value) is not None
+
+
+def record_digest(*records: object) -> str:
+    """The digest of plain values as text, whatever the order of their keys. A record that holds it tells whether it was changed."""
+    return content_digest(json.dumps(records, sort_keys=True).encode())
 
 
 def content_digest(content: bytes) -> str:

@@ -133,6 +133,13 @@ class RoundTrip:
     """The bytes of these boxes."""
     losses: tuple[str, ...]
     """A sentence for each box or tensor that is lost or changed; empty if the round trip is the identity."""
+    left: tuple[str, ...] = ()
+    """Sentences about what is left out besides weights: optimizer state, buffers, another copy of a weight."""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether everything that the source holds comes back."""
+        return not (self.losses or self.left)
 
     def __repr__(self) -> str:
         sizes = f"{plural(self.tensors, 'tensor')}, {plural(self.boxes, 'box', 'boxes')}, {plural(self.nbytes, 'byte')}"
@@ -143,7 +150,7 @@ def compose(plan: Plan, read_back: Index) -> RoundTrip:
     """The round trip of a plan. read_back: the index that a reader of the target's format makes from the planned headers.
 
     The round trip is the identity if the reader reads every box of every tensor from the bytes to which the plan writes it: at the same
-    byte offset, with the same strides and element type.
+    byte offset, with the same strides and element type. A weight that the plan leaves out is a loss.
 
     Raises: CheckpointError if the tensors that are read back have a hole.
     """
@@ -179,7 +186,14 @@ def compose(plan: Plan, read_back: Index) -> RoundTrip:
     for name, returned in back.items():
         if not all((piece.extent.path, piece.extent.byte_offset) in constants for piece in returned.pieces()):
             losses.append(f"{name}: the reader finds it, but the plan does not write it")
-    return RoundTrip(len(plan.routes), boxes, nbytes, tuple(losses))
+    left = Counter[tuple[str, str]]()
+    for drop in plan.drops:
+        if drop.is_of_model and drop.name not in written and drop.name not in plan.layout.aliases:
+            losses.append(f"{drop.name}: it is left out: {drop.reason}")
+        else:
+            left[drop.kind, drop.reason] += 1
+    notes = (f"{count:,} {kind}: {reason}" for (kind, reason), count in left.items())
+    return RoundTrip(len(plan.routes), boxes, nbytes, tuple(losses), tuple(notes))
 
 
 def widens(route: Route) -> bool:

@@ -110,7 +110,9 @@ class PartNumber:
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < self.of:
-            raise RequestError(f"part {self.number} of {self.of}: parts are counted from 0 to {self.of - 1}", do="For example `part=0/8`")
+            raise RequestError(
+                f"part {self.number} of {self.of}: parts are counted from 0 to {self.of - 1}", do="For example 0/8, the first of eight"
+            )
 
     @staticmethod
     def parse(text: str) -> PartNumber:

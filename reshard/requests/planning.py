@@ -421,9 +421,11 @@ def _check_has_optimizer(draft: Draft) -> None:
             for name, each in registry.formats().items()
             if each.can_write and not each.keeps_optimizer and name not in registry.serving_formats()
         ]
+        unread = next((note for note in draft.source.index.facts.notes if note.startswith("optimizer.")), None)
         raise RequestError(
-            f"`to={draft.request.to.name}` always writes optimizer state, and this checkpoint has none",
+            f"`to={draft.request.to.name}` always writes optimizer state, and {'none is read' if unread else 'this checkpoint has none'}",
             where=draft.source.path,
+            why=unread,
             do=f"Give a checkpoint with optimizer state, or write a format that can do without: {', '.join(others)}",
         )
 

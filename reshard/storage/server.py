@@ -24,8 +24,8 @@ _SECONDS = 600.0
 
 
 def is_server(path: object) -> bool:
-    """Whether a path is the address of a server: a scheme, a host and a port, without a path."""
-    return isinstance(path, str) and re.fullmatch(r"https?://[^/]+/?", path) is not None
+    """Whether a path is the address of a server: a scheme, a host and a port, and no path but that of OpenAI's API, /v1."""
+    return isinstance(path, str) and re.fullmatch(r"https?://[^/]+(/v1)?/?", path) is not None
 
 
 class Silent(SystemRefusal):
@@ -51,7 +51,7 @@ class Server:
             raise RequestError(
                 f"{address!r} is not the address of a server", do="Give a scheme, a host and a port, such as http://localhost:8000"
             )
-        return Server(address.rstrip("/"))
+        return Server(address.rstrip("/").removesuffix("/v1"))
 
     def ask(self, path: str, question: dict[str, Any] | None = None) -> Any:
         """The JSON document that the server answers to a GET of a path, or to a POST if there is a question. None if the server has no such

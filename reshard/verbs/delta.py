@@ -29,12 +29,12 @@ from reshard.geometry.documents import document
 from reshard.geometry.dtypes import from_torch
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
-from reshard.index.deltas import INDEX, OWN_KEY, DeltaEncoding
+from reshard.index.deltas import INDEX, OWN_KEY, RECORD_KEY, DeltaEncoding
 from reshard.index.index import Tensor, element_count
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import EffortOptions, ModelOptions, PathLike, PlanOptions, checked_keywords, take
 from reshard.opening.open import open_both
-from reshard.plans.digests import Fingerprint, content_digest
+from reshard.plans.digests import Fingerprint, content_digest, record_digest
 from reshard.secrets import masked_in
 from reshard.storage.claims import FileDigests, SourceChecks
 from reshard.storage.files import Files
@@ -316,8 +316,9 @@ def _write(staging: Staging, frames: Sequence[tuple[str, MadeFrame]], metadata: 
         safetensors.frame([(name, dtype, (frame.nbytes,)) for name, frame in group], {name: frame.checksum for name, frame in group})
         for group in groups
     ]
-    index = {"metadata": metadata, "weight_map": {name: path for path, group in zip(paths, groups, strict=True) for name, _ in group}}
-    content = json.dumps({**index, "metadata": masked_in(metadata)}, indent=1).encode() + b"\n"
+    told, weight_map = masked_in(metadata), {name: path for path, group in zip(paths, groups, strict=True) for name, _ in group}
+    told |= {RECORD_KEY: record_digest(told, {name: frame.checksum for name, frame in frames})}
+    content = json.dumps({"metadata": told, "weight_map": weight_map}, indent=1).encode() + b"\n"
     staging.prepare({path: each.nbytes for path, each in zip(paths, framed, strict=True)}, resume=False)
     for path, group, each in zip(paths, groups, framed, strict=True):
         staging.write(path, 0, memoryview(each.header))

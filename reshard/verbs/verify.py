@@ -26,6 +26,8 @@ from reshard.engine.pool import Effort
 from reshard.engine.recorded import fingerprint_of
 from reshard.engine.walk import block_digests
 from reshard.errors import CheckpointError, DifferenceFound, RequestError
+from reshard.geometry.dtypes import DType
+from reshard.geometry.meshes import Parallel
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Tensor
 from reshard.opening.checkpoint import Checkpoint
@@ -33,7 +35,9 @@ from reshard.opening.keywords import EffortOptions, OpenOptions, PathLike, check
 from reshard.opening.open import look, open_both, opened
 from reshard.opening.steps import COVERING
 from reshard.plans.digests import VERSION_1
+from reshard.plans.layout import Target
 from reshard.plans.manifest import MANIFEST, Digests, Manifest, read_digests, read_manifest
+from reshard.serving.weights import stored_dtypes
 from reshard.storage.server import is_server
 from reshard.storage.tar import open_tree
 from reshard.storage.trees import chain_of
@@ -71,7 +75,12 @@ def verify(
     left_side, right_side = sides_of(left, right, selection)
     result = Comparison()
     result.notes.extend(check_digests(effort, *((side.files, side.index.tensors) for side in (left_side, right_side))).notes())
-    compare(left_side, right_side, result, with_cast=cast, effort=effort)
+    held_as = {} if cast else _held_as(left_side, right_side)
+    compare(left_side, right_side, result, with_cast=cast, held_as=held_as, effort=effort)
+    if held_as:
+        first = next(iter(held_as))
+        what = f"{plural(len(held_as), 'tensor')}, such as {first}"
+        result.notes.append(f"compared after a cast to {held_as[first]}, in which the engine holds them: {what}")
     compare_counts(left_side, right_side, result)
     _forgive_implied(result, left_side, right_side)
     result.notes.extend(notes_on_masters(left_side, right_side))
@@ -94,6 +103,24 @@ def sides_of(left: Checkpoint | PathLike, right: Checkpoint | PathLike, selectio
     left_side, right_side = (Side(each.files, each.index, content) for each, content in zip((a, b), contents, strict=True))
     check_selected(left_side.content, right_side.content)
     return compared_once(left_side, right_side)
+
+
+def _held_as(left: Side, right: Side) -> dict[str, DType]:
+    """The tensors that a serving engine holds in an element type of its own, such as scales of the KV cache, and that one side has in this
+    type for that reason alone."""
+    for engine, other in ((left, right), (right, left)):
+        format, model = registry.named(engine.index.format), other.content.model or engine.content.model
+        if not isinstance(format, ServingFormat) or isinstance(registry.named(other.index.format), ServingFormat) or model is None:
+            continue
+        held, given = engine.content.tensors, {name: tensor.dtype for name, tensor in other.content.tensors.items()}
+        try:
+            rules = format.rules(model, Target(format.name, Parallel(**engine.index.facts.parallel)))
+        except RequestError:  # a layout that the engine's loader showed: it casts nothing
+            return {}
+        stored = stored_dtypes(model, rules, given)
+        differing = {name: dtype for name, dtype in stored.items() if name in held and not dtype.function and dtype != given[name]}
+        return {name: dtype for name, dtype in differing.items() if held[name].dtype == dtype}
+    return {}
 
 
 def _forgive_implied(result: Comparison, left: Side, right: Side) -> None:

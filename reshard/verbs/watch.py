@@ -69,7 +69,8 @@ def watch(run: PathLike, *, to: str | None = None, into: str | None = None, **op
     into: the folder of one output, with {step} for the step's number, such as OUT/{step}; and {part} for the part. Both it and the run
     may be URLs. push: servers that get the newest step, after it was converted, or without that if `into` is left out.
 
-    Takes the keywords of `plan`. A step that cannot be converted is an event, and is tried again later.
+    Takes the keywords of `plan`. A step that cannot be converted is an event, and is tried again later. With `once`, the last event is
+    "failed" if all steps still wait; with `delta`, if a single one does.
 
     Raises: RequestError if the run does not exist, or each step has several checkpoints and none is chosen; UnsupportedError for
     `link_unchanged` or `delta` in a store.
@@ -105,8 +106,19 @@ def watch(run: PathLike, *, to: str | None = None, into: str | None = None, **op
                 pauses[step.path] = min(2 * pause, _LONGEST_PAUSE), time.monotonic() + pause
                 yield work.event("failed", step, str(error))
         if once:
+            yield from _not_kept(work, steps, every=is_kept)
             return
         time.sleep(poll)
+
+
+def _not_kept(work: Kept | _Work | _Pushes, steps: list[Step], *, every: bool) -> Iterator[WatchEvent]:
+    """A failure if steps still wait when a watch ends: if a single one does where `every` step is to be kept, else if all of them do."""
+    waiting = [step for step in work.pending(steps) if not step.complete]
+    if waiting and (every or len(waiting) == len(steps)):
+        first, are = waiting[0], "step is" if len(steps) == 1 else "steps are"
+        reason = first.completeness.reason if first.format else "no known format lies here yet"
+        do = "Run the command again once the step is complete"
+        yield work.event("failed", first, f"{len(waiting)} of {len(steps)} {are} not done. Step {first.order} waits: {reason}. {do}")
 
 
 def _kept(run: PathLike, to: str | None, into: str | None, given: dict[str, Any]) -> Kept:

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -213,9 +214,20 @@ def test_verify_takes_one_sides_config_for_both(tmp_path):
 @pytest.mark.parametrize("how", [(), ("--materialize",)])
 def test_a_round_trip_is_lossless_and_says_how_it_knows(how):
     shown = reshard("roundtrip", *FSDP2, "--to", "vllm", "--tp", 8, *how)
-    assert shown.code == 0 and shown.out.startswith("lossless: 21 tensors") and ("converted" in shown.out) == bool(how)
+    assert shown.code == 0 and shown.out.startswith("lossless for the weights: 21 tensors") and ("converted" in shown.out) == bool(how)
+    assert "left out  21 moment1: optimizer state" in shown.out
     document = reshard("roundtrip", *FSDP2, "--to", "vllm", "--tp", 8, *how, "--json").document
-    assert list(document) == ["schema_version", "lossless", "materialized", "tensors", "boxes", "bytes", "losses"] and document["lossless"]
+    assert list(document) == ["schema_version", "lossless", "materialized", "tensors", "boxes", "bytes", "losses", "left"]
+    assert not document["lossless"] and not document["losses"] and len(document["left"]) == 3
+    whole = reshard("roundtrip", *FSDP2, "--to", "dcp", "--optimizer", *how, "--json")
+    assert whole.code == 0 and whole.document["lossless"] and not whole.document["left"]
+
+
+@pytest.mark.parametrize("how", [(), ("--materialize",)])
+def test_a_round_trip_without_a_weight_is_not_lossless(how):
+    shown = reshard("roundtrip", HF / "llama", "--to", "hf", "--exclude", "*layers.0*", *how)
+    assert shown.code == 1 and shown.out.startswith("not lossless: 9 losses")
+    assert "model.layers.0.self_attn.q_proj.weight: it is left out: left out by --include or --exclude" in shown.out
 
 
 @pytest.mark.parametrize("how", [(), ("--materialize",)])
@@ -341,3 +353,11 @@ def test_what_hub_addresses_need_is_one_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     shown = reshard("inspect", "hf://ORG/NAME")
     assert shown.code == 6 and "hf:// paths need fsspec and huggingface_hub" in shown.err and "pip install 'reshard[hub]'" in shown.err
+
+
+def test_a_checkout_that_is_not_installed_says_what_to_do():
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-S", "-m", "reshard", "--version"], cwd=root, capture_output=True, text=True)
+    assert (
+        done.returncode == 2 and "not an installed package. Run `pip install -e .` here" in done.stderr and "Traceback" not in done.stderr
+    )

@@ -339,8 +339,11 @@ def test_formats_in_one_folder_are_chosen_by_latest_or_asked_for_with_the_comman
     assert "format    universal" in reshard("inspect", run, "--format", "universal").out
     assert "recognized by --format" in reshard("inspect", run, "--format", "universal").out
     shutil.copytree(LLAMA, run, dirs_exist_ok=True)
+    assert "--component . is the model in the folder itself" in refused("fingerprint", run)
+    (run / "latest").unlink()
+    shutil.rmtree(run / tag)
     message = refused("inspect", run)
-    assert f"`reshard inspect {run} --format deepspeed` or `reshard inspect {run} --format hf`" in message
+    assert f"`reshard inspect {run} --format hf` or `reshard inspect {run} --format universal`" in message
 
 
 def test_files_of_a_rank_without_a_manifest_are_vllms_with_a_note(tmp_path):
@@ -380,7 +383,10 @@ def test_an_option_that_takes_one_value_is_refused_twice_in_every_command():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("diff", LLAMA, "--step", "100", LLAMA, "--step", "200"), "'--step' takes one value, and is given 2 times: 100, 200"),
+        (("verify", LLAMA, "--step", "100", LLAMA, "--step", "200"), "'--step' takes one value, and is given 2 times: 100, 200"),
+        (("diff", LLAMA, "--step", "100", LLAMA, "--step", "200"), "Two paths and two steps are given. Write RUN@A RUN@B"),
+        (("diff", LLAMA, "--step", "1", "--step", "2", "--step", "3"), "1, 2, 3: two steps are compared"),
+        (("diff", LLAMA, "--step", "1"), "Missing argument 'RIGHT'. Write RUN@A RUN@B"),
         (("convert", LLAMA, OUT, "--to", "hf", "--merge-adapter", "a", "--merge-adapter", "b"), "'--merge-adapter' takes one value"),
         (
             ("convert", LLAMA, OUT, "--to", "vllm", "-tp", "2", "--tensor-parallel-size=4"),

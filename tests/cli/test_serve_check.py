@@ -98,3 +98,16 @@ def test_a_hugging_face_folder_at_sizes_that_it_cannot_have():
 def test_the_page_and_the_text_say_the_same(served, tmp_path):
     result = reshard("serve-check", served, "--tp", 4, "--html", tmp_path / "page.html")
     assert result.code == 1 and "other-sizes" in result.out and "other-sizes" in (tmp_path / "page.html").read_text()
+
+
+def test_a_warning_alone_fails_only_if_it_is_asked_for_and_the_change_is_announced(tmp_path):
+    library.convert(library.plan(HF / "llama", to="vllm", tp=2), tmp_path / "out")
+    for command in ("doctor", "serve-check"):
+        done = reshard(command, tmp_path / "out")
+        assert done.code == 0 and "missing-tokenizer" in done.out
+        assert ("--fail-on warning asks for that" in done.err) == (command == "serve-check")
+        for words in ("warning", "missing-tokenizer"):
+            failed = reshard(command, tmp_path / "out", "--fail-on", words)
+            assert failed.code == 1 and "asks for that" not in failed.err
+        assert reshard(command, tmp_path / "out", "--fail-on", "warnings").code == 2
+    assert reshard("serve-check", tmp_path / "out", "--tp", 4).code == 1, "an error fails without being asked for"

@@ -50,6 +50,8 @@ def test_an_adapter_is_written_as_megatron_bridge_exports_it(case, tmp_path):
 def test_base_and_adapter_are_separated(case, tmp_path):
     folder = FIXTURES / "megatron_lora" / case
     plan = reshard.plan(open_case(folder), to="hf", drop_adapter=True)
+    losses = reshard.roundtrip(plan).losses
+    assert losses and all(".lora_" in loss and "it is left out: a LoRA adapter, not merged" in loss for loss in losses)
     assert {drop.kind for drop in plan.drops} == {"adapter"}
     reshard.convert(plan, tmp_path / "base")
     base = {name: value for (name, role), value in truth(folder).items() if role == "weight"}

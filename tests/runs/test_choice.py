@@ -265,3 +265,86 @@ def test_choosing_is_loaded_only_for_a_choice():
     words = ["-X", "importtime", "-m", "reshard", "convert", str(HF / "llama"), "x", "--to", "hf", "--dry-run"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     assert "reshard.opening.open" in done.stderr and "reshard.opening.choice" not in done.stderr
+
+
+def final_model(tmp_path):
+    """An HF Trainer's folder after every training: the final model, and the checkpoints of its steps in folders beside it."""
+    run = trainer(tmp_path)
+    copy(HF / "llama", tmp_path / "final", seconds=1000)
+    for path in sorted((tmp_path / "final").iterdir()):
+        shutil.move(path, run / path.name)
+    data = bytearray((run / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (run / "model.safetensors").write_bytes(data)
+    aged(run, 1000)
+    return run
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+def test_a_final_model_beside_steps_is_taken_only_if_it_is_chosen(words, tmp_path):
+    run = final_model(tmp_path)
+    done = asked(words, run, tmp_path / "out.npy")
+    assert done.code == 2 and "3 checkpoints of 2 steps" in done.err and "[ambiguous]" in done.err, done.err
+    assert "--component . is the model in the folder itself" in done.err
+    chosen = asked((*words, "--component", "."), run, tmp_path / "out")
+    for step in ("100", "200"):
+        shutil.rmtree(run / f"checkpoint-{step}")
+    direct = asked(words, run, tmp_path / "other")
+    assert chosen.code == direct.code and "none is chosen" not in chosen.err, chosen.err
+    assert len(chosen.out.splitlines()) == len(direct.out.splitlines())
+
+
+def test_a_final_model_is_a_row_and_other_bytes_than_the_steps(tmp_path):
+    run = final_model(tmp_path)
+    steps = reshard("inspect", run, "--json").document["steps"]
+    assert [(each["step"], each["part"], each["format"]) for each in steps] == [(None, ".", "hf"), (100, "", "hf"), (200, "", "hf")]
+    prints = {of: reshard("fingerprint", run, *of).out.split()[0] for of in (("--component", "."), ("--step", "100"), ("--step", "latest"))}
+    assert len({*prints.values()}) == 2 and prints["--step", "100"] == prints["--step", "latest"]
+    assert library.fingerprint(f"{run}/.").root.startswith(prints["--component", "."])
+    shutil.rmtree(run / "checkpoint-200")
+    assert "Add --step latest or --step 100; --component . is" in reshard("fingerprint", run).err
+
+
+def test_a_model_beside_the_save_of_its_optimizer_is_read_by_its_path(tmp_path):
+    """transformers with DeepSpeed: checkpoint-100/ holds the model's files and global_step2/, and latest names that."""
+    place = tmp_path / "checkpoint-100"
+    copy(HF / "llama", place)
+    shutil.copytree(DEEPSPEED, place, dirs_exist_ok=True)
+    listed = reshard("inspect", place, "--json").document["steps"]
+    assert [(each["part"], each["format"]) for each in listed] == [(".", "hf"), ("", "deepspeed")]
+    assert reshard("convert", place, tmp_path / "out", "--to", "vllm", "--component", ".").code == 0
+    assert reshard("verify", place, tmp_path / "out", "--component", ".").out.startswith("equal: 21 tensors")
+    assert reshard("verify", place, tmp_path / "out", "--format", "hf").out.startswith("equal: 21 tensors")
+    assert reshard("diff", place, tmp_path / "out", "--format", "hf", "--format", "vllm").code == 0
+    assert "--format dcp fits neither" in reshard("explain", place, tmp_path / "out", "--format", "dcp").err
+    assert reshard("verify", place, tmp_path / "out", "--step", "2").code != 0, "the other checkpoint has other weights"
+
+
+def test_a_step_of_a_run_is_a_path(tmp_path):
+    run = final_model(tmp_path)
+    shutil.copy(run / "model.safetensors", run / "checkpoint-200")
+    aged(run, 1000)
+    for first, second, code in (("@100", "@100", 0), ("@100", "@200", 1), ("@latest", "@checkpoint-200", 0), ("@100", "@latest", 1)):
+        for words in ("verify", "diff", "explain"):
+            assert reshard(words, f"{run}{first}", f"{run}{second}").code == code, (words, first, second)
+        assert library.verify(f"{run}{first}", f"{run}{second}").equal is (code == 0)
+    assert reshard("diff", run, "--step", "100", "--step", "200").code == 1
+    assert reshard("diff", run, "--step", "200", "--step", "latest").code == 0
+    assert library.open(f"{run}@100").path == f"{run}/checkpoint-100"
+    refused = reshard("fingerprint", f"{run}@100", "--step", "200")
+    assert refused.code == 2 and "names a step, and so does --step 200" in refused.err
+    assert "there is no such step. Steps: 200, 100" in reshard("fingerprint", f"{run}@7").err
+    assert "no step or model lies below" in reshard("fingerprint", f"{HF / 'llama'}@7").err
+    copy(HF / "gpt2", tmp_path / "cks@100")
+    assert reshard("inspect", f"{run}@100").out.startswith(f"{tmp_path}/cks@100: gpt2"), "an existing path wins"
+    assert "no file or directory" in reshard("inspect", f"{tmp_path}/nothing@100").err
+    assert "no file or directory" in reshard("inspect", f"{run}@200/model.safetensors").err, "@ counts only after the last slash"
+
+
+def test_what_has_no_meaning_for_a_list_of_checkpoints_is_refused(tmp_path):
+    run = trainer(tmp_path)
+    for option in (("--by", "rank"), ("--limit", 1), ("--tensor", "x"), ("--depth", 2), ("--sort", "bytes"), ("--vocab-size", 5)):
+        done = reshard("inspect", run, *option)
+        assert done.code == 2 and f"{option[0]} is for one checkpoint, and several lie here" in done.err and not done.out
+    assert reshard("inspect", run, "--html", tmp_path / "page.html").code == 0
+    assert "checkpoint-200" in (tmp_path / "page.html").read_text()

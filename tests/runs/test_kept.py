@@ -376,7 +376,10 @@ def test_a_chain_in_a_circle_ends(run, tmp_path):
     kept = tmp_path / "kept"
     keep(run, kept)
     index = kept / "step-200" / INDEX
-    index.write_text(index.read_text().replace('"base_version": "000100"', '"base_version": "000300"'))
+    document = json.loads(index.read_text())
+    assert document["metadata"].pop("reshard_record") and document["metadata"]["base_version"] == "000100"
+    document["metadata"]["base_version"] = "000300"
+    index.write_text(json.dumps(document))
     refused(kept, "step 200 is a delta of step 300, and no step 300 lies in the run")
 
 
@@ -580,3 +583,13 @@ def test_a_listed_path_through_a_link_removes_nothing_elsewhere(tmp_path):
     discard(out / "delta", "delta")
     assert (elsewhere / "model-00000-of-00001.safetensors").read_text() == "mine"
     assert not (out / "delta").exists() and (out / ".replaced-delta" / "sub").is_symlink()
+
+
+def test_a_step_that_may_still_be_written_is_not_kept_and_the_exit_code_says_so(run, tmp_path):
+    assert keep(run, tmp_path / "kept").code == 0
+    save(run, 600)
+    os.utime(run / "step-600" / "model.safetensors")
+    again = keep(run, tmp_path / "kept")
+    assert again.code == 1 and events(again)[-1] == (600, "failed"), again.out
+    assert "1 of 6 steps are not done. Step 600 waits: unchanged for 0 s, complete after 60 s" in again.out
+    assert not (tmp_path / "kept" / "step-600").exists()

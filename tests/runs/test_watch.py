@@ -64,6 +64,18 @@ def test_an_unfinished_step_is_waited_for(run, tmp_path):
     assert events(watch(run, tmp_path / "out")) == [(30, "converted"), (30, "latest"), (30, "finished")]
 
 
+def test_if_all_steps_wait_nothing_was_done_and_the_exit_code_says_so(tmp_path):
+    for step in (10, 20):
+        shutil.copytree(FIXTURES / "hf" / "llama", tmp_path / "run" / f"step-{step}", copy_function=shutil.copyfile)
+    done = reshard("watch", tmp_path / "run", "--to", "hf", "--into", tmp_path / "out" / "{step}", "--all")
+    assert done.code == 1 and "2 of 2 steps are not done. Step 10 waits: unchanged for 0 s, complete after 60 s" in done.out
+    assert not (tmp_path / "out" / "10").exists()
+    for path in (tmp_path / "run" / "step-10").iterdir():
+        os.utime(path, (1, 1))
+    done = reshard("watch", tmp_path / "run", "--to", "hf", "--into", tmp_path / "out" / "{step}", "--all")
+    assert done.code == 0 and (tmp_path / "out" / "10").is_dir(), "a step that waits beside one that is done is usual"
+
+
 def test_the_newest_are_kept_and_no_older_one_is_made(run, tmp_path):
     out = tmp_path / "out"
     assert {step for step, _ in events(watch(run, out, "--keep", 1))} == {20}

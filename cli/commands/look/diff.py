@@ -17,11 +17,12 @@ from ...replies import Reply
 @options.command(
     "diff",
     "reshard diff step-900 step-1000",
+    "reshard diff runs/7 --step 900 --step 1000",
     "reshard diff step-900 step-1000 --threshold 0.01 --include '*experts*'",
     "reshard diff step-1000 out --headers",
 )
 @options.checkpoint("left")
-@options.checkpoint("right")
+@options.checkpoint("right", required=False)
 @click.option("--headers", is_flag=True, help="Compare names, shapes and element types only. No weight is read.")
 @click.option(
     "--threshold",
@@ -32,13 +33,14 @@ from ...replies import Reply
 )
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(0), metavar="N", help="Show N tensors; 0 for all.")
 @options.selection("Compare")
-@options.choice
+@options.formats_of_two
+@options.choice_of_two
 @options.model
 @options.effort
 @options.page
 @options.summary_or_full
-def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], limit: int, full: bool, **given: Any) -> Reply:
-    """Show in numbers what changed from LEFT to RIGHT, whatever their formats and layouts.
+def command(left: str, right: str | None, headers: bool, thresholds: tuple[str, ...], limit: int, full: bool, **given: Any) -> Reply:
+    """Show in numbers what changed from LEFT to RIGHT, whatever their formats and layouts; or between two steps of the run LEFT.
 
     For every tensor: the share of the elements that differ, the relative L2 difference, the largest and the mean absolute difference, the
     cosine, and a histogram of ULPs (how many numbers of the element type lie between both values); summed by layer and by role. The exit
@@ -55,7 +57,8 @@ def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], l
     if headers and thresholds:
         raise RequestError("--threshold compares values, and --headers reads none", do="Leave one of them out")
     limits = parse_thresholds(thresholds)
-    a, b = open_both(left, right, **options.take(given, ModelOptions))
+    left, right = options.Chosen.of(click.get_current_context()).both(left, right)
+    a, b = open_both(left, right, formats=given.pop("formats"), **options.take(given, ModelOptions))
     with working("diff", 0 if headers else weight_bytes(b), given) as effort:
         result = reshard.diff(a, b, headers=headers, selection=selection_of(given), **effort)
     beyond = result.beyond(limits) if limits else None

@@ -19,11 +19,17 @@ if TYPE_CHECKING:
     from reshard.health.findings import Report
 
 
+fail_on_option = click.option(
+    "--fail-on", metavar="ID,...", default="", help="Exit with 1 for these findings, too: ids, or `warning` or `info`."
+)
+"""Of every command that reports findings: the exit code is 1 if one is an error, and this option names more."""
+
+
 @options.command("doctor", "reshard doctor step-1000", "reshard doctor step-1000 --deep --since step-900", "reshard doctor --list")
 @options.checkpoint("checkpoint", required=False)
 @click.option("--deep", is_flag=True, help="Also read all tensors once, and the checksums of zip files.")
 @click.option("--since", metavar="CKPT", help="An earlier save of the same run: find what never moved. Reads the weights of both.")
-@click.option("--fail-on", metavar="ID,...", default="", help="Exit with 1 for these findings, too: ids, or `warning` or `info`.")
+@fail_on_option
 @click.option("--list", "list_kinds", is_flag=True, help="List all findings with their meaning, and stop.")
 @options.format_name
 @options.model
@@ -36,7 +42,7 @@ def command(checkpoint: str | None, fail_on: str, list_kinds: bool, **given: Any
     that --fail-on names.
     """
     import reshard
-    from reshard.health.findings import SEVERITIES, check_fail_on
+    from reshard.health.findings import SEVERITIES
 
     if list_kinds:
         return _kinds()
@@ -44,8 +50,7 @@ def command(checkpoint: str | None, fail_on: str, list_kinds: bool, **given: Any
         raise click.UsageError("Missing argument 'CHECKPOINT'.", click.get_current_context())
     metrics = current().metrics
     metrics.label(target=checkpoint)
-    words = tuple(word.strip() for word in fail_on.split(",") if word.strip())
-    check_fail_on(words)
+    words = named_findings(fail_on)
     with working("doctor", _bytes_to_read(checkpoint, given), given) as effort:
         report = reshard.doctor(checkpoint, **given, **effort)
     metrics.label(format=report.format)
@@ -53,6 +58,15 @@ def command(checkpoint: str | None, fail_on: str, list_kinds: bool, **given: Any
     for severity in SEVERITIES:
         metrics.record(severity, findings=report.count(severity))
     return report_reply(report, words)
+
+
+def named_findings(text: str) -> tuple[str, ...]:
+    """The words of --fail-on. Raises RequestError for one that is neither an id nor a severity."""
+    from reshard.health.findings import check_fail_on
+
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    check_fail_on(words)
+    return words
 
 
 def report_reply(report: Report, fail_on: Iterable[str]) -> Reply:

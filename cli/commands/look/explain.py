@@ -23,6 +23,7 @@ _MOST = 8
 @options.checkpoint("bad")
 @options.checkpoint("good")
 @options.selection("Compare")
+@options.formats_of_two
 @options.choice
 @options.model
 @options.effort
@@ -38,7 +39,7 @@ def command(bad: str, good: str, **given: Any) -> Reply:
     from reshard.opening.open import open_both
     from reshard.requests.request import selection_of
 
-    a, b = open_both(bad, good, **options.take(given, ModelOptions))
+    a, b = open_both(bad, good, formats=given.pop("formats"), **options.take(given, ModelOptions))
     with working("explain", weight_bytes(b), given) as effort:
         found = reshard.explain(a, b, selection=selection_of(given), **effort)
     return Reply(document(found), _sections(found), 0 if found.equal else 1)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.documents import document, to_json
@@ -88,6 +89,7 @@ def _inspected(checkpoint: str, view: TreeView, globs: tuple[str, ...], full: bo
 
     run, as_json = run_at(checkpoint) if given["format"] is None else None, Output.current().as_json
     if run is not None:
+        _refuse_ignored()
         return run_reply(checkpoint, run.checkpoints())
     try:
         opened = Inspection(reshard.open(checkpoint, **given))
@@ -96,6 +98,7 @@ def _inspected(checkpoint: str, view: TreeView, globs: tuple[str, ...], full: bo
             show_sections(damaged_sections(checkpoint))
         raise
     except SeveralCheckpoints as error:
+        _refuse_ignored()
         return run_reply(checkpoint, error.steps)
     except RequestError as error:
         if as_json or error.id != "not-found" or not _is_model_alone(checkpoint):
@@ -109,6 +112,21 @@ def _inspected(checkpoint: str, view: TreeView, globs: tuple[str, ...], full: bo
         partial(_document, opened, view, tensors if full or globs else None),
         checkpoint_sections(opened, view, following(opened, given.get("model")), tensors if globs else None),
     )
+
+
+# What is said of one checkpoint, and not of a list of several.
+_OF_ONE = ("globs", "by", "depth", "sort", "limit", "model", "model_wins", "vocab_size", "architecture")
+
+
+def _refuse_ignored() -> None:
+    """Raises RequestError if an option is given that has no meaning for a list of checkpoints."""
+    context = click.get_current_context()
+    for param in context.command.params:
+        if param.name in _OF_ONE and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
+            raise RequestError(
+                f"{param.opts[0]} is for one checkpoint, and several lie here",
+                do="Choose one, such as with --step latest or by its path, or leave the option out",
+            )
 
 
 def _is_model_alone(path: str) -> bool:

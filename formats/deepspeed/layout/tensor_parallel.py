@@ -129,6 +129,7 @@ _MEGATRON_AXES: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
         (r"word_embeddings\.weight$", 0),
         (r"(word_embeddings\.norm|layernorm|layer_norm|position_embeddings)[^.]*\.(weight|bias)$", None),
         (r"(attention\.dense|dense_4h_to_h)\.bias$", None),
+        (r"rotary_emb\.inv_freq$", None),
         (r"(attention\.dense|dense_4h_to_h)\.weight$", 1),
         (r"(query_key_value|attention\.query|attention\.key_value|dense_h_to_4h)\.(weight|bias)$", 0),
     )

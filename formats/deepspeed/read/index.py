@@ -28,7 +28,7 @@ from ..layout.tag import Tag, find_tag_folder, model_ranks, open_tag
 from ..layout.tensor_parallel import JoinRules
 from .one_save import check_masters, check_one_step, check_weights_of_masters, degrees_of_run
 from .parts import Parts
-from .pipeline_layers import drop_drifting_copies, name_tied_layers, note_leftover_layers
+from .pipeline_layers import drop_drifting_copies, name_neox_layers, name_tied_layers, note_leftover_layers
 from .plain_optimizer import add_plain_optimizer
 from .run_states import RunStates, read_run_states
 from .weights import add_experts, add_objects, add_weights, tied_names
@@ -67,6 +67,7 @@ def index_of_tag(files: Files, tag: Tag, hints: Hints) -> Index:
         check_weights_of_masters(parts)
     parts.add_second_names(tied)
     drop_drifting_copies(parts)
+    name_neox_layers(parts, hints.model)
     parts.builder.add_files(tag.paths())
     parts.builder.add_files(group.master.path for optimizer in states.optimizers.values() for group in optimizer.groups)
     parts.join(join_rules(states, shapes), degrees.tp)

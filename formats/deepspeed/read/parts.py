@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -80,6 +80,12 @@ class Parts:
         for of_stage in self.stages.pop(("weight", name), {}).values():
             for tp_rank, parts in of_stage.items():
                 self.stages.setdefault(("weight", to), {}).setdefault(stage, {}).setdefault(tp_rank, []).extend(parts)
+
+    def rename(self, new_name: Callable[[str], str]) -> None:
+        """Give all tensors of all kinds other names, in the param groups too."""
+        self.stages = {(kind, new_name(name)): stages for (kind, name), stages in self.stages.items()}
+        groups = self.builder.param_groups
+        self.builder.param_groups = tuple(replace(group, names=tuple(map(new_name, group.names))) for group in groups)
 
     def add_second_names(self, tied: Mapping[str, str]) -> None:
         """Add the weight and the master of each tied parameter under its second name, too, unless the files have them there."""

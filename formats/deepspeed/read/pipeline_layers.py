@@ -1,9 +1,20 @@
-"""Layers of a PipelineModule, whose files are named by number: tied modules, and layers of which the run trained no parameter."""
+"""Layers of a PipelineModule, whose files are named by number: tied modules, layers of which the run trained no parameter, and the layers
+of GPT-NeoX under the names of the published model.
+
+    0.word_embeddings.weight, tied_modules.embed.word_embeddings.weight   gpt_neox.embed_in.weight
+    2.attention.dense.weight, 3. ...                                      gpt_neox.layers.0.attention.dense.weight, 1. ...
+    L+3.norm.weight, L+3.norm.bias                                        gpt_neox.final_layer_norm.weight, .bias
+    L+4.final_linear.weight                                               embed_out.weight
+
+Layers 1 and L+2 of its pipeline are functions without parameters. Source: EleutherAI's gpt-neox, megatron/model/gpt2_model.py, and
+tools/ckpts/convert_neox_to_hf.py.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from reshard.errors import CheckpointError
 
@@ -11,7 +22,35 @@ from ..layout.states import TIED_PREFIX
 from .parts import Parts
 from .run_states import RunStates
 
+if TYPE_CHECKING:
+    from reshard.models.model import Model
+
 T = TypeVar("T")
+_NEOX_EMBEDDING = re.compile(r"(?:0|tied_modules\.embed)\.word_embeddings\.weight")
+
+
+def name_neox_layers(parts: Parts, model: Model | None) -> None:
+    """Give the tensors of a run of GPT-NeoX the names of the published model, whose shapes are known. Nothing happens if the config is of
+    another model, or the numbers of the layers are not those of this one."""
+    if model is None or model.architecture.model_type != "gpt_neox":
+        return
+    layers = model.dimensions["layers"]
+    names = {name for _, name in parts.stages}
+    if not any(map(_NEOX_EMBEDDING.fullmatch, names)) or f"{layers + 3}.norm.weight" not in names:
+        return
+
+    def new_name(name: str) -> str:
+        number, _, inner = name.partition(".")
+        if _NEOX_EMBEDDING.fullmatch(name):
+            return "gpt_neox.embed_in.weight"
+        if number.isdecimal() and 2 <= int(number) < layers + 2:
+            return f"gpt_neox.layers.{int(number) - 2}.{inner}"
+        named = {f"{layers + 3}.norm": "gpt_neox.final_layer_norm", f"{layers + 4}.final_linear": "embed_out"}
+        module, _, parameter = name.rpartition(".")
+        return f"{named[module]}.{parameter}" if module in named else name
+
+    parts.rename(new_name)
+    parts.builder.add_notes(["the layers of GPT-NeoX have the names of the published model in place of their numbers"])
 
 
 def name_tied_layers(parts: Parts, states: RunStates) -> None:

@@ -1,0 +1,101 @@
+"""A verdict is as good as the cases in which it is bad: each test shows both."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers.fixture_places import FIXTURES
+from helpers.reshard_command import reshard
+from helpers.slime_deltas import folder_of, load_folder
+
+import reshard as library
+from reshard.errors import CheckpointError, RequestError
+
+KV = FIXTURES / "hf_fp8" / "llama-ct-kv"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def kv(tmp_path):
+    """An FP8 model whose scales of the KV cache are bfloat16, as llm-compressor writes them; vLLM holds them as float32."""
+    stored = load_folder(KV)
+    for name, (dtype, shape, data) in stored.items():
+        if name.endswith(("k_scale", "v_scale")):
+            assert dtype == "F32" and "self_attn" in name
+            stored[name] = "BF16", shape, np.frombuffer(data, "<u4").astype("<u4").view("<u2")[1::2].tobytes()
+    folder_of(tmp_path / "kv", stored, KV)
+    return tmp_path / "kv"
+
+
+def test_what_an_engine_holds_in_a_type_of_its_own_is_equal_with_a_note(kv, tmp_path):
+    out = tmp_path / "out"
+    assert reshard("convert", kv, out, "--to", "vllm", "--tp", 2).code == 0
+    for pair in ((kv, out), (out, kv)):
+        done = reshard("verify", *pair)
+        assert done.code == 0 and "note      compared after a cast to F32, in which the engine holds them: 2 tensors" in done.out, done.out
+    stored = load_folder(kv)
+    name = "model.layers.0.self_attn.v_scale"
+    dtype, shape, data = stored[name]
+    stored[name] = dtype, shape, bytes([data[0] ^ 1, *data[1:]])
+    folder_of(tmp_path / "other", stored, kv)
+    for pair in ((tmp_path / "other", out), (out, tmp_path / "other")):
+        done = reshard("verify", *pair)
+        assert done.code == 1 and f"{name}  values" in done.out, done.out
+    cast = reshard("verify", kv, FIXTURES / "hf_fp8" / "llama-ct-kv")
+    assert cast.code == 1 and cast.out.count("  dtype  ") == 2, "of two folders none is an engine's"
+
+
+@pytest.mark.parametrize(
+    "key", ["reshard_result_fingerprint", "reshard_digests", "checksum_format", "checksum", "reshard_base_fingerprint"]
+)
+def test_a_delta_whose_record_was_changed_is_refused_though_its_other_digests_agree(key, tmp_path):
+    run, delta = FIXTURES / "delta", tmp_path / "delta"
+    library.delta(run / "step-100", run / "step-200", delta)
+    library.apply(run / "step-100", delta, tmp_path / "whole", to="hf")
+    path = next(delta.glob("*.safetensors")) if key == "checksum" else delta / INDEX
+    data = path.read_bytes()
+    if key == "checksum":
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        first = next(iter(header["__metadata__"].values()))
+        data = data.replace(first.encode(), (first[:-1] + ("0" if first[-1] != "0" else "1")).encode())
+    else:
+        document = json.loads(data)
+        value = document["metadata"][key]
+        if key == "checksum_format":
+            document["metadata"][key] = "adler32" if value != "adler32" else "blake3"
+        elif isinstance(value, dict):
+            name = next(iter(value))
+            value[name] = value[name][:-1] + ("0" if value[name][-1] != "0" else "1")
+        else:
+            document["metadata"][key] = value[:-1] + ("0" if value[-1] != "0" else "1")
+        data = json.dumps(document).encode()
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="has changed since it was written"):
+        library.apply(run / "step-100", delta, tmp_path / "out", to="hf")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_granitemoe_with_biases_in_its_attention_is_refused_as_its_class_has_none(has_bias):
+    from reshard.models.lookup import find_model
+    from reshard.serving.legality import check_served
+
+    model = find_model({"model_type": "granitemoe", "architectures": ["GraniteMoeForCausalLM"], "attention_bias": has_bias, **SIZES})
+    rules = model.quirks_of("vllm")
+    if not has_bias:
+        check_served(model, rules)
+        return
+    with pytest.raises(RequestError, match="has no biases in its attention"):
+        check_served(model, rules)
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8124/v1", "http://127.0.0.1:8124/v1/", "http://127.0.0.1:8124"])
+def test_the_address_of_openais_api_is_that_of_the_server(address):
+    from reshard.storage.server import Server, is_server
+
+    assert is_server(address) and Server.at(address).address == "http://127.0.0.1:8124"
+    assert not is_server("http://127.0.0.1:8124/models/v1"), "a folder of a web server is none"
