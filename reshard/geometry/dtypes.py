@@ -155,7 +155,7 @@ _BY_USER = (
 )
 
 
-BF16, F32, F64, F8, E8M0, I32, U8 = (_ALL[name] for name in ("BF16", "F32", "F64", "F8_E4M3", "F8_E8M0", "I32", "U8"))
+BF16, F16, F32, F64, F8, E8M0, I32, U8 = (_ALL[name] for name in ("BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E8M0", "I32", "U8"))
 # What libraries call the bytes of packed codes and of exponents: DeepSeek-V4 is published with I8 and F8_E8M0, and vLLM holds U8.
 _BYTES = frozenset({"U8", "I8", "F8_E8M0"})
 

@@ -177,6 +177,8 @@ class EngineRules:
     """Constants that the engine expects beside the weights."""
     zero_expert_biases: bool = False
     """Whether stacked experts of a quantized model have biases, [experts, out], which are zero."""
+    unset_input_scales: bool = False
+    """Whether stacked experts without quantized activations have input scales all the same, which the engine leaves unset. They are 1."""
     scales_kept_once: frozenset[str] = frozenset()
     """Kinds of scales that are stored once for the fused weights of an expert. The scales of these weights must be equal."""
 

@@ -261,15 +261,23 @@ def quantize(draft: Draft) -> Draft:
     """Store the weights in the quantized form that the request names."""
     form = draft.request.quantize or draft.request.requantize
     if not form:
-        return draft
+        narrow = draft.target.dtype is not None and draft.target.dtype.itemsize == 1
+        return draft.noting(_WITHOUT_SCALES) if narrow else draft
     model = draft.content.model
     if draft.request.quantize and model and form not in model.architecture.quantized_as:
         index, tensors, model = by_expert(draft.index, draft.content.tensors, model)
         draft = replace(draft, index=index, content=replace(draft.content, tensors=tensors, model=model))
-    described = partial(quantized, settings=draft.request.quantization) if draft.request.quantize else requantized
+    described = (
+        partial(quantized, settings=draft.request.quantization, dtype_of=draft.target.dtype_of) if draft.request.quantize else requantized
+    )
     content, config = described(draft.content, draft.companions.config, form)
     kept_for = quantized_names(content, config)
     return replace(draft, content=content, companions=draft.companions.with_quantization(config), kept_for=kept_for)
+
+
+_WITHOUT_SCALES = (
+    "weights in 8 bits have no scales: small values become zero, and serving engines do not load them; `quantize=fp8-channel` writes both"
+)
 
 
 def lay_out(draft: Draft) -> Draft:

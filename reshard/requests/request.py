@@ -10,7 +10,7 @@ from reshard.adapter import registry
 from reshard.adapter.format import ADAPTER, Format, Option
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs
-from reshard.canonical.quantizing import QUANTIZE, REQUANTIZE
+from reshard.canonical.quantizing import NEED_DATA, QUANTIZE, REQUANTIZE
 from reshard.errors import RequestError, choices
 from reshard.geometry import dtypes
 from reshard.geometry.dtypes import DType
@@ -104,6 +104,12 @@ def _check_one_form(given: Mapping[str, Any]) -> None:
 
 def _form(name: str | None, option: str, known: tuple[str, ...]) -> str:
     """The form that --quantize or --requantize names; empty for none. Raises RequestError for another name."""
+    if name is not None and (need := NEED_DATA.get(name.lower())):
+        raise RequestError(
+            f"{option} {name}: {need} follow from activations, which the model has only on data",
+            why="reshard computes what follows from the weights alone",
+            do=f"Quantize with the library that calibrates it; without data there are {', '.join(known)}",
+        )
     if name is not None and name not in known:
         raise RequestError(f"{option} {name}: no such form", do=choices(name, known))
     return name or ""

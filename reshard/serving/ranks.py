@@ -297,6 +297,12 @@ class EngineRank:
             module = tensor.name.removesuffix(first.parameter)
             biases = (tensor.shape[0], tensor.shape[-1])
             yield constant(self._renamed(f"{module}bias", layer), compute_dtype, biases, compute_dtype.encoded(0.0))
+        if is_codes and first.expert is not None and self.rules.unset_input_scales:
+            experts, module = tensor.shape[0], tensor.name.removesuffix(first.parameter)
+            fused = len(tensor.origins) // experts
+            scales = (experts, fused) if fused > 1 else (experts,)
+            unset = constant(self._renamed(f"{module}input_global_scale", layer), F32, scales, F32.encoded(1.0))
+            yield replace(unset, is_unset=True)
         parent = first.pattern.rsplit(".", 2)[0]
         for extra in self.rules.extra_tensors:
             if extra.role == first.role:
