@@ -35,6 +35,7 @@ from reshard.opening.checkpoint import Checkpoint
 from reshard.plans.layout import BesideWeights, Layout, Target
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
+from reshard.requests.components import without_trainer_prefix
 from reshard.requests.request import ConversionRequest
 from reshard.storage.files import Files, inside
 from reshard.storage.system_calls import gc_paused
@@ -137,6 +138,8 @@ def resolve(draft: Draft) -> Draft:
         selection = replace(selection, optimizer=True)
     if selection.optimizer and selection.weights is None and not format.keeps_masters and source.index.by_kind("master"):
         selection = replace(selection, weights="master")
+    prefix, about = without_trainer_prefix(source, selection, request.target.options.get("like"))
+    selection, draft = replace(selection, strip_prefix=prefix), draft.noting(*about)
     keep_adapter = format.keeps_names and not request.drop_adapter and request.merge_adapter is None
     draft = replace(draft, selection=replace(selection, masters=format.keeps_masters, keep_adapter=keep_adapter))
     if (adapter_config := request.target.options.get("adapter_config")) is not None:
@@ -261,8 +264,8 @@ def quantize(draft: Draft) -> Draft:
     """Store the weights in the quantized form that the request names."""
     form = draft.request.quantize or draft.request.requantize
     if not form:
-        narrow = draft.target.dtype is not None and draft.target.dtype.itemsize == 1
-        return draft.noting(_WITHOUT_SCALES) if narrow else draft
+        dtype = draft.target.dtype
+        return draft.noting(_WITHOUT_SCALES.format(dtype)) if dtype and dtype.itemsize == 1 else draft
     model = draft.content.model
     if draft.request.quantize and model and form not in model.architecture.quantized_as:
         index, tensors, model = by_expert(draft.index, draft.content.tensors, model)
@@ -276,7 +279,8 @@ def quantize(draft: Draft) -> Draft:
 
 
 _WITHOUT_SCALES = (
-    "weights in 8 bits have no scales: small values become zero, and serving engines do not load them; `quantize=fp8-channel` writes both"
+    "the weights are cast to {} without scales: no quantized model, and engines do not load it as one; "
+    "`quantize=fp8-channel` computes scales"
 )
 
 
