@@ -67,6 +67,7 @@ _UNSET = (
 )
 _PLACEHOLDERS = {
     "fp8": _NOT_GIVEN,
+    "quark": _NOT_GIVEN,
     "modelopt": _NOT_GIVEN,
     "modelopt_fp4": _NOT_GIVEN,
     "compressed-tensors": (
@@ -231,6 +232,7 @@ def _rules(model: Model, version: Version) -> EngineRules:
         dtypes={"scale": F32, "router.correction": F32 if version >= WIDE_CORRECTION else None} | dict.fromkeys(_CACHE_SCALES),
         # Experts by GPTQ have them even where the model has none (layers/quantization/auto_gptq.py).
         zero_expert_biases=method == "gptq",
+        without_axes=frozenset(_CACHE_SCALES) if method == "fp8" else frozenset(),  # layers/quantization/kv_cache.py
         unset_input_scales=method == "compressed-tensors" and nvfp4 is not None and not _has_input_scales(nvfp4),
         # ModelOpt's experts in NVFP4 keep two (layers/quantization/modelopt.py).
         scales_kept_once=frozenset() if is_modelopt_nvfp4 else frozenset({"input_scale"}),

@@ -263,7 +263,7 @@ class ModelFiles:
         named = next(iter(floating)) if len(floating) == 1 else main
         # transformers 5 writes the key dtype, earlier versions torch_dtype. A config with both gets the same value in both.
         keys = [key for key in ("dtype", "torch_dtype") if key in self.config] or ["torch_dtype"]
-        changes = dict.fromkeys(keys, named.torch) if named and not component_class(self.config) else {}
+        changes = dict.fromkeys(keys, named.torch) if named and not ("_class_name" in self.config and component_class(self.config)) else {}
         if self.derived or any(self.config.get(key) != value for key, value in changes.items()):
             in_other_file = {SETTING} if self.settings_from else set()
             config = {key: value for key, value in self.config.items() if key not in in_other_file}

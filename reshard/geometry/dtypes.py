@@ -340,6 +340,11 @@ def integers(bits: int, offset: int, *, axis: int = 1, places: tuple[int, ...] |
     return Packing(f"INT{bits}", tuple(float(code + offset) for code in range(1 << bits)), places or tuple(range(32 // bits)), axis)
 
 
+def signed_byte() -> Packing:
+    """Signed integers of 8 bits, each in a byte of its own."""
+    return Packing("INT8", (*map(float, range(128)), *map(float, range(-128, 0))), (0,), 1)
+
+
 def bit_run(bits: int) -> Packing:
     """Integers from 0 on whose codes follow each other in words of 32 bits, also across their borders where 32 is no multiple of `bits`."""
     if 32 % bits == 0:

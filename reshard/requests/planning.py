@@ -22,7 +22,6 @@ from reshard.adapter.save_folders import step_of
 from reshard.canonical.content import ADAPTER_LEFT_OUT, Content, Selection, check_against_model, check_counted, check_selected
 from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs
-from reshard.canonical.quantizing import quantized, requantized
 from reshard.canonical.renaming import adapter_name, adapters_of, is_of_adapter, with_adapter_names
 from reshard.canonical.stacked_experts import by_expert
 from reshard.errors import CheckpointError, RequestError, UnsupportedError, blaming, some
@@ -35,7 +34,6 @@ from reshard.opening.checkpoint import Checkpoint
 from reshard.plans.layout import BesideWeights, Layout, Target
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
-from reshard.requests.components import without_trainer_prefix
 from reshard.requests.request import ConversionRequest
 from reshard.storage.files import Files, inside
 from reshard.storage.system_calls import gc_paused
@@ -138,8 +136,11 @@ def resolve(draft: Draft) -> Draft:
         selection = replace(selection, optimizer=True)
     if selection.optimizer and selection.weights is None and not format.keeps_masters and source.index.by_kind("master"):
         selection = replace(selection, weights="master")
-    prefix, about = without_trainer_prefix(source, selection, request.target.options.get("like"))
-    selection, draft = replace(selection, strip_prefix=prefix), draft.noting(*about)
+    if "_class_name" in (source.model_files.config or {}):  # of diffusers
+        from reshard.requests.components import without_trainer_prefix
+
+        prefix, about = without_trainer_prefix(source, selection, request.target.options.get("like"))
+        selection, draft = replace(selection, strip_prefix=prefix), draft.noting(*about)
     keep_adapter = format.keeps_names and not request.drop_adapter and request.merge_adapter is None
     draft = replace(draft, selection=replace(selection, masters=format.keeps_masters, keep_adapter=keep_adapter))
     if (adapter_config := request.target.options.get("adapter_config")) is not None:
@@ -266,6 +267,8 @@ def quantize(draft: Draft) -> Draft:
     if not form:
         dtype = draft.target.dtype
         return draft.noting(_WITHOUT_SCALES.format(dtype)) if dtype and dtype.itemsize == 1 else draft
+    from reshard.canonical.quantizing import quantized, requantized
+
     model = draft.content.model
     if draft.request.quantize and model and form not in model.architecture.quantized_as:
         index, tensors, model = by_expert(draft.index, draft.content.tensors, model)

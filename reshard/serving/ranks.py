@@ -191,7 +191,7 @@ class EngineRank:
         array = self._joined_shards(parts)
         if step := self.rules.padded_rows.get(parts[0].role):
             array = array.padded(0, -(-array.shape[0] // step) * step)
-        shape = list(_stored_shape(array, component))
+        shape = [] if parts[0].role in self.rules.without_axes else list(_stored_shape(array, component))
         for axis in self.rules.unit_axes.get(parts[0].role, ()):
             shape.insert(axis, 1)
         origins = tuple(part.pattern for part in parts if part.array.tiles)

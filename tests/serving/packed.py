@@ -52,7 +52,8 @@ FIXTURES = HERE.parent.parent / "fixtures" / "hf_packed"
 CASES = ("llama-ct-int4", "llama-ct-int4-asym", "llama-ct-int4-channel", "llama-ct-nvfp4", "llama-ct-mxfp4", "llama-ct-mxfp8",
          "llama-modelopt-nvfp4", "llama-modelopt-mxfp8", "llama-awq", "llama-gptq", "qwen3_moe-ct-mxfp4", "qwen3_moe-ct-int4",
          "qwen3_moe-ct-mxfp8", "qwen3_moe-ct-nvfp4", "gpt_oss-mxfp4", "llama-modelopt-nvfp4-kv", "llama-modelopt-fp8",
-         "llama-modelopt-fp8-channel", "llama-ct-fp8-int4", "llama-modelopt-mixed", "blocks modelopt", "quantized llama4_text",
+         "llama-modelopt-fp8-channel", "llama-ct-fp8-int4", "llama-modelopt-mixed", "llama-ct-w8a8",
+         "llama-autofp8-kv", "llama-quark-fp8", "blocks modelopt", "quantized llama4_text",
          "quantized qwen3_vl_moe",
          *(f"quantized {model} {form}" for model in ("llama", "qwen3_moe") for form in ("nvfp4", "mxfp8", "fp8-channel")),
          *(f"experts {form}" for form in seeded_models.EXPERTS))  # fmt: skip
