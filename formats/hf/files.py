@@ -16,11 +16,12 @@ from reshard.storage.files import Files
 SAFETENSORS = ".safetensors"
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 """The optimizer that transformers' Trainer and accelerate save beside the weights."""
-_INDEX = ".index.json"
+_INDEX = re.compile(r"\.index(\.\w+)?\.json$")  # with a variant: model.safetensors.index.fp16.json
 _INDEX_LIMIT = 1 << 28
 # Weights that a serving engine or a distributed saver has sharded: they end in .safetensors, too, but hold parts of tensors.
 _SHARDED = re.compile(r"(model-rank-\d+-part-|model-pp-\d+-tp-\d+-part-|shard-\d+-model-|rank\d+\.safetensors$)")
 _PICKLE = re.compile(r"(pytorch_model|adapter_model|model)[-.\w]*\.bin$")
+_STEMS = ("model", "diffusion_pytorch_model")
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.\w+)")
 
 
@@ -54,20 +55,22 @@ def files_to_read(files: Files) -> WeightFiles:
     if not candidates:
         raise IncompleteError("no file here holds weights", where=files.root)
     notes: tuple[str, ...] = ()
-    if "model.safetensors" in candidates and len(candidates) > 1:
-        others = ", ".join(path for path in candidates if path != "model.safetensors")
-        notes = (f"not read, because they lie beside model.safetensors and no index names them: {others}",)
-        candidates = ["model.safetensors"]
+    main = next((path for path in (f"{stem}{SAFETENSORS}" for stem in _STEMS) if path in candidates), None)
+    if main and len(candidates) > 1:
+        others = ", ".join(path for path in candidates if path != main)
+        notes = (f"not read, because they lie beside {main} and no index names them: {others}",)
+        candidates = [main]
     _check_numbering(files, candidates)
     return WeightFiles(tuple(sorted(candidates, key=_natural_order)), {}, notes)
 
 
 def _index_file(files: Files) -> str | None:
     """The index of the folder's safetensors, or of its pickles if there are none. Raises CheckpointError if there are several."""
-    indexes = [path for path in files.list() if path.endswith(_INDEX)]
-    indexed = [*weight_files(files), *(path.removesuffix(_INDEX) for path in indexes)]
-    ending = SAFETENSORS if any(path.endswith(SAFETENSORS) for path in indexed) else ".bin"
-    fitting = [path for path in indexes if path.endswith(ending + _INDEX)]
+    indexes = {path: _INDEX.sub("", path) for path in files.list() if _INDEX.search(path)}
+    ending = SAFETENSORS if any(path.endswith(SAFETENSORS) for path in (*weight_files(files), *indexes.values())) else ".bin"
+    fitting = [path for path, indexed in indexes.items() if indexed.endswith(ending)]
+    # Beside variants lie the weights that loaders take if none is asked for.
+    fitting = [path for path in fitting if path.endswith(".index.json")] or fitting
     # Mistral's own form of the same weights lies beside the published one on the Hugging Face Hub.
     fitting = [path for path in fitting if not path.startswith("consolidated.")] or fitting
     if len(fitting) > 1:

@@ -24,8 +24,6 @@ from .files import OPTIMIZERS, SAFETENSORS, files_to_read
 
 # Keys under which trainers keep the model's state dict in a pickle.
 _ROOTS = ("state_dict", "model", "module")
-# The optimizer's state, as the Trainer of transformers and accelerate write it beside the weights.
-_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 
 
 @value
@@ -57,9 +55,11 @@ def read_folder(files: Files, hints: Hints, optimizers: Sequence[str] = ()) -> I
         builder.add_tensor(tensor)
     builder.add_objects(weights.objects)
     builder.add_notes(weights.notes)
-    builder.add_notes(f"{path} lies beside the weights; it is not read here" for path in _OPTIMIZERS if files.size(path))
     builder.add_files(weights.paths)
-    if weights.tensors and (optimizer := next((path for path in files.list() if path in optimizers), None)):
+    optimizer = next((path for path in files.list() if path in optimizers), None)
+    left = [path for path in OPTIMIZERS if path != optimizer and files.size(path)]
+    builder.add_notes(f"{path} lies beside the weights; it is not read here" for path in left)
+    if weights.tensors and optimizer:
         from .optimizer import add_optimizer
 
         add_optimizer(builder, files, optimizer, weights.tensors, hints)

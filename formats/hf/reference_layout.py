@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 
+from reshard.adapter.model_files import FileNames
 from reshard.canonical.content import Content
 from reshard.canonical.name_variants import Names
 from reshard.errors import RequestError
@@ -20,7 +20,6 @@ from reshard.storage.files import LocalFiles
 
 from .read import stored_weights
 
-_WRITTEN_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _MOST_NAMED = 8
 
 
@@ -34,6 +33,8 @@ class TargetFolder:
     """Path -> the tensors of that file; None: to be divided by size."""
     notes: tuple[str, ...]
     """Sentences on tensors of the reference that are left out, and on tensors that are renamed or fused."""
+    named: FileNames | None = None
+    """How its files are called; None: as the model's config says."""
 
 
 @mutable
@@ -94,8 +95,9 @@ def laid_out_like(content: Content, folder: str) -> TargetFolder:
     tensors = tuple(stored for stored_in_file in files.values() for stored in stored_in_file)
     _check_places(content, tensors, mismatch)
     mismatch.check(folder, is_declared=names is not None)
-    keeps_files = all(map(_WRITTEN_NAME.fullmatch, files)) and all(files.values())
-    return TargetFolder(tensors, files if keeps_files else None, (*_left_out_notes(left_out), *_variant_notes(tensors)))
+    named = FileNames.written(files)
+    kept = files if named and all(files.values()) else None
+    return TargetFolder(tensors, kept, (*_left_out_notes(left_out), *_variant_notes(tensors)), named)
 
 
 def _reason_to_leave_out(name: str, content: Content, names: Names | None) -> str | None:

@@ -12,20 +12,17 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from reshard.adapter.model_files import ModelFiles
+from reshard.adapter.model_files import FileNames, ModelFiles
 from reshard.canonical.content import Content
 from reshard.canonical.trainer_names import named_places
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType, from_safetensors
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.sections import StoredTensor, constant, whole
+from reshard.models.config_values import component_class
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
 
 from .reference_layout import TargetFolder, laid_out_like
-
-_INDEX = "model.safetensors.index.json"
-# transformers' default before version 5: files of at most 5 GB.
-_MAX_SHARD_BYTES = 5_000_000_000
 
 
 def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
@@ -40,7 +37,8 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
         folder = _like(content, target)
     else:
         folder = _as_trainer(content, target) if target.options.get("names") else _as_published(content, target)
-    tensors_by_file = folder.files or divided(folder.tensors, target.max_shard_size)
+    named = folder.named or FileNames.of(companions.config)
+    tensors_by_file = folder.files or divided(folder.tensors, target.max_shard_size, named)
     names = {path: frozenset(tensor.name for tensor in tensors) for path, tensors in tensors_by_file.items()}
     headers = headers_of(content, names)
     files = tuple(framed(path, tensors, metadata=headers[path]) for path, tensors in tensors_by_file.items())
@@ -49,12 +47,10 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     # Without an index vLLM would load the files that the source's index does not name.
     beside = any(sidecar.path.endswith(".safetensors") and "/" not in sidecar.path for sidecar in sidecars)
     if len(files) > 1 or (beside and any(name.endswith(".safetensors.index.json") for name in companions.names)):
-        sidecars = (*sidecars, _index(files))
+        sidecars = (*sidecars, _index(files, named))
     notes = [*folder.notes, *added]
-    if companions.config is not None and not companions.config.get("architectures"):
+    if companions.config is not None and not (companions.config.get("architectures") or component_class(companions.config)):
         notes.append("config.json names no architectures, and engines choose the model's class by them")
-    if target.dtype is not None and target.dtype.itemsize == 1:
-        notes.append(f"the weights are cast to {target.dtype} without scales: no quantized model, and engines do not load it as one")
     return Layout("hf", files, sidecars, notes=tuple(notes), headers=frozenset().union(*headers.values()))
 
 
@@ -127,9 +123,9 @@ def _in_model_order(content: Content, implied: Container[str]) -> list[str]:
     return list(dict.fromkeys((*declared, *content.tensors)))
 
 
-def divided(tensors: Iterable[StoredTensor], max_nbytes: int | None) -> dict[str, list[StoredTensor]]:
-    """Path -> the tensors of that file. max_nbytes: most bytes of tensors in one file, by default 5 GB."""
-    max_nbytes = max_nbytes or _MAX_SHARD_BYTES
+def divided(tensors: Iterable[StoredTensor], max_nbytes: int | None, named: FileNames) -> dict[str, list[StoredTensor]]:
+    """Path -> the tensors of that file. max_nbytes: most bytes of tensors in one file; None: the usual limit of files with these names."""
+    max_nbytes = max_nbytes or named.most
     shards: list[list[StoredTensor]] = []
     shard: list[StoredTensor] = []
     nbytes = 0
@@ -144,17 +140,15 @@ def divided(tensors: Iterable[StoredTensor], max_nbytes: int | None) -> dict[str
         nbytes += tensor.nbytes
     if shard:
         shards.append(shard)
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
+    return {named.file(number, len(shards)): shard for number, shard in enumerate(shards, start=1)}
 
 
-def _index(files: Sequence[TargetFile]) -> Sidecar:
+def _index(files: Sequence[TargetFile], named: FileNames) -> Sidecar:
     """The index that says which tensor is in which file."""
     weight_map = {placed.tensor.name: file.path for file in files for placed in file.tensors}
     total = sum(placed.tensor.nbytes for file in files for placed in file.tensors)
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return Sidecar(_INDEX, (json.dumps(document, indent=2) + "\n").encode())
+    return Sidecar(named.index, (json.dumps(document, indent=2) + "\n").encode())
 
 
 def _main_dtype(tensors: Iterable[StoredTensor]) -> DType | None:

@@ -66,8 +66,13 @@ _CACHE_SCALES = ("attention.k_scale", "attention.v_scale")
 _ROUNDED = (
     "the scales of the KV cache are rounded to the type of the model, in which vLLM holds them; `reshard verify --cast` compares them so"
 )
+_UNSET = (
+    "the input scales of experts (w13_input_global_scale, w2_input_global_scale) are written as 1: activations are not quantized, so vLLM "
+    "does not use them, and in files of its own they have any value. Comparisons leave them out"
+)
 _PLACEHOLDERS = {
     "fp8": _NOT_GIVEN,
+    "quark": _NOT_GIVEN,
     "modelopt": _NOT_GIVEN,
     "modelopt_fp4": _NOT_GIVEN,
     "compressed-tensors": (
@@ -134,8 +139,8 @@ def _check_packed(model: Model, version: str, parallel: Parallel) -> None:
         why = "vLLM holds them in other shapes unless the hidden size is a multiple of 128, and groups are of 32, 64 or 128"
     elif refusal := refused(model, quirks, packed_ranks=ranks):
         why = refusal
-    elif (form.unit == "NVFP4 group" or (quantization.method, form.unit) == ("modelopt", "FP8 block")) and not _has_input_scales(form):
-        why = "They have no input scales, such as input_global_scale, which vLLM expects in its files of ranks"
+    elif is_modelopt and form.unit in ("NVFP4 group", "FP8 block") and not _has_input_scales(form):
+        why = "They have no input scales, which vLLM expects in its files of ranks"
     else:
         return
     raise UnsupportedError(f"the experts are stored in {form.name}", where=experts[0].name, why=why, do=_TO_HF)
@@ -173,6 +178,8 @@ def notes(model: Model, target: Target) -> tuple[str, ...]:
     if model.quantization and any(scale.element_type is None for scale in model.quantization.cache_scales):
         notes = (*notes, _ROUNDED)
     notes = (*notes, *_about_stages(model, target))
+    if _rules(model, OLDEST).unset_input_scales:
+        notes = (*notes, _UNSET)
     declared = model.architecture
     quirks = declared.engines.get("vllm")
     if quirks is None or declared.class_name in (None, model.class_name) or model.quirks_of("vllm") is not quirks:
@@ -246,7 +253,8 @@ def remainder_before_last_stage(layers: int, pp: int) -> tuple[int, ...]:
 def _rules(model: Model, version: Version) -> EngineRules:
     method = model.quantization.method if model.quantization else ""
     form = next((weight.form for weight in _packed_experts(model)), None)
-    is_modelopt_nvfp4 = method.startswith("modelopt") and form is not None and form.unit == "NVFP4 group"
+    nvfp4 = form if form and form.unit == "NVFP4 group" else None
+    is_modelopt_nvfp4 = method.startswith("modelopt") and nvfp4 is not None
     rules = EngineRules(
         engine="vLLM",
         fusions=tuple(_fusions(version)),
@@ -258,6 +266,8 @@ def _rules(model: Model, version: Version) -> EngineRules:
         dtypes={"scale": F32, "router.correction": F32 if version >= WIDE_CORRECTION else None} | dict.fromkeys(_CACHE_SCALES),
         # Experts by GPTQ have them even where the model has none (layers/quantization/auto_gptq.py).
         zero_expert_biases=method == "gptq",
+        without_axes=frozenset(_CACHE_SCALES) if method == "fp8" else frozenset(),  # layers/quantization/kv_cache.py
+        unset_input_scales=method == "compressed-tensors" and nvfp4 is not None and not _has_input_scales(nvfp4),
         # ModelOpt's experts in NVFP4 keep two (layers/quantization/modelopt.py).
         scales_kept_once=frozenset() if is_modelopt_nvfp4 else frozenset({"input_scale"}),
         refuses={"ep > 1": _GLOBAL_SCALES} if is_modelopt_nvfp4 else {},

@@ -44,7 +44,7 @@ class VllmWeightChecker(WeightChecker):
     info_path = "/server_info?config_format=json"
     version_path = "/weight_info"
     hashes = (hashlib.sha256,)
-    own = re.compile(r"attn\._?([qkv]|prob)_(scale|zero_point)$|\.mla_attn\.W_U(V|K_T)$")
+    own = re.compile(r"attn\._?([qkv]|prob)_(scale|zero_point)$|\.mla_attn\.W_U(V|K_T)$|_input_global_scale$")
     other_names = (
         (re.compile(r"\.mla_attn\."), (".",)),
         (re.compile(r"\.experts\.gate\."), (".gate.",)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.value import value
-from reshard.models.config_values import with_value
+from reshard.models.config_values import component_class, with_value
 from reshard.models.quantization import SETTING, SETTINGS_FILES, quantization_settings, settings_of_file
 from reshard.storage.files import Files, LocalFiles, inside, leads_elsewhere, read_whole
 
@@ -68,6 +69,44 @@ _OF_SWIFT = {
     "lora_bias": "bias",
     "model": "base_model_name_or_path",
 }
+
+
+_WRITTEN = re.compile(r"(?P<stem>model|diffusion_pytorch_model)(?P<variant>\.\w+)?(-\d{5}-of-\d{5})?\.safetensors")
+
+
+@value
+class FileNames:
+    """How the files of weights of a folder are called."""
+
+    stem: str = "model"
+    """The word before the number of a file."""
+    variant: str = ""
+    """The name of a variant, such as "fp16", with a dot before it; empty for none."""
+    most: int = 5_000_000_000
+    """The most bytes of tensors in one file, unless the user names another limit."""
+
+    @staticmethod
+    def of(config: Mapping[str, Any] | None) -> FileNames:
+        """The names by which the library that loads a model of this config looks for them: transformers, whose default before version 5
+        was 5 GB, or diffusers (0.42, ModelMixin.save_pretrained)."""
+        return FileNames("diffusion_pytorch_model", most=10_000_000_000) if component_class(config) else FileNames()
+
+    @staticmethod
+    def written(paths: Iterable[str]) -> FileNames | None:
+        """The names of these files; None if they have other ones."""
+        found = {match.group("stem", "variant") if (match := _WRITTEN.fullmatch(path)) else None for path in paths}
+        (only,) = found if len(found) == 1 else (None,)
+        return FileNames(only[0], only[1] or "") if only else None
+
+    def file(self, number: int, count: int) -> str:
+        """The name of one of the files, counted from 1."""
+        suffix = "" if count == 1 else f"-{number:05d}-of-{count:05d}"
+        return f"{self.stem}{self.variant}{suffix}.safetensors"
+
+    @property
+    def index(self) -> str:
+        """The name of the index of several files."""
+        return f"{self.stem}.safetensors.index{self.variant}.json"
 
 
 @value
@@ -224,7 +263,7 @@ class ModelFiles:
         named = next(iter(floating)) if len(floating) == 1 else main
         # transformers 5 writes the key dtype, earlier versions torch_dtype. A config with both gets the same value in both.
         keys = [key for key in ("dtype", "torch_dtype") if key in self.config] or ["torch_dtype"]
-        changes = dict.fromkeys(keys, named.torch) if named else {}
+        changes = dict.fromkeys(keys, named.torch) if named and not ("_class_name" in self.config and component_class(self.config)) else {}
         if self.derived or any(self.config.get(key) != value for key, value in changes.items()):
             in_other_file = {SETTING} if self.settings_from else set()
             config = {key: value for key, value in self.config.items() if key not in in_other_file}

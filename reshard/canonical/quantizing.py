@@ -4,51 +4,106 @@ they are written. The config is that of llm-compressor's schemes, which vLLM and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field, replace
+from functools import partial
 from typing import Any
 
 from reshard.canonical.content import Content
 from reshard.canonical.dequantization import with_values
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.boxes import Box, row_major
-from reshard.geometry.dtypes import DType, from_safetensors
+from reshard.geometry.dtypes import BF16, F32, DType, from_safetensors
 from reshard.geometry.extents import Extent, Piece
+from reshard.geometry.value import value
 from reshard.index.origin import Encoded, Tensor
 from reshard.index.shards import Shards
 from reshard.models.model import Model
 from reshard.models.quantization import SETTING, quantization_of, quantization_settings, without_quantization
-from reshard.models.roles import ROLES
+from reshard.models.roles import FUSED, ROLES
 from reshard.models.stored_forms import StoredForm
 from reshard.models.weights import ModelWeight
 
-QUANTIZE, REQUANTIZE = ("fp8-block", "mxfp4"), ("fp8-block",)
-"""What --quantize and --requantize take."""
+
+@value
+class Form:
+    """A form of --quantize: what the config says of it, and how its components are stored. The arithmetic is the recipe of its name."""
+
+    group: Mapping[str, Any]
+    """The group of linear layers in the settings of compressed-tensors."""
+    codes: str
+    """The element type of the codes."""
+    scales: str | None
+    """That of the scales; None: that of the weights."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings."""
+    group_name: str = "group_0"
+    """What the group is called."""
+    has_shared_scale: bool = False
+    """Whether weights that an engine fuses share a global scale."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The quantization_config of llm-compressor's scheme."""
+        about = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": self.group["format"]}
+        return {**about, "config_groups": {self.group_name: self.group}, **self.about}
 
 
-# What llm-compressor 0.14 writes for its schemes FP8_BLOCK and MXFP4A16.
-_GROUPS_OF_4 = {"num_bits": 4, "type": "float", "strategy": "group"}
-_GROUPS: Mapping[str, Mapping[str, Any]] = {
-    "fp8-block": {
-        "format": "float-quantized",
-        "targets": ["Linear"],
-        "weights": {
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "block",
-            "symmetric": True,
-            "dynamic": False,
-            "block_structure": [128, 128],
+def _float(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False, **more}
+
+
+def _of_scheme(format: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    return {"format": format, "targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+
+
+# What llm-compressor 0.14 writes for its schemes FP8_BLOCK, MXFP4A16, NVFP4A16, MXFP8A16 and FP8_DYNAMIC, with compressed-tensors 0.20. Of
+# the first two, what was there when they were added.
+_NOTHING = dict.fromkeys(("global_compression_ratio", "kv_cache_scheme", "moe_sparsity_config"))
+_ABOUT: Mapping[str, Any] = {**_NOTHING, "transform_config": {}, "version": "0.20.0"}
+_BY_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True, "group_size": None}
+FORMS: Mapping[str, Form] = {
+    "fp8-block": Form(
+        {
+            "format": "float-quantized",
+            "targets": ["Linear"],
+            "weights": _float(8, "block", block_structure=[128, 128]),
+            "input_activations": _float(8, "group", group_size=128) | {"dynamic": True},
         },
-        "input_activations": {"num_bits": 8, "type": "float", "strategy": "group", "symmetric": True, "dynamic": True, "group_size": 128},
-    },
-    "mxfp4": {
-        "format": "mxfp4-pack-quantized",
-        "targets": ["Linear"],
-        "weights": {**_GROUPS_OF_4, "symmetric": True, "dynamic": False, "group_size": 32, "scale_dtype": "torch.uint8"},
-    },
-}  # fmt: skip
-_STORED: Mapping[str, tuple[str, str]] = {"fp8-block": ("F8_E4M3", "BF16"), "mxfp4": ("U8", "U8")}
+        "F8_E4M3",
+        None,
+    ),
+    "mxfp4": Form(
+        {
+            "format": "mxfp4-pack-quantized",
+            "targets": ["Linear"],
+            "weights": _float(4, "group", group_size=32, scale_dtype="torch.uint8"),
+        },
+        "U8",
+        "U8",
+    ),
+    "mxfp8": Form(
+        _of_scheme("mxfp8-quantized", _float(8, "group", group_size=32, scale_dtype="torch.uint8")), "F8_E4M3", "U8", _ABOUT, "MXFP8A16"
+    ),
+    "nvfp4": Form(
+        _of_scheme("nvfp4-pack-quantized", _float(4, "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")),
+        "U8",
+        "F8_E4M3",
+        _ABOUT,
+        "NVFP4A16",
+        has_shared_scale=True,
+    ),
+    "fp8-channel": Form(
+        _of_scheme("float-quantized", _float(8, "channel", group_size=None), _BY_TOKEN), "F8_E4M3", None, _ABOUT, "FP8_DYNAMIC"
+    ),
+}
+QUANTIZE, REQUANTIZE = tuple(FORMS), ("fp8-block", "nvfp4")
+"""What --quantize and --requantize take."""
+NEED_DATA: Mapping[str, str] = {
+    **dict.fromkeys(("awq", "gptq", "w4a16-awq", "w4a16-gptq", "int4-awq", "smoothquant"), "the scales of its weights"),
+    **dict.fromkeys(("fp8", "fp8-static", "fp8-tensor", "nvfp4-w4a4", "w4a4", "int8-static"), "the scales of its activations"),
+}
+"""Forms that --quantize does not take because they need calibration, and what of them does."""
 
 
 def form_of_settings(config: Mapping[str, Any]) -> str | None:
@@ -56,29 +111,44 @@ def form_of_settings(config: Mapping[str, Any]) -> str | None:
 
     Raises: RequestError for settings that are not those of a known method.
     """
+    signature = _signature(config)
+    return next((name for name, form in FORMS.items() if signature and _signature({SETTING: form.settings}) == signature), None)
+
+
+def _signature(config: Mapping[str, Any]) -> list[tuple[Any, ...]] | None:
+    """What the components of the only form of a config are for, and how their values lie; None if there is no form, or several."""
     quantization = quantization_of(config)
     if quantization is None or len(quantization.forms) != 1:
         return None
-    codes, *beside = quantization.forms[0].components
-    packing = codes.packing and (codes.packing.name, codes.packing.axis, codes.transposed)
-    scales = [(component.use, component.block_shape, component.exponents, component.unit_axes) for component in beside]
-    if (codes.packing, scales) == (None, [("scale", (128, 128), False, False)]):
-        return "fp8-block"
-    return "mxfp4" if (packing, scales) == (("FP4", 1, False), [("scale", (1, 32), True, False)]) else None
+    return [
+        (
+            component.use,
+            component.block_shape,
+            component.exponents,
+            component.unit_axes or component.is_vector or component.transposed,
+            component.packing and (component.packing.name, component.packing.axis),
+        )
+        for component in quantization.forms[0].components
+    ]
 
 
 def quantized(
-    content: Content, config: Mapping[str, Any] | None, form: str, settings: Mapping[str, Any] | None = None
+    content: Content,
+    config: Mapping[str, Any] | None,
+    form: str,
+    settings: Mapping[str, Any] | None = None,
+    dtype_of: Callable[[Tensor], DType] = lambda tensor: tensor.dtype,
 ) -> tuple[Content, dict[str, Any]]:
     """The content with its linear layers quantized to `form`, one of QUANTIZE, and the config that says so.
 
-    settings: a quantization_config of this form, which says how the components are called and which modules it leaves out; None: that of
-    llm-compressor's scheme, or that with which the model is published.
+    dtype_of: the element type in which the target would store a tensor. Weights are taken in it, so that they are quantized as after a
+    conversion to that type. settings: a quantization_config of this form, which says how the components are called and which modules it
+    leaves out; None: that of llm-compressor's scheme, or that with which the model is published.
 
     Raises: RequestError if the model is not known or is quantized already, UnsupportedError for experts in one tensor.
     """
     if quantization_settings(config or {}):
-        raise RequestError("`quantize=`: the weights are quantized already", do="Use `requantize=fp8-block`, or `dequantize=True` first")
+        raise RequestError("`quantize=`: the weights are quantized already", do="Use `requantize=`, or `dequantize=True` first")
     if content.model is None:
         raise RequestError("`quantize=`: the model is not known, so neither are its linear layers", do="Add `model=DIR` with its config")
     weights, published = content.model.weights, content.model.architecture.quantized_as.get(form)
@@ -97,7 +167,14 @@ def quantized(
                 why="The forms that engines load hold each expert under a name of its own",
             )
     config = {**(config or {}), SETTING: known} if known else _with_settings(config or {}, form, content, chosen)
-    return _quantized(content, config, form, form, chosen)
+    return _quantized(content, config, form, form, {name: (tensor, _computed_in(dtype_of(tensor))) for name, tensor in chosen.items()})
+
+
+def _computed_in(dtype: DType) -> DType:
+    """The element type in which a weight of a type is quantized."""
+    if dtype.name in ("F16", "F32"):
+        return dtype
+    return F32 if dtype.name == "F64" else BF16
 
 
 def _is_linear(name: str, weights: Mapping[str, ModelWeight]) -> bool:
@@ -109,9 +186,15 @@ def _is_linear(name: str, weights: Mapping[str, ModelWeight]) -> bool:
 def requantized(content: Content, config: Mapping[str, Any] | None, form: str) -> tuple[Content, dict[str, Any]]:
     """The content with its quantized weights in another form that holds the same values, one of REQUANTIZE, and the config that says so.
 
-    Raises: as `with_values`, and UnsupportedError for experts in one tensor.
+    Raises: as `with_values`, and UnsupportedError for experts in one tensor, or for NVFP4 of weights that are not MXFP4.
     """
     content = with_values(content, config)
+    if FORMS[form].has_shared_scale and content.model is None:
+        raise RequestError(
+            f"`requantize={form}`: the model is not known, so neither are the weights that engines fuse",
+            why="Fused weights need one global scale",
+            do="Add `model=DIR` with its config",
+        )
     chosen = {name: tensor for name, tensor in content.tensors.items() if tensor.is_computed}
     for name, tensor in chosen.items():
         if len(tensor.shape) != 2:
@@ -121,8 +204,15 @@ def requantized(content: Content, config: Mapping[str, Any] | None, form: str) -
                 why="The forms that engines load hold each expert under a name of its own",
                 do="Use `dequantize=True`, or convert to hf unchanged",
             )
+        if FORMS[form].has_shared_scale and tensor.values_dtype != BF16:
+            raise UnsupportedError(
+                f"`requantize={form}`: it is stored in {tensor.origin.decoded.name if tensor.origin.decoded else tensor.dtype}",
+                where=name,
+                why="Only the values of MXFP4, 4-bit floats with powers of two as scales, are also those of NVFP4",
+                do=f"Use `dequantize=True`, and quantize the result with `quantize={form}`",
+            )
     config = _with_settings(without_quantization(config or {}), form, content, chosen)
-    return _quantized(content, config, form, f"exact-{form}", chosen)
+    return _quantized(content, config, form, f"exact-{form}", {name: (tensor, tensor.values_dtype) for name, tensor in chosen.items()})
 
 
 def _with_settings(config: Mapping[str, Any], form: str, content: Content, chosen: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -132,49 +222,68 @@ def _with_settings(config: Mapping[str, Any], form: str, content: Content, chose
         for name, tensor in content.weights.items()
         if name.endswith(".weight") and len(tensor.shape) == 2 and name not in chosen
     )
-    group = _GROUPS[form]
-    about = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": group["format"]}
-    return {**config, SETTING: {**about, "config_groups": {"group_0": group}, "ignore": ignored}}
+    return {**config, SETTING: {**FORMS[form].settings, "ignore": ignored}}
 
 
 def _quantized(
-    content: Content, config: dict[str, Any], form: str, recipe: str, chosen: Mapping[str, Tensor]
+    content: Content, config: dict[str, Any], form: str, recipe: str, chosen: Mapping[str, tuple[Tensor, DType]]
 ) -> tuple[Content, dict[str, Any]]:
-    """The content with the chosen weights in the form that the config describes."""
+    """The content with the chosen weights in the form that the config describes. chosen: each with the type in which it is computed."""
     quantization = quantization_of(config)
     assert quantization is not None, "it is a form that reshard reads"
     (stored_form,) = quantization.forms
-    types = tuple(from_safetensors(name, where=form) for name in _STORED[form])
+    sets = _fused_sets(content, chosen) if FORMS[form].has_shared_scale else {}
     tensors: dict[str, Tensor] = {}
     for name, tensor in content.tensors.items():
         if name in chosen:
-            tensors |= _components(tensor, stored_form, recipe, types)
+            tensors |= _components(
+                tensor, stored_form, FORMS[form], partial(Encoded, recipe=recipe, dtype=chosen[name][1], sharing=sets.get(name, ()))
+            )
         else:
             tensors[name] = tensor
     model = Model(content.model.architecture, config) if content.model else None
     return replace(content, tensors=tensors, model=model), config
 
 
-def _components(weight: Tensor, form: StoredForm, recipe: str, types: tuple[DType, ...]) -> dict[str, Tensor]:
-    """The components of a weight, computed by a recipe. Raises UnsupportedError if the groups do not divide its rows."""
-    if form.transposed and weight.is_computed:
+def _fused_sets(content: Content, chosen: Iterable[str]) -> dict[str, tuple[Tensor, ...]]:
+    """Weight -> the weights that an engine joins into one tensor, itself among them: those of one module, such as an attention or an
+    expert, whose roles are fused."""
+    model = content.model
+    assert model is not None, "the linear layers are those of a model"
+    quirks = [model.quirks_of(engine) for engine in model.architecture.engines]
+    fusions = [*FUSED, *(fusion.roles for rules in quirks if rules for fusion in rules.fusions)]
+    set_of = {role: roles for roles in fusions for role in roles}
+    keys = {name: (name.rsplit(".", 2)[0], set_of.get(model.weights[name].role, (name,))) for name in chosen}
+    sets: dict[tuple[str, tuple[str, ...]], list[Tensor]] = {}
+    for name, key in keys.items():
+        sets.setdefault(key, []).append(content.tensors[name])
+    return {name: tuple(sets[key]) for name, key in keys.items()}
+
+
+def _components(weight: Tensor, stored_form: StoredForm, form: Form, encoded: Callable[..., Encoded]) -> dict[str, Tensor]:
+    """The components of a weight. encoded: makes the origin of one, of `weight` and `component`. Raises UnsupportedError if the groups do
+    not divide its rows."""
+    if stored_form.transposed and weight.is_computed:
         raise UnsupportedError(
             "an adapter is merged into it, and it is quantized in the same conversion",
             where=weight.name,
             do="Merge the adapter first, then quantize the result",
         )
-    if form.transposed:
+    if stored_form.transposed:
         weight = _transposed(weight)
-    group = form.codes.packing and next(size for part in form.beside for size in part.block_shape[1:] if size)
+    group = next((size for part in stored_form.beside for size in part.block_shape[1:] if size and part.block_shape[0] == 1), None)
     if group and weight.shape[-1] % group:
         raise UnsupportedError(
             f"it has {weight.shape[-1]} input features, which is not a multiple of the group of {group}", where=weight.name
         )
     first, components = weight.leaves[0].shards, dict[str, Tensor]()
-    for name, component in form.names(weight.name).items():
-        shape, dtype = component.shape(weight.shape), types[component.is_scale]
+    for name, component in stored_form.names(weight.name).items():
+        shape = component.shape(weight.shape)
+        named = "F32" if component.use == "divisor" else form.scales if component.is_scale else form.codes
+        origin = encoded(weight=weight, component=component)
+        dtype = from_safetensors(named, where=name) if named else origin.dtype
         shards = Shards.of([Piece(Box.whole(shape), Extent(first.path(0), int(first.positions[0]), row_major(shape), dtype))])
-        components[name] = Tensor(name, dtype, shape, weight.kind, shards, origin=Encoded(weight, recipe, component))
+        components[name] = Tensor(name, dtype, shape, weight.kind, shards, origin=origin)
     return components
 
 

@@ -155,7 +155,7 @@ _BY_USER = (
 )
 
 
-BF16, F32, F64, F8, E8M0, I32, U8 = (_ALL[name] for name in ("BF16", "F32", "F64", "F8_E4M3", "F8_E8M0", "I32", "U8"))
+BF16, F16, F32, F64, F8, E8M0, I32, U8 = (_ALL[name] for name in ("BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E8M0", "I32", "U8"))
 # What libraries call the bytes of packed codes and of exponents: DeepSeek-V4 is published with I8 and F8_E8M0, and vLLM holds U8.
 _BYTES = frozenset({"U8", "I8", "F8_E8M0"})
 
@@ -338,6 +338,11 @@ def fp8(*, count: int) -> Packing:
 def integers(bits: int, offset: int, *, axis: int = 1, places: tuple[int, ...] | None = None) -> Packing:
     """Integers in words of 32 bits. A code is the integer minus `offset`."""
     return Packing(f"INT{bits}", tuple(float(code + offset) for code in range(1 << bits)), places or tuple(range(32 // bits)), axis)
+
+
+def signed_byte() -> Packing:
+    """Signed integers of 8 bits, each in a byte of its own."""
+    return Packing("INT8", (*map(float, range(128)), *map(float, range(-128, 0))), (0,), 1)
 
 
 def bit_run(bits: int) -> Packing:

@@ -236,6 +236,8 @@ class StoredTensor:
     """The boxes of canonical tensors that it holds."""
     fill: bytes = b"\0"
     """The bytes of an element that is in no section: one byte, which is repeated, or a whole element."""
+    is_unset: bool = False
+    """Whether such an element means nothing, and files of others have any bytes there."""
 
     @property
     def nbytes(self) -> int:

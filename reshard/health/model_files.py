@@ -10,6 +10,7 @@ from reshard.adapter import registry
 from reshard.adapter.format import Format
 from reshard.adapter.model_files import CONFIG, ModelFiles, has_tokenizer
 from reshard.health.findings import Finding, found
+from reshard.models.config_values import component_class
 from reshard.models.lookup import draft_class
 from reshard.plans.plan import Plan
 
@@ -32,5 +33,5 @@ def _missing(format: Format, names: Collection[str], config: Mapping[str, Any] |
         return
     if config is None:
         yield found("missing-config", f"{CONFIG}: engines choose the model's class by it")
-    if not has_tokenizer(names) and not draft_class(config or {}):
+    if not has_tokenizer(names) and not draft_class(config or {}) and not component_class(config):
         yield found("missing-tokenizer", "tokenizer (tokenizer.json, tokenizer.model, ...): engines that serve the model need it")

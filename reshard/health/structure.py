@@ -16,6 +16,7 @@ from reshard.health.findings import Finding, found, of_error
 from reshard.index.coverage import GATHERED, is_ungathered, uncovered, wrong_names, wrong_shape
 from reshard.index.index import Index, Kind, Tensor
 from reshard.index.name_parts import family_of, is_scale, layer_of
+from reshard.models.config_values import component_class
 from reshard.models.model import Model
 from reshard.models.quantization import check_has_settings, quantization_of, quantization_settings
 from reshard.storage.files import Files, read_range
@@ -60,6 +61,8 @@ def config_shapes(
     of this format do not have on purpose."""
     if model is None:
         reason = f"the architecture {config.get('model_type')!r} is not declared" if config is not None else "there is no config.json"
+        component = component_class(config)
+        reason = f"it is that of {component}, and the class alone knows its weights" if component else reason
         yield found("config-not-checked", f"the names and shapes of the weights were not compared with a config: {reason}")
         return
     try:

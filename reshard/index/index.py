@@ -59,6 +59,8 @@ class Constant:
     """The length of the range."""
     expected: bytes
     """The prescribed bytes, repeated over the range."""
+    is_unset: bool = False
+    """Whether the bytes mean nothing: they are written, and files of others have any bytes there."""
 
 
 def about_left_out(left_out: Mapping[str, str]) -> Iterator[str]:

@@ -289,7 +289,8 @@ class Decoded(Origin):
 
 @value(eq=False, repr=False)
 class Encoded(Origin):
-    """A component of a quantized weight follows from the weight's values."""
+    """A component of a quantized weight follows from the weight's values; with a global scale, also from those of the weights with which an
+    engine fuses it."""
 
     weight: Tensor
     """The weight [out, in]."""
@@ -297,6 +298,10 @@ class Encoded(Origin):
     """The name of the recipe, one of engine/origins."""
     component: Component
     """Which component it is."""
+    dtype: DType
+    """The element type in which the values are taken, and in which the recipe computes."""
+    sharing: tuple[Tensor, ...] = ()
+    """The weights that share its global scale, itself among them: they are read for it, once. Empty if there is no such scale."""
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -305,7 +310,7 @@ class Encoded(Origin):
 
     def with_inputs(self, change: Callable[[Tensor], Tensor]) -> Encoded:
         """The same component of another weight."""
-        return replace(self, weight=change(self.weight))
+        return replace(self, weight=change(self.weight), sharing=tuple(map(change, self.sharing)))
 
 
 @value(eq=False)

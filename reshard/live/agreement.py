@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.canonical.content import Content
-from reshard.canonical.quantizing import QUANTIZE, form_of_settings
+from reshard.canonical.quantizing import FORMS, form_of_settings
 from reshard.canonical.renaming import is_of_adapter
 from reshard.errors import RequestError, UnsupportedError, some
 from reshard.geometry.quantities import plural
@@ -112,10 +112,11 @@ def _served_form(config: Mapping[str, Any], descriptions: Sequence[RankDescripti
     if any(box.key.endswith(beside) for each in descriptions for box in each.boxes):
         return config, None
     if (form := form_of_settings(config)) is None:
+        forms = [name for name, form in FORMS.items() if not form.has_shared_scale]
         raise RequestError(
             f"the engine holds its weights as {', '.join(each.name for each in quantization.forms)}, and the trainer values",
             where=hello.model,
-            why=f"A live update quantizes to {' and '.join(QUANTIZE)}. Nothing was sent, the engine goes on with the weights that it has",
+            why=f"A live update quantizes to {' and '.join(forms)}. Nothing was sent, the engine goes on with the weights that it has",
             do="Serve the model in one of these forms, or without quantization",
         )
     return without_quantization(config), form

@@ -32,6 +32,13 @@ def with_value(config: Mapping[str, Any], words: Sequence[str], value: Any) -> d
     return {**config, key: changed}
 
 
+def component_class(config: Mapping[str, Any] | None) -> str | None:
+    """The class of a component of a diffusers pipeline, such as a transformer or a VAE; None for other configs. The components of
+    transformers name theirs under `architectures` (diffusers 0.42, configuration_utils.py and pipelines/pipeline_loading_utils.py)."""
+    named = (config or {}).get("_class_name")
+    return named if isinstance(named, str) and not (config or {}).get("architectures") else None
+
+
 def whole_number(config: Mapping[str, Any], key: str | None) -> int | None:
     """The whole number of a key; None if there is no key or the config does not set it. Raises RequestError if the value is not one, or
     below 0."""

@@ -177,6 +177,8 @@ class EngineRules:
     """Constants that the engine expects beside the weights."""
     zero_expert_biases: bool = False
     """Whether stacked experts of a quantized model have biases, [experts, out], which are zero."""
+    unset_input_scales: bool = False
+    """Whether stacked experts without quantized activations have input scales all the same, which the engine leaves unset. They are 1."""
     scales_kept_once: frozenset[str] = frozenset()
     """Kinds of scales that are stored once for the fused weights of an expert. The scales of these weights must be equal."""
 
@@ -185,6 +187,8 @@ class EngineRules:
     """Splits by role, where ranks share a weight in another way than usual."""
     unit_axes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Role -> the axes of one element that the class has in such a tensor and the model has not: [0, 1, 3] makes [n] to [1, 1, n, 1]."""
+    without_axes: frozenset[str] = frozenset()
+    """Roles whose tensors of one element the class holds without axes."""
     even_rows_first: Mapping[str, str] = field(default_factory=dict)
     """Role -> a dimension, such as "head_dim". In each run of so many rows of such a weight, the class stores the rows 0, 2, 4, ... before
     the rows 1, 3, 5, ...: the pairs that rotary embeddings turn become halves. "all": in all rows that a rank holds."""

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import RequestError, ReshardError, UnsupportedError, choices
 from reshard.geometry.value import value
 from reshard.models.architecture import Architecture, Weight
-from reshard.models.config_values import value_at, with_value
+from reshard.models.config_values import component_class, value_at, with_value
 from reshard.models.declared.composition import TOWERS, Find
 from reshard.models.declared.reader import parse_declaration
 from reshard.models.model import Model
@@ -126,6 +126,12 @@ def unknown_architecture(config: Mapping[str, Any]) -> UnsupportedError:
             f"this is a draft model ({draft}), which serving engines read from its Hugging Face folder, at every tensor-parallel size",
             why="It shares the embedding, and often the head, with the model that it drafts for",
             do="Convert it with `to=hf`, and name that folder as the engine's draft model",
+        )
+    if component := component_class(config):
+        return UnsupportedError(
+            f"{component} is a component of a diffusers pipeline, whose loaders take it whole",
+            why="How its weights split over ranks is not known, and is not guessed",
+            do="Convert it with `to=hf`",
         )
     known, named = known_model_types(), model_type_of(config)
     model_type = _meant(named, config) if named else None

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.errors import CheckpointError, RequestError
-from reshard.geometry.dtypes import fp4, integers
+from reshard.geometry.dtypes import fp4, integers, signed_byte
 from reshard.models.stored_forms import BlockShape, Component, Quantization, StoredForm, UnknownForm
 
 SETTING = "quantization_config"
@@ -170,7 +170,7 @@ def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Qua
         return mlx.quantization(settings, config)
     if method == "modelopt" and isinstance(settings.get("quantization"), Mapping):
         settings = {**settings, **settings["quantization"]}
-    names = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+    names = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude")
     excluded = next((settings[name] for name in names if settings.get(name)), ())
     if not isinstance(excluded, list | tuple):
         raise RequestError(
@@ -203,11 +203,14 @@ def _cache_scales(settings: Mapping[str, Any], method: str) -> tuple[Component, 
     scheme, named = settings.get("kv_cache_scheme"), settings.get("kv_cache_quant_algo")
     if not scheme and not named:
         return ()
-    is_fp8 = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) if isinstance(scheme, Mapping) else (scheme or named) == "FP8"
+    words = ("FP8", "static") if method == "fp8" else ("FP8",)
+    is_fp8 = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) if isinstance(scheme, Mapping) else (scheme or named) in words
     if not is_fp8:
         raise UnknownForm(f" with the KV cache in {str(scheme or named)[:60]}")
     if isinstance(scheme, Mapping) and scheme.get("dynamic"):
         return ()
+    if method == "fp8":  # of AutoFP8
+        return tuple(Component(f"{kind}_scale", "scale", _WHOLE, single_shape=(1,)) for kind in "kv")
     if method.startswith("modelopt"):
         return tuple(Component(f"{kind}_proj.{kind}_scale", "scale", _WHOLE) for kind in "kv")
     return tuple(Component(f"{kind}_scale", "scale", _WHOLE, single_shape=(1,), element_type="F32") for kind in "kv")
@@ -218,8 +221,9 @@ def _fp8(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     if block is not None:
         # Weights are multiplied by weight_scale_inv, in spite of its name.
         return (_of_fp8(Component("weight_scale_inv", "scale", _block(block), element_type="F32")),)
-    inputs = (_INPUT_SCALE,) if settings.get("activation_scheme") == "static" else ()
-    return (_of_fp8(Component("weight_scale", "scale", _WHOLE, element_type="F32"), *inputs),)
+    single = (1,) if settings.get("kv_cache_scheme") else ()  # of AutoFP8, which alone has this key
+    inputs = (replace(_INPUT_SCALE, single_shape=single),) if settings.get("activation_scheme") == "static" else ()
+    return (_of_fp8(Component("weight_scale", "scale", _WHOLE, single_shape=single, element_type="F32"), *inputs),)
 
 
 def _deepseek_v4(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
@@ -444,6 +448,39 @@ def _compressed_integers(weights: Mapping[str, Any], inputs: Mapping[str, Any]) 
     return StoredForm(f"INT{bits} ({_groups_of(group)})", f"INT{bits} group", components, _WORDS, keeps_scale_type=True)
 
 
+def _compressed_int8(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredForm:
+    """INT8 weights for INT8 activations: elements as they are, and a scale for each output feature or for the weight (compressed-tensors
+    0.20, format int-quantized; vLLM 0.32, compressed_tensors_w8a8_int8.py)."""
+    strategy, is_static = str(weights.get("strategy")), bool(inputs) and not inputs.get("dynamic")
+    block: BlockShape = {"tensor": _WHOLE, "channel": (1, None)}.get(strategy, ())
+    if not block or (weights.get("type"), weights.get("num_bits")) != ("int", 8) or not weights.get("symmetric", True):
+        raise UnknownForm(f" with {str(weights.get('num_bits'))[:20]} bits and the strategy {strategy[:20]}")
+    if is_static and not inputs.get("symmetric", True):
+        raise UnknownForm(" with zero points of activations")
+    codes = Component("weight", "codes", packing=signed_byte(), element_type="I8")
+    scale = Component("weight_scale", "scale", block, single_shape=(1,), element_type="F32")
+    beside = (replace(_INPUT_SCALE, single_shape=(1,)),) if is_static else ()
+    return StoredForm("INT8", "INT8 weight", (codes, scale, *beside), ("I8",), keeps_scale_type=True)
+
+
+def _quark(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+    """AMD Quark's FP8, with a scale for each weight and one for its activations (vLLM 0.32, layers/quantization/quark/quark.py)."""
+    of_all, export = settings.get("global_quant_config"), settings.get("export")
+    if not isinstance(of_all, Mapping) or not isinstance(export, Mapping):
+        raise UnknownForm(" without global_quant_config and export")
+    for key in ("layer_quant_config", "layer_type_quant_config"):
+        if settings.get(key):
+            raise UnknownForm(f" with settings of single modules ({key})")
+    if export.get("kv_cache_group"):
+        raise UnknownForm(" with the KV cache quantized (kv_cache_group)")
+    weight, inputs = of_all.get("weight"), of_all.get("input_tensors") or {}
+    kinds = [(each.get("dtype"), each.get("qscheme")) for each in (weight, inputs) if isinstance(each, Mapping) and each]
+    if not kinds or set(kinds) != {("fp8_e4m3", "per_tensor")}:
+        raise UnknownForm(f" with {' and '.join(f'{dtype} {scheme}' for dtype, scheme in kinds)[:60] or 'no settings of weights'}")
+    beside = (_INPUT_SCALE,) if inputs and not inputs.get("is_dynamic") else ()
+    return (_of_fp8(Component("weight_scale", "scale", _WHOLE, element_type="F32"), *beside),)
+
+
 def _compressed_nvfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredForm:
     components = [
         Component("weight_packed", "codes", packing=fp4()),
@@ -463,6 +500,7 @@ _METHODS = {
     "modelopt_fp4": _modelopt,
     "awq": _awq,
     "gptq": _gptq,
+    "quark": _quark,
 }
 _COMPRESSED_MXFP4 = _microscaled("MXFP4", Component("weight_packed", "codes", packing=fp4()), _exponents("weight_scale", 32))
 _COMPRESSED: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], StoredForm]] = {
@@ -470,6 +508,7 @@ _COMPRESSED: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], StoredFo
     "naive-quantized": _compressed_fp8,
     "None": _compressed_fp8,
     "pack-quantized": _compressed_integers,
+    "int-quantized": _compressed_int8,
     "nvfp4-pack-quantized": _compressed_nvfp4,
     "mxfp4-pack-quantized": lambda weights, inputs: _COMPRESSED_MXFP4,
     "mxfp8-quantized": lambda weights, inputs: _MODELOPT["MXFP8"],

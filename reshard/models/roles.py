@@ -239,3 +239,12 @@ DECLARED_ROLES = tuple(role.name for role in _ROWS if role.shape)
 ROLES_IN_USE = "`reshard architectures llama` shows how roles are used"
 ABOUT_ROLES = f"Roles are {some(DECLARED_ROLES)}; {ROLES_IN_USE}"
 """What a message says about the roles that a declaration may use."""
+
+FUSED = (
+    ("attention.q", "attention.k", "attention.v"),
+    ("mla.q_a", "mla.kv_a"),
+    ("mlp.gate", "mlp.up"),
+    ("shared_expert.gate", "shared_expert.up"),
+    ("expert.gate", "expert.up"),
+)
+"""The roles whose weights serving engines join into one tensor. A declaration says what the class of its model joins in another way."""

@@ -21,7 +21,7 @@ from reshard.adapter.model_files import CONFIG, ModelFiles, blaming_the_parent, 
 from reshard.adapter.save_folders import step_of
 from reshard.canonical.renaming import without_wrappers
 from reshard.engine.destinations.journal import Unfinished, read_journal
-from reshard.errors import CheckpointError, RequestError, TargetError, UnexpectedContentError
+from reshard.errors import CheckpointError, RequestError, TargetError, UnexpectedContentError, some
 from reshard.index.index import Index, RunFacts
 from reshard.opening.checkpoint import Checkpoint
 from reshard.plans.manifest import check_listed_files, usable_manifest
@@ -136,6 +136,9 @@ def _unfinished(checkpoint: Checkpoint) -> Unfinished | None:
         raise CheckpointError(error.what, where=error.where, why="It says whether the checkpoint is complete", do=error.do) from None
 
 
+_PIPELINE = "model_index.json"
+
+
 def _named_by(model: str | os.PathLike[str], own: ModelFiles, architecture: Architecture | None, *, wins: bool) -> ModelFiles:
     """The files in the directory that `model=` names, or beside the config that it names. own: those that are used without it.
 
@@ -146,7 +149,14 @@ def _named_by(model: str | os.PathLike[str], own: ModelFiles, architecture: Arch
     place = open_files(model)
     model_files = find_model_files((place.parent() if place.is_file else None) or place)
     if model_files.config is None:
-        raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give `model=` the directory that holds the model's config")
+        parts = [path for path in place.list() if path.endswith("/") and place.size(f"{path}{CONFIG}") is not None]
+        raise RequestError(
+            f"there is no {CONFIG} in {os.fspath(model)!r}",
+            why=f"It is a pipeline of diffusers, whose folders have their own: {some(parts)}"
+            if place.size(_PIPELINE) is not None
+            else None,
+            do="Give `model=` the directory that holds the model's config",
+        )
     changed = ", ".join(map(str, changed_keys(own.config, model_files.config, architecture))) if own.config is not None else ""
     if changed and not wins:
         raise RequestError(

@@ -82,8 +82,8 @@ class RecipeOptions(TypedDict, total=False):
     dequantize: Annotated[bool, Keyword("Dequantize weights to `dtype=` (default: bf16).")]
     merge_adapter: Annotated[PathLike | None, Keyword("Merge the LoRA adapter of this PEFT directory; self: of SOURCE.", "DIR")]
     drop_adapter: Annotated[bool, Keyword("Leave out the LoRA adapter that the checkpoint holds.")]
-    quantize: Annotated[str | None, Keyword("Quantize linear layers from bf16: fp8-block, mxfp4.", "FORM")]
-    requantize: Annotated[str | None, Keyword("Store quantized weights with the same values as fp8-block.", "FORM")]
+    quantize: Annotated[str | None, Keyword("Quantize linear layers: fp8-block, fp8-channel, mxfp4, mxfp8, nvfp4.", "FORM")]
+    requantize: Annotated[str | None, Keyword("Store quantized weights with the same values as fp8-block, or MXFP4 as nvfp4.", "FORM")]
 
 
 class TargetOptions(RecipeOptions, total=False):

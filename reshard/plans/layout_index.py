@@ -144,5 +144,5 @@ def _constants(path: str, item: PlacedTensor) -> Iterator[Constant]:
     ranges = sorted(zip(pattern.starts[rows].tolist(), (pattern.lasts[rows] + 1).tolist(), strict=True))
     for start, stop in [*ranges, (stored.nbytes // itemsize,) * 2]:
         if start > end:
-            yield Constant(stored.name, path, item.byte_offset + end * itemsize, (start - end) * itemsize, fill)
+            yield Constant(stored.name, path, item.byte_offset + end * itemsize, (start - end) * itemsize, fill, stored.is_unset)
         end = max(end, stop)

@@ -11,6 +11,7 @@ from reshard.errors import IncompleteError, ReshardError, UnsupportedError
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
+from reshard.models.config_values import component_class
 from reshard.models.lookup import draft_class
 from reshard.models.model import Model
 from reshard.models.quantization import without_quantization
@@ -53,6 +54,8 @@ def outlook(checkpoint: Checkpoint, found: Content | ReshardError) -> Outlook:
         return Outlook({}, (), "it holds no weights of a whole model")
     if checkpoint.model_files.config is None:
         needed.append("the model's config: `model=DIR`")
+    elif component_class(checkpoint.model_files.config):
+        pass  # the pipeline around it has the tokenizers
     elif checkpoint.config_problem:
         needed.append(f"a config with the sizes of the model: `model=DIR` ({checkpoint.config_problem})")
     elif not has_tokenizer(checkpoint.model_files.names) and not draft_class(checkpoint.model_files.config):

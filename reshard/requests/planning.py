@@ -22,7 +22,6 @@ from reshard.adapter.save_folders import step_of
 from reshard.canonical.content import ADAPTER_LEFT_OUT, Content, Selection, check_against_model, check_counted, check_selected
 from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs
-from reshard.canonical.quantizing import quantized, requantized
 from reshard.canonical.renaming import adapter_name, adapters_of, is_of_adapter, with_adapter_names
 from reshard.canonical.stacked_experts import by_expert
 from reshard.errors import CheckpointError, RequestError, UnsupportedError, blaming, some
@@ -137,6 +136,11 @@ def resolve(draft: Draft) -> Draft:
         selection = replace(selection, optimizer=True)
     if selection.optimizer and selection.weights is None and not format.keeps_masters and source.index.by_kind("master"):
         selection = replace(selection, weights="master")
+    if "_class_name" in (source.model_files.config or {}):  # of diffusers
+        from reshard.requests.components import without_trainer_prefix
+
+        prefix, about = without_trainer_prefix(source, selection, request.target.options.get("like"))
+        selection, draft = replace(selection, strip_prefix=prefix), draft.noting(*about)
     keep_adapter = format.keeps_names and not request.drop_adapter and request.merge_adapter is None
     draft = replace(draft, selection=replace(selection, masters=format.keeps_masters, keep_adapter=keep_adapter))
     if (adapter_config := request.target.options.get("adapter_config")) is not None:
@@ -261,15 +265,26 @@ def quantize(draft: Draft) -> Draft:
     """Store the weights in the quantized form that the request names."""
     form = draft.request.quantize or draft.request.requantize
     if not form:
-        return draft
+        dtype = draft.target.dtype
+        return draft.noting(_WITHOUT_SCALES.format(dtype)) if dtype and dtype.itemsize == 1 else draft
+    from reshard.canonical.quantizing import quantized, requantized
+
     model = draft.content.model
     if draft.request.quantize and model and form not in model.architecture.quantized_as:
         index, tensors, model = by_expert(draft.index, draft.content.tensors, model)
         draft = replace(draft, index=index, content=replace(draft.content, tensors=tensors, model=model))
-    described = partial(quantized, settings=draft.request.quantization) if draft.request.quantize else requantized
+    described = (
+        partial(quantized, settings=draft.request.quantization, dtype_of=draft.target.dtype_of) if draft.request.quantize else requantized
+    )
     content, config = described(draft.content, draft.companions.config, form)
     kept_for = quantized_names(content, config)
     return replace(draft, content=content, companions=draft.companions.with_quantization(config), kept_for=kept_for)
+
+
+_WITHOUT_SCALES = (
+    "the weights are cast to {} without scales: no quantized model, and engines do not load it as one; "
+    "`quantize=fp8-channel` computes scales"
+)
 
 
 def lay_out(draft: Draft) -> Draft:

@@ -10,7 +10,6 @@ from reshard.adapter import registry
 from reshard.adapter.format import ADAPTER, Format, Option
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs
-from reshard.canonical.quantizing import QUANTIZE, REQUANTIZE
 from reshard.errors import RequestError, choices
 from reshard.geometry import dtypes
 from reshard.geometry.dtypes import DType
@@ -67,8 +66,8 @@ class ConversionRequest:
         _check_one_form(rest)
         kept, allow_overflow = kept_globs(rest.pop("keep_dtype", ()), dtype), rest.pop("allow_overflow", False)
         target = Target(format.name, Parallel(**sizes), dtype, kept, allow_overflow=bool(allow_overflow))
-        quantize = _form(rest.pop("quantize", None), "`quantize=`", QUANTIZE)
-        requantize = _form(rest.pop("requantize", None), "`requantize=`", REQUANTIZE)
+        quantize = _form(rest.pop("quantize", None), "`quantize=`")
+        requantize = _form(rest.pop("requantize", None), "`requantize=`")
         about = {name: rest.pop(name) for name in ("dequantize", "merge_adapter", "drop_adapter") if name in rest}
         formula = formula_of(take(rest, CombiningOptions))
         selection, only_rank = selection_of(rest), rest.pop("only", None) or {}
@@ -102,11 +101,22 @@ def _check_one_form(given: Mapping[str, Any]) -> None:
         raise RequestError(f"{' and '.join(named)}: each says in which form weights are stored", do="Give one of them")
 
 
-def _form(name: str | None, option: str, known: tuple[str, ...]) -> str:
+def _form(name: str | None, option: str) -> str:
     """The form that --quantize or --requantize names; empty for none. Raises RequestError for another name."""
-    if name is not None and name not in known:
+    if name is None:
+        return ""
+    from reshard.canonical.quantizing import NEED_DATA, QUANTIZE, REQUANTIZE
+
+    known = REQUANTIZE if "requantize" in option else QUANTIZE
+    if need := NEED_DATA.get(name.lower()):
+        raise RequestError(
+            f"{option} {name}: {need} follow from activations, which the model has only on data",
+            why="reshard computes what follows from the weights alone",
+            do=f"Quantize with the library that calibrates it; without data there are {', '.join(known)}",
+        )
+    if name not in known:
         raise RequestError(f"{option} {name}: no such form", do=choices(name, known))
-    return name or ""
+    return name
 
 
 def formula_of(given: Mapping[str, Any]) -> Formula | None:

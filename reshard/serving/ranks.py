@@ -191,7 +191,7 @@ class EngineRank:
         array = self._joined_shards(parts)
         if step := self.rules.padded_rows.get(parts[0].role):
             array = array.padded(0, -(-array.shape[0] // step) * step)
-        shape = list(_stored_shape(array, component))
+        shape = [] if parts[0].role in self.rules.without_axes else list(_stored_shape(array, component))
         for axis in self.rules.unit_axes.get(parts[0].role, ()):
             shape.insert(axis, 1)
         origins = tuple(part.pattern for part in parts if part.array.tiles)
@@ -297,6 +297,12 @@ class EngineRank:
             module = tensor.name.removesuffix(first.parameter)
             biases = (tensor.shape[0], tensor.shape[-1])
             yield constant(self._renamed(f"{module}bias", layer), compute_dtype, biases, compute_dtype.encoded(0.0))
+        if is_codes and first.expert is not None and self.rules.unset_input_scales:
+            experts, module = tensor.shape[0], tensor.name.removesuffix(first.parameter)
+            fused = len(tensor.origins) // experts
+            scales = (experts, fused) if fused > 1 else (experts,)
+            unset = constant(self._renamed(f"{module}input_global_scale", layer), F32, scales, F32.encoded(1.0))
+            yield replace(unset, is_unset=True)
         parent = first.pattern.rsplit(".", 2)[0]
         for extra in self.rules.extra_tensors:
             if extra.role == first.role:

@@ -413,7 +413,6 @@ def test_ranks_of_gpt_oss_share_whole_groups_and_the_last_are_filled_up(tmp_path
 @pytest.mark.parametrize(("case", "version", "why"), [
     ("qwen3_moe-ct-int4", "0.31.0", "Older versions than 0.32"),
     ("gpt_oss-mxfp4", "0.31.0", "0.32"),
-    ("qwen3_moe-ct-nvfp4", "0.32.0", "input_global_scale"),
 ])  # fmt: skip
 def test_packed_experts_that_vllm_does_not_load_are_refused(case, version, why):
     with pytest.raises(RequestError, match=why):

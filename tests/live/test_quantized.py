@@ -15,7 +15,7 @@ from live.test_transfers import assert_equal, by_rows, hellos, of_rank, stored
 from safetensors.torch import save_file
 
 import reshard
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import from_safetensors
 from reshard.live.agreement import agreed_plan
@@ -86,7 +86,7 @@ HELD = {
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("held", HELD)
-@pytest.mark.parametrize("form", ["fp8-block", "mxfp4"])
+@pytest.mark.parametrize("form", ["fp8-block", "mxfp4", "mxfp8"])
 def test_ranks_of_a_quantized_engine_hold_what_convert_writes(form, held, tp, folder, tmp_path):
     describe, ranks, typed, is_whole = HELD[held]
     said, arrays = describe(typed(stored(folder)), ranks)
@@ -108,7 +108,26 @@ def quantized_config(folder, form, tmp_path):
     return json.loads((tmp_path / form / "config.json").read_text())
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "mxfp4"])
+def test_ranks_that_hold_whole_rows_are_sent_scales_of_rows(folder, tmp_path):
+    """The values travel, and the rank computes. A rank that has parts of rows cannot: o_proj and down_proj at TP 2."""
+    reshard.convert(reshard.plan(folder, to="vllm", tp=1, quantize="fp8-channel"), tmp_path / "out")
+    expected = of_rank(tmp_path / "out", 0)
+    for describe, ranks in ((by_rows, 3), (by_columns, 2)):
+        said, arrays = describe(wide(stored(folder)), ranks)
+        plan = reshard.transfers(said, config=CONFIG, to="vllm", tp=1, quantize="fp8-channel", dtype="bfloat16")
+        assert_equal(updated(plan, arrays)[0][0], expected)
+    with pytest.raises(UnsupportedError, match=r"down_proj.*not made of whole blocks"):
+        reshard.transfers(said, config=CONFIG, to="vllm", tp=2, quantize="fp8-channel", dtype="bfloat16")
+
+
+def test_a_global_scale_is_not_computed_in_a_live_update(folder):
+    """It follows from weights that several ranks hold."""
+    said, _ = by_rows(stored(folder), 2)
+    with pytest.raises(UnsupportedError, match=r"global scale"):
+        reshard.transfers(said, config=CONFIG, to="vllm", tp=2, quantize="nvfp4", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "mxfp4", "mxfp8"])
 def test_the_form_of_the_engine_is_that_of_its_config(form, folder, tmp_path):
     config = quantized_config(folder, form, tmp_path)
     said, arrays = by_rows(wide(stored(folder)), 3)

@@ -52,8 +52,10 @@ FIXTURES = HERE.parent.parent / "fixtures" / "hf_packed"
 CASES = ("llama-ct-int4", "llama-ct-int4-asym", "llama-ct-int4-channel", "llama-ct-nvfp4", "llama-ct-mxfp4", "llama-ct-mxfp8",
          "llama-modelopt-nvfp4", "llama-modelopt-mxfp8", "llama-awq", "llama-gptq", "qwen3_moe-ct-mxfp4", "qwen3_moe-ct-int4",
          "qwen3_moe-ct-mxfp8", "qwen3_moe-ct-nvfp4", "gpt_oss-mxfp4", "llama-modelopt-nvfp4-kv", "llama-modelopt-fp8",
-         "llama-modelopt-fp8-channel", "llama-ct-fp8-int4", "llama-modelopt-mixed", "blocks modelopt", "quantized llama4_text",
+         "llama-modelopt-fp8-channel", "llama-ct-fp8-int4", "llama-modelopt-mixed", "llama-ct-w8a8",
+         "llama-autofp8-kv", "llama-quark-fp8", "blocks modelopt", "quantized llama4_text",
          "quantized qwen3_vl_moe",
+         *(f"quantized {model} {form}" for model in ("llama", "qwen3_moe") for form in ("nvfp4", "mxfp8", "fp8-channel")),
          *(f"experts {form}" for form in seeded_models.EXPERTS))  # fmt: skip
 # Those whose form vLLM's build for CPUs computes.
 DECODED = ("llama-ct-int4", "llama-ct-int4-asym", "llama-ct-int4-channel", "llama-ct-fp8-int4", "llama-awq", "llama-gptq", "llama-gptq-v2",
@@ -170,9 +172,9 @@ def prepared(case: str, work: Path) -> Path:
     return folder
 
 
-def _quantized(model: str, folder: Path) -> None:
-    """A model whose experts are stacked, quantized by reshard."""
-    plain = folder.parent / "plain"
+def _quantized(name: str, folder: Path) -> None:
+    """A model that reshard quantizes, to MXFP4 if no form is named; experts are stacked in it."""
+    plain, (model, _, form) = folder.parent / "plain", name.partition(" ")
     if model == "qwen3_vl_moe":
         text = seeded_models.CONFIGS["qwen3_moe"] | {"model_type": "qwen3_vl_moe_text", "norm_topk_prob": True}
         text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
@@ -186,8 +188,8 @@ def _quantized(model: str, folder: Path) -> None:
         }
         seeded_models.write_random(config, plain)
     else:
-        seeded_models.write(model, plain)
-    reshard.convert(reshard.plan(plain, to="hf", quantize="mxfp4"), folder)
+        seeded_models.write(model, plain, "bfloat16" if form else None)
+    reshard.convert(reshard.plan(plain, to="hf", quantize=form or "mxfp4"), folder)
 
 
 def _experts(name: str, folder: Path) -> None:
@@ -295,6 +297,11 @@ def learned(source: Path, tp: list[int], ep: list[int], work: Path, python: str)
         # vLLM allocates the shapes of packed experts in bfloat16, and does not read them.
         if any(part["from"].endswith("weight_shape") for part in template.get("parts", ())):
             template["dtype"] = "I64"
+    for stage in document["stages"]:
+        for name, _, number, *_ in stage["tensors"]:
+            # vLLM leaves them unset where activations are not quantized. reshard writes 1, and says so.
+            if name.endswith("_input_global_scale") and not document["templates"][number].get("parts"):
+                document["templates"][number] |= {"fill": 1.0, "problem": ""}
     path.write_text(
         json.dumps({key: value for key, value in document.items() if key != "digest"})
     )  # it was that of the document as learned

@@ -16,6 +16,7 @@ def following(opened: Inspection, model: str | None) -> str | None:
     """A command that goes on from here; None if nothing can be proposed. model: what --model was."""
     from reshard.adapter import registry
     from reshard.canonical.lora import LoraSettings
+    from reshard.models.config_values import component_class
     from reshard.requests.outlook import SIZES
 
     path, about_model = shlex.quote(opened.checkpoint.path), f" --model {shlex.quote(model)}" if model else ""
@@ -49,6 +50,8 @@ def following(opened: Inspection, model: str | None) -> str | None:
         if (teacher := _engine_to_learn_from(opened)) and (tp := _smallest_tp(opened, SIZES)):
             return f"reshard convert {path} out --to {teacher} --tp {tp} --learn{about_model}"
         if opened.index.format == "hf":
+            if component_class(opened.config):
+                return f"reshard serve-check {path}"
             return f"reshard architectures --start {path} > my.yaml"
     return f"reshard convert {path} out --to hf{about_model}"
 

@@ -103,6 +103,15 @@ class Tiles:
         self._under_way: set[TileKey] = set()
         self._changed = threading.Condition()
         self._saturated: dict[str, str] = {}
+        self._shared: dict[tuple[int, ...], np.float32] = {}
+        self._sharing = threading.Lock()
+
+    def shared(self, weights: tuple[int, ...], compute: Callable[[], np.float32]) -> np.float32:
+        """The global scale of weights, by the identities of their tensors. It is computed once; other workers wait for it."""
+        with self._sharing:
+            if weights not in self._shared:
+                self._shared[weights] = compute()
+            return self._shared[weights]
 
     def saturated(self, weight: str, recipe: str) -> None:
         """Remember that values of a weight are beyond the range of a recipe's form."""

@@ -1,17 +1,22 @@
-"""Recipe: how the codes and scales of a weight follow from its values, tile by tile; and how those of MXFP4 and FP8 do."""
+"""Recipe: how the codes and scales of a weight follow from its values, tile by tile; and how those of MXFP4 of bfloat16 and of FP8 do. The
+other microscaled forms are in microscaled.py.
+
+Everything is computed in the element type of the values, as llm-compressor 0.14 (model_free_ptq) does: each quotient is rounded to it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import product
+from typing import Protocol
 
 import numpy as np
 
 from reshard.engine.casts import Block, cast, numpy_type
 from reshard.engine.origins.decoded import spread
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import BF16, F8, F32, DType
+from reshard.geometry.dtypes import BF16, F8, F16, F32, DType
 from reshard.geometry.value import value
 
 # The most columns of a tile, because short runs take many calls, and about how many elements it has. Fewer would stay in a processor's
@@ -26,30 +31,43 @@ class NotRepresentable(Exception):
     """Why values cannot be written in the form of a recipe, as the end of a sentence."""
 
 
+class Quantize(Protocol):
+    """How codes and scales follow from values."""
+
+    def __call__(self, words: Block, dtype: DType = ..., shared: np.float32 | None = ...) -> tuple[Block, Block]:
+        """The stored words of the codes and of the scales of whole blocks, [out, in].
+
+        words: the values, elements of `dtype`. shared: the global scale; None for recipes without one.
+
+        Raises: NotRepresentable for values that the form does not hold.
+        """
+
+
 @value
 class Recipe:
     """How codes and scales follow from values."""
 
-    dtype: DType | None
-    """The element type in which the values are taken; None: one that holds each of them exactly."""
-    block: tuple[int, int]
-    """The elements along each axis that share a scale."""
-    quantize: Callable[[Block], tuple[Block, Block]]
-    """The stored words of the codes and of the scales of whole blocks, [out, in]."""
-    saturates: Callable[[Block, Block], bool] = lambda words, scales: False
+    block: tuple[int, int | None]
+    """The elements along each axis that share a scale. None: all."""
+    quantize: Quantize
+    """What computes them."""
+    saturates: Callable[[Block, Block, DType], bool] = lambda words, scales, dtype: False
     """Whether values of these words were too large for the form, so that its largest value stands for them. scales: those made of them."""
+    shared: Callable[[Block, DType], np.float32] | None = None
+    """The global scale by the largest magnitude, one word, of all weights that share it; None: the form has none."""
 
     def tiles(self, shape: tuple[int, ...], ranges: Sequence[range], *, in_columns: bool = False) -> Iterator[Box]:
         """The boxes of whole blocks of a weight [out, in] or [experts, out, in], each read at once, that hold the elements of `ranges`.
 
         ranges: one for each axis. in_columns: whether the elements of a column lie side by side, not those of a row.
         """
+        width = self.block[1] or shape[-1]
         if in_columns:
             rows, columns = _IN_COLUMNS
         else:
             columns = min(shape[-1], _WIDEST)
-            rows = -(-_ELEMENTS // columns)
-        steps = (*(1,) * (len(shape) - 2), _up(rows, self.block[0]), _up(columns, self.block[1]))
+            rows = -(-_ELEMENTS // max(1, columns, self.block[1] is None and width))
+        steps = (*(1,) * (len(shape) - 2), _up(rows, self.block[0]), _up(columns, width))
         axes = (range(each.start // step * step, min(each.stop, size), step) for each, step, size in zip(ranges, steps, shape, strict=True))
         for offsets in product(*axes):
             yield Box(offsets, tuple(min(step, size - start) for step, start, size in zip(steps, offsets, shape, strict=True)))
@@ -59,9 +77,12 @@ def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def largest_of_blocks(magnitudes: Block, block: tuple[int, int]) -> Block:
+def largest_of_blocks(magnitudes: Block, block: tuple[int, int | None]) -> Block:
     """The largest element of each block."""
     by_rows = magnitudes
+    if block[1] is None:
+        largest: Block = magnitudes.max(axis=1, keepdims=True)
+        return largest
     if block[0] > 1:  # reduceat along the first axis takes 50 times as long
         by_rows = np.stack([magnitudes[row : row + block[0]].max(axis=0) for row in range(0, len(magnitudes), block[0])])
     return np.maximum.reduceat(by_rows, np.arange(0, magnitudes.shape[1], block[1]), axis=1)
@@ -74,9 +95,24 @@ def bfloat16_of(values: Block) -> Block:
     return words
 
 
-def float32_of(words: Block) -> Block:
-    """bfloat16 words as float32 values."""
-    return words.view(numpy_type(BF16)).astype(np.float32)
+def words_of(values: Block, dtype: DType) -> Block:
+    """float32 values rounded to an element type, as words. The array may be `values` itself."""
+    if dtype == BF16:
+        return bfloat16_of(values)
+    words: Block = values.astype(numpy_type(dtype), copy=False).view(dtype.word)
+    return words
+
+
+def float32_of(words: Block, dtype: DType = BF16) -> Block:
+    """Words of an element type as float32 values, in a new array."""
+    values: Block = words.view(numpy_type(dtype)).astype(np.float32)
+    return values
+
+
+def magnitudes_of(words: Block) -> Block:
+    """The words of a floating-point type without their signs. They are in the order of the magnitudes."""
+    magnitudes: Block = words & words.dtype.type((1 << 8 * words.itemsize - 1) - 1)
+    return magnitudes
 
 
 # ---- MXFP4 in groups of 32 ----
@@ -173,40 +209,63 @@ def _codes_by_values(words: Block, exponents: Block) -> Block:
     return codes | (quotients < 0).astype(np.uint8) << 3
 
 
-# ---- FP8 in blocks of 128 x 128 ----
+# ---- FP8 in blocks of 128 x 128, and by row ----
 
 _BLOCK = (128, 128)
 _LARGEST_FP8 = np.float32(448)
-# torch.finfo(torch.bfloat16).eps, 2^-7, which stands in for a scale of zero.
-_EPSILON = np.uint16(0x3C00)
+# torch.finfo(dtype).eps, which stands in for a scale of zero.
+_EPSILON = {BF16: 2.0**-7, F16: 2.0**-10, F32: 2.0**-23}
 _NAN = np.uint8(0x7F)
 # (the bias of bfloat16's exponents, less that of FP8) in the place of bfloat16's exponents.
 _BIAS = 120 << 7
 
 
-def fp8_block(words: Block) -> tuple[Block, Block]:
-    """The codes and scales of bfloat16 words.
+def fp8_block(words: Block, dtype: DType = BF16, shared: np.float32 | None = None) -> tuple[Block, Block]:
+    """The codes and scales of blocks of 128 x 128.
 
-    A scale is the largest magnitude of a block over 448, rounded to bfloat16. A code is the quotient, rounded to bfloat16 and then to FP8.
-    Both are computed as torch computes them.
+    A scale is the largest magnitude of a block over 448, rounded to the type of the values. A code is the quotient, rounded to that type
+    and then to FP8. Both are computed as torch computes them.
 
-    An example: the largest magnitude of a block is 3.5, so its scale is 3.5 / 448 = 0.0078125 (2^-7). The weight 0.30078125 has the
-    quotient 38.5, and the nearest FP8 values are 36 and 40: the code is that of 40, 0x62, which is read as 40 * 2^-7 = 0.3125.
+    An example with bfloat16: the largest magnitude of a block is 3.5, so its scale is 3.5 / 448 = 0.0078125 (2^-7). The weight 0.30078125
+    has the quotient 38.5, and the nearest FP8 values are 36 and 40: the code is that of 40, 0x62, which is read as 40 * 2^-7 = 0.3125.
     """
-    quotients = np.empty(words.shape, np.uint16)
+    return _fp8(words, dtype, _BLOCK)
+
+
+def fp8_channel(words: Block, dtype: DType = BF16, shared: np.float32 | None = None) -> tuple[Block, Block]:
+    """The codes of whole rows, and a scale for each row, as those of `fp8_block`. Raises NotRepresentable for values that are not
+    finite."""
+    check_finite(magnitudes_of(words), dtype)
+    return _fp8(words, dtype, (1, None))
+
+
+def check_finite(magnitudes: Block, dtype: DType) -> None:
+    """Raises NotRepresentable if a magnitude is infinite or NaN."""
+    if magnitudes.size and magnitudes.max() >= np.array(np.inf, numpy_type(dtype)).view(dtype.word):
+        raise NotRepresentable("are not all finite")
+
+
+def _fp8(words: Block, dtype: DType, block: tuple[int, int | None]) -> tuple[Block, Block]:
     with np.errstate(all="ignore"):
-        scales = bfloat16_of(float32_of(largest_of_blocks(words & _MAGNITUDE, _BLOCK)) / _LARGEST_FP8)
-        scales[scales == 0] = _EPSILON
-        values, divisors = float32_of(words), float32_of(np.repeat(scales, _BLOCK[1], axis=1)[:, : words.shape[1]])
-        for row, by_column in enumerate(divisors):
-            of_block = values[row * _BLOCK[0] : (row + 1) * _BLOCK[0]]
+        largest = float32_of(largest_of_blocks(magnitudes_of(words), block), dtype)
+        scales = words_of(largest / _LARGEST_FP8, dtype)
+        scales[scales == 0] = words_of(np.array([_EPSILON[dtype]], np.float32), dtype)
+        values, divisors = float32_of(words, dtype), float32_of(scales, dtype)
+        if block[1]:
+            divisors = np.repeat(divisors, block[1], axis=1)[:, : words.shape[1]]
+        if block[0] == 1:
+            values /= divisors
+        for row, by_column in enumerate(divisors if block[0] > 1 else ()):
+            of_block = values[row * block[0] : (row + 1) * block[0]]
             of_block /= by_column
-        np.copyto(quotients.view(numpy_type(BF16)), values, casting="unsafe")
-    del values
-    return cast(quotients, BF16, F8), scales
+        quotients = values.view(F32.word)
+        if dtype != F32:
+            quotients = np.empty(words.shape, dtype.word)
+            np.copyto(quotients.view(numpy_type(dtype)), values, casting="unsafe")
+    return cast(quotients, dtype, F8), scales
 
 
-def exact_fp8_block(words: Block) -> tuple[Block, Block]:
+def exact_fp8_block(words: Block, dtype: DType = BF16, shared: np.float32 | None = None) -> tuple[Block, Block]:
     """Codes and scales that give the same values as the words, which are bfloat16 or float32. Raises NotRepresentable.
 
     A scale is the smallest power of two at which the largest magnitude of a block fits.

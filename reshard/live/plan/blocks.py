@@ -25,7 +25,7 @@ from reshard.engine.origins.encoded import RECIPES
 from reshard.engine.origins.on_tensors import TENSOR_RECIPES
 from reshard.errors import UnsupportedError
 from reshard.geometry.boxes import Box, row_major
-from reshard.geometry.dtypes import DType
+from reshard.geometry.dtypes import BF16
 from reshard.geometry.quantities import grouped
 from reshard.geometry.sections import Columns
 from reshard.geometry.value import value
@@ -58,8 +58,10 @@ def is_quantized_here(route: Route) -> bool:
     if not isinstance(encoded, Encoded) or encoded.weight.is_computed or len(encoded.weight.shape) != 2:
         return False
     component = encoded.component
-    is_grid = all(component.grid) and not (component.unit_axes or component.transposed or (component.packing and component.packing.words))
-    return is_grid and RECIPES[encoded.recipe].dtype is not None
+    is_grid = not component.is_single and not (
+        component.unit_axes or component.transposed or (component.packing and component.packing.words)
+    )
+    return is_grid and RECIPES[encoded.recipe].shared is None and not encoded.recipe.startswith("exact-")
 
 
 def quantized_boxes(plan: Plan, routes: Iterable[Route], forms: Forms, beside: BesideFiles) -> QuantizedBoxes:
@@ -88,7 +90,8 @@ class _Place:
     @property
     def grid(self) -> tuple[int, ...]:
         """Elements of the weight for each of its own, along each axis."""
-        return tuple(size or 1 for size in _encoded(self.route).component.grid)
+        encoded = _encoded(self.route)
+        return tuple(size or whole for size, whole in zip(encoded.component.grid, encoded.weight.shape, strict=True))
 
     def at(self, box: Box, inner: Box) -> int:
         """The byte of the file at which a box inside of the place's box starts."""
@@ -140,8 +143,10 @@ class _Boxes:
         """The codes and scales of one weight."""
         encoded = _encoded(routes[0])
         weight, recipe = encoded.weight, encoded.recipe
-        block = RECIPES[recipe].block
-        sources = _sources(weight, block, self._ranks) if recipe in TENSOR_RECIPES else []
+        rows, columns = RECIPES[recipe].block
+        block = rows, columns or weight.shape[1]
+        is_sent = recipe in TENSOR_RECIPES and encoded.dtype == BF16
+        sources = _sources(weight, block, self._ranks) if is_sent else []
         starts, stops = (np.array([getattr(each.box, name) for each in sources], np.int64).reshape(-1, 2) for name in ("offsets", "stops"))
         values: list[tuple[Box, int, int]] = []
         for (file, box), places in self._places(routes, block).items():
@@ -150,11 +155,11 @@ class _Boxes:
                 shared = source.box.intersect(box)
                 if shared and is_open[blocks := _blocks(shared, box, block)].all():
                     is_open[blocks] = False
-                    self._send(weight, recipe, shared, source, file, (box, places))
+                    self._send(encoded, block, shared, source, file, (box, places))
             for part in _rectangles(is_open, box, block):
-                values.append((part, file, self._receive(weight, recipe, part, file, (box, places))))
+                values.append((part, file, self._receive(encoded, part, file, (box, places))))
         if values:
-            dtype = _values_type(recipe)
+            dtype = encoded.dtype
             shards = self._beside.shards(dtype, [(box, file, address) for box, file, address in values])
             self._routes.append(Route(weight, Tensor(weight.name, dtype, weight.shape, weight.kind, shards)))
 
@@ -191,9 +196,12 @@ class _Boxes:
                 found.setdefault((self._files[located.paths[located.files[row]]], box), []).append(place)
         return found
 
-    def _send(self, weight: Tensor, recipe: str, shared: Box, source: _Source, file: int, target: tuple[Box, Sequence[_Place]]) -> None:
+    def _send(
+        self, encoded: Encoded, block: tuple[int, int], shared: Box, source: _Source, file: int, target: tuple[Box, Sequence[_Place]]
+    ) -> None:
         """The boxes that sources compute, in parts that are computed at once."""
-        for box in _parts(shared, RECIPES[recipe].block):
+        weight, recipe = encoded.weight, encoded.recipe
+        for box in _parts(shared, block):
             steps = zip(box.offsets, source.box.offsets, source.strides, strict=True)
             before = sum((a - b) * stride for a, b, stride in steps) * weight.dtype.itemsize
             holders = [(rank, address + before) for rank, address in source.holders]
@@ -204,7 +212,7 @@ class _Boxes:
                 row = self._forms.number(form), holders, file, place.at(target[0], box)
                 self._rows.setdefault(len(holders), []).append(row)
 
-    def _receive(self, weight: Tensor, recipe: str, box: Box, file: int, target: tuple[Box, Sequence[_Place]]) -> int:
+    def _receive(self, encoded: Encoded, box: Box, file: int, target: tuple[Box, Sequence[_Place]]) -> int:
         """A box that the target's rank computes; returns the byte offset of its values."""
         parts = []
         for place in target[1]:
@@ -216,16 +224,9 @@ class _Boxes:
             at = (byte_offset - start) // itemsize
             parts.append(ComputedPart(name, at, place.strides, is_scale, source.dtype, place.route.target.dtype, place.grid[0]))
         ranges = ", ".join(f"{start}:{stop}" for start, stop in zip(box.offsets, box.stops, strict=True))
-        held = HeldTensor(f"{weight.name}[{ranges}]", _values_type(recipe), box.sizes, row_major(box.sizes))
-        self._computes.setdefault(file, []).append(Computed(held, recipe, tuple(parts)))
+        held = HeldTensor(f"{encoded.weight.name}[{ranges}]", encoded.dtype, box.sizes, row_major(box.sizes))
+        self._computes.setdefault(file, []).append(Computed(held, encoded.recipe, tuple(parts)))
         return self._beside.add(file, held)
-
-
-def _values_type(recipe: str) -> DType:
-    """The element type in which a recipe takes values."""
-    dtype = RECIPES[recipe].dtype
-    assert dtype is not None, "is_quantized_here asks for it"
-    return dtype
 
 
 def _meeting(sources: Sequence[_Source], starts: Columns, stops: Columns, box: Box) -> Iterator[_Source]:

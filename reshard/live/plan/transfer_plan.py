@@ -256,7 +256,8 @@ def _check_computed(routes: Iterable[Route]) -> None:
         raise UnsupportedError(
             f"{plural(len(refused), 'tensor')} of the target would be computed in a way that a live update does not know",
             where=refused[0],
-            why="It copies and casts elements, merges LoRA adapters into matrices, and quantizes weights [out, in] to FP8 blocks or MXFP4",
+            why="It copies and casts elements, merges LoRA adapters into matrices, and quantizes weights [out, in] to FP8 blocks or MXFP4, "
+            "MXFP8 and FP8 by row; the global scale of NVFP4 would follow from weights that several ranks hold",
             do="Serve the model in another form, or `reshard push` a checkpoint, which computes everything that `convert` does",
         )
 

@@ -16,7 +16,7 @@ import numpy as np
 from reshard.engine.casts import cast
 from reshard.engine.origins.encoded import RECIPES
 from reshard.engine.origins.on_tensors import TENSOR_RECIPES, cast_tensor
-from reshard.geometry.dtypes import F32
+from reshard.geometry.dtypes import BF16, F32
 from reshard.geometry.low_rank import add_products
 from reshard.live.plan.beside import Computed, MergedBox
 from reshard.live.plan.schedule import BoxForm, HeldTensor
@@ -32,9 +32,7 @@ def on_wire(box: torch.Tensor, form: BoxForm) -> torch.Tensor:
     """What a source sends of a box."""
     if form.derived is None:
         return cast_tensor(box, form.source, form.wire)
-    dtype = RECIPES[form.derived.recipe].dtype
-    values = box if dtype is None else cast_tensor(box, form.source, dtype)
-    return TENSOR_RECIPES[form.derived.recipe][form.derived.is_scale](values)
+    return TENSOR_RECIPES[form.derived.recipe][form.derived.is_scale](cast_tensor(box, form.source, BF16))
 
 
 def compute(computes: Iterable[Computed], values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
@@ -43,7 +41,7 @@ def compute(computes: Iterable[Computed], values: Mapping[str, torch.Tensor], ta
         recipe, words = RECIPES[each.recipe], _words(values[each.values.name]).numpy()
         step = max(1, _AT_ONCE // (max(1, words.shape[1]) * recipe.block[0])) * recipe.block[0]
         for row in range(0, len(words), step):
-            made = recipe.quantize(np.ascontiguousarray(words[row : row + step]).view(each.values.dtype.word))
+            made = recipe.quantize(np.ascontiguousarray(words[row : row + step]).view(each.values.dtype.word), each.values.dtype, None)
             for part in each.parts:
                 of_part = cast(np.ascontiguousarray(made[part.is_scale]), part.dtype, part.target)
                 _put(of_part, targets[part.tensor], part.start + row // part.rows * part.strides[0], part.strides)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import RequestError, ReshardError
 from reshard.geometry.quantities import plural
+from reshard.models.config_values import component_class
 from reshard.models.lookup import draft_class
 from reshard.models.quantization import unknown_quantization
 
@@ -123,8 +124,8 @@ class Inspection:
 
 
 def name_of_model(config: Mapping[str, Any]) -> str | None:
-    """What a config calls its model: its type, or the class of a draft model; None if it names neither."""
+    """What a config calls its model: its type, or the class of a draft model or of a diffusers component; None if it names none."""
     from reshard.models.lookup import model_type_of
 
     draft = draft_class(config)
-    return f"draft model {draft}" if draft else model_type_of(config)
+    return f"draft model {draft}" if draft else component_class(config) or model_type_of(config)

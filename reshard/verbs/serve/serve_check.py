@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Unpack
 
 from reshard.adapter import registry
+from reshard.adapter.model_files import FileNames
 from reshard.adapter.serving_format import ServingFormat
 from reshard.containers import safetensors
 from reshard.errors import ReshardError
 from reshard.geometry.quantities import grouped
 from reshard.health.findings import Finding, Report, found, sorted_findings
+from reshard.models.config_values import component_class
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import OpenOptions, PathLike, checked_keywords
 from reshard.opening.open import open
@@ -61,6 +63,9 @@ def _of_engine(checkpoint: Checkpoint, engine: str | None, asked: Mapping[str, i
     names = [engine] if engine else [format.name] if is_for_ranks else serving
     if config is None:
         return  # doctor has said so, or the format needs none
+    if component := component_class(config):
+        yield from _of_component(checkpoint, component)
+        return
     if not config.get("architectures"):
         yield found("no-class", "config.json names no class: `architectures` is missing or empty", file="config.json")
     if is_for_ranks and names != [format.name]:
@@ -83,6 +88,20 @@ def _of_engine(checkpoint: Checkpoint, engine: str | None, asked: Mapping[str, i
         return
     if isinstance(format, ServingFormat):
         yield from _of_ranks(checkpoint, format, laid_out)
+
+
+def _of_component(checkpoint: Checkpoint, component: str) -> Iterator[Finding]:
+    """Whether diffusers finds the weights of a component, by the names of their files (0.42, ModelMixin.from_pretrained)."""
+    expected = FileNames.of(checkpoint.model_files.config)
+    paths = [file.path for file in checkpoint.index.files]
+    named = FileNames.written(paths)
+    if named is None or named.stem != expected.stem:
+        yield found(
+            "not-served",
+            f"diffusers loads a {component} from {expected.file(1, 1)} or the files of {expected.index}, and the weights are in {paths[0]}",
+            do="Convert to hf, which writes these names",
+        )
+    yield from _of_files(checkpoint)
 
 
 def _planned(checkpoint: Checkpoint, name: str, given: Mapping[str, Any]) -> Layout | Finding:

@@ -1,0 +1,164 @@
+"""Components of diffusers pipelines: the names, the index and the config that diffusers 0.42.1 writes (fixtures/diffusers), from what
+trainers save."""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers.reshard_command import reshard as run
+
+import reshard
+from reshard.errors import RequestError
+
+FIXTURES = Path(__file__).resolve().parent.parent.parent / "fixtures" / "diffusers"
+CLASSES = sorted(path.parent.name for path in FIXTURES.glob("*/truth.json"))
+WAN = "WanTransformer3DModel"
+SINGLE = "diffusion_pytorch_model.safetensors"
+
+
+def truth_of(name):
+    return json.loads((FIXTURES / name / "truth.json").read_text())
+
+
+def weights(name, dtype=torch.float32):
+    torch.manual_seed(len(name))
+    return {key: torch.randn(math.prod(shape)).reshape(shape).to(dtype) for key, shape in truth_of(name)["shapes"].items()}
+
+
+def component(folder, name, file=SINGLE, dtype=torch.float32):
+    """A folder as save_pretrained writes it."""
+    folder.mkdir(parents=True)
+    safetensors.torch.save_file(weights(name, dtype), folder / file, metadata={"format": "pt"})
+    (folder / "config.json").write_bytes((FIXTURES / name / "config.json").read_bytes())
+    return folder
+
+
+def trained(folder, name, prefix=""):
+    """A step as a trainer saves it with torch.distributed.checkpoint."""
+    dcp.save({"model": {prefix + key: tensor for key, tensor in weights(name).items()}}, checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+def stored(folder):
+    return {key: each for path in sorted(folder.glob("*.safetensors")) for key, each in safetensors.torch.load_file(path).items()}
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith(("reshard.", "config")))
+
+
+def same(ours, theirs):
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[key], each) and ours[key].dtype == each.dtype for key, each in theirs.items()
+    )
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer.", "model.module."])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_trained_component_is_what_diffusers_saves(name, prefix, tmp_path):
+    model, step = component(tmp_path / "model", name), trained(tmp_path / "step", name, prefix)
+    plan = reshard.plan(step, to="hf", model=model, max_shard_size=40_000)
+    reshard.convert(plan, tmp_path / "out")
+    assert files(tmp_path / "out") == truth_of(name)["files"]
+    assert (tmp_path / "out" / "config.json").read_bytes() == (FIXTURES / name / "config.json").read_bytes()
+    if index := truth_of(name)["index"]:
+        written = next((tmp_path / "out").glob("*.index.json")).read_bytes()
+        assert hashlib.sha256(written).hexdigest() == index
+    assert same(stored(tmp_path / "out"), weights(name))
+    assert any(f"`{prefix}` is removed" in note for note in plan.layout.notes) == bool(prefix)
+    assert reshard.verify(tmp_path / "out", model).equal
+
+
+def test_files_hold_10_gb_unless_a_limit_is_given(tmp_path):
+    model, step = component(tmp_path / "model", WAN), trained(tmp_path / "step", WAN)
+    reshard.convert(reshard.plan(step, to="hf", model=model), tmp_path / "out")
+    assert files(tmp_path / "out") == [SINGLE]
+    header = safetensors.safe_open(tmp_path / "out" / SINGLE, "pt").metadata()
+    assert header == {"format": "pt"}
+
+
+def test_a_type_is_cast_and_the_config_stays(tmp_path):
+    model = component(tmp_path / "model", WAN)
+    reshard.convert(reshard.plan(model, to="hf", dtype="bf16", keep_dtype=["*norm*"]), tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_bytes() == (FIXTURES / WAN / "config.json").read_bytes()
+    assert {each.dtype for key, each in stored(tmp_path / "out").items() if "norm" in key} == {torch.float32}
+    assert stored(tmp_path / "out")["proj_out.weight"].dtype == torch.bfloat16
+
+
+def variant(folder):
+    """Two files of a variant and their index, as diffusers names them, beside the main weights."""
+    component(folder, WAN)
+    tensors = [*weights(WAN, torch.float16).items()]
+    names = [f"diffusion_pytorch_model.fp16-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    halves = dict(zip(names, (dict(tensors[:30]), dict(tensors[30:])), strict=True))
+    for file, half in halves.items():
+        safetensors.torch.save_file(half, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": 1}, "weight_map": {key: file for file, half in halves.items() for key in half}}
+    (folder / "diffusion_pytorch_model.safetensors.index.fp16.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_variants_are_read_and_written_under_their_names(tmp_path):
+    folder = variant(tmp_path / "model")
+    (folder / SINGLE).unlink()
+    assert reshard.open(folder).index.element_types["proj_out.bias"] == "F16"
+    step = trained(tmp_path / "step", WAN, "transformer.")
+    reshard.convert(reshard.plan(step, to="hf", model=folder, like=folder), tmp_path / "out")
+    assert files(tmp_path / "out") == files(folder)
+    assert same(stored(tmp_path / "out"), weights(WAN, torch.float16))
+
+
+def test_beside_a_variant_the_main_weights_are_read(tmp_path):
+    folder = component(tmp_path / "model", WAN)
+    safetensors.torch.save_file(weights(WAN, torch.float16), folder / "diffusion_pytorch_model.fp16.safetensors")
+    opened = reshard.open(folder)
+    assert opened.index.element_types["proj_out.bias"] == "F32"
+    assert any("diffusion_pytorch_model.fp16.safetensors" in note for note in opened.index.facts.notes)
+
+
+def test_an_unknown_prefix_is_said(tmp_path):
+    """The folder of the config has no weights, so nothing tells the names."""
+    model, step = component(tmp_path / "model", WAN), trained(tmp_path / "step", WAN, "transformer.")
+    (model / SINGLE).unlink()
+    plan = reshard.plan(step, to="hf", model=model)
+    assert any("all names of WanTransformer3DModel begin with `transformer.`" in note for note in plan.layout.notes)
+    reshard.convert(reshard.plan(step, to="hf", model=model, strip_prefix="transformer."), tmp_path / "out")
+    assert same(stored(tmp_path / "out"), weights(WAN))
+
+
+def test_what_is_not_of_the_component_is_said(tmp_path):
+    model, step = component(tmp_path / "model", WAN), tmp_path / "step"
+    others = {"text_encoder.a": torch.ones(3)}
+    dcp.save({"model": {f"transformer.{key}": each for key, each in weights(WAN).items()} | others}, checkpoint_id=str(step), no_dist=True)
+    plan = reshard.plan(step, to="hf", model=model)
+    assert any("not of WanTransformer3DModel: 1 tensor, such as text_encoder.a" in note for note in plan.layout.notes)
+
+
+def test_commands_speak_of_components(tmp_path):
+    folder = component(tmp_path / "model", WAN)
+    assert not reshard.serve_check(folder).findings or {each.severity for each in reshard.serve_check(folder).findings} == {"info"}
+    said = run("inspect", folder).out
+    assert "WanTransformer3DModel" in said and "a component of a diffusers pipeline" in said
+    assert "tokenizer" not in said and "architectures --start" not in said
+    (folder / SINGLE).rename(folder / "model.safetensors")
+    (finding,) = (each for each in reshard.serve_check(folder).findings if each.severity == "error")
+    assert finding.id == "not-served" and SINGLE in finding.detail
+    with pytest.raises(RequestError, match="a component of a diffusers pipeline"):
+        reshard.plan(folder, to="vllm", tp=2)
+
+
+def test_a_pipeline_names_its_components(tmp_path):
+    pipeline = tmp_path / "pipeline"
+    component(pipeline / "transformer", WAN)
+    component(pipeline / "unet", "UNet2DConditionModel")
+    (pipeline / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline", "transformer": ["diffusers", WAN]}))
+    step = trained(tmp_path / "step", WAN)
+    with pytest.raises(RequestError, match=r"pipeline of diffusers.*transformer/"):
+        reshard.plan(step, to="hf", model=pipeline)
+    said = run("convert", pipeline, tmp_path / "out", "--to", "hf", "--component", "unet")
+    assert said.code == 0 and files(tmp_path / "out") == [SINGLE]
