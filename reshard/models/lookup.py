@@ -31,6 +31,7 @@ from reshard.geometry.value import value
 from reshard.models.architecture import Architecture, Weight
 from reshard.models.config_values import value_at, with_value
 from reshard.models.declared.composition import TOWERS, Find
+from reshard.models.declared.heads import head_of, with_head
 from reshard.models.declared.reader import parse_declaration
 from reshard.models.model import Model
 from reshard.models.quantization import unknown_quantization, without_quantization
@@ -45,17 +46,22 @@ _BUILT_IN = Path(__file__).resolve().parent.parent / "architectures"
 LISTED_BY = "`reshard architectures` lists all"
 
 
-def find_model(config: Mapping[str, Any] | None, architecture: Architecture | None = None) -> Model | None:
-    """The model that a Hugging Face config describes.
+def find_model(
+    config: Mapping[str, Any] | None, architecture: Architecture | None = None, stored: Mapping[str, tuple[int, ...]] | None = None
+) -> Model | None:
+    """The model that a Hugging Face config describes, with the head of its class.
 
     None if there is no config, if its architecture is not declared, if it is a draft model, or if its weights are quantized in a way that
-    is not known. architecture: is used instead of the one that the config names by its `model_type`.
+    is not known. architecture: is used instead of the one that the config names by its `model_type`. stored: the names and shapes of what
+    is stored, which tell a head of its own where the class does not.
     """
     if config is None or unknown_quantization(config) or (architecture is None and draft_class(config)):
         return None
     declared = architecture or find_architecture(_meant(model_type_of(config) or "", config))
     if declared and (named := _named_parts(declared, config)):
         declared = None if _undeclared(declared, named) else _with_parts(declared, tuple(named.items()))
+    if declared and declared.head is None and (head := head_of(config, declared, stored or {})):
+        declared = with_head(declared, head)
     return _model(declared, config) if declared else None
 
 

@@ -20,6 +20,7 @@ from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
 from reshard.models.architecture import COUNTED
 from reshard.models.config_values import whole_number
+from reshard.models.declared.heads import plain_class, stated_class
 from reshard.models.engine_rules import EngineRules
 from reshard.models.parts import Part, parts_of
 from reshard.models.sizes import Sizes
@@ -46,8 +47,9 @@ class Model(Sizes):
 
     @property
     def is_tied(self) -> bool:
-        """Whether the head and the embedding are one tensor."""
-        return bool(self.setting("tie_word_embeddings"))
+        """Whether the head of a language model and the embedding are one tensor."""
+        head = self.architecture.head
+        return bool(self.setting("tie_word_embeddings")) and (head is None or head.beside)
 
     @property
     def experts_per_token(self) -> int | None:
@@ -59,9 +61,16 @@ class Model(Sizes):
 
     @property
     def class_name(self) -> str | None:
-        """The class by which engines choose their own: the first of the config's `architectures`, or else the one of the declaration."""
-        named = self.config.get("architectures")
-        return str(named[0]) if isinstance(named, list) and named else self.architecture.class_name
+        """The class by which engines choose their own: the first of the config's `architectures`, or the one inside if it is a wrapper's;
+        else the one of the declaration."""
+        named, declared = stated_class(self.config), self.architecture.class_name
+        return self.architecture.head.class_name if self.architecture.head else plain_class(named, declared) if named else declared
+
+    @property
+    def noun(self) -> str:
+        """What messages call it: by its class if that has another head than a language model, else by its type."""
+        head = self.architecture.head
+        return f"{head.what} ({head.class_name})" if head else f"a {self.architecture.model_type} model"
 
     def quirks_of(self, engine: str) -> EngineRules | None:
         """What an engine's class for this model does differently, to be put into the engine's rules; None if no class of that engine was
