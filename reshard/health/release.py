@@ -82,8 +82,8 @@ def names_of_release(stored: Collection[str], release: Release, model: Model) ->
     if head is not None:
         yield from _head(release, model)
     # vLLM's classes for pooling take weights that are relative to `model` (models/adapters.py, _load_pooling_model_weights).
-    if head is not None and head.without not in ("", "model.") and "bare" not in (taken or ()):
-        yield found("not-known", f"whether {release.engine} takes names without {head.without} was not tried", tensor=own[0])
+    if head is not None and not head.module and head.front[0] not in ("", "model.") and "bare" not in (taken or ()):
+        yield found("not-known", f"whether {release.engine} takes names without {head.front[0]} was not tried", tensor=own[0])
     if taken is None:
         if others:
             detail = (

@@ -295,8 +295,8 @@ class ClassHead:
     """The number of outputs where the config does not say it; None: 2, as in transformers."""
     beside: bool = False
     """Whether the head of the language model is there, too."""
-    without: str = ""
-    """What the names lack: the first word of the language model's names, such as "model."."""
+    front: tuple[str, str] = ("", "")
+    """The first word of the language model's names, such as "model.", and what stands in its place, which may be empty."""
 
 
 @value(slots=False)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -90,7 +90,7 @@ def head_of(config: Mapping[str, Any], declared: Architecture, stored: Mapping[s
         usual = _prefix(config) or row[2] if "value" in row[2] else row[2]
         module, parts = (module, parts) if module and usual else (usual, row[3])
         is_usual = module == usual and (len(parts) > 2) == (len(row[3]) > 2)
-        return ClassHead(named, what, module, parts, is_usual, labels, without="" if module else _lacking(declared, stored))
+        return ClassHead(named, what, module, parts, is_usual, labels, front=_front(declared, stored, module))
     if not module:
         return None
     if module.startswith("v_head") or has_lm_head:
@@ -132,10 +132,13 @@ def _labels(config: Mapping[str, Any]) -> int | None:
     return len(listed) if isinstance(listed, Mapping) and listed else number if isinstance(number, int) else None
 
 
-def _lacking(declared: Architecture, stored: Iterable[str]) -> str:
-    """The first word that the names of an embedding model lack, if they do, or are not known."""
+def _front(declared: Architecture, stored: Iterable[str], module: str) -> tuple[str, str]:
+    """The first word of the language model's names, and what a model has in its place: embedding models may lack it, also where the names
+    are not known, and the classes that answer questions spell it `transformer` for most model types."""
     base = _base(declared)
-    return "" if base and any(name.startswith(base) for name in stored) else base
+    if not base or (module and module != "qa_outputs") or any(name.startswith(base) for name in stored):
+        return "", ""
+    return (base, "transformer.") if module else (base, "")
 
 
 def _base(declared: Architecture) -> str:
@@ -166,17 +169,21 @@ def _with_head(declared: Architecture, head: ClassHead) -> Architecture:
     hidden = next((weight.shape[1] for weight in of_language if len(weight.shape) == 2), "hidden")
     shapes = {"0.weight": (hidden, hidden), "0.bias": (hidden,), "2.bias": ("labels",), "bias": ("labels",)}
     own = [Weight(f"{head.module}.{part}", "class_head", shapes.get(part, ("labels", hidden))) for part in head.parts]
-    base = head.without
-    others = [replace(weight, name=weight.name.removeprefix(base)) for weight in declared.weights if weight.role != "head"]
-    labels = Dimension((".id2label", ".num_labels"), default=str(head.labels or 2), counts=True)
-    escaped = re.escape(base)
+    old, new = head.front
+
+    def renamed(text: str, spelled: Callable[[str], str] = str) -> str:
+        return spelled(new) + text.removeprefix(spelled(old)) if text.startswith(spelled(old)) else text
+
+    others = [replace(weight, name=renamed(weight.name)) for weight in declared.weights if weight.role != "head"]
+    keys = () if head.module == "qa_outputs" else (".id2label", ".num_labels")  # its two are the start and the end of an answer
+    labels = Dimension(keys, default=str(head.labels or 2) if keys else "2", counts=True)
     return replace(
         declared,
         weights=(*others, *(of_language if head.beside else ()), *own),
         dimensions={**declared.dimensions, "labels": labels},
-        tied=(declared.tied[0], declared.tied[1].removeprefix(base)),
-        dropped={pattern.removeprefix(escaped): reason for pattern, reason in declared.dropped.items()},
-        carried={pattern.removeprefix(escaped): reason for pattern, reason in declared.carried.items()},
+        tied=(declared.tied[0], renamed(declared.tied[1])),
+        dropped={renamed(pattern, re.escape): reason for pattern, reason in declared.dropped.items()},
+        carried={renamed(pattern, re.escape): reason for pattern, reason in declared.carried.items()},
         head=head,
     )
 
