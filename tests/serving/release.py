@@ -1,7 +1,9 @@
 """What vLLM 0.32 and SGLang 0.5.23 take: makes formats/vllm/release.json, formats/sglang/release.json and the file of
 transformers beside reshard/adapter/serving_format/release.py, or compares them.
 
-    python tests/serving/release.py [--check] [--only TYPE ...] [--sglang WHEEL]
+    python tests/serving/release.py [--check] [--sglang WHEEL] [--only MODEL ...]
+
+With --only, the models of these fixtures alone are tried, and what is known of other types stays.
 
 vLLM is asked itself (takes_names.py): its own loader gets each declared model under the names of `FORMS`. SGLang's wheel is read as text,
 and no name of a weight was tried with it: its loaders leave unknown names out without a word.
@@ -148,7 +150,10 @@ def main() -> int:
     """Make or compare; the number of documents that differ."""
     words = sys.argv[1:]
     only = words[words.index("--only") + 1 :] if "--only" in words else []
-    vllm = of_vllm(PYTHON, only)
+    vllm, stored = of_vllm(PYTHON, only), ROOT / "formats" / "vllm" / "release.json"
+    if only and "--check" not in words:
+        others = json.loads(stored.read_text())["names"]
+        vllm["names"] = dict(sorted({**{key: forms.split() for key, forms in others.items()}, **vllm["names"]}.items()))
     documents = {
         ROOT / "formats" / "vllm" / "release.json": divided(vllm)[0],
         RELEASES / f"transformers-{vllm['transformers']}.json": divided(vllm)[1],

@@ -196,5 +196,5 @@ def check_head(architecture: Architecture, what: str) -> None:
         raise UnsupportedError(
             f"{what} written of language models, and this is {head.what} ({head.class_name})",
             why=f"How they hold {part} is not known, and is not guessed",
-            do="Serve or train it from its Hugging Face folder, which `to=hf` writes and engines load at every size",
+            do="Use its Hugging Face folder, which `to=hf` writes; `reshard serve-check` says whether an engine takes it",
         )
