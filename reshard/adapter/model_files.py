@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.value import value
-from reshard.models.config_values import with_value
-from reshard.models.declared.heads import plain_class, stated_class
+from reshard.models.config_values import stated_class, with_value
 from reshard.models.quantization import SETTING, SETTINGS_FILES, quantization_settings, settings_key, settings_of_file
 from reshard.storage.files import Files, LocalFiles, inside, leads_elsewhere, read_whole
 
@@ -120,7 +119,11 @@ class ModelFiles:
         if not config:
             return self, ()
         model_type = model.architecture.model_type if model else None
-        its_class = model.class_name if model else plain_class(named, None) if named else None
+        its_class = model.class_name if model else None
+        if model is None and named:
+            from reshard.models.declared.heads import plain_class
+
+            its_class = plain_class(named, None)
         added = {"model_type": model_type, "architectures": its_class and [its_class]}
         added = {key: value for key, value in added.items() if value and not config.get(key)}
         other_type = config.get("model_type", model_type) != model_type

@@ -35,7 +35,6 @@ from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
 from reshard.index.subviews import SubviewsBuilder
-from reshard.models.declared.heads import check_head
 from reshard.models.model import Model
 from reshard.models.parts import Part
 from reshard.models.roles import ROLES
@@ -305,7 +304,7 @@ def named_places(trainer: str, model: Model | None, *, asked: str = "") -> Place
             why="Names that were not compared with the trainer's own are not written",
             do="Write `to=hf` with the published names" if model else "Name the model with `model=DIR`",
         )
-    check_head(model.architecture, f"{asked}: these names are")
+    model.architecture.check_head(f"{asked}: these names are")
     return Places(table, model)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from reshard.adapter.serving_format.release import Release, forms_of
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found
-from reshard.models.declared.heads import plain_class, stated_class
+from reshard.models.config_values import stated_class
+from reshard.models.declared.heads import plain_class
 from reshard.models.model import Model
 from reshard.models.quantization import quantization_settings
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.value import value
 from reshard.models.config_values import value_at, whole_number
 from reshard.models.engine_rules import EngineRules
@@ -360,6 +360,16 @@ class Architecture:
     def by_expert(self) -> Architecture:
         """The architecture of the same model with the weights of each expert under names of their own, where such names are known."""
         return replace(self, weights=tuple(each for weight in self.weights for each in weight.by_expert() or (weight,)))
+
+    def check_head(self, what: str) -> None:
+        """Raises UnsupportedError if the models have another head than language models. what: such as "these files are", of those."""
+        if self.head is not None:
+            part = f"its head, {self.head.module}," if self.head.module else "a model without a head"
+            raise UnsupportedError(
+                f"{what} written of language models, and this is {self.head.what} ({self.head.class_name})",
+                why=f"How they hold {part} is not known, and is not guessed",
+                do="Use its Hugging Face folder, which `to=hf` writes; `reshard serve-check` says whether an engine takes it",
+            )
 
     @property
     def family(self) -> str:

@@ -19,8 +19,7 @@ from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
 from reshard.models.architecture import COUNTED
-from reshard.models.config_values import whole_number
-from reshard.models.declared.heads import plain_class, stated_class
+from reshard.models.config_values import stated_class, whole_number
 from reshard.models.engine_rules import EngineRules
 from reshard.models.parts import Part, parts_of
 from reshard.models.sizes import Sizes
@@ -64,7 +63,11 @@ class Model(Sizes):
         """The class by which engines choose their own: the first of the config's `architectures`, or the one inside if it is a wrapper's;
         else the one of the declaration."""
         named, declared = stated_class(self.config), self.architecture.class_name
-        return self.architecture.head.class_name if self.architecture.head else plain_class(named, declared) if named else declared
+        if self.architecture.head or named in (None, declared):
+            return self.architecture.head.class_name if self.architecture.head else declared
+        from reshard.models.declared.heads import plain_class
+
+        return plain_class(str(named), declared)
 
     @property
     def noun(self) -> str:

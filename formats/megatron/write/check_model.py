@@ -8,7 +8,6 @@ from reshard.canonical.content import Content
 from reshard.canonical.globs import any_layer
 from reshard.errors import RequestError, UnsupportedError
 from reshard.models.architecture import Architecture
-from reshard.models.declared.heads import check_head
 from reshard.models.lookup import known_model_types
 from reshard.models.model import Model
 
@@ -49,7 +48,7 @@ def megatron_compatible_model(content: Content) -> Model:
             why=f"Declared are {', '.join(known_model_types())}",
             do="Give the model's Hugging Face config with `model=DIR`, and a declaration with `architecture=FILE` if it is none of these",
         )
-    check_head(model.architecture, "Megatron-Core's checkpoints are")
+    model.architecture.check_head("Megatron-Core's checkpoints are")
     if lacking := lacking_for(model.architecture):
         raise UnsupportedError(
             f"models of the type {model.architecture.model_type} need {lacking}, which Megatron-Core 0.16 does not have",

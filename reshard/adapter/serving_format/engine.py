@@ -143,10 +143,9 @@ class ServingEngine(Format):
 
         Raises: RequestError for sizes, versions or models that the engine does not serve.
         """
-        from reshard.models.declared.heads import check_head
         from reshard.serving.legality import check_served
 
-        check_head(model.architecture, f"{self.engine}'s files of ranks are")
+        model.architecture.check_head(f"{self.engine}'s files of ranks are")
         self.check_sizes(target.parallel)
         rules = self.rules(model, target)
         check_served(model, rules)

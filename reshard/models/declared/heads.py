@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from reshard.errors import UnsupportedError
 from reshard.models.architecture import Architecture, ClassHead, Dimension, Weight
+from reshard.models.config_values import stated_class
 
 _MLP = ("0.weight", "0.bias", "2.weight", "2.bias")
 _PARTS = ("weight", "bias", *_MLP)
@@ -65,12 +65,6 @@ def plain_class(named: str, declared: str | None) -> str:
     return declared if task in ("ForCausalLM", "ForSeq2SeqLM") else _stem(declared) + task.replace("ForFeatureExtraction", "Model")
 
 
-def stated_class(config: Mapping[str, Any]) -> str | None:
-    """The first class of a config's `architectures`; None if it names none."""
-    named = config.get("architectures")
-    return str(named[0]) if isinstance(named, list) and named else None
-
-
 def head_of(config: Mapping[str, Any], declared: Architecture, stored: Mapping[str, tuple[int, ...]]) -> ClassHead | None:
     """The head that a model has in place of the declared one, or with it; None: the declared one alone.
 
@@ -84,7 +78,7 @@ def head_of(config: Mapping[str, Any], declared: Architecture, stored: Mapping[s
     is_language = named == declared.class_name or bool(_OF_LANGUAGE.search(named))
     row = next((row for row in _ROWS if re.fullmatch(row[0], named)), None) if not is_language else None
     # Engines compute such a classifier from rows of lm_head, and there are models of their own whose class ends in Model.
-    of_lm_head = config.get("classifier_from_token") if row and row[2] else has_lm_head
+    of_lm_head = config.get("classifier_from_token") if row and row[2] else has_lm_head or declared.class_name is None
     if row is not None and not of_lm_head:
         what = row[1][0] if labels == 1 else row[1][1]
         usual = _prefix(config) or row[2] if "value" in row[2] else row[2]
@@ -186,15 +180,3 @@ def _with_head(declared: Architecture, head: ClassHead) -> Architecture:
         carried={renamed(pattern, re.escape): reason for pattern, reason in declared.carried.items()},
         head=head,
     )
-
-
-def check_head(architecture: Architecture, what: str) -> None:
-    """Raises UnsupportedError if a model has another head than the language models of which `what`, such as some files, is written."""
-    head = architecture.head
-    if head is not None:
-        part = f"its head, {head.module}," if head.module else "a model without a head"
-        raise UnsupportedError(
-            f"{what} written of language models, and this is {head.what} ({head.class_name})",
-            why=f"How they hold {part} is not known, and is not guessed",
-            do="Use its Hugging Face folder, which `to=hf` writes; `reshard serve-check` says whether an engine takes it",
-        )
