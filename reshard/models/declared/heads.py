@@ -99,7 +99,7 @@ def _stored_head(config: Mapping[str, Any], declared: Architecture, stored: Mapp
     own = {weight.name for weight in declared.weights}
     for module in filter(None, dict.fromkeys((_prefix(config), *_MODULES))):
         there = {part for part in _PARTS if f"{module}.{part}" not in own and any(_ends(stored, module, (part,)))}
-        if there:
+        if any(len(stored[name]) == 2 for part in there for name in _ends(stored, module, (part,))):
             form = _MLP if there & {*_MLP} else ("weight", "bias")
             return module, tuple(part for part in form if part in there or part.endswith("weight"))
     return "", ()
