@@ -42,7 +42,7 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     names = {path: frozenset(tensor.name for tensor in tensors) for path, tensors in tensors_by_file.items()}
     headers = headers_of(content, names)
     files = tuple(framed(path, tensors, metadata=headers[path]) for path, tensors in tensors_by_file.items())
-    companions, added = companions.completed(content.model.architecture) if content.model else (companions, ())
+    companions, added = companions.completed(content.model)
     sidecars = companions.sidecars([tensor.dtype for tensor in folder.tensors], main=_main_dtype(folder.tensors), weights=True)
     # Without an index vLLM would load the files that the source's index does not name.
     beside = any(sidecar.path.endswith(".safetensors") and "/" not in sidecar.path for sidecar in sidecars)

@@ -1,4 +1,5 @@
-"""TensorRT-LLM checkpoints: the input of `trtllm-build`, which builds engines. Releases 0.8 to 1.x; newer releases load hf.
+"""TensorRT-LLM checkpoints: the input of `trtllm-build`, which builds engines. Releases 0.8 to 1.2; newer releases load hf: the
+builder was removed from TensorRT-LLM in July 2026.
 
     config.json          the model and the parallel sizes, in TensorRT-LLM's own terms
     rank{N}.safetensors  N = stage * tp + rank within the stage; layers are numbered from 0 in every stage
@@ -37,11 +38,14 @@ if TYPE_CHECKING:
 class Trtllm(ServingFormat):
     name = "trtllm"
     other_names = ("tensorrt-llm", "tensorrt_llm", "trt-llm")
-    summary = "TensorRT-LLM checkpoints for trtllm-build (releases that build engines): tensor, pipeline and expert parallel ranks"
+    summary = (
+        "TensorRT-LLM checkpoints for trtllm-build, up to release 1.2 (newer ones load hf): tensor, pipeline and expert parallel ranks"
+    )
     owns = ("rank*.safetensors",)
     refines = ("hf",)
     engine = "TensorRT-LLM"
     producer = "TensorRT-LLM checkpoint"
+    until = "1.2"
     file_pattern = re.compile(r"rank(?P<rank>\d+)\.safetensors")
 
     def detect(self, files: Files) -> str | None:

@@ -19,6 +19,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import field
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -54,6 +55,9 @@ class Hints:
     layout: str | None = None
     """The path of the learned layout that a serving engine's files follow, if none lies beside them."""
 
+    stored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The names and shapes of the stored weights, which may tell the model's head; empty if they are not known yet."""
+
     @property
     def model(self) -> Model | None:
         """The model, if there is a config and its architecture is declared."""
@@ -61,7 +65,7 @@ class Hints:
             return None
         from reshard.models.lookup import find_model
 
-        return find_model(self.config, self.architecture)
+        return find_model(self.config, self.architecture, self.stored)
 
 
 class Format(ABC):

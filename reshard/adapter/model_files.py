@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.value import value
-from reshard.models.config_values import component_class, with_value
-from reshard.models.quantization import SETTING, SETTINGS_FILES, quantization_settings, settings_of_file
+from reshard.models.config_values import component_class, stated_class, with_value
+from reshard.models.quantization import SETTING, SETTINGS_FILES, quantization_settings, settings_key, settings_of_file
 from reshard.storage.files import Files, LocalFiles, inside, leads_elsewhere, read_whole
 
 if TYPE_CHECKING:
     from reshard.geometry.dtypes import DType
     from reshard.models.architecture import Architecture
+    from reshard.models.model import Model
     from reshard.plans.layout import BesideWeights, LeftFile, Sidecar
 
 CONFIG = "config.json"
@@ -150,15 +151,39 @@ class ModelFiles:
         path = f"{self.files.root.rstrip('/')}/{self.folder}{CONFIG}"
         return (f"The checkpoint has no {CONFIG}, so {path} is used; `model=DIR` names another one", *self.changes)
 
-    def completed(self, architecture: Architecture) -> tuple[ModelFiles, tuple[str, ...]]:
-        """The files with a config that names the model's type and class, by which transformers and engines choose theirs; and a note about
-        what was added."""
-        config = self.config or {}
-        named = {"model_type": architecture.model_type, "architectures": architecture.class_name and [architecture.class_name]}
-        added = {key: value for key, value in named.items() if value and not config.get(key)}
-        if not config or not added or config.get("model_type", architecture.model_type) != architecture.model_type:
+    def completed(self, model: Model | None) -> tuple[ModelFiles, tuple[str, ...]]:
+        """The files with a config that engines take: with the model's type and class, by which they choose theirs; and notes on what was
+        changed. The class of a wrapper around the model, such as FSDP's, becomes that of the model."""
+        config, named = self.config or {}, stated_class(self.config or {})
+        if not config:
             return self, ()
-        return self.with_keys(added, "as engines choose the class by it")
+        model_type = model.architecture.model_type if model else None
+        its_class = model.class_name if model else None
+        if model is None and named:
+            from reshard.models.declared.heads import plain_class
+
+            its_class = plain_class(named, None)
+        added = {"model_type": model_type, "architectures": its_class and [its_class]}
+        added = {key: value for key, value in added.items() if value and not config.get(key)}
+        other_type = config.get("model_type", model_type) != model_type
+        files, notes = self.with_keys({} if other_type else added, "as engines choose the class by it")
+        if named and its_class and named != its_class:
+            files, changed = files.with_keys({"architectures": [its_class]}, f"in place of {named}, as engines choose the class by it")
+            notes += changed
+        return files._without_dense_sparsity(notes)
+
+    def _without_dense_sparsity(self, notes: tuple[str, ...]) -> tuple[ModelFiles, tuple[str, ...]]:
+        """The files without settings of compressed-tensors that say that the weights are dense, which vLLM 0.32 and SGLang 0.5 refuse as
+        sparse ones; and the notes with one on it."""
+        config, place = self.config or {}, settings_key(self.config or {})
+        settings = quantization_settings(config)
+        sparsity = settings.get("sparsity_config") if isinstance(settings, Mapping) else None
+        form = sparsity.get("format") if isinstance(sparsity, Mapping) else sparsity
+        if place is None or self.settings_from or form != "dense":
+            return self, notes
+        changed = with_value(config, [*place.split("."), "sparsity_config"], None)
+        note = f"left out of {CONFIG}, as engines refuse it: {place}.sparsity_config, which says that the weights are dense"
+        return replace(self, config=changed, derived=True), (*notes, note)
 
     def states(self, key: str) -> bool:
         """Whether the config has a key, with a dot before that of an inner config."""

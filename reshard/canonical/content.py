@@ -406,7 +406,7 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
         from reshard.canonical.trainer_names import check_trainer
 
         check_trainer(content.weights, model)
-        needs = f"a {model.architecture.model_type} model needs it"
+        needs = f"{model.noun} needs it"
         raise IncompleteError(
             f"the checkpoint has no such weight; {needs}" + (f" and {len(missing) - 1} other missing weights" if len(missing) > 1 else ""),
             where=missing[0],

@@ -53,7 +53,7 @@ def agreed_config(index: Index, model: Model) -> Mapping[str, Any] | None:
     no head. Earlier versions read it in the inner config of the language model (vLLM, config/vllm.py, with_hf_config).
     """
     inner = model.architecture.text_config
-    if not inner or model.is_tied or model.config.get(KEY) is not True:
+    if not inner or model.is_tied or model.architecture.head or model.config.get(KEY) is not True:
         return None
     from reshard.canonical.name_variants import Names
 

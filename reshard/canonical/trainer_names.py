@@ -304,6 +304,7 @@ def named_places(trainer: str, model: Model | None, *, asked: str = "") -> Place
             why="Names that were not compared with the trainer's own are not written",
             do="Write `to=hf` with the published names" if model else "Name the model with `model=DIR`",
         )
+    model.architecture.check_head(f"{asked}: these names are")
     return Places(table, model)
 
 

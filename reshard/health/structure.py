@@ -18,7 +18,7 @@ from reshard.index.index import Index, Kind, Tensor
 from reshard.index.name_parts import family_of, is_scale, layer_of
 from reshard.models.config_values import component_class
 from reshard.models.model import Model
-from reshard.models.quantization import check_has_settings, quantization_of, quantization_settings
+from reshard.models.quantization import check_has_settings, quantization_of, quantization_settings, unknown_quantization
 from reshard.storage.files import Files, read_range
 
 _STEP_WORDS: Mapping[str, str] = {"F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8"}
@@ -60,9 +60,11 @@ def config_shapes(
     """Weights that the config needs and that are missing, that have another shape, or that it does not know. left_out: weights that files
     of this format do not have on purpose."""
     if model is None:
-        reason = f"the architecture {config.get('model_type')!r} is not declared" if config is not None else "there is no config.json"
-        component = component_class(config)
-        reason = f"it is that of {component}, and the class alone knows its weights" if component else reason
+        reason = "there is no config.json" if config is None else f"the architecture {config.get('model_type')!r} is not declared"
+        if config and (method := unknown_quantization(config)):
+            reason = f"the weights are quantized ({method}) in a form that is not read"
+        elif component := component_class(config):
+            reason = f"it is that of {component}, and the class alone knows its weights"
         yield found("config-not-checked", f"the names and shapes of the weights were not compared with a config: {reason}")
         return
     try:
@@ -84,7 +86,7 @@ def config_shapes(
     unknown = [name for name in weights if name not in expected and name not in model.aliases and not model.reason_to_drop(name)]
     needed = (name for name, weight in expected.items() if not weight.optional and not weight.is_scale and name not in left_out)
     missing = [name for name in needed if name not in weights]
-    kind = f"a {model.architecture.model_type} model"
+    kind = model.noun
     if missing and sum(weights[name].elements for name in unknown) >= sum(math.prod(expected[name].shape) for name in missing):
         detail = f"{plural(len(unknown), 'weight')}, such as {unknown[0]}, have other names than {kind} has, such as {missing[0]}"
         yield found("config-not-checked", detail)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.value import value
 from reshard.models.config_values import value_at, whole_number
 from reshard.models.engine_rules import EngineRules
@@ -276,6 +276,29 @@ class Computation:
     """The library that builds the model of the framework's layers and some of its own, and its class; None: the framework itself."""
 
 
+@value
+class ClassHead:
+    """What a class other than that of language models has after the last layer (declared/heads.py)."""
+
+    class_name: str
+    """The class that loads these weights, by which engines and transformers choose theirs."""
+    what: str
+    """What such a model is, such as "a reward model"."""
+    module: str = ""
+    """The name of the head's module; empty: there is none."""
+    parts: tuple[str, ...] = ()
+    """The tensors in it, in the order of the parameters: "weight" and "bias", or "0.weight" ... of the first and "2.weight" ... of the last
+    matrix of an MLP."""
+    is_usual: bool = True
+    """Whether classes of that name have such a head; False: the files have another one."""
+    labels: int | None = None
+    """The number of outputs where the config does not say it; None: 2, as in transformers."""
+    beside: bool = False
+    """Whether the head of the language model is there, too."""
+    front: tuple[str, str] = ("", "")
+    """The first word of the language model's names, such as "model.", and what stands in its place, which may be empty."""
+
+
 @value(slots=False)
 class Architecture:
     """What all models of one `model_type` have in common."""
@@ -315,6 +338,8 @@ class Architecture:
     """Engines pad the vocabulary of this model to a multiple of this; None: to the engine's own multiple."""
     quantized_as: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What --quantize takes -> the quantization_config of the published model in that form. Other models get that of compressed-tensors."""
+    head: ClassHead | None = None
+    """The head that a config's class has in place of the declared one; None: the declared one."""
     engines: Mapping[str, EngineRules] = field(default_factory=dict)
     """What the classes of serving engines do differently for this model, by the name of the engine's format. The classes of the engines
     that are listed were compared with the declaration."""
@@ -338,6 +363,16 @@ class Architecture:
 
     def __repr__(self) -> str:
         return f"Architecture({self.model_type}, {len(self.weights)} roles)"
+
+    def check_head(self, what: str) -> None:
+        """Raises UnsupportedError if the models have another head than language models. what: such as "these files are", of those."""
+        if self.head is not None:
+            part = f"its head, {self.head.module}," if self.head.module else "a model without a head"
+            raise UnsupportedError(
+                f"{what} written of language models, and this is {self.head.what} ({self.head.class_name})",
+                why=f"How they hold {part} is not known, and is not guessed",
+                do="Use its Hugging Face folder, which `to=hf` writes; `reshard serve-check` says whether an engine takes it",
+            )
 
     @property
     def family(self) -> str:

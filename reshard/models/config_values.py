@@ -23,6 +23,12 @@ def value_at(value: Any, words: Iterable[str], missing: Any = None) -> Any:
     return value
 
 
+def stated_class(config: Mapping[str, Any]) -> str | None:
+    """The first class of a config's `architectures`; None if it names none."""
+    named = config.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else None
+
+
 def with_value(config: Mapping[str, Any], words: Sequence[str], value: Any) -> dict[str, Any]:
     """The config with another value inside nested mappings; None removes the key."""
     key, *inner = words

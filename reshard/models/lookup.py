@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import RequestError, ReshardError, UnsupportedError, choices
 from reshard.geometry.value import value
 from reshard.models.architecture import Architecture, Weight
-from reshard.models.config_values import component_class, value_at, with_value
+from reshard.models.config_values import component_class, stated_class, value_at, with_value
 from reshard.models.declared.composition import TOWERS, Find
 from reshard.models.declared.reader import parse_declaration
 from reshard.models.model import Model
@@ -45,18 +45,32 @@ _BUILT_IN = Path(__file__).resolve().parent.parent / "architectures"
 LISTED_BY = "`reshard architectures` lists all"
 
 
-def find_model(config: Mapping[str, Any] | None, architecture: Architecture | None = None) -> Model | None:
-    """The model that a Hugging Face config describes.
+def find_model(
+    config: Mapping[str, Any] | None, architecture: Architecture | None = None, stored: Mapping[str, tuple[int, ...]] | None = None
+) -> Model | None:
+    """The model that a Hugging Face config describes, with the head of its class.
 
     None if there is no config, if its architecture is not declared, if it is a draft model, or if its weights are quantized in a way that
-    is not known. architecture: is used instead of the one that the config names by its `model_type`.
+    is not known. architecture: is used instead of the one that the config names by its `model_type`. stored: the names and shapes of what
+    is stored, which tell a head of its own where the class does not.
     """
     if config is None or unknown_quantization(config) or (architecture is None and draft_class(config)):
         return None
     declared = architecture or find_architecture(_meant(model_type_of(config) or "", config))
     if declared and (named := _named_parts(declared, config)):
         declared = None if _undeclared(declared, named) else _with_parts(declared, tuple(named.items()))
+    if declared and declared.head is None and _may_have_head(config, declared, stored or {}):
+        from reshard.models.declared.heads import head_of, with_head
+
+        head = head_of(config, declared, stored or {})
+        declared = with_head(declared, head) if head else declared
     return _model(declared, config) if declared else None
+
+
+def _may_have_head(config: Mapping[str, Any], declared: Architecture, stored: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether the class, or a stored name, may tell another head than the declared one."""
+    modules = ("score.", "classifier.", "value_head", "v_head.", "qa_outputs.", str(config.get("value_head_prefix") or "score."))
+    return stated_class(config) != declared.class_name or any(module in name for name in stored for module in modules)
 
 
 # A large model lists a hundred thousand weights, and a command asks for the same one several times.

@@ -19,7 +19,7 @@ from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
 from reshard.models.architecture import COUNTED
-from reshard.models.config_values import whole_number
+from reshard.models.config_values import stated_class, whole_number
 from reshard.models.engine_rules import EngineRules
 from reshard.models.parts import Part, parts_of
 from reshard.models.sizes import Sizes
@@ -46,8 +46,9 @@ class Model(Sizes):
 
     @property
     def is_tied(self) -> bool:
-        """Whether the head and the embedding are one tensor."""
-        return bool(self.setting("tie_word_embeddings"))
+        """Whether the head of a language model and the embedding are one tensor."""
+        head = self.architecture.head
+        return bool(self.setting("tie_word_embeddings")) and (head is None or head.beside)
 
     @property
     def experts_per_token(self) -> int | None:
@@ -59,9 +60,20 @@ class Model(Sizes):
 
     @property
     def class_name(self) -> str | None:
-        """The class by which engines choose their own: the first of the config's `architectures`, or else the one of the declaration."""
-        named = self.config.get("architectures")
-        return str(named[0]) if isinstance(named, list) and named else self.architecture.class_name
+        """The class by which engines choose their own: the first of the config's `architectures`, or the one inside if it is a wrapper's;
+        else the one of the declaration."""
+        named, declared = stated_class(self.config), self.architecture.class_name
+        if self.architecture.head or named in (None, declared):
+            return self.architecture.head.class_name if self.architecture.head else declared
+        from reshard.models.declared.heads import plain_class
+
+        return plain_class(str(named), declared)
+
+    @property
+    def noun(self) -> str:
+        """What messages call it: by its class if that has another head than a language model, else by its type."""
+        head = self.architecture.head
+        return f"{head.what} ({head.class_name})" if head else f"a {self.architecture.model_type} model"
 
     def __repr__(self) -> str:
         return f"Model({self.class_name or self.architecture.model_type}, {', '.join(f'{of} {n}' for of, n in self.dimensions.items())})"

@@ -88,6 +88,8 @@ _ROWS = (
     Role("embedding_norm", REPLICATE, ("hidden",), in_layer=False, names="word_embeddings_layernorm"),
     Role("final_norm", REPLICATE, ("hidden",), in_layer=False, names="norm ln_f final_layernorm final_layer_norm norm_f"),
     Role("head", VOCABULARY, ("vocab", "hidden"), in_layer=False, names="lm_head embed_out"),
+    # The head of a classifier, a reward model or a critic, which its class tells (declared/heads.py).
+    Role("class_head", REPLICATE, in_layer=False),
     # Attention.
     Role("attention.norm", REPLICATE, ("hidden",), names="input_layernorm ln_1 attention_norm", saved="in"),
     Role("attention.q", heads("heads"), ("heads * head_dim", "hidden"), names="q_proj wq", saved="in out/tp", quantized=True),

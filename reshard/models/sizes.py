@@ -149,7 +149,7 @@ class Sizes:
             if layer is not None and name in self.dimensions:
                 values[name] = self.dimensions[name]  # a default in a set of layers may use the value elsewhere
             value = self._stated_size(dimension, layer)
-            if dimension.counts and isinstance(value, list | tuple | str):
+            if dimension.counts and isinstance(value, list | tuple | str | Mapping):
                 value = len(value)
             elif isinstance(value, str) and value.isdecimal() and len(value) < 10:
                 value = int(value)  # MiMo-V2.5 states a size as a text

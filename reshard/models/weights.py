@@ -158,7 +158,8 @@ class WeightList:
 
         numbers: of other words in braces, such as the block of a vision tower.
         """
-        optional = layer is not None and layer >= self._sizes.dimensions["layers"]
+        optional, head = layer is not None and layer >= self._sizes.dimensions["layers"], self._sizes.architecture.head
+        may_lack = ("class_head",) if head and head.beside else ()  # another model of the same files may have none
         for is_expert, run in groupby(weights, key=lambda item: "{expert}" in item[0].name):
             # What the experts share is computed once.
             alike = []
@@ -172,7 +173,7 @@ class WeightList:
                     name = name_in(expert)
                     form = self._sizes.quantization.form_of(name) if self._sizes.quantization and forms else None
                     if form is None:
-                        yield ModelWeight(name, weight.role, shape, layer, weight, pattern, expert, optional)
+                        yield ModelWeight(name, weight.role, shape, layer, weight, pattern, expert, optional or weight.role in may_lack)
                         continue
                     for component, stored, its, its_name, implied in next(components for of_form, components in forms if of_form is form):
                         name = its_name(expert)

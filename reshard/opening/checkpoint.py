@@ -68,7 +68,8 @@ class Checkpoint(Drawn):
     @cached_property
     def model(self) -> Model | None:
         """The model, if there is a config and its architecture is declared."""
-        return Hints(self.model_files.config, architecture=self.architecture).model
+        stored = {tensor.name: tensor.shape for tensor in self.index.tensors if tensor.kind in ("weight", "master")}
+        return Hints(self.model_files.config, architecture=self.architecture, stored=stored).model
 
     @cached_property
     def config_problem(self) -> str | None:

@@ -96,7 +96,7 @@ def _answer(opened: Inspection, command: str | None) -> Iterator[Section]:
     skipped = [drop for drop in opened.withheld if drop.kind not in ("other", "adapter")]
     yield Facts(
         [
-            (verdict, f"{stored}; {problem or 'no piece of a tensor is missing'}"),
+            (verdict, "; ".join([stored, problem or "no piece of a tensor is missing", *head_text(opened.checkpoint.sized_model)])),
             ("serves", sizes_text(opened.outlook.engines)),
             ("needed", opened.outlook.needed),
             ("next", command),
@@ -213,6 +213,12 @@ def dimensions_text(model: Model) -> str:
     d = model.dimensions
     heads = plural(d["heads"], "head") + (f" ({d['kv_heads']} KV)" if "kv_heads" in d else "")
     return f"{plural(d['layers'], 'layer')}, hidden {d['hidden']}, {heads}, vocabulary {d['vocab']}{', tied head' if model.is_tied else ''}"
+
+
+def head_text(model: Model | None) -> Iterator[str]:
+    """What a model is that has another head than a language model, with its head: "a reward model: score, 1 label"."""
+    if model and (head := model.architecture.head):
+        yield f"{head.what}: " + (f"{head.module}, {plural(model.dimensions['labels'], 'label')}" if head.module else "no head")
 
 
 def sizes_text(engines: Mapping[str, tuple[int, ...]]) -> str:

@@ -72,8 +72,10 @@ def outlook(checkpoint: Checkpoint, found: Content | ReshardError) -> Outlook:
 
 
 def engine_sizes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Serving engine -> the tensor-parallel sizes at which it takes a model. An engine that takes it at none is left out."""
-    sizes = {name: tuple(size for size in SIZES if _takes(engine, model, size)) for name, engine in registry.serving_formats().items()}
+    """Serving engine -> the tensor-parallel sizes at which it takes a model from files of ranks. Left out are engines that take it at none,
+    and those whose releases of today read no such files."""
+    engines = {name: engine for name, engine in registry.serving_formats().items() if engine.until is None}
+    sizes = {name: tuple(size for size in SIZES if _takes(engine, model, size)) for name, engine in engines.items()}
     return {name: found for name, found in sizes.items() if found}
 
 

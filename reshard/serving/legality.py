@@ -38,7 +38,7 @@ def require_model(model: Model | None, config: Mapping[str, object] | None, engi
         raise UnsupportedError(
             f"the weights are quantized ({method}) with a method that reshard does not know",
             why="How packed weights and their scales split over ranks is not guessed",
-            do=f"Convert to hf, which keeps them unchanged and which {engine} loads as well",
+            do="Serve its Hugging Face folder, if the engine knows the method; `to=hf` writes one with the same bytes",
         )
     error = unknown_architecture(config)
     if can_learn and not draft_class(config):

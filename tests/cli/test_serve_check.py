@@ -68,7 +68,7 @@ def test_every_finding_of_the_check_is_tested():
     assert all(f'"{kind.id}"' in text for kind in KINDS.values() if kind.needs == "serve-check")
 
 
-@pytest.mark.parametrize(("key", "value", "found"), [("architectures", None, "no-class"), ("hidden_size", 128, "inconsistent")])
+@pytest.mark.parametrize(("key", "value", "found"), [("model_type", None, "no-type"), ("hidden_size", 128, "inconsistent")])
 def test_a_config_of_another_model(key, value, found, served):
     (served / "reshard.json").unlink()
     config = json.loads((served / "config.json").read_text())
@@ -88,6 +88,140 @@ def test_files_that_are_not_there_or_not_as_written(served):
     file.unlink()
     result = reshard("serve-check", served, "--json")
     assert result.code == 1 and ids(result) & {"missing-file", "inconsistent", "incomplete-tensor"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A Hugging Face folder with a tokenizer, which vLLM and SGLang serve."""
+    shutil.copytree(HF / "llama", tmp_path / "folder")
+    (tmp_path / "folder" / "tokenizer.json").write_text("{}")
+    return tmp_path / "folder"
+
+
+def changed(folder, *, names=None, **keys):
+    """The folder with other keys in its config (None: without them), and with `names` of the names of its weights."""
+    config = json.loads((folder / "config.json").read_text()) | keys
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    if names:
+        path = folder / "model.safetensors"
+        raw = path.read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        text = json.dumps({name if name == "__metadata__" else names(name): entry for name, entry in header.items()}).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    return folder
+
+
+def found_in(folder, *options):
+    """The exit code, and the findings by id."""
+    result = reshard("serve-check", folder, "--json", *options)
+    return result.code, {each["id"]: each for each in result.document["findings"]}
+
+
+def test_a_folder_as_it_is_published_has_no_findings(folder):
+    assert found_in(folder) == (0, {}) == found_in(folder, "--engine", "sglang")
+
+
+@pytest.mark.parametrize("front", ["language_model.", "_orig_mod.", "module.", "model.", "base_model.model."])
+def test_names_that_reshard_repairs_and_the_engine_does_not(front, folder):
+    """vLLM 0.32's own loader was asked (tests/serving/release.py)."""
+    code, findings = found_in(changed(folder, names=lambda name: front + name))
+    assert code == 1 and findings.keys() == {"unknown-name"} and front in findings["unknown-name"]["tensor"]
+    library.convert(library.plan(folder, to="hf"), folder.parent / "mended")
+    assert found_in(folder.parent / "mended") == (0, {}), "as the finding says"
+
+
+def test_bare_names_are_taken_by_the_classes_that_take_them(tmp_path, folder):
+    code, findings = found_in(changed(folder, names=lambda name: name.removeprefix("model.")))
+    assert code == 1 and findings.keys() == {"unknown-name"}
+    shutil.copytree(HF / "gpt2", tmp_path / "gpt2")
+    (tmp_path / "gpt2" / "tokenizer.json").write_text("{}")
+    assert found_in(changed(tmp_path / "gpt2", names=lambda name: name.removeprefix("transformer."))) == (0, {})
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected", "said"),
+    [
+        ({"model_type": None}, "no-type", "no model_type"),
+        ({"architectures": ["FSDPLlamaForCausalLM"]}, "no-class", "FSDPLlamaForCausalLM"),
+        ({"architectures": ["PeftModelForCausalLM"]}, "no-class", "PeftModelForCausalLM"),
+        ({"architectures": ["NovaForCausalLM"]}, "no-class", "NovaForCausalLM"),
+        ({"architectures": ["MPTForCausalLM"]}, "no-class", "0.28.0 was the last version"),
+        ({"num_attention_heads": "8"}, "unlike-value", "num_attention_heads"),
+        ({"num_hidden_layers": "2"}, "unlike-value", "num_hidden_layers"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "refused-setting", "bitsandbytes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_the_engine_refuses_in_a_config(keys, expected, said, folder):
+    code, findings = found_in(changed(folder, **keys))
+    assert code == 1 and said in findings[expected]["detail"] and "vLLM 0.32.0" in str(findings) + "vLLM 0.32.0"
+    assert {id for id, each in findings.items() if each["severity"] == "error"} == {expected}
+    assert "to hf" not in findings[expected]["do"] or expected in ("no-type", "no-class"), "no advice to convert it to what it is"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"architectures": None},
+        {"architectures": ["BertForSequenceClassification"], "model_type": "bert"},
+        {"quantization_config": {"quant_method": "some-method"}},
+    ],
+    ids=str,
+)
+def test_what_is_not_known_is_not_refused(keys, folder):
+    """vLLM 0.32 serves the first two."""
+    code, findings = found_in(changed(folder, **keys))
+    assert code == 0 and "not-known" in findings and all(each["severity"] == "info" for each in findings.values())
+
+
+def test_what_convert_writes_is_taken_whatever_wrapped_the_model(folder, tmp_path):
+    changed(folder, architectures=["FSDPLlamaForCausalLM"], model_type="llama")
+    for target in ({"to": "hf"}, {"to": "vllm", "tp": 2}):
+        out = tmp_path / target["to"]
+        library.convert(library.plan(folder, **target), out)
+        assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+        assert found_in(out)[0] == 0
+
+
+def test_dense_sparsity_is_left_out_of_a_config(tmp_path):
+    shutil.copytree(HF.parent / "hf_fp8" / "llama-ct-channel", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    dense = {"format": "dense", "targets": ["Linear"], "sparsity_structure": "unstructured"}
+    changed(tmp_path / "model", quantization_config={**config["quantization_config"], "sparsity_config": dense})
+    assert "refused-setting" in found_in(tmp_path / "model")[1]
+    plan = library.plan(tmp_path / "model", to="hf")
+    library.convert(plan, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["quantization_config"] == config["quantization_config"] and any("sparsity_config" in n for n in plan.layout.notes)
+
+
+@pytest.mark.parametrize("module", ["value_head", "v_head.summary", "classifier"])
+def test_heads_that_the_engine_s_class_has_no_place_for(module, folder):
+    """vLLM makes a classifier of a language model's class with one matrix, `score`."""
+    named = {"value_head": "LlamaForSequenceClassification", "v_head.summary": "LlamaForCausalLM"}.get(
+        module, "LlamaForTokenClassification"
+    )
+    shape = json.loads((folder / "config.json").read_text())["hidden_size"]
+
+    def renamed(name):
+        return f"{module}.weight" if name == "lm_head.weight" and module != "v_head.summary" else name
+
+    changed(folder, names=renamed, architectures=[named], num_labels=None if module == "v_head.summary" else 250)
+    if module == "v_head.summary":
+        path = folder / "model.safetensors"
+        raw = path.read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header, end = json.loads(raw[8 : 8 + length]), len(raw) - 8 - length
+        header["v_head.summary.weight"] = {"dtype": "F32", "shape": [1, shape], "data_offsets": [end, end + 4 * shape]}
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :] + bytes(4 * shape))
+    code, findings = found_in(folder)
+    assert code == 1 and findings["unknown-name"]["tensor"].startswith(module)
+
+
+def test_an_engine_that_is_none(folder):
+    assert "no serving engine" in reshard("serve-check", folder, "--engine", "dcp").err
 
 
 def test_a_hugging_face_folder_at_sizes_that_it_cannot_have():

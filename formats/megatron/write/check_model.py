@@ -48,6 +48,7 @@ def megatron_compatible_model(content: Content) -> Model:
             why=f"Declared are {', '.join(known_model_types())}",
             do="Give the model's Hugging Face config with `model=DIR`, and a declaration with `architecture=FILE` if it is none of these",
         )
+    model.architecture.check_head("Megatron-Core's checkpoints are")
     if lacking := lacking_for(model.architecture):
         raise UnsupportedError(
             f"models of the type {model.architecture.model_type} need {lacking}, which Megatron-Core 0.16 does not have",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,6 +12,7 @@ from reshard.adapter.format import Format
 
 if TYPE_CHECKING:
     from reshard.adapter.format import Hints
+    from reshard.adapter.serving_format.release import Release
     from reshard.adapter.serving_format.weight_checker import WeightChecker
     from reshard.containers.safetensors import TensorEntry
     from reshard.geometry.dtypes import DType
@@ -50,7 +52,20 @@ class ServingEngine(Format):
     sizes: ClassVar[tuple[str, ...]] = ("tp", "pp", "ep")
     """The parallel sizes that its files can have."""
 
+    until: ClassVar[str | None] = None
+    """The last release of the engine that reads such files; None: those of today do."""
+
     needs_model_files = True
+
+    @property
+    def release(self) -> Release | None:
+        """What the newest known release takes of a Hugging Face folder: release.json in the folder of the format; None without it."""
+        from pathlib import Path
+
+        from reshard.adapter.serving_format.release import release_at
+
+        module = sys.modules[type(self).__module__].__file__
+        return release_at(Path(module).parent / "release.json", self.engine) if module else None
 
     @abstractmethod
     def file_name(self, parallel: Parallel, pp_rank: int, tp_rank: int, part: int) -> str:
@@ -130,6 +145,7 @@ class ServingEngine(Format):
         """
         from reshard.serving.legality import check_served
 
+        model.architecture.check_head(f"{self.engine}'s files of ranks are")
         self.check_sizes(target.parallel)
         rules = self.rules(model, target)
         check_served(model, rules)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
+from typing import Any
 
 from reshard.adapter.format import MAX_SHARD_SIZE
 from reshard.adapter.model_files import CONFIG, ModelFiles
@@ -17,6 +18,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.sections import StoredTensor
 from reshard.models.engine_rules import EngineRules
 from reshard.models.model import Model
+from reshard.models.quantization import unknown_quantization
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
 from reshard.serving.legality import check_degrees, check_stages, require_model
 from reshard.serving.ranks import rank_tensors
@@ -39,6 +41,7 @@ def lay_out(serving_format: ServingEngine, content: Content, target: Target, com
 
     Raises: RequestError or CheckpointError if the engine does not serve the content at the target's sizes.
     """
+    _check_method(serving_format, companions.config)
     model = require_model(content.model, companions.config, serving_format.engine, can_learn=serving_format.tracer is not None)
     rules = serving_format.engine_rules(model, target)
     _check_dtype(target, model, rules)
@@ -48,7 +51,7 @@ def lay_out(serving_format: ServingEngine, content: Content, target: Target, com
     dtypes = content.implied_dtypes | {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
     stored = stored_dtypes(model, rules, dtypes)
     engine_config = serving_format.engine_config(model, target.parallel, dtypes)
-    companions, class_notes = companions.completed(model.architecture)
+    companions, class_notes = companions.completed(model)
     needed = {key: value for key, value in rules.config_defaults if not companions.states(key)}
     needed |= serving_format.keys_for_ranks(companions.config or {}, content.tensors)
     companions, config_notes = companions.with_keys(needed, f"since {rules.engine} needs it")
@@ -75,6 +78,17 @@ def lay_out(serving_format: ServingEngine, content: Content, target: Target, com
         aliases=scale_aliases(model, rules),
         left_out=left_out | not_stored_by_engines(model, rules),
     )
+
+
+def _check_method(serving_format: ServingEngine, config: Mapping[str, Any] | None) -> None:
+    """Raises UnsupportedError if the weights are quantized by a method that the engine no longer knows, or never did."""
+    release = serving_format.release if config and unknown_quantization(config) else None
+    if config and release and (method := release.refused_method(config)):
+        raise UnsupportedError(
+            f"the weights are quantized ({method}), and {release.engine} has no such method",
+            why="It would refuse them in a Hugging Face folder as well, unless a plugin adds the method",
+            do="Serve the model that it was quantized from, or install the plugin",
+        )
 
 
 def _check_dtype(target: Target, model: Model, rules: EngineRules) -> None:
@@ -109,7 +123,7 @@ def _check_content(content: Content, model: Model, rules: EngineRules) -> None:
             "the checkpoint has no such scale, although its KV cache is quantized",
             where=missing,
             why=f"{rules.engine} loads such a checkpoint with the scale 1, but its files of ranks need a value",
-            do="Convert to hf, which engines load as well, or add `dequantize=True`",
+            do="Serve its Hugging Face folder (`to=hf`), or add `dequantize=True`",
         )
 
 

@@ -11,18 +11,25 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Unpack
 
 from reshard.adapter import registry
+from reshard.adapter.format import Hints
 from reshard.adapter.model_files import FileNames
 from reshard.adapter.serving_format import ServingFormat
+from reshard.adapter.serving_format.release import Release
 from reshard.containers import safetensors
-from reshard.errors import ReshardError
+from reshard.errors import CheckpointError, RequestError, ReshardError
+from reshard.geometry.meshes import Parallel
 from reshard.geometry.quantities import grouped
 from reshard.health.findings import Finding, Report, found, sorted_findings
+from reshard.health.release import config_of_release, names_of_release
 from reshard.models.config_values import component_class
+from reshard.models.lookup import unknown_architecture
+from reshard.models.quantization import unknown_quantization
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import OpenOptions, PathLike, checked_keywords
 from reshard.opening.open import open
-from reshard.plans.layout import Layout
+from reshard.plans.layout import Layout, Target
 from reshard.requests.unchanged import damage_of
+from reshard.serving.legality import check_degrees
 from reshard.verbs.look.doctor import doctor
 from reshard.verbs.plan import plan
 
@@ -58,36 +65,92 @@ def serve_check(
 def _of_engine(checkpoint: Checkpoint, engine: str | None, asked: Mapping[str, int | None], version: str | None) -> Iterator[Finding]:
     format, config = registry.named(checkpoint.format), checkpoint.model_files.config
     stored = {name: int(size) for name, size in checkpoint.index.facts.parallel.items() if name in asked}
-    is_for_ranks = isinstance(format, ServingFormat)
-    serving = [name for name, each in registry.formats().items() if isinstance(each, ServingFormat)]
-    names = [engine] if engine else [format.name] if is_for_ranks else serving
+    sizes = {axis: asked[axis] or stored.get(axis) for axis in asked}
+    given: dict[str, Any] = {axis: size for axis, size in sizes.items() if size}
     if config is None:
         return  # doctor has said so, or the format needs none
     if component := component_class(config):
         yield from _of_component(checkpoint, component)
         return
-    if not config.get("architectures"):
-        yield found("no-class", "config.json names no class: `architectures` is missing or empty", file="config.json")
-    if is_for_ranks and names != [format.name]:
-        yield found("other-engine", f"the files are laid out for {format.name}, and {names[0]} will load them")
+    if not isinstance(format, ServingFormat):
+        yield from _of_files(checkpoint)
+        yield from _of_whole_model(checkpoint, config, engine, given, version)
         return
-    if is_for_ranks:
-        yield from _of_sizes(stored, asked)
+    if engine not in (None, format.name):
+        yield found("other-engine", f"the files are laid out for {format.name}, and {engine} will load them")
+        return
+    yield from _of_config(checkpoint, config, format, version)
+    yield from _of_sizes(stored, asked)
     yield from _of_files(checkpoint)
-    sizes = {axis: asked[axis] or stored.get(axis) for axis in asked}
-    given: dict[str, Any] = {axis: size for axis, size in sizes.items() if size}
-    if is_for_ranks:
-        given = {axis: size for axis, size in stored.items() if size > 1}
-        if checkpoint.files.size(_LAYOUT) is not None:
-            given = {"layout": f"{checkpoint.path}/{_LAYOUT}"}
-    given |= {"engine_version": version} if version else {}
-    plans = [_planned(checkpoint, name, given) for name in names]
-    laid_out = next((each for each in plans if isinstance(each, Layout)), None)
-    if laid_out is None:
-        yield next(each for each in plans if isinstance(each, Finding))
+    given = {axis: size for axis, size in stored.items() if size > 1}
+    if checkpoint.files.size(_LAYOUT) is not None:
+        given = {"layout": f"{checkpoint.path}/{_LAYOUT}"}
+    laid_out = _planned(checkpoint, format.name, given | ({"engine_version": version} if version else {}))
+    yield from _of_ranks(checkpoint, format, laid_out) if isinstance(laid_out, Layout) else (laid_out,)
+
+
+def _of_whole_model(
+    checkpoint: Checkpoint, config: Mapping[str, Any], engine: str | None, given: Mapping[str, Any], version: str | None
+) -> Iterator[Finding]:
+    """A folder that every engine reads: what the first engine says that surely takes it, or else the first of all; vllm before sglang."""
+    of_today = sorted((name for name, each in registry.serving_formats().items() if each.until is None), reverse=True)
+    first: list[Finding] | None = None
+    for name in [engine] if engine else of_today:
+        format = registry.named(name)
+        if not isinstance(format, ServingFormat):
+            raise RequestError(
+                f"`engine={name}`: {format.name} is no serving engine", do=f"Choose one of {', '.join(registry.serving_formats())}"
+            )
+        findings = [*_of_folder(checkpoint, config, format, given, version)]
+        if all(finding.severity != "error" and finding.id != "not-known" for finding in findings):
+            yield from findings
+            return
+        first = findings if first is None else first
+    yield from first or ()
+
+
+def _of_folder(
+    checkpoint: Checkpoint, config: Mapping[str, Any], engine: ServingFormat, given: Mapping[str, Any], version: str | None
+) -> Iterator[Finding]:
+    """What stands between a Hugging Face folder and one engine: what its release rejects, and sizes that its class cannot have."""
+    model, format = checkpoint.sized_model, registry.named(checkpoint.format)
+    yield from _of_config(checkpoint, config, engine, version)
+    if model is None:
+        method = unknown_quantization(config)
+        reason = (
+            f"the weights are quantized ({method}) in a form that reshard does not read" if method else unknown_architecture(config).what
+        )
+        yield found(
+            "not-known", f"{checkpoint.config_problem or reason}, so names and shapes were not compared with {engine.engine}'s class"
+        )
         return
-    if isinstance(format, ServingFormat):
-        yield from _of_ranks(checkpoint, format, laid_out)
+    release = _release(engine, version)
+    if release and format.needs_model_files:
+        hints = Hints(config, architecture=checkpoint.architecture)
+        yield from names_of_release([tensor.name for tensor in format.read(checkpoint.files, hints).tensors], release, model)
+    if model.architecture.head is None:
+        laid_out = _planned(checkpoint, engine.name, {**given, **({"engine_version": version} if version else {})})
+        yield from () if isinstance(laid_out, Layout) else (laid_out,)
+        return
+    parallel = Parallel(**given)
+    try:
+        check_degrees(model, engine.rules(model, Target(engine.name, parallel)), parallel)
+    except ReshardError as error:
+        yield _refused(error)
+
+
+def _release(engine: ServingFormat, version: str | None) -> Release | None:
+    """The release of an engine that is known, if it is the one that is asked about."""
+    release = engine.release
+    return release if release and release.engine.endswith(version or "") else None
+
+
+def _of_config(checkpoint: Checkpoint, config: Mapping[str, Any], engine: ServingFormat, version: str | None) -> Iterator[Finding]:
+    """What an engine rejects in the config."""
+    if release := _release(engine, version):
+        yield from config_of_release(config, release, checkpoint.model)
+    elif not config.get("architectures"):
+        yield found("no-class", "config.json names no class: `architectures` is missing or empty", file="config.json")
 
 
 def _of_component(checkpoint: Checkpoint, component: str) -> Iterator[Finding]:
@@ -109,8 +172,14 @@ def _planned(checkpoint: Checkpoint, name: str, given: Mapping[str, Any]) -> Lay
     try:
         return plan(checkpoint, to=name, **given).layout
     except ReshardError as error:
-        where = f"{error.where}: " if error.where else ""
-        return found("not-served", f"{where}{error.what}", do=error.do or "")
+        return _refused(error)
+
+
+def _refused(error: ReshardError) -> Finding:
+    """The finding that an error of planning is. A weight that the declaration lacks may have a place in the engine's class."""
+    where = f"{error.where}: " if error.where else ""
+    is_known = not (isinstance(error, CheckpointError) and error.id == "unsupported")
+    return found("not-served" if is_known else "not-known", f"{where}{error.what}", do=error.do or "")
 
 
 def _of_sizes(stored: Mapping[str, int], asked: Mapping[str, int | None]) -> Iterator[Finding]:
