@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -130,9 +131,13 @@ def _headers(files: Files, paths: list[str]) -> Headers:
     return headers
 
 
+# Packed experts have no w2_weight, but w2_weight_packed, for example.
+_OF_EXPERTS = re.compile(r"\bw2_weight[^.]*$")
+
+
 def _with_stored_experts(parallel: Parallel, model: Model, headers: RankHeaders) -> Parallel:
     """The sizes with the expert-parallel size, which follows from the first axis of a rank's stacked experts, [experts, ...]."""
-    entries = (entry for rank in headers.values() for name, (_, entry) in rank.items() if name.endswith("w2_weight") and entry.shape)
+    entries = (entry for rank in headers.values() for name, (_, entry) in rank.items() if _OF_EXPERTS.search(name) and entry.shape)
     first = next(entries, None)
     is_distributed = first is not None and first.shape[0] < model.dimensions.get("experts", 0)
     return replace(parallel, ep=parallel.tp if is_distributed else 1)
