@@ -29,7 +29,7 @@ highlight_language = "text"
 CONTENTS = {
     "Recipes": """
         recipes/verl recipes/megatron-run recipes/serving recipes/preshard recipes/cache recipes/serve-without-converting
-        recipes/live recipes/push recipes/degrees recipes/fp8 recipes/packed recipes/hf recipes/merge-ranks recipes/deepspeed
+        recipes/live recipes/push recipes/hub recipes/degrees recipes/fp8 recipes/packed recipes/hf recipes/merge-ranks recipes/deepspeed
         recipes/megatron recipes/optimizer-state recipes/training-memory recipes/undeclared-model recipes/averaging
         recipes/adapters recipes/trainer-names recipes/doctor recipes/look recipes/interrupted recipes/many-machines
         recipes/nightly recipes/runs recipes/deltas recipes/stores recipes/compare recipes/coming-from recipes/troubleshooting

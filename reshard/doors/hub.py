@@ -19,13 +19,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Unpack
 
+from reshard.adapter import registry
 from reshard.doors.catalogue import MAIN, Catalogue, Repository
 from reshard.doors.folder import Folder, folder
 from reshard.doors.fronts import hub as hub_front
 from reshard.doors.fronts import people, s3
 from reshard.doors.fronts.access import Access, is_loopback
-from reshard.doors.fronts.messages import Answer, Request, json_answer
-from reshard.doors.server import Server
+from reshard.doors.fronts.messages import Request, Response, json_answer
+from reshard.doors.server import HubServer
 from reshard.engine.events import event
 from reshard.errors import RequestError, ReshardError
 from reshard.opening.chains import source_of
@@ -92,11 +93,8 @@ def hub(
 
 
 def _of_format(format: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for one of several formats: sizes of ranks are left out where the format has no ranks."""
-    from reshard.adapter import registry
-    from reshard.adapter.serving_format import ServingFormat
-
-    has_ranks = isinstance(registry.target(format), ServingFormat) or format.startswith("megatron")
+    """The options for one of several formats: sizes of ranks are left out where the format writes a model's folder without ranks."""
+    has_ranks = format in registry.serving_formats() or not registry.target(format).needs_model_files
     return {key: given for key, given in options.items() if has_ranks or key not in ("tp", "pp", "ep")}
 
 
@@ -144,7 +142,7 @@ class Hub:
         if not is_loopback(address[0]) and not access.token:
             raise RequestError("an address that others reach needs a token", where=address[0], do=f"Set {TOKEN}")
         try:
-            self._server = Server(address, self._respond, self._failed)
+            self._server = HubServer(address, self._respond, self._failed)
         except OSError as error:
             raise system_refusal(error, "opened for clients", f"{address[0]}:{address[1]}") from error
         self._logged: set[tuple[str, str]] = set()
@@ -173,7 +171,7 @@ class Hub:
         return self._server.requests
 
     def serve(self) -> None:
-        """Answer until `close` is called from another thread, or an exception such as KeyboardInterrupt comes."""
+        """Response until `close` is called from another thread, or an exception such as KeyboardInterrupt comes."""
         self._server.serve_forever(poll_interval=0.2)
 
     def close(self) -> None:
@@ -216,7 +214,7 @@ class Hub:
             ("curl", f"curl -r 0-7{bearer} {self.url}/{shlex.quote(f'{place}/{weights}')} | xxd"),
         ]
 
-    def _respond(self, request: Request, client: str) -> Answer:
+    def _respond(self, request: Request, client: str) -> Response:
         try:
             if not self.access.names_this_host(request):
                 return json_answer({"error": "the Host header does not name this server"}, 421)
@@ -233,12 +231,12 @@ class Hub:
             event("hub-read", f"{client} reads {request.path}", level=_NOTICE, client=client, path=request.path, bytes=found.file.size)
         return found
 
-    def _forbidden(self, request: Request) -> Answer:
+    def _forbidden(self, request: Request) -> Response:
         if request.asks_s3:
             return s3.error_answer(403, "SignatureDoesNotMatch", "the secret access key is not the token of this server")
         return json_answer({"error": "the token is missing or wrong"}, 401, WWW_Authenticate='Basic realm="reshard", charset="UTF-8"')
 
-    def _failed(self, error: Exception) -> Answer:
+    def _failed(self, error: Exception) -> Response:
         """Log why bytes could not be read, and tell the client."""
         told = str(error) if isinstance(error, ReshardError) else f"a defect of reshard: {type(error).__name__}"
         event("hub-failed", told, level=logging.ERROR, error=told)

@@ -1,4 +1,4 @@
-"""Places: which pieces of a target lie where in its files."""
+"""TargetPlaces: which pieces of a target lie where in its files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FilePieces:
         return list(zip(self.routes[rows].tolist(), self.rows[rows].tolist(), strict=True))
 
 
-class Places:
+class TargetPlaces:
     """The pieces of a plan's target by file. Those of a file are looked up when it is first asked for."""
 
     def __init__(self, plan: Plan) -> None:

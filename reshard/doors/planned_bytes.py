@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.doors.places import FilePieces, Places, TargetPiece, boxes_between
+from reshard.doors.places import FilePieces, TargetPiece, TargetPlaces, boxes_between
 from reshard.doors.watched_files import WatchedFiles
 from reshard.engine.blocks import widest_element
 from reshard.engine.casts import Overflow, overflow, values_beyond
@@ -32,6 +32,7 @@ from reshard.engine.checks.reading import Reading
 from reshard.engine.origins.reader import Reader, Tiles, reader
 from reshard.engine.transfer import SharedPatches, Worker, strips
 from reshard.errors import UnsupportedError
+from reshard.geometry.extents import Extent, is_row_major
 from reshard.geometry.quantities import grouped, nbytes_text
 from reshard.index.origin import Encoded, Stored
 from reshard.plans.layout import TargetFile
@@ -44,6 +45,8 @@ CHUNK = 1 << 20
 """The most bytes that are computed at once."""
 # One byte of scales stands for up to 16,384 weights: a client that waits for a mebibyte of them would lose its patience.
 _CHUNK_OF_SCALES = 1 << 14
+# What is read and sent at once stays in the processor's cache.
+_CHUNK_OF_COPIES = 1 << 18
 # The most bytes of blocks, of framing and of checksums that are kept, and of readers.
 _MOST_BLOCKS, _MOST_FRAMING, _MOST_READERS, _MOST_CHECKSUMS = 32 << 20, 32 << 20, 256, 1 << 20
 # A client waits while the checksums of one run of framing are computed, such as the directory of a zip: 4 GiB take some seconds.
@@ -65,20 +68,20 @@ class PlannedBytes:
             _check_framing(file)
         self.source = WatchedFiles(plan.source_files)
         """The files of the source. Reading them tells when they have changed."""
-        self._places, self._constants = Places(plan), grouped(plan.target_index.constants, attrgetter("path"))
+        self._places, self._constants = TargetPlaces(plan), grouped(plan.target_index.constants, attrgetter("path"))
         self._threads_of: tuple[int, ThreadPoolExecutor] | None = None
         self._begin()
 
     def _begin(self) -> None:
         """Begin in this process: a copy of it, such as a worker of torch's DataLoader, has no threads."""
         threads = min(8, max(2, os.cpu_count() or 1))
-        files = Reading().of_plan(replace(self._plan, source_files=self.source))
+        files = self._read_files = Reading().of_plan(replace(self._plan, source_files=self.source))
         shared, itemsize = SharedPatches(files, threads), widest_element(self._plan)
         self._of_thread = threading.local()
         self._make_worker: Callable[[], Worker] = partial(Worker, files, itemsize, None, shared)
         self._tiles, self._checksums = Tiles(), dict[str, FileChecksums]()
-        self._blocks, self._framing, self._readers = Kept(_MOST_BLOCKS), Kept(_MOST_FRAMING), Kept(_MOST_READERS)
-        self._crcs = Kept(_MOST_CHECKSUMS)
+        self._blocks, self._framing, self._readers = KeptValues(_MOST_BLOCKS), KeptValues(_MOST_FRAMING), KeptValues(_MOST_READERS)
+        self._crcs = KeptValues(_MOST_CHECKSUMS)
         self._threads_of = os.getpid(), ThreadPoolExecutor(threads, "reshard-door")
 
     @property
@@ -94,14 +97,17 @@ class PlannedBytes:
         Raises: CheckpointError if the source cannot be read or has changed, ValuesOverflow if a cast makes values infinite.
         """
         under_way: Future[memoryview] | None = None
-        while start < stop or under_way:
-            ready, under_way = under_way, None
-            if start < stop:
-                step = min(most, self._step(path, start))
-                last = min(stop, (start // step + 1) * step)
-                under_way, start = self._threads.submit(self._chunk, path, start, last), last
-            if ready:
-                yield ready.result()
+        while start < stop:
+            step, is_copy = self._step(path, start)
+            last = min(stop, (start // min(step, most) + 1) * min(step, most))
+            following = None if is_copy else self._threads.submit(self._chunk, path, start, last)
+            if under_way:
+                yield under_way.result()
+            if is_copy:
+                yield self._chunk(path, start, last)
+            under_way, start = following, last
+        if under_way:
+            yield under_way.result()
 
     def checksums_of(self, file: TargetFile) -> list[int | None]:
         """The checksums in the framing of a file, which is read for them. Raises: as `chunks` does."""
@@ -114,12 +120,23 @@ class PlannedBytes:
         if self._threads_of:
             self._threads_of[1].shutdown(wait=False, cancel_futures=True)
 
-    def _step(self, path: str, at: int) -> int:
-        """The bytes that are computed at once from a place on."""
-        rows = self._places.of(path).meeting(at, at + CHUNK)
-        origins = (self._plan.routes[number].source.origin for number, _ in rows)
+    def _step(self, path: str, at: int) -> tuple[int, bool]:
+        """The bytes that are computed at once from a place on, and whether they are only read: then nothing is gained by a thread."""
+        rows, routes = self._places.of(path).meeting(at, at + CHUNK), self._plan.routes
+        if not self._files[path].checksums and self.source.store is None and all(self._copied_from(number, row) for number, row in rows):
+            return _CHUNK_OF_COPIES, True
+        origins = (routes[number].source.origin for number, _ in rows)
         is_slow = any(isinstance(origin, Encoded) and origin.component.is_scale for origin in origins)
-        return _CHUNK_OF_SCALES if is_slow else CHUNK
+        return _CHUNK_OF_SCALES if is_slow else CHUNK, False
+
+    def _copied_from(self, number: int, row: int) -> Extent | None:
+        """Where the bytes of a piece lie in the source, if it has the bytes of a whole tensor that is stored in one piece; else None."""
+        source, target = self._plan.routes[number].source, self._plan.routes[number].target
+        is_whole = len(source.shards) == len(target.shards) == 1 and type(source.origin) is Stored and not self._plan.routes[number].is_cast
+        if not is_whole or target.shards.box(row) != (piece := source.shards.piece(0)).box:
+            return None
+        strides = piece.extent.strides, target.shards.extent(row).strides
+        return piece.extent if all(is_row_major(piece.box.sizes, each) for each in strides) else None
 
     def _chunk(self, path: str, start: int, stop: int) -> memoryview:
         """Bytes [start, stop) of a file, in a thread of this object's."""
@@ -143,6 +160,12 @@ class PlannedBytes:
 
     def _fill(self, file: FilePieces, piece: TargetPiece, number: int, wanted: tuple[int, int], buffer: bytearray, base: int) -> None:
         """Fill in what a piece holds of a range. number: of its route. base: where the buffer starts in the file."""
+        if extent := self._copied_from(number, piece.row):
+            start, end = max(wanted[0], piece.byte_offset), min(wanted[1], piece.byte_offset + piece.span * piece.itemsize)
+            self._read_files.read_into(
+                extent.path, extent.byte_offset + start - piece.byte_offset, memoryview(buffer)[start - base : end - base]
+            )
+            return
         first, stop = piece.elements(*wanted)
         if not self._is_kept(number, piece):
             self._read(number, piece, (first, stop), buffer, base)
@@ -239,7 +262,7 @@ def _runs(file: TargetFile) -> Sequence[tuple[int, int]]:
     return sorted((at, len(data)) for at, data in file.literals) if places is None else sorted(places)
 
 
-class Kept:
+class KeptValues:
     """The values that were computed last, by key. Threads share it; one that needs what another is computing waits for it."""
 
     def __init__(self, most: int) -> None:

@@ -17,7 +17,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from reshard.doors.fronts.messages import Answer, Malformed, Request, json_answer
+from reshard.doors.fronts.messages import Malformed, Request, Response, json_answer
 from reshard.doors.planned_bytes import CHUNK
 
 # A client may keep a connection for so many seconds without a request; the head of a request, and its body, take at most so many.
@@ -37,13 +37,13 @@ _SAFE = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 
-Respond = Callable[[Request, str], Answer]
+Respond = Callable[[Request, str], Response]
 """Answers a request. The second argument is the address of the client. It raises nothing but Malformed."""
-Failed = Callable[[Exception], Answer]
+Failed = Callable[[Exception], Response]
 """Takes note that a file could not be read, and returns what a client is told if nothing was sent yet."""
 
 
-class Server(ThreadingHTTPServer):
+class HubServer(ThreadingHTTPServer):
     """Listens at an address, and answers by these functions. Raises OSError if the address cannot be had."""
 
     daemon_threads, allow_reuse_address, request_queue_size = True, True, 128
@@ -133,7 +133,7 @@ class _Incoming(io.RawIOBase):
 class Connection(BaseHTTPRequestHandler):
     """A connection of a client, which may send several requests, one after the other."""
 
-    server: Server
+    server: HubServer
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "reshard", ""
     disable_nagle_algorithm = True  # a small answer on a connection that is kept would wait for 40 ms
@@ -196,7 +196,7 @@ class Connection(BaseHTTPRequestHandler):
         self.close_connection = not keeps
         self._send(answer)
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: Response) -> None:
         """Send an answer: a small one in one piece, a file in chunks, of which the first is computed before anything is said."""
         self.connection.settimeout(_SENDING)
         sends_body = self.command != "HEAD" and answer.status not in (204, 304)
@@ -227,7 +227,7 @@ class Connection(BaseHTTPRequestHandler):
                 self.close_connection = True
                 self.server.failed(error)
 
-    def _head(self, answer: Answer) -> bytes:
+    def _head(self, answer: Response) -> bytes:
         phrase = HTTPStatus(answer.status).phrase
         headers: Mapping[str, object] = {
             "Server": "reshard",

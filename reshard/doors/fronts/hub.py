@@ -18,7 +18,7 @@ from typing import Any
 
 from reshard.doors.catalogue import MAIN, Catalogue, Repository, Revision
 from reshard.doors.folder import VirtualFile
-from reshard.doors.fronts.messages import Answer, Request, file_answer, form, json_answer
+from reshard.doors.fronts.messages import Request, Response, file_answer, form, json_answer
 from reshard.errors import ReshardError
 
 _API = ("api", "models")
@@ -27,7 +27,7 @@ _MOST_PATHS, _MOST_FILES = 10_000, 1000
 _BEGAN = "2026-01-01T00:00:00.000Z"
 
 
-def answer(request: Request, catalogue: Catalogue) -> Answer | None:
+def answer(request: Request, catalogue: Catalogue) -> Response | None:
     """The answer to a request of the Hub's protocol; None for another one. Raises ReshardError if a revision cannot be opened."""
     segments = request.segments
     if segments[:1] == ("api",):
@@ -46,7 +46,7 @@ def answer(request: Request, catalogue: Catalogue) -> Answer | None:
     return file_answer(request, file).having(X_Repo_Commit=revision.commit)
 
 
-def _about(request: Request, catalogue: Catalogue, segments: tuple[str, ...]) -> Answer:
+def _about(request: Request, catalogue: Catalogue, segments: tuple[str, ...]) -> Response:
     """What the API tells of repositories."""
     if not "".join(segments):
         return json_answer([_model(repository.revision(MAIN), repository) for repository in catalogue.by_name.values()])
@@ -102,7 +102,7 @@ def _refs(repository: Repository) -> dict[str, Any]:
     return {"branches": heads, "tags": [], "converts": []}
 
 
-def _tree(request: Request, revision: Revision, folder: str) -> Answer:
+def _tree(request: Request, revision: Revision, folder: str) -> Response:
     """The entries of a folder, a page at a time: the next page is a link, as the Hub gives it."""
     prefix = f"{folder.strip('/')}/" if folder.strip("/") else ""
     below = {path: file for path, file in revision.folder.items() if path.startswith(prefix)}
@@ -143,7 +143,7 @@ def _git_oid(path: str) -> str:
     return hashlib.sha256(path.encode("utf-8", "surrogatepass")).hexdigest()[:40]
 
 
-def _paths_info(request: Request, revision: Revision) -> Answer:
+def _paths_info(request: Request, revision: Revision) -> Response:
     """The entries of the paths that the body names, as JSON or as a form. Paths that do not exist are left out."""
     try:
         if "json" in request.headers.get("content-type", "json"):
@@ -164,15 +164,15 @@ def _paths_info(request: Request, revision: Revision) -> Answer:
     return json_answer(entries, X_Repo_Commit=revision.commit)
 
 
-def _no_repository(name: str) -> Answer:
+def _no_repository(name: str) -> Response:
     return _not_there("RepoNotFound", f"{name} is not served here")
 
 
-def _no_revision(name: str) -> Answer:
+def _no_revision(name: str) -> Response:
     return _not_there("RevisionNotFound", f"there is no revision {name}")
 
 
-def _not_there(code: str, message: str, **headers: str) -> Answer:
+def _not_there(code: str, message: str, **headers: str) -> Response:
     ascii_message = message.encode("ascii", "backslashreplace").decode()
     plain = "".join(letter for letter in ascii_message if letter.isprintable())[:500]
     return json_answer({"error": message}, 404, X_Error_Code=code, X_Error_Message=plain, **headers)

@@ -80,7 +80,7 @@ class Request:
 
 
 @value
-class Answer:
+class Response:
     """What the server answers: known bytes, or a range of a file."""
 
     status: int
@@ -101,17 +101,17 @@ class Answer:
         """The bytes of the content."""
         return len(self.body) if self.file is None else self.stop - self.start
 
-    def having(self, **headers: str) -> Answer:
+    def having(self, **headers: str) -> Response:
         """The answer with further headers; `_` stands for `-`."""
         return replace(self, headers={**self.headers, **{name.replace("_", "-"): text for name, text in headers.items()}})
 
 
-def json_answer(document: Any, status: int = 200, **headers: str) -> Answer:
+def json_answer(document: Any, status: int = 200, **headers: str) -> Response:
     """A JSON document."""
-    return Answer(status, json.dumps(document).encode(), {"Content-Type": JSON}).having(**headers)
+    return Response(status, json.dumps(document).encode(), {"Content-Type": JSON}).having(**headers)
 
 
-def file_answer(request: Request, file: VirtualFile) -> Answer:
+def file_answer(request: Request, file: VirtualFile) -> Response:
     """A file, or the range of it that is asked for. Of several ranges at once, as RFC 9110 allows, the whole file is sent.
 
     Headers: Range, If-Range, If-Match (412), If-None-Match (304).
@@ -120,10 +120,10 @@ def file_answer(request: Request, file: VirtualFile) -> Answer:
     about = {"ETag": etag, "Accept-Ranges": "bytes", "Content-Type": _type_of(file.path)}
     headers = request.headers
     if "if-match" in headers and not _matches(headers["if-match"], etag):
-        return Answer(412, b"", about)
+        return Response(412, b"", about)
     if "if-none-match" in headers and _matches(headers["if-none-match"], etag):
-        return Answer(304, b"", about)
-    whole = Answer(200, b"", about, file, 0, file.size)
+        return Response(304, b"", about)
+    whole = Response(200, b"", about, file, 0, file.size)
     ranges = re.fullmatch(r"bytes=\s*(\d{0,20})-(\d{0,20})\s*", headers.get("range", ""))
     if not ranges or not (ranges[1] or ranges[2]) or headers.get("if-range", etag) != etag:
         return whole
@@ -134,8 +134,8 @@ def file_answer(request: Request, file: VirtualFile) -> Answer:
     else:
         start, stop = max(0, file.size - int(ranges[2])), file.size
     if start >= stop:
-        return Answer(416, b"", {**about, "Content-Range": f"bytes */{file.size}"})
-    return Answer(206, b"", {**about, "Content-Range": f"bytes {start}-{stop - 1}/{file.size}"}, file, start, stop)
+        return Response(416, b"", {**about, "Content-Range": f"bytes */{file.size}"})
+    return Response(206, b"", {**about, "Content-Range": f"bytes {start}-{stop - 1}/{file.size}"}, file, start, stop)
 
 
 def _matches(given: str, etag: str) -> bool:

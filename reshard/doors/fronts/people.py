@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from reshard.doors.catalogue import MAIN, Catalogue, Repository, Revision
-from reshard.doors.fronts.messages import HTML, Answer, Request, encoded
+from reshard.doors.fronts.messages import HTML, Request, Response, encoded
 from reshard.engine.views import LazyTensor
 from reshard.geometry.quantities import nbytes_text
 from reshard.geometry.sections import whole
@@ -30,7 +30,7 @@ from reshard.verbs.look.inspection import Inspection
 _BINS, _MOST_VALUES, _MOST_ROWS = 24, 64, 1000
 
 
-def answer(request: Request, catalogue: Catalogue) -> Answer | None:
+def answer(request: Request, catalogue: Catalogue) -> Response | None:
     """The page that a browser asks for; None for anything else. Raises ReshardError if a checkpoint cannot be read."""
     segments = request.segments
     if segments == ("",) and not request.asks_s3 and "text/html" in request.headers.get("accept", ""):
@@ -46,9 +46,9 @@ def answer(request: Request, catalogue: Catalogue) -> Answer | None:
     return _page(_contents(repository, revision))
 
 
-def _page(sections: Iterable[Section], status: int = 200) -> Answer:
+def _page(sections: Iterable[Section], status: int = 200) -> Response:
     content = page_of([*sections]).render()
-    return Answer(status, content.encode("utf-8", "replace"), {"Content-Type": HTML, "Cache-Control": "no-store"})
+    return Response(status, content.encode("utf-8", "replace"), {"Content-Type": HTML, "Cache-Control": "no-store"})
 
 
 def _link(text: str, *place: str, query: str = "") -> Html:

@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape
 
 from reshard.doors.catalogue import MAIN, Catalogue, Repository
 from reshard.doors.folder import VirtualFile
-from reshard.doors.fronts.messages import XML, Answer, Request, encoded, file_answer
+from reshard.doors.fronts.messages import XML, Request, Response, encoded, file_answer
 from reshard.errors import printable
 
 _MOST_KEYS = 1000
@@ -26,7 +26,7 @@ _WRITTEN_HTTP = "Thu, 01 Jan 2026 00:00:00 GMT"
 _SPACE = 'xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
 
 
-def answer(request: Request, catalogue: Catalogue) -> Answer:
+def answer(request: Request, catalogue: Catalogue) -> Response:
     """The answer to a request of S3, or to one for a file by its path. Raises ReshardError if a revision cannot be opened."""
     bucket, *rest = request.segments
     key = "/".join(rest)
@@ -39,7 +39,7 @@ def answer(request: Request, catalogue: Catalogue) -> Answer:
     if key:
         return _object(request, repository, key)
     if request.method == "HEAD":
-        return Answer(200, b"", {"x-amz-bucket-region": "us-east-1", "Content-Type": XML})
+        return Response(200, b"", {"x-amz-bucket-region": "us-east-1", "Content-Type": XML})
     if any(name == "location" for name, _ in request.query):
         return _document("LocationConstraint")
     return _listing(request, repository)
@@ -54,12 +54,12 @@ def file_of(repository: Repository, key: str) -> VirtualFile | None:
     return revision.folder.get(path) if revision else None
 
 
-def error_answer(status: int, code: str, message: str, resource: str = "") -> Answer:
+def error_answer(status: int, code: str, message: str, resource: str = "") -> Response:
     """An error as S3's clients understand it."""
     return _document("Error", _tag("Code", code), _tag("Message", message), _tag("Resource", resource), space="", status=status)
 
 
-def _object(request: Request, repository: Repository, key: str) -> Answer:
+def _object(request: Request, repository: Repository, key: str) -> Response:
     file = file_of(repository, key)
     if file is None:
         return error_answer(404, "NoSuchKey", "the key does not exist", key)
@@ -67,7 +67,7 @@ def _object(request: Request, repository: Repository, key: str) -> Answer:
     codes = {412: ("PreconditionFailed", "the object has another ETag"), 416: ("InvalidRange", "the range lies outside of the object")}
     if found.status in codes and request.method == "GET":
         error = error_answer(found.status, *codes[found.status], key)
-        return Answer(found.status, error.body, {**found.headers, **error.headers})
+        return Response(found.status, error.body, {**found.headers, **error.headers})
     return found
 
 
@@ -89,7 +89,7 @@ def _keys(repository: Repository, prefix: str) -> list[tuple[str, VirtualFile | 
     return sorted((f"{named}/{path}", file) for path, file in files.items() if path.startswith(inner))
 
 
-def _listing(request: Request, repository: Repository) -> Answer:
+def _listing(request: Request, repository: Repository) -> Response:
     """ListObjectsV2, and ListObjects for older clients."""
     is_second, prefix, delimiter = request.parameter("list-type") == "2", request.parameter("prefix"), request.parameter("delimiter")
     is_encoded = request.parameter("encoding-type") == "url"
@@ -162,7 +162,7 @@ def _element(name: str, *inner: str) -> str:
     return f"<{name}>{''.join(inner)}</{name}>"
 
 
-def _document(root: str, *inner: str, space: str = _SPACE, status: int = 200) -> Answer:
+def _document(root: str, *inner: str, space: str = _SPACE, status: int = 200) -> Response:
     opening = f"<{root} {space}>" if space else f"<{root}>"
     text = f'<?xml version="1.0" encoding="UTF-8"?>\n{opening}{"".join(inner)}</{root}>'
-    return Answer(status, text.encode("utf-8", "backslashreplace"), {"Content-Type": XML})
+    return Response(status, text.encode("utf-8", "backslashreplace"), {"Content-Type": XML})
