@@ -25,7 +25,7 @@ from reshard.doors.folder import Folder, folder
 from reshard.doors.fronts import hub as hub_front
 from reshard.doors.fronts import people, s3
 from reshard.doors.fronts.access import Access, is_loopback
-from reshard.doors.fronts.messages import Request, Response, json_answer
+from reshard.doors.fronts.messages import Malformed, Request, Response, json_answer
 from reshard.doors.server import HubServer
 from reshard.engine.events import event
 from reshard.errors import RequestError, ReshardError
@@ -223,7 +223,9 @@ class Hub:
             found = (
                 hub_front.answer(request, self.catalogue) or people.answer(request, self.catalogue) or s3.answer(request, self.catalogue)
             )
-        except ReshardError as error:
+        except Malformed:
+            raise
+        except Exception as error:
             return self._failed(error)
         key = client, request.path
         if found.file is not None and request.method == "GET" and key not in self._logged and len(self._logged) < _MOST_LOGGED:
