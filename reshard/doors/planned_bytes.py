@@ -46,7 +46,7 @@ CHUNK = 1 << 20
 # One byte of scales stands for up to 16,384 weights: a client that waits for a mebibyte of them would lose its patience.
 _CHUNK_OF_SCALES = 1 << 14
 # What is read and sent at once stays in the processor's cache.
-_CHUNK_OF_COPIES = 1 << 18
+_CHUNK_OF_COPIES = 1 << 19
 # The most bytes of blocks, of framing and of checksums that are kept, and of readers.
 _MOST_BLOCKS, _MOST_FRAMING, _MOST_READERS, _MOST_CHECKSUMS = 32 << 20, 32 << 20, 256, 1 << 20
 # A client waits while the checksums of one run of framing are computed, such as the directory of a zip: 4 GiB take some seconds.
@@ -70,6 +70,7 @@ class PlannedBytes:
         """The files of the source. Reading them tells when they have changed."""
         self._places, self._constants = TargetPlaces(plan), grouped(plan.target_index.constants, attrgetter("path"))
         self._threads_of: tuple[int, ThreadPoolExecutor] | None = None
+        self._copies: dict[tuple[int, int], Extent | None] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -130,6 +131,12 @@ class PlannedBytes:
         return _CHUNK_OF_SCALES if is_slow else CHUNK, False
 
     def _copied_from(self, number: int, row: int) -> Extent | None:
+        """As `_looked_up`, which is asked for each chunk again."""
+        if (number, row) not in self._copies:
+            self._copies[number, row] = self._looked_up(number, row)
+        return self._copies[number, row]
+
+    def _looked_up(self, number: int, row: int) -> Extent | None:
         """Where the bytes of a piece lie in the source, if it has the bytes of a whole tensor that is stored in one piece; else None."""
         source, target = self._plan.routes[number].source, self._plan.routes[number].target
         is_whole = len(source.shards) == len(target.shards) == 1 and type(source.origin) is Stored and not self._plan.routes[number].is_cast
