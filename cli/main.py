@@ -44,6 +44,7 @@ COMMANDS = {
     "digests": (".commands.digests", "Digest what a serving engine's ranks hold, and compare with a live server."),
     "roundtrip": (".commands.roundtrip", "Prove that a conversion and its way back lose nothing."),
     "push": (".commands.push", "Send a checkpoint's weights to a running server, without a file."),
+    "hub": (".commands.serve.hub", "Serve checkpoints as Hugging Face repositories, S3 buckets and pages, without a file."),
     "cache": (".commands.serve.cache", "Convert a model into a cache for an engine's start, or list and empty the cache."),
     "serve-check": (".commands.serve.serve_check", "Check that an engine will take a folder, before it starts."),
     "watch": (".commands.watch", "Convert every step of a run as soon as it is complete."),
@@ -63,7 +64,7 @@ GROUPS = {
     "Look": ("inspect", "log", "stats", "cat", "export", "diff", "explain", "fingerprint"),
     "Convert": ("convert", "plan", "apply", "delta", "watch"),
     "Check": ("verify", "doctor", "roundtrip", "digests"),
-    "Serve": ("push", "cache", "serve-check", "degrees", "learn"),
+    "Serve": ("push", "hub", "cache", "serve-check", "degrees", "learn"),
     "Train": ("estimate",),
     "Other": ("formats", "versions", "architectures", "clean", "env", "completion"),
 }

@@ -26,10 +26,12 @@ _MEANINGS = {
     "unchanged": "Whether --if-changed had nothing to do.",
     "differences": "Differences that verify found.",
     "findings": "Findings of doctor by severity.",
+    "bytes_served": "Bytes that clients of hub got.",
+    "requests": "Requests of clients that hub answered.",
 }
 
 
-METERED = ("convert", "verify", "doctor")
+METERED = ("convert", "verify", "doctor", "hub")
 """The commands with --metrics-file."""
 
 

@@ -36,7 +36,7 @@ CONTENTS = {
         recipes/undeclared-model recipes/trainer-names recipes/coming-from
     """,
     "Serve": """
-        recipes/serving recipes/verl recipes/megatron-run recipes/cache recipes/serve-without-converting recipes/preshard
+        recipes/serving recipes/hub recipes/verl recipes/megatron-run recipes/cache recipes/serve-without-converting recipes/preshard
     """,
     "Update live": "recipes/live recipes/push recipes/deltas",
     "Resume": "recipes/torch-load recipes/torch-save recipes/optimizer-state recipes/interrupted",

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from reshard.canonical.content import Selection
+    from reshard.doors.folder import folder
+    from reshard.doors.hub import hub
     from reshard.errors import CheckpointError, DifferenceFound, RequestError, ReshardError
     from reshard.opening.checkpoint import Checkpoint
     from reshard.opening.open import open
@@ -62,6 +64,8 @@ __all__ = [
     "estimate",
     "explain",
     "fingerprint",
+    "folder",
+    "hub",
     "learn",
     "load_plan",
     "log",
@@ -78,7 +82,7 @@ __all__ = [
     "watch",
 ]
 _ELSEWHERE = {
-    "apply": "verbs.delta",
+    "apply": "verbs.delta", "folder": "doors.folder", "hub": "doors.hub",
     "Checkpoint": "opening.checkpoint", "Selection": "canonical.content", "open": "opening.open", "convert_part": "verbs.convert",
     "load_plan": "verbs.plan", "save_plan": "verbs.plan", "storage_options": "storage.stores.urls",
     "cache": "verbs.serve.cache", "serve_check": "verbs.serve.serve_check",

@@ -102,6 +102,18 @@ def records(
     yield Sidecar(MANIFEST, manifest_bytes(document, {file.path: file.nbytes for file in layout.files}))
 
 
+def planned_record(plan: Plan) -> Sidecar:
+    """reshard.json of a plan that nobody has run: without a command, a time, and what only all weights tell."""
+    document = {
+        **_document(plan, plan.identity(), Provenance(), ()),
+        "time": None,
+        "request": request_digest(plan),
+        "fingerprint": None,
+        "digests": None,
+    }
+    return Sidecar(MANIFEST, manifest_bytes(document, {file.path: file.nbytes for file in plan.layout.files}))
+
+
 def samples(path: str, nbytes: int, read: Read) -> str:
     """The digest of the sampled parts of a file of that length."""
     return digest_of(path, sample_ranges(nbytes), read)

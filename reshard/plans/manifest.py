@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from reshard.errors import CheckpointError, ReshardError, UnsupportedError, some
@@ -170,20 +171,32 @@ def parts(ranges: Ranges) -> Iterator[tuple[int, int]]:
 
 def fixed_bytes(file: TargetFile, constants: Sequence[Constant]) -> Iterator[tuple[int, bytes]]:
     """The fixed bytes of a file as they will be written, in parts: literals, constants, and zeros elsewhere."""
-    known = [(offset, len(data), data) for offset, data in file.literals if data]
-    known += [(constant.byte_offset, constant.nbytes, constant.expected) for constant in constants if constant.expected.strip(b"\0")]
-    known.sort(key=lambda each: each[0])
-    starts = [start for start, _, _ in known]
-    for start, stop in parts(fixed_ranges(file, constants)):
+    known = FixedBytes(file, constants)
+    return ((start, bytes(known.content(start, stop))) for start, stop in parts(fixed_ranges(file, constants)))
+
+
+class FixedBytes:
+    """The bytes of a file that its plan knows, at any place of the file. constants: those of this file."""
+
+    def __init__(self, file: TargetFile, constants: Sequence[Constant]) -> None:
+        known = [(offset, len(data), data) for offset, data in file.literals if data]
+        known += [(constant.byte_offset, constant.nbytes, constant.expected) for constant in constants if constant.expected.strip(b"\0")]
+        self._known = sorted(known, key=lambda part: part[0])
+        self._starts = [start for start, _, _ in self._known]
+        self.nbytes = sum(len(content) for _, _, content in self._known)
+        """The bytes of memory that it takes."""
+
+    def content(self, start: int, stop: int) -> bytearray:
+        """Bytes [start, stop) of the file, with zeros where the plan knows none."""
         content = bytearray(stop - start)
-        for at, nbytes, repeated in known[max(0, bisect_right(starts, start) - 1) :]:
+        for at, nbytes, repeated in islice(self._known, max(0, bisect_right(self._starts, start) - 1), None):
             if at >= stop:
                 break
             first, last = max(at, start), min(at + nbytes, stop)
             if first < last:
                 phase = (first - at) % len(repeated)
                 content[first - start : last - start] = (repeated * ((last - first + phase) // len(repeated) + 1))[phase:][: last - first]
-        yield start, bytes(content)
+        return content
 
 
 # ---- writing ----

@@ -60,6 +60,11 @@ class FileChecksums:
         """Where a checksum is stored, and its number."""
         return sorted((place, i) for i, checksum in enumerate(self._checksums) for place in checksum.places)
 
+    def stored_in(self, start: int, stop: int) -> list[int]:
+        """The numbers of the checksums of which a byte is stored in bytes [start, stop) of the file."""
+        places = self._places
+        return sorted({i for _, i in places[bisect_left(places, (start - 3, 0)) : bisect_left(places, (stop, 0))]})
+
     def filled_in(self, byte_offset: int, data: bytes) -> bytes:
         """Bytes of the framing, with the checksums that are stored there, as far as they are known."""
         places, stop, content = self._places, byte_offset + len(data), None

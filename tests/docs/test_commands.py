@@ -88,6 +88,8 @@ def _parse(command: str, where: str) -> None:
     if parsed.get("to", "") is None and name in ("cache", "delta"):
         return  # list and clean take no target, and a kept run is hf without one
     if "to" in parsed and name != "degrees" and not parsed.get("plan_path") and (parsed["to"] or not parsed.get("push")):
-        known = {option.name for option in registry.target(parsed["to"]).options}
+        # `hub` takes several targets, and without one it is hf.
+        targets = (parsed["to"] or "hf").split(",") if name == "hub" else [parsed["to"]]
+        known = {option.name for target in targets for option in registry.target(target).options}
         for option in registry.options():
             assert parsed.get(option.name) is None or option.name in known, f"{where}: {command}: --{option.name} is not of {parsed['to']}"

@@ -41,6 +41,15 @@ CLAIMS = {
         "tests/live/test_strangers.py::test_a_secret_goes_to_another_host_only_where_the_network_is_trusted_or_by_the_environment",
         "tests/live/test_strangers.py::test_an_engine_with_another_token_does_not_join_and_nobody_tells_a_token",
     ],
+    "`reshard hub` reads nothing but what it announces, and for whom it should.": [
+        "tests/doors/test_hub.py::test_what_is_not_announced_does_not_exist",
+        "tests/doors/test_hub.py::test_another_host_is_refused_without_a_token",
+        "tests/doors/test_hub.py::test_another_address_needs_the_token",
+        "tests/doors/test_hub.py::test_signatures_of_s3_are_compared",
+        "tests/doors/test_hub.py::test_what_no_client_sends_is_refused_and_the_server_lives",
+        "tests/doors/test_hub.py::test_a_slow_head_and_too_many_connections_end",
+        "tests/doors/test_hub.py::test_pages_for_people_are_inert",
+    ],
     "The transport `shared` opens no file that a peer names": [
         "tests/live/test_strangers.py::test_memory_that_is_not_ours_is_refused_and_stays_as_it_is",
         "tests/live/test_strangers.py::test_a_rank_that_names_another_file_for_shared_memory_is_refused",

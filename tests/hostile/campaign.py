@@ -10,6 +10,7 @@
     stores         S3 servers, and servers that are asked for their weights: both lie (lying_servers.py)
     plan-files     forged ones with right digests (plan_files.py)
     records        deltas, kept runs, the cache, learned layouts (own_records.py)
+    hub            strangers at `reshard hub` (strangers.py)
 
 Each input is a recipe of two words and a seed, which also chooses the command. Outcomes:
 
@@ -53,6 +54,7 @@ SURFACES = {
     "stores": ("lying_servers", 10),
     "plan-files": ("plan_files", 5),
     "records": ("own_records", 15),
+    "hub": ("strangers", 5),
 }
 OUTCOMES = (
     "refused",

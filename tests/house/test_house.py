@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # A room imports only rooms above it in this list. architectures/ is data.
 ROOMS = [
     "secrets", "errors", "geometry", "storage", "containers", "models", "serving", "training", "index", "canonical", "plans", "adapter",
-    "engine", "opening", "requests", "measures", "health", "runs", "live", "verbs", "torch", "picture", "pages", "testing",
+    "engine", "opening", "requests", "measures", "health", "runs", "live", "verbs", "torch", "picture", "pages", "doors", "testing",
 ]  # fmt: skip
 CORE = sorted((ROOT / "reshard").rglob("*.py"))
 FORMATS = sorted((ROOT / "formats").rglob("*.py"))
@@ -85,7 +85,9 @@ def test_a_room_imports_rooms_above_it_only():
 
 # The rooms of the main job (docs/design.md), without `serving/learned`; what hangs beside them; and the one file that opens a side room.
 MAIN = ("geometry", "storage", "containers", "index", "models", "canonical", "serving", "plans", "adapter", "opening", "requests", "engine")
-SIDE = ("training", "serving.learned", "measures", "health", "runs", "live", "verbs", "torch", "pages", "picture", "testing")
+SIDE = (
+    "training", "serving.learned", "measures", "health", "runs", "live", "verbs", "torch", "pages", "picture", "doors", "testing",
+)  # fmt: skip
 DOOR_OF_LEARNED = "reshard/adapter/serving_format/learned.py"
 
 
@@ -242,6 +244,8 @@ STORES = [f"reshard/storage/stores/{name}.py" for name in ("obstore_backend", "w
 HTTP = ["reshard/storage/server.py", "reshard/storage/stores/http_answer.py"]
 # Listens while an update of a running server is open, for those who know its secret (tests/live/test_strangers.py).
 MEETING = "reshard/live/wire/meeting.py"
+# One listens for clients of virtual folders (tests/doors/test_server.py), and one takes URLs apart.
+DOORS = ["reshard/doors/server.py", "reshard/doors/fronts/messages.py"]
 NETWORK = {
     "obstore", "boto3", "aiohttp", "asyncio", "fsspec", "ftplib", "http", "httpx", "huggingface_hub", "ray", "requests", "smtplib",
     "socket", "ssl", "urllib",
@@ -252,7 +256,7 @@ def test_nothing_else_can_open_a_network_connection():
     """SECURITY.md promises it: those of stores can, and one connects to an address of the command line. That it does no more is tested in
     tests/cli/test_live_server.py."""
     for path in [*CORE, *FORMATS, *CLI]:
-        if label(path) not in (*STORES, *HTTP, CLUSTER, MEETING):
+        if label(path) not in (*STORES, *HTTP, *DOORS, CLUSTER, MEETING):
             for node in nodes(path):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
@@ -301,6 +305,7 @@ def test_the_core_names_no_format():
         "verbs.steps.kept": "delta",
         "verbs.watch": "delta",
         "verbs.roundtrip": "hf",
+        "doors.hub": "hf",
         "plans.layout": "pt",
         "canonical.trainer_names": "nanotron",
     }
