@@ -160,6 +160,10 @@ class Format(ABC):
         """The target with options that name what was found, in place of those that say where to look. Called once, before `lay_out`."""
         return target
 
+    def form_of_adapter(self, content: Content, target: Target) -> str | None:
+        """The form into which the LoRA adapter of experts is brought before `lay_out` (canonical/adapters/forms.py); None for its own."""
+        return None
+
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         """The files that hold `content` for `target`: names, fusions and framing, everything except the weights' bytes.
 
@@ -287,6 +291,18 @@ LEARNED_LAYOUTS = (
     Option("trust_remote_code", "switch", "With `learn=`: let the engine run Python code that lies beside the model."),
     Option("accept_platform", "switch", "Also write tensors whose shape depends on the platform that was traced."),
 )
+# How experts are stored: those of a model (Megatron), and those of a LoRA adapter (canonical/adapters/forms.py).
+EXPERTS_OF_MODELS = ("sequential", "grouped", "te-grouped")
+EXPERTS_OF_ADAPTERS = ("fused", "split", "shared", "tinker")
+EXPERTS = Option("experts", "choice", "Set how experts are stored.", choices=(*EXPERTS_OF_MODELS, *EXPERTS_OF_ADAPTERS))
+
+
+def check_experts(options: Mapping[str, Any], format: str, known: tuple[str, ...]) -> None:
+    """Raises RequestError if `experts=` names what is no form of this format."""
+    if options.get("experts") not in (None, *known):
+        raise RequestError(f"`experts={options['experts']}` does not apply to {format}", do=choices(options["experts"], known))
+
+
 # Which LoRA adapter of a checkpoint is written or merged, and with which settings.
 ADAPTER = (
     Option("adapter", "text", "Take this adapter, if the checkpoint holds several."),

@@ -381,7 +381,7 @@ def test_an_option_that_takes_one_value_is_refused_twice_in_every_command():
     "arguments, message",
     [
         (("diff", LLAMA, "--step", "100", LLAMA, "--step", "200"), "'--step' takes one value, and is given 2 times: 100, 200"),
-        (("convert", LLAMA, OUT, "--to", "hf", "--merge-adapter", "a", "--merge-adapter", "b"), "'--merge-adapter' takes one value"),
+        (("convert", LLAMA, OUT, "--to", "hf", "--adapter-config", "a", "--adapter-config", "b"), "'--adapter-config' takes one"),
         (
             ("convert", LLAMA, OUT, "--to", "vllm", "-tp", "2", "--tensor-parallel-size=4"),
             "'--tp' takes one value, and is given 2 times: 2, 4",

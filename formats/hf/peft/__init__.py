@@ -12,8 +12,15 @@ The names are those of canonical/renaming.py. Measured on peft 0.21.2; source: u
 
 from __future__ import annotations
 
-from reshard.adapter.format import ADAPTER, Format, Option
+from typing import TYPE_CHECKING
+
+from reshard.adapter.format import ADAPTER, EXPERTS, EXPERTS_OF_ADAPTERS, Format, Option, check_experts
+from reshard.errors import RequestError
 from reshard.storage.files import Files
+
+if TYPE_CHECKING:
+    from reshard.canonical.content import Content
+    from reshard.plans.layout import Target
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -30,7 +37,24 @@ class Peft(Format):
         *ADAPTER,
         Option("task_type", "text", "Task of the adapter, such as CAUSAL_LM, if nothing else tells it."),
         Option("base_model", "text", "Name or path of the base model, if nothing else tells it."),
+        EXPERTS,
+        Option("engine", "choice", "Take the form of experts that this engine reads right.", choices=("vllm", "sglang")),
     )
+
+    def form_of_adapter(self, content: Content, target: Target) -> str | None:
+        """The form into which the adapter of experts is brought; None for its own.
+
+        Raises: RequestError if the options contradict each other.
+        """
+        check_experts(target.options, self.name, EXPERTS_OF_ADAPTERS)
+        form, engine = target.options.get("experts"), target.options.get("engine")
+        if form and engine:
+            raise RequestError("`experts=` and `engine=` both name a form", do="Give one of them")
+        if engine is None:
+            return None if form is None else str(form)
+        from .engines import form_for
+
+        return form_for(str(engine), content)
 
     def detect(self, files: Files) -> str | None:
         listing = [path for path in files.list() if not path.endswith("/")]
