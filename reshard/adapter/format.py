@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -163,6 +163,15 @@ class Format(ABC):
     def form_of_adapter(self, content: Content, target: Target) -> str | None:
         """The form into which the LoRA adapter of experts is brought before `lay_out` (canonical/adapters/forms.py); None for its own."""
         return None
+
+    def about_serving(
+        self, index: Index, settings: Mapping[str, Any], engine: str | None, base: Mapping[str, Any] | None
+    ) -> Iterator[tuple[str, str, str]]:
+        """What an engine would do with a LoRA adapter: findings of serve-check as (id, text, remedy).
+
+        settings: the content of adapter_config.json. engine: None for the first that takes adapters. base: the config of its base.
+        """
+        return iter(())
 
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         """The files that hold `content` for `target`: names, fusions and framing, everything except the weights' bytes.

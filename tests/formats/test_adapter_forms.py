@@ -306,3 +306,35 @@ def test_single_trained_rows_replace_those_of_the_base(tmp_path):
     (source / "adapter_config.json").write_text(json.dumps(config | {"trainable_token_indices": [7, 50]}))
     with pytest.raises(CheckpointError, match=r"for 2 rows of \[50, 20\]"):
         reshard.plan(model, to="hf", merge_adapter=source)
+
+
+SERVED = [  # (family, form, settings, the finding, what it says), as vLLM 0.32's own functions do on CPU tensors
+    ("qwen3_moe", "fused", {}, "not-served", "vLLM refuses fused experts of qwen3_moe: its class reads the form split"),
+    ("qwen3_moe", "split", {}, "adapter-served", "--max-lora-rank of at least 2"),
+    ("mixtral", "fused", {}, "never-applied", "never applies them"),
+    ("mixtral", "split", {"rank_pattern": {"w1": 16}}, "adapter-served", "--max-lora-rank of at least 16"),
+    ("gpt_oss", "fused", {}, "adapter-served", "applies all of it"),
+    ("gpt_oss", "split", {}, "not-served", "its class reads the form fused"),
+    ("gpt_oss", "tinker", {}, "not-served", "--enable-moe-shared-loras alone"),
+    ("qwen3_moe", "split", {"use_dora": True}, "not-served", "vLLM has no DoRA"),
+    ("qwen3_moe", "split", {"modules_to_save": ["lm_head"]}, "not-served", "modules_to_save has lm_head"),
+    ("qwen3_moe", "split", {"trainable_token_indices": [1]}, "not-served", "single rows of the embedding"),
+]
+
+
+@pytest.mark.parametrize("family, form, settings, kind, text", SERVED)
+def test_serve_check_says_what_vllm_does_with_an_adapter(family, form, settings, kind, text, tmp_path):
+    model, _ = base(family, tmp_path)
+    tensors = {"fused": fused, "split": split, "tinker": stacked}[form](factors(), family)
+    more = {"target_parameters": TARGETS[family]} if form == "fused" else {}
+    folder = adapter(tmp_path / "a", tensors, **more, **settings)
+    report = reshard.serve_check(folder, model=model)
+    (finding,) = [finding for finding in report.findings if finding.severity == "error" or finding.id.startswith("adapter-")]
+    assert finding.id == kind and text in finding.detail
+    if kind == "not-served" and settings == {}:
+        out, _ = rewritten(folder, tmp_path / "out", "fused" if family == "gpt_oss" else "split", model)
+        reshard.convert(reshard.plan(folder, to="peft", engine="vllm", model=model), tmp_path / "engine")
+        assert equal(stored(out), stored(tmp_path / "engine"))
+        assert not [finding for finding in reshard.serve_check(out, model=model).findings if finding.severity == "error"]
+    (unknown,) = [finding for finding in reshard.serve_check(folder, engine="sglang", model=model).findings if "adapter-" in finding.id]
+    assert unknown.id == "adapter-not-checked"

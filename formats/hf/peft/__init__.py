@@ -12,15 +12,18 @@ The names are those of canonical/renaming.py. Measured on peft 0.21.2; source: u
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.adapter.format import ADAPTER, EXPERTS, EXPERTS_OF_ADAPTERS, Format, Option, check_experts
 from reshard.errors import RequestError
-from reshard.storage.files import Files
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from reshard.canonical.content import Content
+    from reshard.index.index import Index
     from reshard.plans.layout import Target
+    from reshard.storage.files import Files
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -55,6 +58,14 @@ class Peft(Format):
         from .engines import form_for
 
         return form_for(str(engine), content)
+
+    def about_serving(
+        self, index: Index, settings: Mapping[str, Any], engine: str | None, base: Mapping[str, Any] | None
+    ) -> Iterator[tuple[str, str, str]]:
+        """What an engine would do with the adapter."""
+        from .engines import about_serving
+
+        return about_serving(engine or "vllm", [tensor.name for tensor in index.tensors], settings, base)
 
     def detect(self, files: Files) -> str | None:
         listing = [path for path in files.list() if not path.endswith("/")]

@@ -38,12 +38,11 @@ _FUSED_OF = {
 }  # fmt: skip
 _STACKED_OF = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "w1": "w1", "w2": "w2", "w3": "w3"}
 FORMS: Mapping[str, str] = {
-    "fused": "PEFT's target_parameters",
-    "split": "one module per expert",
-    "shared": "stacked, with the factors that all experts share once",
-    "tinker": "stacked",
+    "fused": "PEFT's target_parameters, all experts in one matrix",
+    "split": "a module for each expert",
+    "stacked": "an array [experts, ...] for each projection, as Tinker's",
 }
-"""The forms that are written, and what they are."""
+"""The forms that adapters of experts are stored in, and what they are."""
 
 
 @value(eq=False)
