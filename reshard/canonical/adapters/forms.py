@@ -118,7 +118,10 @@ def stored_as(content: Content, form: str, dtype_of: Callable[[Tensor], DType]) 
     made: list[StoredTensor] = []
     for (module, target), names in by_target.items():
         pieces = [(int(experts[name][2]), experts[name][3], experts[name][4], name) for name in names]
-        made += layout.fused(module, target, pieces) if form == "fused" else layout.stacked(module, target, pieces)
+        if form == "fused":
+            made += layout.fused(module, target, pieces)
+        else:
+            made += layout.stacked(module if form == "shared" else layout.memory(module), target, pieces)
     return sorted([*others, *made], key=lambda tensor: tensor.name)
 
 
@@ -339,6 +342,10 @@ class _Layout:
         self._base = AdaptedBase(content.model, None, "", None)
         self._is_exchanged = content.model.architecture.model_type in WITHOUT_MARK
 
+    def memory(self, module: str) -> str:
+        """The module of all experts as transformers 5 has it in memory."""
+        return _memory_module(module, self._base)
+
     def stacked(self, module: str, target: str, pieces: Sequence[tuple[int, str, str, str]]) -> Iterator[StoredTensor]:
         """Both factors with a first axis of experts."""
         for which in ("A", "B"):
@@ -351,7 +358,7 @@ class _Layout:
     def fused(self, module: str, target: str, pieces: Sequence[tuple[int, str, str, str]]) -> Iterator[StoredTensor]:
         """The factors of a parameter of all experts: A [E*r, in], with the expert slowest, and B [out, r*E], with the expert fastest."""
         shapes = {(number, projection, which): self._tensors[name].shape for number, projection, which, name in pieces}
-        memory = _memory_module(module, self._base)
+        memory = self.memory(module)
         parameter = self._base.find(f"{memory}.{target}")
         assert parameter is not None, "the base has the experts"
         experts = parameter.array.shape[0]
