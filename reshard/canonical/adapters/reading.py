@@ -24,10 +24,11 @@ from reshard.canonical.adapters.updates import Adapter, BiasUpdate, Update, item
 from reshard.canonical.content import Drop
 from reshard.canonical.lora import LoraSettings
 from reshard.canonical.renaming import PREFIX, TRAINED_TOKENS, adapter_name
-from reshard.errors import UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.quantities import grouped
+from reshard.geometry.quantities import grouped, plural
 from reshard.index.origin import Tensor
+from reshard.models.model import Model
 
 _BASE_LAYER = ".base_layer"
 # Their experts are [in, out], and their class in transformers 5.23 has no is_transposed: PEFT takes them as [out, in].
@@ -69,6 +70,20 @@ def read_adapter(base: AdaptedBase, settings: LoraSettings, tensors: Mapping[str
             else:
                 reading.add_module(base.renamed(module), factors)
     return Adapter(tuple(reading.updates), reading.replaced, reading.rows, tuple(reading.drops))
+
+
+def check_whole(adapter: Adapter, model: Model) -> None:
+    """Raises CheckpointError if an adapter of experts lacks one of the experts of the model."""
+    experts = [update for update in adapter.updates if isinstance(update, Update) and update.expert is not None]
+    for module, updates in grouped(experts, lambda update: re.sub(r"(\.experts)\.\d+\.", r"\1.*.", update.module)).items():
+        numbers = {update.expert for update in updates}
+        if lacking := [number for number in range(model.dimensions.get("experts", 0)) if number not in numbers]:
+            raise CheckpointError(
+                f"it changes {plural(len(numbers), 'expert')}, and not expert {lacking[0]}",
+                where=module,
+                why="An engine takes the adapter of all experts of a layer, or of none",
+                do="Save the adapter again, with the files of all ranks",
+            )
 
 
 class _Reading:
