@@ -112,7 +112,7 @@ def push_adapter(
     return AdapterPushed(control.name, adapter, fingerprint, nbytes, str(target), unloaded, seconds, planned.layout.notes)
 
 
-def _form(opened: Checkpoint) -> dict[str, str]:
+def _form(opened: Checkpoint) -> dict[str, Any]:
     """The format that holds adapters, and the engine whose form of experts is written if the base is known: the first that it knows."""
     format = next(found for found in registry.formats().values() if found.holds_adapters)
     (engines,) = (option.choices for option in format.options if option.name == "engine")
@@ -140,7 +140,7 @@ def _check_fits(folder: Path, model: PathLike | None, server: str) -> None:
     if known is None:
         return
     index, settings = open(folder).index, json.loads((folder / ADAPTER_CONFIG).read_text())
-    base = AdaptedBase(known, None, str(folder), settings.get("base_model_name_or_path"))
+    base = AdaptedBase(known, None, "the adapter", None)
     try:
         check_whole(read_adapter(base, LoraSettings(settings), {tensor.name: tensor for tensor in index.tensors}), known)
     except CheckpointError as error:
