@@ -1,11 +1,15 @@
 """The forms of the adapter of experts, read, merged, and rewritten. The oracle is numpy on whole arrays: W + scale * B x A for each expert.
 tests/peft/check.py compares with PEFT and tinker-cookbook themselves."""
 
+import hashlib
 import json
 
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
+import torch
+from helpers.fixture_places import FIXTURES
 
 import reshard
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
@@ -336,3 +340,12 @@ def test_serve_check_says_what_vllm_does_with_an_adapter(family, form, settings,
         assert not [finding for finding in reshard.serve_check(out, model=model).findings if finding.severity == "error"]
     (unknown,) = [finding for finding in reshard.serve_check(folder, engine="sglang", model=model).findings if "adapter-" in finding.id]
     assert unknown.id == "adapter-not-checked"
+
+
+def test_the_split_form_of_an_adapter_of_tinker_has_the_tensors_of_tinker_cookbook(tmp_path):
+    """fixtures/peft/make_tinker.py; one factor is shared by all experts, and the head has Tinker's name."""
+    truth = json.loads((FIXTURES / "peft/tinker/truth.json").read_text())
+    out, _ = rewritten(FIXTURES / "peft/tinker/adapter", tmp_path / "out", "split", FIXTURES / "hf" / truth["base"])
+    made = safetensors.torch.load_file(out / WEIGHTS)
+    digests = {n: hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in sorted(made.items())}
+    assert len(digests) == truth["tensors"] and hashlib.sha256(json.dumps(digests).encode()).hexdigest() == truth["split"]
