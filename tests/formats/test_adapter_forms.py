@@ -3,6 +3,7 @@ tests/peft/check.py compares with PEFT and tinker-cookbook themselves."""
 
 import hashlib
 import json
+import time
 
 import numpy as np
 import pytest
@@ -349,3 +350,47 @@ def test_the_split_form_of_an_adapter_of_tinker_has_the_tensors_of_tinker_cookbo
     made = safetensors.torch.load_file(out / WEIGHTS)
     digests = {n: hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in sorted(made.items())}
     assert len(digests) == truth["tensors"] and hashlib.sha256(json.dumps(digests).encode()).hexdigest() == truth["split"]
+
+
+def _hostile():
+    made = {"split": split(factors(), "qwen3_moe"), "fused": fused(factors(), "qwen3_moe"), "stacked": stacked(factors(), "qwen3_moe")}
+    good = {form: {f"{name}.weight": tensor for name, tensor in tensors.items()} for form, tensors in made.items()}
+    expert = "mlp.experts.0.gate_proj"
+    yield (
+        "ranks that no number of experts divides",
+        {name: tensor[:-1] if "lora_A" in name else tensor[:, :-1] for name, tensor in good["fused"].items()},
+    )
+    yield "three axes where two are", {name: tensor[None] for name, tensor in good["split"].items()}
+    yield "two axes where three are", {name: tensor[0] for name, tensor in good["stacked"].items()}
+    yield "no elements", {name: tensor[:0] for name, tensor in good["stacked"].items()} | good["split"]
+    yield (
+        "an expert that is not there",
+        good["split"]
+        | {f"mlp.experts.{10**30}.gate_proj.lora_{which}.weight": good["split"][f"{expert}.lora_{which}.weight"] for which in "AB"},
+    )
+    yield "a number that is none", {name.replace(".0.", ".\u0663."): tensor for name, tensor in good["split"].items()}
+    yield "names outside of the base", {name.replace("mlp.", "../../"): tensor for name, tensor in good["split"].items()}
+    yield "one factor without the other", {name: tensor for name, tensor in good["stacked"].items() if "lora_A" in name}
+    yield "two forms of one adapter", good["split"] | good["stacked"]
+    yield "two names of one factor", good["split"] | {f"{expert}.lora_A.bias.weight": good["split"][f"{expert}.lora_A.weight"]}
+    yield (
+        "many entries",
+        good["split"] | {f"mlp.experts.{n}.x.lora_{which}.weight": np.zeros((1, 1), np.float32) for n in range(40_000) for which in "AB"},
+    )
+
+
+HOSTILE = dict(_hostile())
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_adapter_is_refused_in_a_moment_and_nothing_is_written(case, tmp_path):
+    model, _ = base("qwen3_moe", tmp_path)
+    tensors = {name.removesuffix(".weight"): tensor for name, tensor in HOSTILE[case].items()}
+    folder = adapter(tmp_path / "a", tensors, target_parameters=TARGETS["qwen3_moe"] if "divides" in case else None)
+    began = time.process_time()
+    plans = [lambda: reshard.plan(model, to="hf", merge_adapter=folder)]
+    plans += [lambda form=form: reshard.plan(folder, to="peft", experts=form, model=model) for form in ("fused", "split", "tinker")]
+    for plan in plans:
+        with pytest.raises((CheckpointError, RequestError, UnsupportedError)):
+            plan()
+    assert time.process_time() - began < 20

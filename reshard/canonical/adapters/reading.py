@@ -56,8 +56,8 @@ def read_adapter(base: AdaptedBase, settings: LoraSettings, tensors: Mapping[str
             reading.replace(name.removeprefix(PREFIX), tensor)
         elif factor.parameter == TRAINED_TOKENS:
             reading.add_rows(factor.module, name, tensor)
-        else:
-            modules.setdefault(factor.module, {})[factor.parameter] = tensor
+        elif (other := modules.setdefault(factor.module, {}).setdefault(factor.parameter, tensor)) is not tensor:
+            raise base.misfit(tensor, f"it is the {factor.parameter} of {factor.module}, as {other.name} is")
     # Adapters of several parameters of one module are nested: `experts`, `experts.base_layer`.
     for module, nested in grouped(modules, lambda name: re.sub(r"(\.base_layer)+$", "", name)).items():
         of_module = [modules[name] for name in nested]
@@ -69,6 +69,7 @@ def read_adapter(base: AdaptedBase, settings: LoraSettings, tensors: Mapping[str
                 reading.add_stacked(module, factors)
             else:
                 reading.add_module(base.renamed(module), factors)
+    reading.check_one_form()
     return Adapter(tuple(reading.updates), reading.replaced, reading.rows, tuple(reading.drops))
 
 
@@ -183,6 +184,16 @@ class _Reading:
         used = _OF_EMBEDDING if "lora_embedding_A" in factors else _OF_LINEAR
         if unused := sorted(factors.keys() - used):
             raise self.base.misfit(factors[unused[0]], f"{', '.join(unused)} has no part in the update of such a module")
+
+    def check_one_form(self) -> None:
+        """Raises CheckpointError if a matrix of an expert has two updates, as in a file that holds an adapter in two forms."""
+        first: dict[tuple[str, int, int], Update] = {}
+        for update in self.updates:
+            for tile in update.array.tiles if isinstance(update, Update) and update.expert is not None else ():
+                row = tile.box.offsets[-1 if tile.axes[-1] == 0 else -2] + (update.first_row if update.row_step > 1 else 0)
+                other = first.setdefault((tile.name, update.expert or 0, row), update)
+                if other is not update:
+                    raise self.base.misfit(update.a, f"it changes {tile.name}, which {other.a.name} changes too")
 
     def target_parameters(self, module: str) -> list[str]:
         """The parameters of a module that `target_parameters` adapts. One without a module, such as down_proj, is of every module that has

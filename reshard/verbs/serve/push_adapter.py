@@ -90,7 +90,8 @@ def push_adapter(
     opened = source if isinstance(source, Checkpoint) else open(source, **given)
     written = Path(tempfile.mkdtemp(prefix=".new-", dir=folder)) / "adapter"
     try:
-        planned = plan(opened, **_form(opened), lora_alpha=lora_alpha, base_model=served.folder or served.base)
+        asked = {**_form(opened), "lora_alpha": lora_alpha, "base_model": served.folder or served.base}
+        planned = plan(opened, **asked)
         result = convert(planned, written)
         _check_fits(written, given.get("model"), control.name)
         fingerprint = result.fingerprint.root
