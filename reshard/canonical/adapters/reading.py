@@ -189,9 +189,11 @@ class _Reading:
         """Raises CheckpointError if a matrix of an expert has two updates, as in a file that holds an adapter in two forms."""
         first: dict[tuple[str, int, int], Update] = {}
         for update in self.updates:
-            for tile in update.array.tiles if isinstance(update, Update) and update.expert is not None else ():
+            if isinstance(update, BiasUpdate) or update.expert is None:
+                continue
+            for tile in update.array.tiles:
                 row = tile.box.offsets[-1 if tile.axes[-1] == 0 else -2] + (update.first_row if update.row_step > 1 else 0)
-                other = first.setdefault((tile.name, update.expert or 0, row), update)
+                other = first.setdefault((tile.name, update.expert, row), update)
                 if other is not update:
                     raise self.base.misfit(update.a, f"it changes {tile.name}, which {other.a.name} changes too")
 
