@@ -1,7 +1,6 @@
 """A push of an adapter alone: what is written, loaded and unloaded, and what is refused before the server is asked to load.
 
-The server is a stand-in with the routes, answers and refusals of vLLM 0.32 (entrypoints/openai/models/serving.py);
-tests/live/adapters.py runs the real one.
+The server is a stand-in with the routes, answers and refusals of vLLM 0.32 (entrypoints/openai/models/serving.py), which was also run.
 """
 
 import json

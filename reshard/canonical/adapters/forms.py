@@ -239,6 +239,8 @@ def _as_parameters(split: Sequence[Update], form: str, kept: _Kept, base: Adapte
         return
     targets = _FUSED_OF if form == "fused" else _STACKED_OF
     for (module, target), parts in grouped(split, lambda part: (_module(part), targets[_projection(part)])).items():
+        if form == "fused" and base.find(f"{_memory_module(module, base)}.{target}") is None:
+            raise UnsupportedError(f"`experts=fused`: {module} has no {target}", do="Write `experts=split`")
         if len({part.scale for part in parts}) > 1:
             raise UnsupportedError(
                 f"`experts={form}`: the updates of {module} have different scales",
