@@ -176,7 +176,7 @@ def _of_keyword(name: str, annotation: Any, section: str, verb: str, type: Any) 
         if keyword.metavar.startswith("["):  # the value may be left out
             settings |= {"is_flag": False, "flag_value": "equal"}
         settings |= {"metavar": keyword.metavar, "type": type or _TYPES.get(keyword.metavar), "shell_complete": _COMPLETED.get(name)}
-        settings["multiple"] = keyword.metavar == "GLOB"
+        settings["multiple"] = keyword.metavar == "GLOB" or keyword.several
     return option(flag, section=section, **settings)
 
 
@@ -225,6 +225,7 @@ _TYPES: Mapping[str, Any] = {
     "SHARE": Word("share", _share),
     "FRACTION": click.FloatRange(0, 1, min_open=True),
     "T": click.FloatRange(0, 1),
+    "FACTOR": click.FLOAT,
     "PORT": click.IntRange(1, 65535),
 }
 _COMPLETED = {"format": format_names, "architecture": architecture_names, "dtype": _dtype_names, "kv_dtype": _dtype_names}

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from reshard.verbs.push import push
     from reshard.verbs.roundtrip import roundtrip
     from reshard.verbs.serve.cache import cache
+    from reshard.verbs.serve.push_adapter import push_adapter
     from reshard.verbs.serve.serve_check import serve_check
     from reshard.verbs.transfers import transfers
     from reshard.verbs.verify import verify
@@ -72,6 +73,7 @@ __all__ = [
     "open",
     "plan",
     "push",
+    "push_adapter",
     "roundtrip",
     "save_plan",
     "serve_check",
@@ -85,7 +87,7 @@ _ELSEWHERE = {
     "apply": "verbs.delta", "folder": "doors.folder", "hub": "doors.hub",
     "Checkpoint": "opening.checkpoint", "Selection": "canonical.content", "open": "opening.open", "convert_part": "verbs.convert",
     "load_plan": "verbs.plan", "save_plan": "verbs.plan", "storage_options": "storage.stores.urls",
-    "cache": "verbs.serve.cache", "serve_check": "verbs.serve.serve_check",
+    "cache": "verbs.serve.cache", "push_adapter": "verbs.serve.push_adapter", "serve_check": "verbs.serve.serve_check",
 }  # fmt: skip
 _LOOKS = {"degrees", "diff", "doctor", "estimate", "explain", "fingerprint", "learn", "log", "stats"}
 

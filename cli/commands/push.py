@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     "reshard push step-1000 http://localhost:8000 --dry-run",
     "reshard push step-1000 http://host-1:8000 http://host-2:8000",
     "reshard push step-2000 http://localhost:8000 --since step-1000",
+    "reshard push lora http://localhost:8000 --adapter --name tutor",
 )
 @options.checkpoint("source")
 @click.argument("servers", nargs=-1, required=True, metavar="SERVER...")
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
     "--changes", options.TARGET, "Send what changed since the base of a chain of deltas; the servers keep a copy for the next push."
 )
 @options.option("--since", section=options.TARGET, metavar="CKPT", help="Likewise, since this checkpoint, which was pushed before.")
+@options.switch("--adapter", options.TARGET, "Send the LoRA adapter alone, as one that requests ask for by name.")
+@options.option("--name", section=options.TARGET, metavar="NAME", help="With --adapter: its name (default: adapter).")
+@options.option("--shared-dir", section=options.TARGET, metavar="DIR", help="With --adapter: a folder that the server sees.")
+@options.option("--keep", section=options.TARGET, type=click.IntRange(1), metavar="N", help="With --adapter: versions that stay loaded.")
 @options.keywords(LinkOptions, section=options.TARGET)
 @options.format_name
 @options.model
@@ -60,12 +65,20 @@ def command(source: str, servers: tuple[str, ...], dry_run: bool, full: bool, **
     With --since or --changes, only the values that differ travel, with their positions. Servers that hold other weights than the base, or
     have kept no copy of it, get all weights.
 
+    With --adapter, SOURCE is a LoRA adapter, or a training step that holds one. It alone is sent, and requests ask for it by NAME@ and 12
+    digits of its fingerprint. vLLM takes it if it was started with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora.
+
     vLLM takes weights if it was started with VLLM_SERVER_DEV_MODE=1 in its environment and --weight-transfer-config '{"backend":
     "reshard"}', and reshard is installed beside it. This command needs torch.
     """
     from reshard.engine.pool import Effort
     from reshard.verbs.push import planned_push
 
+    of_adapter = {name: given.pop(name) for name in ("name", "shared_dir", "keep")}
+    if given.pop("adapter"):
+        return _push_adapter(source, servers, {**given, "dry_run": dry_run}, of_adapter)
+    if unused := next((name for name, value in of_adapter.items() if value is not None), None):
+        raise click.UsageError(f"--{unused.replace('_', '-')} has a meaning only with --adapter")
     effort = {name: given.pop(name) for name in ("workers", "memory", "source_checksums", "verify_source", "show_progress")}
     given["port"] = given["port"] or 0
     version, limits = given.pop("version"), Effort(effort["workers"], effort["memory"], source_checksums=effort["source_checksums"])
@@ -76,6 +89,24 @@ def command(source: str, servers: tuple[str, ...], dry_run: bool, full: bool, **
         result = found.run(Effort.of(keywords), version)
     made = {**result.to_json(), "plan": plan_document(found.plan, full=True)} if full else result.to_json()
     return Reply(made, _pushed(result, found.plan), brief=True)
+
+
+def _push_adapter(source: str, servers: tuple[str, ...], given: dict[str, Any], of_adapter: dict[str, Any]) -> Reply:
+    """Send an adapter alone. Raises click.UsageError for an option that has no meaning with it."""
+    from reshard.opening.keywords import OpenOptions
+    from reshard.verbs.serve.push_adapter import push_adapter
+
+    opened = {name: given.pop(name) for name in list(given) if name in OpenOptions.__annotations__}
+    no_meaning = ("version", "changes", "since", "dry_run", *SelectionOptions.__annotations__, *RecipeOptions.__annotations__)
+    if unused := next((name for name in no_meaning if given.get(name)), None):
+        raise click.UsageError(f"--{unused.replace('_', '-')} has no meaning with --adapter")
+    if len(servers) > 1:
+        raise click.UsageError("with --adapter one server is given")
+    chosen = {name: value for name, value in {**opened, **of_adapter}.items() if value is not None}
+    result = push_adapter(source, servers[0], **chosen)
+    unloaded = f"; unloaded {', '.join(result.unloaded)}" if result.unloaded else ""
+    sent = f"{result.server}: {nbytes_text(result.nbytes)} in {result.seconds:.1f} s, adapter {result.adapter}{unloaded}"
+    return Reply(result.to_json(), [sent, Facts([("folder", result.folder), ("note", result.notes)])])
 
 
 def _planned(found: PlannedPush, effort: Effort) -> Iterator[Section]:

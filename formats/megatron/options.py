@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.adapter.format import Option
+from reshard.adapter.format import EXPERTS, Option
 
 # Choices that change the files, besides --tp, --pp and --ep.
 OPTIONS = (
@@ -10,7 +10,7 @@ OPTIONS = (
     Option("etp", "number", "Set the tensor-parallel size of experts (default: `tp=`)."),
     Option("stage_layers", "numbers", "Set the layers of every chunk (default: equal)."),
     Option("transformer_impl", "choice", "Set the layer implementation of the run.", choices=("local", "transformer_engine")),
-    Option("experts", "choice", "Set the expert layout of the run.", choices=("sequential", "grouped", "te-grouped")),
+    EXPERTS,
     Option("extra_state", "switch", "Also write the empty FP8 states of attention and norms that Transformer Engine asks for."),
     Option("vocab_multiple", "number", "Set the run's --make-vocab-size-divisible-by."),
     Option(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from importlib import import_module
 from importlib.util import find_spec
@@ -164,6 +164,19 @@ class Format(ABC):
         """The target with options that name what was found, in place of those that say where to look. Called once, before `lay_out`."""
         return target
 
+    def form_of_adapter(self, content: Content, target: Target) -> str | None:
+        """The form into which the LoRA adapter of experts is brought before `lay_out` (canonical/adapters/forms.py); None for its own."""
+        return None
+
+    def about_serving(
+        self, index: Index, settings: Mapping[str, Any], engine: str | None, base: Mapping[str, Any] | None
+    ) -> Iterator[tuple[str, str, str]]:
+        """What an engine would do with a LoRA adapter: findings of serve-check as (id, text, remedy).
+
+        settings: the content of adapter_config.json. engine: None for the first that takes adapters. base: the config of its base.
+        """
+        return iter(())
+
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         """The files that hold `content` for `target`: names, fusions and framing, everything except the weights' bytes.
 
@@ -291,6 +304,18 @@ LEARNED_LAYOUTS = (
     Option("trust_remote_code", "switch", "With `learn=`: let the engine run Python code that lies beside the model."),
     Option("accept_platform", "switch", "Also write tensors whose shape depends on the platform that was traced."),
 )
+# How experts are stored: those of a model (Megatron), and those of a LoRA adapter (canonical/adapters/forms.py).
+EXPERTS_OF_MODELS = ("sequential", "grouped", "te-grouped")
+EXPERTS_OF_ADAPTERS = ("fused", "split", "shared", "tinker")
+EXPERTS = Option("experts", "choice", "Set how experts are stored.", choices=(*EXPERTS_OF_MODELS, *EXPERTS_OF_ADAPTERS))
+
+
+def check_experts(options: Mapping[str, Any], format: str, known: tuple[str, ...]) -> None:
+    """Raises RequestError if `experts=` names what is no form of this format."""
+    if options.get("experts") not in (None, *known):
+        raise RequestError(f"`experts={options['experts']}` does not apply to {format}", do=choices(options["experts"], known))
+
+
 # Which LoRA adapter of a checkpoint is written or merged, and with which settings.
 ADAPTER = (
     Option("adapter", "text", "Take this adapter, if the checkpoint holds several."),

@@ -259,8 +259,8 @@ class ModelFiles:
         places = {name: self.folder + name for name in (*self.settings_files, *names)}
         return {**beside.carried, **{name: read_whole(self.files, path, limit=1 << 28) for name, path in places.items()}}
 
-    def with_quantization(self, config: Mapping[str, Any]) -> ModelFiles:
-        """The files for weights that are quantized in another way, or no longer, as the config says."""
+    def with_settings_of(self, config: Mapping[str, Any]) -> ModelFiles:
+        """The files for weights that are another way quantized or have another number of tokens than before, as the config says."""
         return replace(self, config=config, settings_files=(), settings_from=None, derived=True)
 
     def sidecars(self, dtypes: Iterable[DType], main: DType | None = None, *, weights: bool = False) -> tuple[Sidecar, ...]:

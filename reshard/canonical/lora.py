@@ -23,7 +23,6 @@ _OTHER_METHODS = {
     "use_qalora": "QALoRA pools the inputs of a module in groups",
     "alora_invocation_tokens": "an activated LoRA applies only after its invocation tokens",
     "layer_replication": "the adapted model has more layers than the base",
-    "trainable_token_indices": "single rows of the embedding are trained",
     "use_bdlora": "the factors are block-diagonal",
     "arrow_config": "a router mixes several adapters",
     "kasa_config": "KaSA changes the base weights",
@@ -147,6 +146,26 @@ class LoraSettings:
                 do=f"Put lora_alpha, as it was in training, into {_CONFIG}",
             )
         return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
+
+    def alpha_of(self, target: str) -> float:
+        """lora_alpha of the module, or the parameter, with that name; `scale` has checked that there is one."""
+        return self._of(target, "alpha_pattern", "lora_alpha") or 0.0
+
+    def trained_rows(self, module: str) -> tuple[int, ...]:
+        """The numbers of the rows of an embedding that were trained alone, in the order of the stored ones.
+
+        Raises: CheckpointError if the config does not give them. Source: TrainableTokensWrapper of peft 0.21.2, which keeps their order.
+        """
+        given = self.config.get("trainable_token_indices")
+        rows = next((rows for key, rows in given.items() if f".{module}".endswith(f".{key}")), None) if isinstance(given, dict) else given
+        if not isinstance(rows, list | tuple) or not all(type(row) is int for row in rows):
+            raise CheckpointError(
+                f"single rows of the embedding were trained, and {_CONFIG} does not give their numbers (trainable_token_indices)",
+                where=module,
+                why="The tensor holds the rows, and not their numbers",
+                do=f"Copy {_CONFIG} and the adapter from the same save",
+            )
+        return tuple(rows)
 
     def _of(self, target: str, pattern: str, default: str) -> float | None:
         """A setting of one module: by the first matching pattern, as peft's get_pattern_key, otherwise the general one."""

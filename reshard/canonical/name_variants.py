@@ -61,6 +61,14 @@ NAME_VARIANTS: Mapping[str, str] = {
     "mlp.experts.{expert}.gate_proj.{kind}": "expert.gate",
     "mlp.experts.{expert}.up_proj.{kind}": "expert.up",
     "mlp.experts.{expert}.down_proj.{kind}": "expert.down",
+    "feed_forward.experts.{expert}.gate_proj.{kind}": "expert.gate",
+    "feed_forward.experts.{expert}.up_proj.{kind}": "expert.up",
+    "feed_forward.experts.{expert}.down_proj.{kind}": "expert.down",
+    "mixer.experts.{expert}.up_proj.{kind}": "expert.up",
+    "mixer.experts.{expert}.down_proj.{kind}": "expert.down",
+    "block_sparse_moe.experts.{expert}.gate_proj.{kind}": "expert.gate",
+    "block_sparse_moe.experts.{expert}.up_proj.{kind}": "expert.up",
+    "block_sparse_moe.experts.{expert}.down_proj.{kind}": "expert.down",
     "mlp.shared_experts.gate_proj.{kind}": "shared_expert.gate",
     "mlp.shared_experts.up_proj.{kind}": "shared_expert.up",
     "mlp.shared_experts.down_proj.{kind}": "shared_expert.down",
@@ -263,7 +271,7 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
     """
     if model is None:
         return _without_peft(index)
-    index = _without_padding(index, model)
+    index = _with_declared_axes(_without_padding(index, model), model)
     of_model = (tensor.name.removeprefix(prefix) for tensor in index.tensors if tensor.kind in ("weight", "master"))
     if all(map(_declared(model).fullmatch, of_model)):
         return index
@@ -326,6 +334,33 @@ def _without_padding(index: Index, model: Model) -> Index:
     note = f"{first.name} is stored with {first.shape[0]} rows; the last {first.shape[0] - own[first.name][0]} are padding and are left out"
     note += f", and so are those of {plural(len(padded) - 1, 'other tensor')}" if len(padded) > 1 else ""
     tensors = tuple(without(tensor) if is_padded(tensor) else tensor for tensor in index.tensors)
+    return replace(index, tensors=tensors, facts=replace(index.facts, notes=(*index.facts.notes, note)))
+
+
+def _with_declared_axes(index: Index, model: Model) -> Index:
+    """The index with the experts that are stored as [experts, out, in], and are published as [experts, in, out], in the published order.
+
+    transformers 5.24 saves Qwen3-VL-MoE so. The shapes of all stacked experts decide: 2 I = H makes one of them square, and not all.
+    """
+    shapes = {weight.name: weight.shape for weight in model.weights.values() if weight.declared.transposed and len(weight.shape) == 3}
+    stored = [
+        tensor for tensor in index.tensors if tensor.name in shapes and tensor.kind in ("weight", "master") and len(tensor.shape) == 3
+    ]
+    wanted = [shapes[tensor.name] for tensor in stored]
+    exchanged = [(count, columns, rows) for count, rows, columns in wanted]
+    if [tensor.shape for tensor in stored] == wanted or [tensor.shape for tensor in stored] != exchanged:
+        return index
+    changed = {id(tensor) for tensor in stored}
+
+    def with_axes(tensor: Tensor) -> Tensor:
+        count, rows, columns = tensor.shape
+        shards = tensor.shards.strided((0, 0, 0), ((count, 0, 1), (columns, 2, 1), (rows, 1, 1)))
+        return replace(tensor, shape=(count, columns, rows), shards=shards, distribution=None)
+
+    first = stored[0]
+    note = f"{plural(len(stored), 'tensor')} of experts, such as {first.name}, are stored as [experts, out, in] and published as "
+    note += "[experts, in, out]; they are read in the published order"
+    tensors = tuple(with_axes(tensor) if id(tensor) in changed else tensor for tensor in index.tensors)
     return replace(index, tensors=tensors, facts=replace(index.facts, notes=(*index.facts.notes, note)))
 
 

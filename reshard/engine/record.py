@@ -42,7 +42,7 @@ from reshard.secrets import public
 from reshard.storage.trees import root_of
 
 if TYPE_CHECKING:
-    from reshard.index.provenance import Combined, CombinedSource
+    from reshard.index.provenance import Combined, CombinedSource, MergedAdapter
 
 Read = Callable[[str, int, int], bytes]
 """Reads (path, byte offset, bytes) of a file of the result."""
@@ -140,6 +140,14 @@ def request_digest(plan: Plan) -> str:
     return _request_digest(plan, _fixed_bytes(plan, plan.layout.files))
 
 
+def _merged_adapters(last: MergedAdapter | None) -> dict[str, object]:
+    """What determines the result of the adapters that are merged besides the content of their files."""
+    if last is None:
+        return {}
+    several = [(dict(adapter.settings), adapter.weight) for adapter in last.all]
+    return {"adapter": dict(last.settings), **({"adapters": several} if last.before or last.weight != 1 else {})}
+
+
 _FixedBytes = dict[str, tuple[Ranges, str]]
 """The ranges of the fixed bytes of each file, and their digest."""
 
@@ -150,7 +158,7 @@ def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
     request = {
         "target": document["target"],
         "totals": document["totals"],
-        **({"adapter": dict(plan.content.merged.settings)} if plan.content.merged else {}),
+        **_merged_adapters(plan.content.merged),
         **({"combined": [(each.format, each.weight) for each in combined.sources] + [combined.rule]} if combined else {}),
         **({"allow_overflow": True} if target.allow_overflow else {}),
         "keep_dtype": [*target.keep_dtype, *sorted(target.dtype_kept_for)],

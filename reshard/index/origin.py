@@ -330,6 +330,11 @@ class LowRankProduct:
     """The factor of the product."""
     magnitude: Tensor | None = None
     """[rows of the box] with DoRA: each row is then scaled to this length; None without DoRA."""
+    steps: tuple[int, int] = (1, 1)
+    """The step from one row of the product to the next in the box, and from one column to the next. (1, 2): the product belongs to the
+    columns 0, 2, 4, ... of the box, as those of gate in a weight in which gate and up alternate."""
+    replaces: bool = False
+    """Whether it takes the place of the values in the box (trained rows of an embedding), instead of being added."""
 
     @property
     def factors(self) -> tuple[Tensor, ...]:
@@ -376,7 +381,8 @@ class Merged(Origin):
         """A text that differs if the changes do."""
         texts = [self.base.origin.identity]
         for product in self.products:
-            texts += [f"{product.box}\0{product.scale!r}\0", *(f"{factor.name}\0{factor.shape}\0" for factor in product.factors)]
+            steps = "" if product.steps == (1, 1) and not product.replaces else f"{product.steps}{product.replaces}\0"
+            texts += [f"{product.box}\0{steps}{product.scale!r}\0", *(f"{factor.name}\0{factor.shape}\0" for factor in product.factors)]
         return "".join(texts)
 
 

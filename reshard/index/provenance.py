@@ -19,11 +19,21 @@ class MergedAdapter:
     """The content of its adapter_config.json."""
     weights: int
     """The number of weights that it changes."""
+    weight: float = 1.0
+    """The factor of its updates."""
+    before: MergedAdapter | None = None
+    """The adapter that was merged before it."""
+
+    @property
+    def all(self) -> tuple[MergedAdapter, ...]:
+        """This adapter and those that were merged before it, in the order in which they were merged."""
+        return (*(self.before.all if self.before else ()), self)
 
     def to_json(self) -> dict[str, Any]:
         """What it is, as plain values with stable keys."""
         chosen = {key: self.settings.get(key) for key in ("base_model_name_or_path", "r", "lora_alpha", "use_rslora", "use_dora")}
-        return {"path": self.path, "weights": self.weights, **chosen}
+        several = {"weight": self.weight, "before": self.before and self.before.to_json()} if self.before or self.weight != 1 else {}
+        return {"path": self.path, "weights": self.weights, **chosen, **several}
 
 
 @value

@@ -36,6 +36,8 @@ class Keyword:
     """What stands for the value in --help; it says how words become a value (cli/options.py). Empty for a switch and a choice."""
     default: object = None
     """The value of an option that is not given; the verb's own default where that is None."""
+    several: bool = False
+    """Whether the option may be given several times, so that the value is a tuple."""
 
 
 class ModelOptions(TypedDict, total=False):
@@ -80,7 +82,14 @@ class RecipeOptions(TypedDict, total=False):
     keep_dtype: Annotated[str | tuple[str, ...], Keyword("Do not cast tensors whose names match.", "GLOB")]
     allow_overflow: Annotated[bool, Keyword("Convert although values are too large for the element type, and become infinite.")]
     dequantize: Annotated[bool, Keyword("Dequantize weights to `dtype=` (default: bf16).")]
-    merge_adapter: Annotated[PathLike | None, Keyword("Merge the LoRA adapter of this PEFT directory; self: of SOURCE.", "DIR")]
+    merge_adapter: Annotated[
+        "PathLike | Sequence[PathLike] | None",
+        Keyword("Merge the LoRA adapter of this directory; self: of SOURCE. Again for each further one.", "DIR", several=True),
+    ]
+    adapter_weight: Annotated[
+        "float | Sequence[float] | None",
+        Keyword("Factor of the updates of each adapter, in order (default: 1).", "FACTOR", several=True),
+    ]
     drop_adapter: Annotated[bool, Keyword("Leave out the LoRA adapter that the checkpoint holds.")]
     quantize: Annotated[str | None, Keyword("Quantize linear layers: fp8-block, fp8-channel, mxfp4, mxfp8, nvfp4.", "FORM")]
     requantize: Annotated[str | None, Keyword("Store quantized weights with the same values as fp8-block, or MXFP4 as nvfp4.", "FORM")]

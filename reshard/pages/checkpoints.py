@@ -168,7 +168,11 @@ def _models(opened: Inspection) -> Iterator[Fact]:
         alpha = f", alpha {settings['lora_alpha']}" if settings.get("lora_alpha") is not None else ""
         kinds = "".join(f", {word}" for word, key in (("rsLoRA", "use_rslora"), ("DoRA", "use_dora")) if settings.get(key))
         base = f" for {settings['base_model_name_or_path']}" if settings.get("base_model_name_or_path") else ""
-        yield "adapter", f"LoRA{ranks}{alpha}{kinds}, on {', '.join(adapter.modules)}{base}: {size}"
+        from reshard.canonical.adapters.forms import FORMS, form_of
+
+        form = form_of(tensor.name for tensor in opened.index.tensors if tensor.kind in ("adapter", "master"))
+        experts = f"; experts {form}: {FORMS[form]}" if form else ""
+        yield "adapter", f"LoRA{ranks}{alpha}{kinds}, on {', '.join(adapter.modules)}{base}: {size}{experts}"
         merged = "`merge_adapter=` merges it into its base" if opened.is_adapter else "`merge_adapter='self'` merges it"
         yield "", f"`to='peft'` writes it alone; {merged}"
 

@@ -70,8 +70,7 @@ def planned(source: Checkpoint, request: ConversionRequest, asked: Mapping[str, 
             why="A conversion writes one checkpoint",
             do="Add `average=`, or convert each by itself",
         )
-    adapter = request.adapter_for(source)
-    found = plan_conversion(source, request, adapter, others)
+    found = plan_conversion(source, request, request.adapters_for(source), others)
     # Whoever plans again takes what was found, such as a learned layout, and does not look for it.
     if found.target.options != request.target.options:
         asked = {**{name: value for name, value in asked.items() if name not in request.target.options}, **found.target.options}
@@ -266,7 +265,11 @@ def _check_is_attached(keywords: Mapping[str, Any], attached: Collection[str]) -
     """
     is_path = re.compile(r".*[^\w-]", re.DOTALL)
     for key, value in keywords.items():
-        if key not in attached and (key in _names_of_files() or (key == "architecture" and is_path.match(value))):
+        if (
+            key not in attached
+            and value not in (None, ())
+            and (key in _names_of_files() or (key == "architecture" and is_path.match(value)))
+        ):
             raise UnsupportedError(
                 f"`{key}=` names a folder or URL, whose content a plan file does not hold",
                 where=str(value),

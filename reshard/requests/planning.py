@@ -10,38 +10,38 @@ to a request and from a path to a checkpoint, stands in request.py and opening.p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from reshard.adapter import registry
 from reshard.adapter.file_kinds import left
-from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles, adapter_config_at, blaming_the_parent
+from reshard.adapter.model_files import adapter_config_at, blaming_the_parent
 from reshard.adapter.save_folders import step_of
-from reshard.canonical.content import ADAPTER_LEFT_OUT, Content, Selection, check_against_model, check_counted, check_selected
+from reshard.canonical.content import check_against_model, check_counted, check_selected
 from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs
-from reshard.canonical.renaming import adapter_name, adapters_of, is_of_adapter, with_adapter_names
+from reshard.canonical.renaming import adapters_of, is_of_adapter, with_adapter_names
 from reshard.canonical.stacked_experts import by_expert
 from reshard.errors import CheckpointError, RequestError, UnsupportedError, blaming, some
 from reshard.geometry.quantities import plural
-from reshard.geometry.value import value
-from reshard.index.index import Index, Tensor, about_left_out
+from reshard.index.index import Tensor, about_left_out
 from reshard.index.shards import Relocation
 from reshard.models.quantization import check_has_settings, packed_names, quantization_of, unknown_quantization, without_quantization
 from reshard.opening.checkpoint import Checkpoint
-from reshard.plans.layout import BesideWeights, Layout, Target
+from reshard.plans.layout import BesideWeights, Layout
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
+from reshard.requests.adapters import form_adapter, merge_adapter, merge_own_adapter
+from reshard.requests.draft import Draft
 from reshard.requests.request import ConversionRequest
-from reshard.storage.files import Files, inside
+from reshard.storage.files import inside
 from reshard.storage.system_calls import gc_paused
 from reshard.storage.trees import JoinedFiles, root_of
 
 if TYPE_CHECKING:
     from reshard.canonical.combining import Formula
-    from reshard.canonical.lora import LoraSettings
     from reshard.index.provenance import CombinedSource
 
 _NAMES_ARE_KEPT = (
@@ -54,68 +54,16 @@ _WEIGHTS_ARE_MASTERS = (
 _ADAPTERS_ARE_COPIED = "LoRA adapters are copied as they are, and not merged into the base weights; `merge_adapter=` merges one"
 
 
-@value(eq=False)
-class Draft:
-    """A conversion that is being planned."""
-
-    source: Checkpoint
-    """The opened source."""
-    request: ConversionRequest
-    """What is asked for."""
-    adapter: Checkpoint | None
-    """The LoRA adapter to merge, if it is not the source's own; None: there is none."""
-    others: tuple[Checkpoint, ...]
-    """The checkpoints that the source is combined with."""
-    selection: Selection
-    """Which tensors are taken."""
-    companions: ModelFiles
-    """The config, the tokenizer and the adapter's settings that go with the target."""
-    index: Index
-    """What is read, under the names that the target has."""
-    files: Files
-    """The files of `index`."""
-    content: Content
-    """The tensors to be written, and those that are left out; empty until `select`."""
-    kept_for: frozenset[str] = frozenset()
-    """Names of tensors that are never cast: quantized weights and their scales."""
-    notes: tuple[str, ...] = ()
-    """Sentences for a reader of the plan."""
-    layout: Layout | None = None
-    """The files of the target; None until `lay_out`."""
-
-    @staticmethod
-    def of(source: Checkpoint, request: ConversionRequest, adapter: Checkpoint | None = None, others: Sequence[Checkpoint] = ()) -> Draft:
-        """The draft before its first step. adapter: the opened adapter of `merge_adapter`. others: what the source is combined with."""
-        content, files = Content({}, (), source.model), source.model_files
-        return Draft(
-            source, request, adapter, tuple(others), request.selection, files, source.index, source.files, content, notes=files.notes
-        )
-
-    @property
-    def target(self) -> Target:
-        """What the format lays out."""
-        return replace(self.request.target, dtype_kept_for=self.kept_for)
-
-    def noting(self, *notes: str) -> Draft:
-        """The draft with further notes."""
-        return replace(self, notes=(*self.notes, *notes))
-
-    def __repr__(self) -> str:
-        made = f"laid out in {plural(len(self.layout.files), 'file')}" if self.layout else "not laid out"
-        chosen = f"{plural(len(self.content.tensors), 'tensor')} of {len(self.index.tensors)}"
-        return f"Draft({self.source.format} -> {self.request.to.name}, {chosen}, {plural(len(self.notes), 'note')}, {made})"
-
-
 @gc_paused()
 def plan_conversion(
-    source: Checkpoint, request: ConversionRequest, adapter: Checkpoint | None = None, others: Sequence[Checkpoint] = ()
+    source: Checkpoint, request: ConversionRequest, adapters: Sequence[Checkpoint] = (), others: Sequence[Checkpoint] = ()
 ) -> Plan:
-    """The proven plan of the conversion of a checkpoint that the request asks for. adapter: the LoRA adapter to merge. others: the
+    """The proven plan of the conversion of a checkpoint that the request asks for. adapters: the LoRA adapters to merge. others: the
     checkpoints that the source is combined with.
 
     Raises: RequestError if the model or the parallel sizes do not allow it, CheckpointError if the source does not hold the whole model.
     """
-    draft = Draft.of(source, request, adapter, others)
+    draft = Draft.of(source, request, adapters, others)
     for step in STEPS:
         draft = step(draft)
     plan = join(draft)
@@ -141,7 +89,7 @@ def resolve(draft: Draft) -> Draft:
 
         prefix, about = without_trainer_prefix(source, selection, request.target.options.get("like"))
         selection, draft = replace(selection, strip_prefix=prefix), draft.noting(*about)
-    keep_adapter = format.keeps_names and not request.drop_adapter and request.merge_adapter is None
+    keep_adapter = format.keeps_names and not request.drop_adapter and not request.merge_adapter
     draft = replace(draft, selection=replace(selection, masters=format.keeps_masters, keep_adapter=keep_adapter))
     if (adapter_config := request.target.options.get("adapter_config")) is not None:
         return replace(draft, companions=replace(draft.companions, adapter_config=adapter_config_at(adapter_config)))
@@ -176,7 +124,7 @@ def keep_names(draft: Draft) -> Draft:
     quantization = draft.source.model.quantization if draft.source.model and not draft.request.dequantize else None
     library = quantization.library if quantization else None
     keeps_names = draft.request.to.keeps_names or library is not None
-    if keeps_names and draft.request.merge_adapter is None and (notes or draft.index is not stored):
+    if keeps_names and not draft.request.merge_adapter and (notes or draft.index is not stored):
         return _with_content(replace(draft, index=stored)).noting(f"names stay as {library} has them" if library else _NAMES_ARE_KEPT)
     return draft.noting(*notes)
 
@@ -203,23 +151,8 @@ def dequantize(draft: Draft) -> Draft:
     if not draft.request.dequantize:
         return replace(draft, kept_for=quantized_names(draft.content, draft.source.model_files.config))
     config = draft.companions.config
-    companions = draft.companions.with_quantization(without_quantization(config or {}))
+    companions = draft.companions.with_settings_of(without_quantization(config or {}))
     return replace(draft, content=with_values(draft.content, config), companions=companions)
-
-
-def merge_own_adapter(draft: Draft) -> Draft:
-    """Merge the adapter that the checkpoint itself holds into its weights, if the request asks for it."""
-    if not draft.request.merges_own_adapter:
-        return draft
-    from reshard.canonical.lora import LoraSettings
-
-    content = draft.content
-    own = {name: tensor for name, tensor in content.adapter.items() if not adapters_of([tensor])}
-    settings = LoraSettings(draft.companions.adapter_config or {}).with_alpha(draft.request.target.options.get("lora_alpha"))
-    settings.check_parameters(found.module for name in own if (found := adapter_name(name)) is not None)
-    drops = tuple(drop for drop in content.drops if drop.name not in own or drop.reason != ADAPTER_LEFT_OUT)
-    draft = replace(draft, content=replace(content, drops=drops))
-    return _merged(draft, settings, own).noting(*settings.notes)
 
 
 def combine(draft: Draft) -> Draft:
@@ -256,11 +189,6 @@ def combine(draft: Draft) -> Draft:
     return draft.noting(*_notes_on_combination(draft, formula, steps))
 
 
-def merge_adapter(draft: Draft) -> Draft:
-    """Merge the adapter of the directory that the request names into the weights, or into what was combined."""
-    return draft if draft.adapter is None else _with_adapter(draft, draft.adapter)
-
-
 def quantize(draft: Draft) -> Draft:
     """Store the weights in the quantized form that the request names."""
     form = draft.request.quantize or draft.request.requantize
@@ -278,7 +206,7 @@ def quantize(draft: Draft) -> Draft:
     )
     content, config = described(draft.content, draft.companions.config, form)
     kept_for = quantized_names(content, config)
-    return replace(draft, content=content, companions=draft.companions.with_quantization(config), kept_for=kept_for)
+    return replace(draft, content=content, companions=draft.companions.with_settings_of(config), kept_for=kept_for)
 
 
 _WITHOUT_SCALES = (
@@ -340,7 +268,7 @@ def join(draft: Draft) -> Plan:
 
 
 _READING: tuple[Callable[[Draft], Draft], ...] = (resolve, name, select, keep_names, examine, dequantize, merge_own_adapter)
-STEPS: tuple[Callable[[Draft], Draft], ...] = (*_READING, combine, merge_adapter, quantize, lay_out)
+STEPS: tuple[Callable[[Draft], Draft], ...] = (*_READING, combine, merge_adapter, form_adapter, quantize, lay_out)
 """The steps from the first draft to one that can be joined, in order."""
 CONTENT_STEPS = STEPS[:-1]
 """Those before the layout: they settle which tensors are taken."""
@@ -535,57 +463,3 @@ def _check_adapter(draft: Draft) -> None:
             why=f"{format.name} holds whole models",
             do="Write the adapter with `to=peft`, or convert the base model with `merge_adapter=` and this directory",
         )
-
-
-def _with_adapter(draft: Draft, adapter: Checkpoint) -> Draft:
-    """The draft with the adapter of a directory merged, and its tensors and files beside the base's."""
-    from reshard.canonical.lora import LoraSettings
-
-    config = adapter.model_files.adapter_config
-    if config is None or not all(map(is_of_adapter, adapter.index.tensors)):
-        raise RequestError(
-            f"`merge_adapter=`: there is no adapter in PEFT's form: {ADAPTER_CONFIG} and adapter_model.safetensors",
-            where=adapter.path,
-            why="The scale of an adapter is in that file, or in the args.json of ms-swift",
-            do="Write the adapter of a training checkpoint with `to=peft` first, and name its directory",
-        )
-    relocation = Relocation(partial(JoinedFiles.path_in, adapter.files))
-    tensors = {tensor.name: replace(tensor, shards=relocation.of(tensor.shards)) for tensor in adapter.index.tensors}
-    draft = _merged(draft, LoraSettings(config), tensors, adapter.path)
-    files = (replace(file, path=JoinedFiles.path_in(adapter.files, file.path)) for file in adapter.index.files)
-    both = replace(draft.index, tensors=(*draft.index.tensors, *tensors.values()), files=(*draft.index.files, *files))
-    return replace(draft, index=both, files=JoinedFiles(draft.files, [adapter.files]))
-
-
-def _merged(draft: Draft, settings: LoraSettings, tensors: Mapping[str, Tensor], path: str | None = None) -> Draft:
-    """The draft with an adapter merged, and notes on it. path: its directory; None for the checkpoint's own.
-
-    Raises: RequestError if the content is not the weights of a base model alone.
-    """
-    from reshard.canonical.merging import with_adapter_merged
-
-    content = draft.content
-    if content.states or content.is_adapter:
-        raise RequestError(
-            "`merge_adapter=` merges into the weights of a base model",
-            where=draft.source.path,
-            do="Leave out `optimizer=True`"
-            if content.states
-            else "Give the base model as the source, and this directory with `merge_adapter=`",
-        )
-    merged = with_adapter_merged(content, os.path.abspath(path or draft.source.path), settings, tensors)
-    # Digests of the base say nothing about the weights that replace some of it.
-    replaced = {name for name, tensor in merged.tensors.items() if tensor is not content.tensors.get(name) and not tensor.is_computed}
-    merged = replace(merged, recorded=lambda: {name: text for name, text in content.recorded().items() if name not in replaced})
-    return replace(draft, content=merged).noting(*_notes_on_merge(merged, content, path or "of the checkpoint"))
-
-
-def _notes_on_merge(merged: Content, base: Content, path: str) -> Iterator[str]:
-    """Notes on an adapter that is merged, and on weights of it that have another element type than those of the base."""
-    count = merged.merged.weights if merged.merged else 0
-    yield f"the adapter {path} is merged into {plural(count, 'weight')}: base + scale * (B x A) in float32, rounded once"
-    if merged.model and merged.model.is_tied and merged.tensors[merged.model.architecture.tied[1]].origin.changed_by:
-        yield "the head is tied to the embedding, so the merge changes both, as PEFT's does"
-    if other := [name for name, tensor in merged.weights.items() if tensor.dtype != base.tensors[name].dtype]:
-        dtype = merged.tensors[other[0]].dtype
-        yield f"{plural(len(other), 'weight')} of the adapter, such as {other[0]}, keep its element type {dtype}; `dtype=` casts them"

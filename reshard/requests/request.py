@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from reshard.errors import RequestError, choices
 from reshard.geometry import dtypes
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel
+from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.index import Index
 from reshard.opening.checkpoint import Checkpoint
@@ -45,8 +48,10 @@ class ConversionRequest:
     """The form, with the same values, in which quantized weights are stored; empty: their own."""
     dequantize: bool = False
     """Whether quantized weights become values."""
-    merge_adapter: PathLike | None = None
-    """The directory of the LoRA adapter to merge into the weights; "self": the checkpoint's own; None: none."""
+    merge_adapter: tuple[PathLike, ...] = ()
+    """The directories of the LoRA adapters to merge into the weights, in order; "self": the checkpoint's own."""
+    adapter_weights: tuple[float, ...] = ()
+    """The factor of the updates of each of them."""
     drop_adapter: bool = False
     """Whether the checkpoint's own LoRA adapter is left out."""
     formula: Formula | None = None
@@ -68,22 +73,45 @@ class ConversionRequest:
         target = Target(format.name, Parallel(**sizes), dtype, kept, allow_overflow=bool(allow_overflow))
         quantize = _form(rest.pop("quantize", None), "`quantize=`")
         requantize = _form(rest.pop("requantize", None), "`requantize=`")
-        about = {name: rest.pop(name) for name in ("dequantize", "merge_adapter", "drop_adapter") if name in rest}
+        about = {name: rest.pop(name) for name in ("dequantize", "drop_adapter") if name in rest}
+        merged, weights = _adapters(rest.pop("merge_adapter", None), rest.pop("adapter_weight", None))
         formula = formula_of(take(rest, CombiningOptions))
         selection, only_rank = selection_of(rest), rest.pop("only", None) or {}
-        options = _options_of(format, rest, ADAPTER if about.get("merge_adapter") == OWN_ADAPTER else ())
-        return ConversionRequest(
-            format, replace(target, options=options, only_rank=only_rank), selection, quantize, requantize, **about, formula=formula
-        )
+        options = _options_of(format, rest, ADAPTER if OWN_ADAPTER in merged else ())
+        target = replace(target, options=options, only_rank=only_rank)
+        adapters: dict[str, Any] = {"merge_adapter": merged, "adapter_weights": weights}
+        return ConversionRequest(format, target, selection, quantize, requantize, **about, **adapters, formula=formula)
 
     @property
     def merges_own_adapter(self) -> bool:
         """Whether the adapter that the checkpoint holds is merged into its weights."""
-        return self.merge_adapter == OWN_ADAPTER
+        return OWN_ADAPTER in self.merge_adapter
 
-    def adapter_for(self, base: Checkpoint) -> Checkpoint | None:
-        """The adapter to merge into a base, opened; None if there is none, or the base holds it."""
-        return None if self.merge_adapter is None or self.merges_own_adapter else adapter_of(base, self.merge_adapter)
+    def adapters_for(self, base: Checkpoint) -> tuple[Checkpoint, ...]:
+        """The adapters to merge into a base, opened, without the one that the base holds."""
+        return tuple(adapter_of(base, path) for path in self.merge_adapter if path != OWN_ADAPTER)
+
+
+def _adapters(
+    paths: PathLike | Sequence[PathLike] | None, weights: float | Sequence[float] | None
+) -> tuple[tuple[PathLike, ...], tuple[float, ...]]:
+    """The adapters that are merged, and their weights. Raises RequestError if the numbers of the two differ, or `self` is not the first."""
+    merged = (paths,) if isinstance(paths, str | os.PathLike) else tuple(paths or ())
+    given = (weights,) if isinstance(weights, int | float) else tuple(weights or ())
+    if given and len(given) != len(merged):
+        raise RequestError(
+            f"`adapter_weight=` is given for {plural(len(given), 'adapter')}, `merge_adapter=` names {len(merged)}",
+            do="Give one weight for each adapter, in the same order",
+        )
+    if not all(map(math.isfinite, given)):
+        raise RequestError(f"`adapter_weight={min(given)}`: a finite number is expected")
+    if OWN_ADAPTER in merged[1:]:
+        raise RequestError(
+            f"`merge_adapter={OWN_ADAPTER}` comes after another adapter",
+            why="Updates are added in order, and the checkpoint's own adapter is merged when its weights are read",
+            do="Name it first",
+        )
+    return merged, tuple(map(float, given)) or (1.0,) * len(merged)
 
 
 def cast_of_server(index: Index, served: str | None) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,6 +39,8 @@ class Server:
 
     address: str
     """The address without a slash at its end."""
+    key: str | None = field(default=None, repr=False)
+    """The key that requests show; None: none."""
 
     @staticmethod
     def at(address: str) -> Server:
@@ -80,7 +83,7 @@ class Server:
         """
         try:
             with connected(self.address) as connection:
-                connection.sendall(_request(self.address, path, question))
+                connection.sendall(_request(self.address, path, question, self.key))
                 answer = Answer(connection, self.address, most_bytes=_MOST_BYTES, seconds=_SECONDS if seconds is None else seconds)
                 return *answer.status(), answer.body()
         except (OSError, UnicodeError) as error:
@@ -90,6 +93,14 @@ class Server:
         """The address of this machine on its way to the server. Raises SystemRefusal if the server cannot be reached."""
         try:
             return own_address(self.address)
+        except OSError as error:
+            raise self._unreached(error) from None
+
+    def peer_address(self) -> str:
+        """The address of the server's machine, as a number. Raises SystemRefusal if the server cannot be reached."""
+        try:
+            with connected(self.address) as connection:
+                return str(connection.getpeername()[0])
         except OSError as error:
             raise self._unreached(error) from None
 
@@ -105,12 +116,13 @@ def own_address(address: str) -> str:
         return str(connection.getsockname()[0])
 
 
-def _request(address: str, path: str, question: dict[str, Any] | None) -> bytes:
+def _request(address: str, path: str, question: dict[str, Any] | None, key: str | None = None) -> bytes:
     parts = urlsplit(address)
     body = b"" if question is None else json.dumps(question).encode()
     head = [f"{'GET' if question is None else 'POST'} {parts.path}{path} HTTP/1.1", f"Host: {parts.netloc}", "Connection: close"]
     head += ["Accept: application/json", "Accept-Encoding: identity", "User-Agent: reshard"]
     head += ["Content-Type: application/json", f"Content-Length: {len(body)}"] if question is not None else []
+    head += [f"Authorization: Bearer {key}"] if key and key.isprintable() else []
     return "\r\n".join([*head, "", ""]).encode("ascii") + body
 
 

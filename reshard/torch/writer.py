@@ -187,7 +187,7 @@ class StateDictWriter(StorageWriter):
 
         held = HeldFiles(state, rank, tensor, _objects(state, planner) if takes_optimizer else {})
         source = opened(held, place, self._step, of_model)
-        made = plan_conversion(source, request, request.adapter_for(source))
+        made = plan_conversion(source, request, request.adapters_for(source))
         if computed := [route.name for route in made.routes if type(route.source.origin) is not Stored]:
             raise UnsupportedError(
                 f"its values are computed from other tensors, as are those of {len(computed) - 1} more",

@@ -15,7 +15,7 @@ from reshard.requests.request import ConversionRequest
 def view(source: Checkpoint, to: str, only: Mapping[str, int], options: PlanOptions) -> View:
     """What the rank `only` of the format `to` holds: the work of `Checkpoint.view`."""
     request = ConversionRequest.of(to, {**options, "only": only})
-    plan = plan_conversion(source, request, request.adapter_for(source))
+    plan = plan_conversion(source, request, request.adapters_for(source))
     files = [file for file in plan.layout.files if plan.target.wants(file.ranks)]
     if not files:
         missing = ", ".join(f"{axis} rank {number}" for axis, number in only.items() if number)

@@ -387,7 +387,7 @@ def test_an_option_that_takes_one_value_is_refused_twice_in_every_command():
         (("diff", LLAMA, "--step", "100", LLAMA, "--step", "200"), "Two paths and two steps are given. Write RUN@A RUN@B"),
         (("diff", LLAMA, "--step", "1", "--step", "2", "--step", "3"), "1, 2, 3: two steps are compared"),
         (("diff", LLAMA, "--step", "1"), "Missing argument 'RIGHT'. Write RUN@A RUN@B"),
-        (("convert", LLAMA, OUT, "--to", "hf", "--merge-adapter", "a", "--merge-adapter", "b"), "'--merge-adapter' takes one value"),
+        (("convert", LLAMA, OUT, "--to", "hf", "--adapter-config", "a", "--adapter-config", "b"), "'--adapter-config' takes one"),
         (
             ("convert", LLAMA, OUT, "--to", "vllm", "-tp", "2", "--tensor-parallel-size=4"),
             "'--tp' takes one value, and is given 2 times: 2, 4",

@@ -351,13 +351,20 @@ def test_a_pattern_that_is_not_evaluated_is_named(key, message, tmp_path, monkey
         reshard.plan(tmp_path / "base", to="hf", merge_adapter=adapter)
 
 
-def test_an_adapter_with_more_tokens_names_both_vocabularies_and_the_way_out(tmp_path):
+def test_an_adapter_with_more_tokens_brings_its_tables_or_names_both_vocabularies(tmp_path):
     tensors = load(PEFT / "plain" / "adapter")
     grown = {name: torch.rand(254, 32).bfloat16() for name in ("model.embed_tokens.weight", "lm_head.weight")}
     adapter = edited("plain", tmp_path / "adapter")
     safetensors.torch.save_file(tensors | {f"base_model.model.{name}": tensor for name, tensor in grown.items()}, adapter / WEIGHTS)
+    reshard.convert(reshard.plan(HF / "llama", to="hf", merge_adapter=adapter), tmp_path / "grown")
+    of_base = load(tmp_path / "grown", "model.safetensors")
+    assert all(torch.equal(of_base[name], tensor) for name, tensor in grown.items())
+    assert json.loads((tmp_path / "grown" / "config.json").read_text())["vocab_size"] == 254
+    alone = edited("plain", tmp_path / "alone")
+    name = "lm_head.weight"
+    safetensors.torch.save_file(tensors | {f"base_model.model.{name}": grown[name]}, alone / WEIGHTS)
     with pytest.raises(CheckpointError, match=r"vocabulary of 254, the base has one of 250.*resize_token_embeddings\(254\)"):
-        reshard.plan(HF / "llama", to="hf", merge_adapter=adapter)
+        reshard.plan(HF / "llama", to="hf", merge_adapter=alone)
     resized = shutil.copytree(HF / "llama", tmp_path / "resized")
     base = load(resized, "model.safetensors")
     safetensors.torch.save_file(base | {name: torch.zeros(254, 32).bfloat16() for name in grown}, resized / "model.safetensors")

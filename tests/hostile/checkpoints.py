@@ -63,6 +63,9 @@ def pristine_of(fixture: str) -> Path:
     return folder
 
 
+MOE = str(FIXTURES / "hf" / "qwen3_moe")
+
+
 def commands(source: Path, pristine: Path, target: Path) -> list[list[list[str]]]:
     """The command lines that read the checkpoint, in groups: the campaign chooses a group, and one of it."""
     if pristine.parent.name.startswith("delta-"):
@@ -100,6 +103,8 @@ def commands(source: Path, pristine: Path, target: Path) -> list[list[list[str]]
         convert("--to", "hf", "--quantize", "fp8-block") + convert("--to", "hf", "--requantize", "fp8-block"),
         convert("--to", "hf", "--dtype", "fp32") + convert("--to", "hf", "--names", "torchtitan") + convert("--to", "hf", "--part", "0/2"),
         [["convert", str(base), str(target), "--to", "hf", "--merge-adapter", name], *convert("--to", "hf", "--keep-unknown")],
+        [line for form in ("fused", "split", "shared", "tinker") for line in convert("--to", "peft", "--experts", form, "--model", MOE)]
+        + [["serve-check", name, "--model", MOE], ["convert", MOE, str(target), "--to", "hf", "--merge-adapter", name]],
         [["watch", str(source.parent), "--to", "hf", "--all", "--into", f"{target}/{{step}}"], *convert("--to", "hf", "--checksums")],
     ]
 

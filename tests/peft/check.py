@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from families import FAMILIES, VARIANTS, settings_of
 from helpers.framework_environments import ROOT, Environment, run_checks
 
 ENVIRONMENT = Environment("peft", ROOT / "tests" / "peft" / "requirements.txt")
@@ -39,6 +40,8 @@ QWEN3_NEXT = {
     "num_experts_per_tok": 2, "vocab_size": 50, "layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": 64,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "pad_token_id": 0,
 }  # fmt: skip
+# The largest difference of two merges in float32, in parts of the largest element of a weight: two units of its last place.
+FLOAT32_ROUNDING = 2.4e-7
 MLP = ["gate_proj", "up_proj", "down_proj"]
 EXPERTS = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
 CASES: dict[str, tuple[str | dict[str, Any], dict[str, Any]]] = {
@@ -119,6 +122,40 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
                 yield from checks_of_case(case, base, settings, reshard, peft, folder)
             except RuntimeError as error:
                 yield case, False, str(error)[:400]
+        for family, config in FAMILIES.items():
+            for variant in VARIANTS if family != "llama" else ("two parameters", "rsLoRA"):
+                folder = work / f"{family}-{variant.replace(' ', '-')}"
+                folder.mkdir()
+                try:
+                    yield from checks_of_forms(f"{family}, {variant}", config, settings_of(family, variant), reshard, peft, folder)
+                except RuntimeError as error:
+                    yield f"{family}, {variant}", False, str(error)[:400]
+
+
+def checks_of_forms(
+    case: str, config: dict[str, Any], settings: dict[str, Any], reshard: Path, peft: Peft, folder: Path
+) -> Iterator[tuple[str, bool, str]]:
+    """The merge of each form is PEFT's within float32's rounding; fused to split and back has the bits of PEFT's file."""
+
+    def convert(source: Path, name: str, *options: str | Path) -> Path:
+        done = subprocess.run([reshard, "convert", source, folder / name, "-q", *options], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip())
+        return folder / name
+
+    root = Path(peft.ask("merge_exactly", config, settings, folder))
+    forms = {"PEFT's": folder / "adapter"}
+    if "target_parameters" in settings:
+        about = ("--to", "peft", "--model", root)
+        forms["split"] = convert(folder / "adapter", "split", *about, "--experts", "split")
+        forms["fused again"] = convert(folder / "split", "fused", *about, "--experts", "fused")
+        yield f"fused to split and back: {case}", not any(peft.ask("compare", folder / "fused", folder / "adapter")[2:]), "other bits"
+        if not {"use_rslora", "rank_pattern"} & settings.keys():
+            forms["stacked"] = convert(folder / "adapter", "tinker", *about, "--experts", "tinker")
+    for form, adapter in forms.items():
+        merged = convert(root, f"merged-{adapter.name}", "--to", "hf", "--merge-adapter", adapter)
+        far = peft.ask("distance", merged, folder / "merged")
+        yield f"merge of the form {form}: {case}", far <= FLOAT32_ROUNDING, f"{far:.1e} of the largest element"
 
 
 def checks_of_case(

@@ -6,6 +6,8 @@ is a line on stdout: {"result": ...} or {"error": ...}.
     merge BASE SETTINGS FOLDER   adapts a base, and saves the adapter, a trainer's state dict and PEFT's own merge in float32; the answer is
                                  the base. BASE: a fixture, or the JSON of a config; SETTINGS: those of LoraConfig, and
                                  save_embedding_layers of the save
+    merge_exactly CONFIG SETTINGS FOLDER   the same of a base in float32 with that config
+    distance OURS THEIRS         the largest difference of two folders of weights, in parts of the largest element of its tensor
     load BASE ADAPTER            loads an adapter into its base; an error if PEFT misses or ignores a tensor
     compare OURS THEIRS          the answer is the number of tensors, of elements, of elements that differ by one unit in the last place,
                                  and of those that differ by more
@@ -20,7 +22,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 
 def base_of(text: str, folder: Path) -> str:
@@ -50,6 +52,38 @@ def merge(base: str, settings: dict, into: str) -> str:
     full = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     PeftModel.from_pretrained(full, folder / "adapter").float().merge_and_unload().save_pretrained(folder / "merged")
     return base
+
+
+def merge_exactly(config: dict, settings: dict, into: str) -> str:
+    """As `merge`, of a base in float32, whose merge is not rounded afterwards."""
+    folder = Path(into)
+    torch.manual_seed(3)
+    of_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    base = of_class.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    base.save_pretrained(folder / "base")
+    model = get_peft_model(of_class.from_pretrained(folder / "base", dtype=torch.float32), LoraConfig(task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    model.save_pretrained(folder / "adapter")
+    full = of_class.from_pretrained(folder / "base", dtype=torch.float32)
+    PeftModel.from_pretrained(full, folder / "adapter").merge_and_unload().save_pretrained(folder / "merged")
+    return str(folder / "base")
+
+
+def distance(ours: str, theirs: str) -> float:
+    """The largest difference, in parts of the largest element of its tensor. Experts may be stored with exchanged axes."""
+    found, wanted = weights(ours), weights(theirs)
+    assert found and found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())[:5]
+    largest = 0.0
+    for name, tensor in found.items():
+        own = tensor if tensor.shape == wanted[name].shape else tensor.transpose(-1, -2)
+        largest = max(largest, float((own - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=1e-30)))
+    return largest
 
 
 def load(base: str, adapter: str) -> None:
@@ -82,12 +116,14 @@ def compare(ours: str, theirs: str) -> tuple[int, int, int, int]:
     return len(found), elements, one, more
 
 
+REQUESTS = {"merge": merge, "merge_exactly": merge_exactly, "distance": distance, "load": load, "compare": compare}
+
 if __name__ == "__main__":
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         with contextlib.redirect_stdout(sys.stderr):
             try:
-                answer = {"result": {"merge": merge, "load": load, "compare": compare}[name](*arguments)}
+                answer = {"result": REQUESTS[name](*arguments)}
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}"[-400:]}
         print(json.dumps(answer), flush=True)

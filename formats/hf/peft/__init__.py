@@ -12,8 +12,18 @@ The names are those of canonical/renaming.py. Measured on peft 0.21.2; source: u
 
 from __future__ import annotations
 
-from reshard.adapter.format import ADAPTER, Format, Option
-from reshard.storage.files import Files
+from typing import TYPE_CHECKING, Any
+
+from reshard.adapter.format import ADAPTER, EXPERTS, EXPERTS_OF_ADAPTERS, Format, Option, check_experts
+from reshard.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from reshard.canonical.content import Content
+    from reshard.index.index import Index
+    from reshard.plans.layout import Target
+    from reshard.storage.files import Files
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -30,7 +40,32 @@ class Peft(Format):
         *ADAPTER,
         Option("task_type", "text", "Task of the adapter, such as CAUSAL_LM, if nothing else tells it."),
         Option("base_model", "text", "Name or path of the base model, if nothing else tells it."),
+        EXPERTS,
+        Option("engine", "choice", "Take the form of experts that this engine reads right.", choices=("vllm", "sglang")),
     )
+
+    def form_of_adapter(self, content: Content, target: Target) -> str | None:
+        """The form into which the adapter of experts is brought; None for its own.
+
+        Raises: RequestError if the options contradict each other.
+        """
+        check_experts(target.options, self.name, EXPERTS_OF_ADAPTERS)
+        form, engine = target.options.get("experts"), target.options.get("engine")
+        if form and engine:
+            raise RequestError("`experts=` and `engine=` both name a form", do="Give one of them")
+        if engine is None:
+            return None if form is None else str(form)
+        from .engines import form_for
+
+        return form_for(str(engine), content)
+
+    def about_serving(
+        self, index: Index, settings: Mapping[str, Any], engine: str | None, base: Mapping[str, Any] | None
+    ) -> Iterator[tuple[str, str, str]]:
+        """What an engine would do with the adapter."""
+        from .engines import about_serving
+
+        return about_serving(engine or "vllm", [tensor.name for tensor in index.tensors], settings, base)
 
     def detect(self, files: Files) -> str | None:
         listing = [path for path in files.list() if not path.endswith("/")]

@@ -22,8 +22,13 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     target.parallel.allow(what="an adapter, which is whole")
     if content.states:
         raise RequestError("the file of PEFT holds an adapter, no optimizer state", do="Leave out `optimizer=True`")
-    tensors = [whole(name, target.dtype_of(tensor), tensor.shape) for name, tensor in sorted(content.tensors.items())]
     config, notes = complete_config(content, target.options, companions)
+    if form := target.options.get("experts"):
+        from reshard.canonical.adapters.forms import stored_as
+
+        tensors = stored_as(content, form, target.dtype_of)
+    else:
+        tensors = [whole(name, target.dtype_of(tensor), tensor.shape) for name, tensor in sorted(content.tensors.items())]
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     path = "adapter_model.safetensors"
     (headers,) = headers_of(content, {path: [tensor.name for tensor in tensors]}).values()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from reshard.adapter.format import EXPERTS_OF_MODELS, check_experts
 from reshard.adapter.torch_writer import TorchFile
 from reshard.canonical.content import Content, check_against_model
 from reshard.canonical.optimizer_state import STEP, counts_of_groups, parameter_and_kind, plain_settings
@@ -378,6 +379,7 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
     transformer_impl = options.get("transformer_impl") or args.get("transformer_impl") or "transformer_engine"
     chunks = chunks_of_target(model.dimensions["layers"], sizes, options.get("stage_layers"))
     embedding = content.tensors[next(part.tensor for part in model.parts() if part.role == "embedding")]
+    check_experts(options, "megatron", EXPERTS_OF_MODELS)
     spec = LayerSpec.from_args(args, transformer_impl, options.get("experts"))
     if is_hybrid(model) and not args and not options.get("experts"):
         spec = replace(spec, experts="te-grouped")  # MambaModel's spec has no other experts

@@ -43,6 +43,11 @@ class Merger(Reader):
                     continue
                 part = values[shared.relative_to(box.offsets).index]
                 matrix = part.reshape(1, -1) if part.ndim == 1 else part[(0,) * (part.ndim - 2)]
+                if each.product.steps != (1, 1):
+                    each.add_by_steps(worker, shared, matrix)
+                    continue
+                if each.product.replaces:
+                    matrix[:] = 0
                 matrix += each.of(worker, shared)
                 if each.product.magnitude is not None:
                     matrix *= self._dora_factors(worker, each, shared, matrix)
@@ -68,8 +73,27 @@ class _Product:
     def of(self, worker: Worker, box: Box) -> Float32:
         """The product in a box, which lies in that of the product: an array of two axes."""
         local = box.relative_to(self.product.box.offsets)
-        rank = self.product.columns.shape[0]
         (first, height), (left, width) = [(0, 1), *zip(local.offsets, local.sizes, strict=True)][-2:]
+        return self._of(worker, first, height, left, width)
+
+    def add_by_steps(self, worker: Worker, box: Box, matrix: Float32) -> None:
+        """Add the product to those rows and columns of a box, which lies in that of the product, that it belongs to.
+
+        With step 2, the elements 3..6 of a box are its 3rd to 6th; of these the 4th and the 6th are elements 2 and 3 of the product.
+        """
+        local = box.relative_to(self.product.box.offsets)
+        spans = [
+            (-(-offset // step), -(-(offset + size) // step), -offset % step)
+            for offset, size, step in zip(local.offsets[-2:], local.sizes[-2:], self.product.steps, strict=True)
+        ]
+        (first, last, top), (left, right, edge) = spans
+        if first < last and left < right:
+            rows, columns = self.product.steps
+            matrix[top::rows, edge::columns] += self._of(worker, first, last - first, left, right - left)
+
+    def _of(self, worker: Worker, first: int, height: int, left: int, width: int) -> Float32:
+        """The rows first..first + height and the columns left..left + width of the product."""
+        rank = self.product.columns.shape[0]
         delta = np.zeros((height, width), np.float32)
         rows = None if self._rows is None else _values(self._rows, worker, Box((first, 0), (height, rank)))
         if self.product.columns.elements <= _MOST_KEPT:

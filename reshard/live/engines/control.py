@@ -68,9 +68,9 @@ class AskedServer:
     routes: ClassVar[tuple[str, str]]
     """Why a server of this engine may have no routes for updates, and how to start it with them."""
 
-    def __init__(self, address: str, seconds: float) -> None:
-        """seconds: the longest wait of a rank for another."""
-        self._server, self._seconds = Server.at(address), seconds
+    def __init__(self, address: str, seconds: float, key: str | None = None) -> None:
+        """seconds: the longest wait of a rank for another. key: what requests show a server that asks for a key."""
+        self._server, self._seconds = Server(Server.at(address).address, key), seconds
         self._channel: dict[str, Any] = {}
         self.name = self._server.address
 

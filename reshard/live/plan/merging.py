@@ -37,6 +37,8 @@ def is_merged_here(route: Route) -> bool:
     source, merged = route.source, route.source.origin
     if not isinstance(merged, Merged) or len(source.shape) != 2 or any(tensor.is_computed for tensor in merged.inputs):
         return False
+    if len({tensor.name for tensor in merged.inputs}) < len(merged.inputs):
+        return False  # of several adapters, whose factors have the same names
     return all(each.rows and each.magnitude is None and each.box == Box.whole(source.shape) for each in merged.products)
 
 

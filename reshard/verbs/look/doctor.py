@@ -135,6 +135,8 @@ def _config_shapes(patient: Patient) -> Iterator[Finding]:
     except RequestError as error:
         yield of_error(error)
         model = None
+    if model is not None and patient.format is not None and patient.format.holds_adapters:
+        return  # the config is that of the base
     yield from structure.config_shapes(patient.weights, model, patient.config, patient.checkpoint.index.facts.left_out)
 
 

@@ -51,6 +51,7 @@ def serve_check(
 ) -> Report:
     """What stands between a folder and an engine that shall serve it: files, config, tokenizer, names, shapes, sizes.
 
+    Of a LoRA adapter: what the engine would do with it beside the base whose config `model` gives.
     engine: the name of its format; None: the format of the folder, and for a Hugging Face folder the first engine that takes it. tp, pp,
     ep: the sizes at which it will be served; None: those of the folder. engine_version: the engine's version; None: the newest that is
     known.
@@ -64,6 +65,11 @@ def serve_check(
 
 def _of_engine(checkpoint: Checkpoint, engine: str | None, asked: Mapping[str, int | None], version: str | None) -> Iterator[Finding]:
     format, config = registry.named(checkpoint.format), checkpoint.model_files.config
+    if format.holds_adapters:
+        settings = checkpoint.model_files.adapter_config or {}
+        for kind, text, do in format.about_serving(checkpoint.index, settings, engine, config):
+            yield found(kind, text, do=do)
+        return
     stored = {name: int(size) for name, size in checkpoint.index.facts.parallel.items() if name in asked}
     sizes = {axis: asked[axis] or stored.get(axis) for axis in asked}
     given: dict[str, Any] = {axis: size for axis, size in sizes.items() if size}

@@ -1,0 +1,86 @@
+"""A server that takes LoRA adapters while it runs: vLLM, whose routes read an adapter from a folder. Run with vLLM 0.32.
+
+POST /v1/load_lora_adapter    {"lora_name", "lora_path"}
+POST /v1/unload_lora_adapter  {"lora_name"}
+GET  /v1/models               the base, and the adapters in the order in which they were loaded
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from reshard.errors import CheckpointError, RequestError, SystemRefusal, UnsupportedError
+from reshard.geometry.value import value
+from reshard.live.engines.control import AskedServer
+from reshard.live.wire.transport import SECONDS
+
+KEY = "RESHARD_SERVER_KEY"
+"""The environment variable with the key of a server that asks for one (--api-key of vLLM)."""
+
+
+@value
+class ServedModels:
+    """What a server serves."""
+
+    base: str
+    """The name of its base model."""
+    folder: str | None
+    """The path or name from which the server opened the base; None if it does not say."""
+    adapters: tuple[str, ...]
+    """The names of its adapters, in the order in which they were loaded."""
+
+
+class AdapterServer(AskedServer):
+    """A server of vLLM that takes adapters."""
+
+    routes = (
+        "vLLM has routes for adapters only if its environment allows it",
+        "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, and with --enable-lora and --max-lora-rank",
+    )
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address, SECONDS, os.environ.get(KEY))
+        if self._server.ask("/version") is None:
+            raise UnsupportedError(
+                "it is no server of vLLM",
+                where=self.name,
+                why="Adapters alone go to vLLM; the routes of SGLang were not run",
+                do="Write the adapter with `to=peft`, and load it with the server's own route (/load_lora_adapter of SGLang)",
+            )
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        """Whether the address is one of this machine's own, so that both see the same folders."""
+        return self._server.own_address() == self._server.peer_address()
+
+    def models(self) -> ServedModels:
+        """What the server serves. Raises CheckpointError if it does not say."""
+        try:
+            cards: Any = self._asked("/v1/models")["data"]
+            (base,) = [card for card in cards if not card.get("parent")][:1]
+            adapters = tuple(str(card["id"]) for card in cards if card.get("parent"))
+            return ServedModels(str(base["id"]), base.get("root") and str(base["root"]), adapters)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise CheckpointError("the server does not say which models it serves", where=self.name) from None
+
+    def load(self, adapter: str, folder: str) -> None:
+        """Load an adapter from a folder. Raises SystemRefusal with what the server says, such as that its rank is too large."""
+        self._post("/v1/load_lora_adapter", {"lora_name": adapter, "lora_path": folder})
+
+    def unload(self, adapter: str) -> None:
+        """Forget an adapter. Requests that run with it end first."""
+        self._post("/v1/unload_lora_adapter", {"lora_name": adapter})
+
+    def one_token(self, adapter: str) -> None:
+        """Let the server generate a token with an adapter. Raises SystemRefusal if it does not."""
+        answer = self._post("/v1/completions", {"model": adapter, "prompt": [1], "max_tokens": 1, "temperature": 0})
+        if not answer.get("choices"):
+            raise SystemRefusal("the server generated no token with the adapter", where=self.name)
+
+
+def refusal(error: SystemRefusal, server: str) -> SystemRefusal | RequestError:
+    """The error of a server that did not take an adapter, which then serves what it served before."""
+    if " 401 " in f" {error.what} ":
+        return RequestError("the server asks for a key", where=server, do=f"Set {KEY} in the environment to the server's --api-key")
+    return SystemRefusal(error.what, where=server, why="It goes on with the adapters that it had", do=error.do)

@@ -1,0 +1,396 @@
+"""The forms of the adapter of experts, read, merged, and rewritten. The oracle is numpy on whole arrays: W + scale * B x A for each expert.
+tests/peft/check.py compares with PEFT and tinker-cookbook themselves."""
+
+import hashlib
+import json
+import time
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+from helpers.fixture_places import FIXTURES
+
+import reshard
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
+from reshard.models.lookup import find_model
+
+WEIGHTS = "adapter_model.safetensors"
+H, INNER, E, R, ALPHA = 20, 12, 3, 2, 6
+SIZES = {
+    "hidden_size": H, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 50,
+    "intermediate_size": INNER, "moe_intermediate_size": INNER, "num_experts": E, "num_local_experts": E, "num_experts_per_tok": 2,
+    "layer_types": ["full_attention"], "torch_dtype": "float32",
+}  # fmt: skip
+SHARED = {"shared_expert_intermediate_size": 14, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+          "linear_value_head_dim": 8}  # fmt: skip
+FAMILIES = {
+    "qwen3_moe": ({"intermediate_size": 28}, "mlp.experts", "mlp.experts"),
+    "mixtral": ({}, "mlp.experts", "block_sparse_moe.experts"),
+    "qwen3_5_moe_text": (SHARED, "mlp.experts", "mlp.experts"),
+    "gpt_oss": ({}, "mlp.experts", "mlp.experts"),
+    "llama4_text": ({"intermediate_size_mlp": 28, "interleave_moe_layer_step": 1}, "feed_forward.experts", "feed_forward.experts"),
+}
+PROJECTIONS = {"gate": (INNER, H), "up": (INNER, H), "down": (H, INNER)}
+W = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+def numbers(seed, *shape):
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
+
+
+def write(folder, tensors, name, config, text):
+    folder.mkdir()
+    safetensors.numpy.save_file({key: np.ascontiguousarray(tensor) for key, tensor in tensors.items()}, folder / name)
+    (folder / config).write_text(json.dumps(text))
+    return folder
+
+
+def base(family, tmp_path):
+    config = SIZES | {"model_type": family} | FAMILIES[family][0]
+    tensors = {name: numbers(i, *weight.shape) for i, (name, weight) in enumerate(find_model(config).weights.items())}
+    return write(tmp_path / "base", tensors, "model.safetensors", "config.json", config), tensors
+
+
+def adapter(folder, tensors, **settings):
+    config = {"peft_type": "LORA", "r": R, "lora_alpha": ALPHA, "peft_version": "0.21.2", "base_model_name_or_path": "x",
+              "task_type": "CAUSAL_LM"}  # fmt: skip
+    tensors = {f"base_model.model.model.layers.0.{name}.weight": tensor for name, tensor in tensors.items()}
+    return write(folder, tensors, WEIGHTS, "adapter_config.json", config | settings)
+
+
+def factors(shared_a=True):
+    """(A, B) by expert and projection."""
+    made = {}
+    for e in range(E):
+        for i, (name, (out, into)) in enumerate(PROJECTIONS.items()):
+            a = numbers(100 + 10 * e + (0 if shared_a and name == "up" else i), R, into)
+            made[e, name] = a, numbers(200 + 10 * e + i, out, R)
+    return made
+
+
+def split(made, family):
+    _, _, module = FAMILIES[family]
+    own = W if family == "mixtral" else {name: f"{name}_proj" for name in PROJECTIONS}
+    named = {f"{module}.{e}.{own[name]}": pair for (e, name), pair in made.items()}
+    return {f"{name}.lora_{which}": factor for name, pair in named.items() for which, factor in zip("AB", pair, strict=True)}
+
+
+def stacked(made, family):
+    module = FAMILIES[family][1]
+    return {
+        f"{module}.{W[name]}.lora_{which}": np.stack([made[e, name][i] for e in range(E)])
+        for name in PROJECTIONS
+        for i, which in enumerate("AB")
+    }
+
+
+def fused(made, family):
+    """PEFT's: gate and up have one A; of gpt-oss their rows alternate; of llama4 A meets the output features."""
+    module, deltas = FAMILIES[family][1], {}
+    for target, inner in (("gate_up", ".base_layer"), ("down", "")):
+        pairs = []
+        for e in range(E):
+            if target == "down":
+                pairs.append(made[e, "down"])
+                continue
+            gate, up = made[e, "gate"][1], made[e, "up"][1]
+            rows = np.stack([gate, up], axis=1).reshape(-1, R) if family == "gpt_oss" else np.concatenate([gate, up])
+            pairs.append((made[e, "gate"][0], rows))
+        if family == "llama4_text":
+            pairs = [(b.T, a.T) for a, b in pairs]
+        deltas[f"{module}{inner}.lora_A"] = np.concatenate([a for a, _ in pairs])
+        deltas[f"{module}{inner}.lora_B"] = np.stack([b for _, b in pairs], axis=2).reshape(pairs[0][1].shape[0], -1)
+    return deltas
+
+
+def expected(family, before, made, scale=ALPHA / R):
+    """The weights after the merge, by numpy."""
+    after = {name: tensor.copy() for name, tensor in before.items()}
+    for (e, name), (a, b) in made.items():
+        delta = np.float32(scale) * (b @ a)
+        prefix = f"model.layers.0.{FAMILIES[family][2]}"
+        plain = f"{prefix}.{e}.{W[name] if family == 'mixtral' else f'{name}_proj'}.weight"
+        if plain in after:
+            after[plain] += delta
+            continue
+        whole = after[f"{prefix}.{'down_proj' if name == 'down' else 'gate_up_proj'}"][e]
+        matrix = whole.T if family in ("gpt_oss", "llama4_text") else whole
+        start = {"gate": 0, "up": 1, "down": 0} if family == "gpt_oss" else {"gate": 0, "up": INNER, "down": 0}
+        step = 2 if family == "gpt_oss" and name != "down" else 1
+        matrix[start[name] : start[name] + step * (delta.shape[0] - 1) + 1 : step] += delta
+    return after
+
+
+def merged(source, folder, out, **options):
+    reshard.convert(reshard.plan(source, to="hf", merge_adapter=folder, **options), out)
+    return safetensors.numpy.load_file(out / "model.safetensors")
+
+
+def equal(left, right):
+    return left.keys() == right.keys() and all(
+        left[name].shape == right[name].shape and left[name].tobytes() == right[name].tobytes() for name in left
+    )
+
+
+def stored(folder):
+    return safetensors.numpy.load_file(folder / WEIGHTS)
+
+
+def rewritten(folder, out, form, model):
+    plan = reshard.plan(folder, to="peft", experts=form, model=model)
+    reshard.convert(plan, out)
+    return out, plan
+
+
+TARGETS = {family: [f"{row[1]}.gate_up_proj", f"{row[1]}.down_proj"] for family, row in FAMILIES.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_form_merges_as_numpy_does(family, tmp_path):
+    model, before = base(family, tmp_path)
+    made = factors()
+    wanted = expected(family, before, made)
+    of_form = {
+        "split": adapter(tmp_path / "split", split(made, family)),
+        "stacked": adapter(tmp_path / "stacked", stacked(made, family)),
+        "fused": adapter(tmp_path / "fused", fused(made, family), target_parameters=TARGETS[family]),
+    }
+    for form, folder in of_form.items():
+        assert equal(merged(model, folder, tmp_path / f"out-{form}"), wanted), form
+    own = adapter(tmp_path / "own", split(own_a := factors(shared_a=False), family))
+    assert equal(merged(model, own, tmp_path / "out-own"), expected(family, before, own_a))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_change_of_form_copies_bits_and_the_way_back_gives_the_same_bits(family, tmp_path):
+    model, _ = base(family, tmp_path)
+    made = factors()
+    sources = {
+        "split": adapter(tmp_path / "split", split(made, family)),
+        "tinker": adapter(tmp_path / "tinker", stacked(made, family)),
+        "fused": adapter(tmp_path / "fused", fused(made, family), target_parameters=TARGETS[family]),
+    }
+    for form, folder in sources.items():
+        for other, wanted in sources.items():
+            out, plan = rewritten(folder, tmp_path / f"{form}-{other}", other, model)
+            assert equal(stored(out), stored(wanted)), (form, other)
+            assert f"the adapter of the experts is written in the form {other}" in plan.layout.notes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_different_a_of_gate_and_up_double_the_rank_of_the_fused_form(family, tmp_path):
+    model, before = base(family, tmp_path)
+    made = factors(shared_a=False)
+    out, plan = rewritten(adapter(tmp_path / "split", split(made, family)), tmp_path / "out", "fused", model)
+    assert any("gate and up have different lora_A" in note for note in plan.layout.notes)
+    assert equal(merged(model, out, tmp_path / "merged"), expected(family, before, made))
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["rank_pattern"] == {"experts.gate_up_proj": 2 * R} and config["alpha_pattern"] == {"experts.gate_up_proj": 2 * ALPHA}
+    sizes = {tensor.shape for name, tensor in stored(out).items() if "base_layer" in name}
+    assert (E * 2 * R) in {size for shape in sizes for size in shape}
+
+
+def test_factors_that_all_experts_share_are_stored_once_and_others_are_refused(tmp_path):
+    model, before = base("qwen3_moe", tmp_path)
+    made = factors()
+    for e in range(E):
+        made[e, "gate"] = made[0, "gate"][0], made[e, "gate"][1]
+        made[e, "up"] = made[0, "gate"][0], made[e, "up"][1]
+        made[e, "down"] = made[e, "down"][0], made[0, "down"][1]
+    source = adapter(tmp_path / "split", split(made, "qwen3_moe"))
+    out, _ = rewritten(source, tmp_path / "shared", "shared", model)
+    shapes = {name.split("experts.")[1]: tensor.shape for name, tensor in stored(out).items()}
+    assert shapes["w1.lora_A.weight"] == (1, R, H) and shapes["w2.lora_B.weight"] == (1, H, R) and shapes["w3.lora_B.weight"][0] == E
+    assert equal(merged(model, out, tmp_path / "merged"), expected("qwen3_moe", before, made))
+    back, _ = rewritten(out, tmp_path / "back", "split", model)
+    assert equal(stored(back), stored(source))
+    other = adapter(tmp_path / "other", split(factors(), "qwen3_moe"))
+    with pytest.raises(UnsupportedError, match=r"have different lora_B of down_proj.*`experts=tinker`"):
+        reshard.plan(other, to="peft", experts="shared", model=model)
+
+
+def test_ranks_and_scales_of_parameters_are_those_of_their_modules_in_the_other_form(tmp_path):
+    """With rsLoRA and patterns; (rank, alpha) of gate_up_proj is (2, 5), of down_proj (3, 6)."""
+    model, before = base("qwen3_moe", tmp_path)
+    made = factors()
+    for e in range(E):
+        made[e, "down"] = numbers(300 + e, 3, INNER), numbers(400 + e, H, 3)
+    tensors = fused({key: made[key] for key in made if key[1] != "down"} | {(e, "down"): made[e, "down"] for e in range(E)}, "qwen3_moe")
+    settings = {"use_rslora": True, "rank_pattern": {"experts.down_proj": 3}, "alpha_pattern": {"experts.gate_up_proj": 5}}
+    source = adapter(tmp_path / "fused", tensors, target_parameters=TARGETS["qwen3_moe"], **settings)
+    wanted = expected("qwen3_moe", before, {key: made[key] for key in made if key[1] != "down"}, 5 / 2**0.5)
+    wanted = expected("qwen3_moe", wanted, {(e, "down"): made[e, "down"] for e in range(E)}, 6 / 3**0.5)
+    out, _ = rewritten(source, tmp_path / "split", "split", model)
+    for place, folder in enumerate((source, out)):
+        after = merged(model, folder, tmp_path / f"merged{place}")
+        assert all(np.allclose(after[name], wanted[name], rtol=0, atol=1e-5) for name in wanted)
+    back, _ = rewritten(out, tmp_path / "back", "fused", model)
+    assert equal(stored(back), stored(source))
+    config = json.loads((back / "adapter_config.json").read_text())
+    assert (config["rank_pattern"], config["alpha_pattern"]) == (settings["rank_pattern"], settings["alpha_pattern"])
+    with pytest.raises(UnsupportedError, match="`experts=tinker`: the adapter has several ranks"):
+        reshard.plan(source, to="peft", experts="tinker", model=model)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"experts": "split"}, r"the base model is not known.*`model=DIR`"),
+        ({"experts": "grouped"}, r"`experts=grouped` does not apply to peft"),
+        ({"experts": "split", "engine": "vllm"}, "both name a form"),
+    ],
+)
+def test_a_form_that_cannot_be_made_is_refused(options, message, tmp_path):
+    base("qwen3_moe", tmp_path)
+    folder = adapter(tmp_path / "a", fused(factors(), "qwen3_moe"), target_parameters=TARGETS["qwen3_moe"])
+    with pytest.raises(RequestError, match=message):
+        reshard.plan(folder, to="peft", **options)
+
+
+def test_a_stacked_adapter_of_fewer_experts_than_the_base_has_is_refused(tmp_path):
+    model, _ = base("qwen3_moe", tmp_path)
+    tensors = {name: tensor[:2] for name, tensor in stacked(factors(), "qwen3_moe").items()}
+    with pytest.raises(CheckpointError, match="are not those of all experts of the base"):
+        reshard.plan(model, to="hf", merge_adapter=adapter(tmp_path / "a", tensors))
+
+
+def test_experts_stored_with_exchanged_axes_are_read_by_their_shapes(tmp_path):
+    """transformers 5.24 saves Qwen3-VL-MoE as [experts, out, in]; it is published as [experts, in, out]."""
+    model, before = base("llama4_text", tmp_path)
+    exchanged = {name: tensor.swapaxes(1, 2) if tensor.ndim == 3 else tensor for name, tensor in before.items()}
+    config = json.loads((model / "config.json").read_text())
+    turned = write(tmp_path / "turned", exchanged, "model.safetensors", "config.json", config)
+    made = factors()
+    after = merged(turned, adapter(tmp_path / "a", split(made, "llama4_text")), tmp_path / "out")
+    assert equal(after, expected("llama4_text", before, made))
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, -2.0)])
+def test_several_adapters_are_added_in_order_with_their_weights(weights, tmp_path):
+    model, before = base("qwen3_moe", tmp_path)
+    one, two = factors(), factors(shared_a=False)
+    folders = [adapter(tmp_path / "one", split(one, "qwen3_moe")), adapter(tmp_path / "two", stacked(two, "qwen3_moe"))]
+    wanted = expected("qwen3_moe", before, one, ALPHA / R * weights[0])
+    wanted = expected("qwen3_moe", wanted, two, ALPHA / R * weights[1])
+    assert equal(merged(model, folders, tmp_path / "out", adapter_weight=weights), wanted)
+    recorded = json.loads((tmp_path / "out" / "reshard.json").read_text())["adapter"]
+    assert recorded["path"] == str(folders[1]) and recorded["before"]["path"] == str(folders[0])
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"adapter_weight": (0.5,)}, "is given for 1 adapter, `merge_adapter=` names 2"),
+        ({"merge_adapter": ("a", "self")}, "`merge_adapter=self` comes after another adapter"),
+        ({"adapter_weight": (1.0, float("inf"))}, "a finite number is expected"),
+    ],
+)
+def test_weights_that_fit_no_adapter_are_refused(given, message, tmp_path):
+    model, _ = base("qwen3_moe", tmp_path)
+    with pytest.raises(RequestError, match=message):
+        reshard.plan(model, to="hf", **({"merge_adapter": ("a", "b")} | given))
+
+
+def test_single_trained_rows_replace_those_of_the_base(tmp_path):
+    model, before = base("qwen3_moe", tmp_path)
+    rows = numbers(9, 2, H)
+    tensors = split(factors(), "qwen3_moe")
+    source = adapter(tmp_path / "a", tensors, trainable_token_indices=[7, 3])
+    held = stored(source) | {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": rows}
+    safetensors.numpy.save_file(held, source / WEIGHTS)
+    wanted = expected("qwen3_moe", before, factors())
+    wanted["model.embed_tokens.weight"][[7, 3]] = rows
+    assert equal(merged(model, source, tmp_path / "out"), wanted)
+    with pytest.raises(RequestError, match="the adapter holds whole weights"):
+        reshard.plan(model, to="hf", merge_adapter=source, adapter_weight=0.5)
+    config = json.loads((source / "adapter_config.json").read_text())
+    (source / "adapter_config.json").write_text(json.dumps(config | {"trainable_token_indices": [7, 50]}))
+    with pytest.raises(CheckpointError, match=r"for 2 rows of \[50, 20\]"):
+        reshard.plan(model, to="hf", merge_adapter=source)
+
+
+SERVED = [  # (family, form, settings, the finding, what it says), as vLLM 0.32's own functions do on CPU tensors
+    ("qwen3_moe", "fused", {}, "not-served", "vLLM refuses fused experts of qwen3_moe: its class reads the form split"),
+    ("qwen3_moe", "split", {}, "adapter-served", "--max-lora-rank of at least 2"),
+    ("mixtral", "fused", {}, "never-applied", "never applies them"),
+    ("mixtral", "split", {"rank_pattern": {"w1": 16}}, "adapter-served", "--max-lora-rank of at least 16"),
+    ("gpt_oss", "fused", {}, "adapter-served", "applies all of it"),
+    ("gpt_oss", "split", {}, "not-served", "its class reads the form fused"),
+    ("gpt_oss", "tinker", {}, "not-served", "--enable-moe-shared-loras alone"),
+    ("qwen3_moe", "split", {"use_dora": True}, "not-served", "vLLM has no DoRA"),
+    ("qwen3_moe", "split", {"modules_to_save": ["lm_head"]}, "not-served", "modules_to_save has lm_head"),
+    ("qwen3_moe", "split", {"trainable_token_indices": [1]}, "not-served", "single rows of the embedding"),
+]
+
+
+@pytest.mark.parametrize("family, form, settings, kind, text", SERVED)
+def test_serve_check_says_what_vllm_does_with_an_adapter(family, form, settings, kind, text, tmp_path):
+    model, _ = base(family, tmp_path)
+    tensors = {"fused": fused, "split": split, "tinker": stacked}[form](factors(), family)
+    more = {"target_parameters": TARGETS[family]} if form == "fused" else {}
+    folder = adapter(tmp_path / "a", tensors, **more, **settings)
+    report = reshard.serve_check(folder, model=model)
+    (finding,) = [finding for finding in report.findings if finding.severity == "error" or finding.id.startswith("adapter-")]
+    assert finding.id == kind and text in finding.detail
+    if kind == "not-served" and settings == {}:
+        out, _ = rewritten(folder, tmp_path / "out", "fused" if family == "gpt_oss" else "split", model)
+        reshard.convert(reshard.plan(folder, to="peft", engine="vllm", model=model), tmp_path / "engine")
+        assert equal(stored(out), stored(tmp_path / "engine"))
+        assert not [finding for finding in reshard.serve_check(out, model=model).findings if finding.severity == "error"]
+    (unknown,) = [finding for finding in reshard.serve_check(folder, engine="sglang", model=model).findings if "adapter-" in finding.id]
+    assert unknown.id == "adapter-not-checked"
+
+
+def test_the_split_form_of_an_adapter_of_tinker_has_the_tensors_of_tinker_cookbook(tmp_path):
+    """fixtures/peft/make_tinker.py; one factor is shared by all experts, and the head has Tinker's name."""
+    truth = json.loads((FIXTURES / "peft/tinker/truth.json").read_text())
+    out, _ = rewritten(FIXTURES / "peft/tinker/adapter", tmp_path / "out", "split", FIXTURES / "hf" / truth["base"])
+    made = safetensors.torch.load_file(out / WEIGHTS)
+    digests = {n: hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in sorted(made.items())}
+    assert len(digests) == truth["tensors"] and hashlib.sha256(json.dumps(digests).encode()).hexdigest() == truth["split"]
+
+
+def _hostile():
+    made = {"split": split(factors(), "qwen3_moe"), "fused": fused(factors(), "qwen3_moe"), "stacked": stacked(factors(), "qwen3_moe")}
+    good = {form: {f"{name}.weight": tensor for name, tensor in tensors.items()} for form, tensors in made.items()}
+    expert = "mlp.experts.0.gate_proj"
+    yield (
+        "ranks that no number of experts divides",
+        {name: tensor[:-1] if "lora_A" in name else tensor[:, :-1] for name, tensor in good["fused"].items()},
+    )
+    yield "three axes where two are", {name: tensor[None] for name, tensor in good["split"].items()}
+    yield "two axes where three are", {name: tensor[0] for name, tensor in good["stacked"].items()}
+    yield "no elements", {name: tensor[:0] for name, tensor in good["stacked"].items()} | good["split"]
+    yield (
+        "an expert that is not there",
+        good["split"]
+        | {f"mlp.experts.{10**30}.gate_proj.lora_{which}.weight": good["split"][f"{expert}.lora_{which}.weight"] for which in "AB"},
+    )
+    yield "a number that is none", {name.replace(".0.", ".\u0663."): tensor for name, tensor in good["split"].items()}
+    yield "names outside of the base", {name.replace("mlp.", "../../"): tensor for name, tensor in good["split"].items()}
+    yield "one factor without the other", {name: tensor for name, tensor in good["stacked"].items() if "lora_A" in name}
+    yield "two forms of one adapter", good["split"] | good["stacked"]
+    yield "two names of one factor", good["split"] | {f"{expert}.lora_A.bias.weight": good["split"][f"{expert}.lora_A.weight"]}
+    yield (
+        "many entries",
+        good["split"] | {f"mlp.experts.{n}.x.lora_{which}.weight": np.zeros((1, 1), np.float32) for n in range(40_000) for which in "AB"},
+    )
+
+
+HOSTILE = dict(_hostile())
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_adapter_is_refused_in_a_moment_and_nothing_is_written(case, tmp_path):
+    model, _ = base("qwen3_moe", tmp_path)
+    tensors = {name.removesuffix(".weight"): tensor for name, tensor in HOSTILE[case].items()}
+    folder = adapter(tmp_path / "a", tensors, target_parameters=TARGETS["qwen3_moe"] if "divides" in case else None)
+    began = time.process_time()
+    plans = [lambda: reshard.plan(model, to="hf", merge_adapter=folder)]
+    plans += [lambda form=form: reshard.plan(folder, to="peft", experts=form, model=model) for form in ("fused", "split", "tinker")]
+    for plan in plans:
+        with pytest.raises((CheckpointError, RequestError, UnsupportedError)):
+            plan()
+    assert time.process_time() - began < 20

@@ -1,0 +1,187 @@
+"""A push of an adapter alone: what is written, loaded and unloaded, and what is refused before the server is asked to load.
+
+The server is a stand-in with the routes, answers and refusals of vLLM 0.32 (entrypoints/openai/models/serving.py), which was also run.
+"""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from helpers.reshard_command import reshard as run
+
+import reshard
+from reshard.errors import CheckpointError, RequestError, SystemRefusal, UnsupportedError
+
+CONFIG = {
+    "model_type": "qwen3_moe", "hidden_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "vocab_size": 50, "intermediate_size": 28, "moe_intermediate_size": 12, "num_experts": 3, "num_experts_per_tok": 2,
+}  # fmt: skip
+RANK = 2
+
+
+class Vllm(ThreadingHTTPServer):
+    """Routes of vLLM for adapters. asked: the paths of all requests."""
+
+    def __init__(self, folder, most_rank=8, key=None, is_vllm=True, answers=True):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder, self.most_rank, self.key, self.is_vllm, self.answers = folder, most_rank, key, is_vllm, answers
+        self.adapters, self.asked = {}, []
+
+    @property
+    def address(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def say(self, status, content):
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        if self.path == "/version":
+            return self.say(200, {"version": "0.32.0"}) if self.server.is_vllm else self.say(404, {})
+        base = {"id": "base", "root": str(self.server.folder), "parent": None}
+        loras = [{"id": name, "root": path, "parent": "base"} for name, path in self.server.adapters.items()]
+        return self.say(200, {"object": "list", "data": [base, *loras]})
+
+    def do_POST(self):
+        server = self.server
+        server.asked.append(self.path)
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if server.key and self.headers.get("Authorization") != f"Bearer {server.key}":
+            return self.say(401, {"error": "Unauthorized"})
+        name = question.get("lora_name")
+        if self.path == "/v1/load_lora_adapter":
+            config = json.loads((Path(question["lora_path"]) / "adapter_config.json").read_text())
+            if config["r"] > server.most_rank:
+                return self.say(500, {"error": {"message": f"LoRA rank {config['r']} is greater than max_lora_rank {server.most_rank}."}})
+            server.adapters[name] = question["lora_path"]
+        elif self.path == "/v1/unload_lora_adapter":
+            del server.adapters[name]
+        elif self.path == "/v1/completions":
+            assert question["model"] in server.adapters
+            return self.say(200, {"choices": [{"text": "x"}]}) if server.answers else self.say(500, {"error": "stopped"})
+        return self.say(200, {})
+
+
+@pytest.fixture
+def serving(tmp_path):
+    servers = []
+
+    def start(**settings):
+        folder = tmp_path / "base"
+        if not folder.exists():
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(CONFIG))
+        server = Vllm(folder, **settings)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def adapter(folder, seed=0, rank=RANK, experts=range(3), hidden=20):
+    random = np.random.default_rng(seed)
+    sizes = {"self_attn.q_proj": (16, hidden)}
+    sizes |= {f"mlp.experts.{e}.{name}": size for e in experts for name, size in
+              {"gate_proj": (12, hidden), "up_proj": (12, hidden), "down_proj": (hidden, 12)}.items()}  # fmt: skip
+    tensors = {}
+    for name, (out, into) in sizes.items():
+        for which, shape in (("A", (rank, into)), ("B", (out, rank))):
+            tensors[f"base_model.model.model.layers.0.{name}.lora_{which}.weight"] = random.normal(size=shape).astype(np.float32)
+    folder.mkdir()
+    safetensors.numpy.save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "task_type": "CAUSAL_LM", "base_model_name_or_path": None}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_versions_are_loaded_under_their_fingerprints_and_older_ones_are_unloaded(tmp_path, serving):
+    server, shared = serving(), tmp_path / "shared"
+    first = reshard.push_adapter(adapter(tmp_path / "1", 1), server.address, name="tutor", shared_dir=shared)
+    assert first.adapter == f"tutor@{first.fingerprint.rpartition(':')[2][:12]}" and first.unloaded == ()
+    assert set(safetensors.numpy.load_file(Path(first.folder) / "adapter_model.safetensors")) == set(
+        safetensors.numpy.load_file(tmp_path / "1" / "adapter_model.safetensors")
+    )
+    second = reshard.push_adapter(adapter(tmp_path / "2", 2), server.address, name="tutor", shared_dir=shared, keep=2)
+    assert list(server.adapters) == [first.adapter, second.adapter]
+    third = run("push", adapter(tmp_path / "3", 3), server.address, "--adapter", "--name", "tutor", "--shared-dir", shared, "--json")
+    made = json.loads(third.out)
+    assert list(server.adapters) == [made["adapter"]] and made["unloaded"] == [first.adapter, second.adapter]
+    assert [path.name for path in shared.iterdir()] == [made["adapter"]]
+    again = reshard.push_adapter(tmp_path / "3", server.address, name="tutor", shared_dir=shared)
+    assert again.adapter == made["adapter"] and server.asked.count("/v1/load_lora_adapter") == 3
+    other = reshard.push_adapter(adapter(tmp_path / "4", 4), server.address, shared_dir=shared)
+    assert list(server.adapters) == [made["adapter"], other.adapter]
+
+
+def test_experts_are_written_in_the_form_that_the_engine_reads(tmp_path, serving):
+    server = serving()
+    source = adapter(tmp_path / "split")
+    reshard.convert(reshard.plan(source, to="peft", experts="tinker", model=tmp_path / "base", base_model="x"), tmp_path / "stacked")
+    pushed = reshard.push_adapter(tmp_path / "stacked", server.address, shared_dir=tmp_path / "shared")
+    written, wanted = (safetensors.numpy.load_file(folder / "adapter_model.safetensors") for folder in (Path(pushed.folder), source))
+    assert written.keys() == wanted.keys() and all(np.array_equal(written[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    "made, message",
+    [
+        ({"experts": (0, 2)}, r"it changes 2 experts, and not expert 1.*nothing was sent"),
+        ({"hidden": 24}, r"its update has the shape \[24, 12\], the base weight \[20, 12\].*nothing was sent"),
+    ],
+)
+def test_an_adapter_of_another_base_or_without_an_expert_is_refused_before_the_server_is_asked(made, message, tmp_path, serving):
+    server = serving()
+    with pytest.raises(CheckpointError, match=message):
+        reshard.push_adapter(adapter(tmp_path / "a", **made), server.address, shared_dir=tmp_path / "shared")
+    assert not [path for path in server.asked if path.startswith("/v1/load")] and not list((tmp_path / "shared").iterdir())
+
+
+@pytest.mark.parametrize("settings, message", [({"most_rank": 1}, "greater than max_lora_rank 1"), ({"answers": False}, "stopped")])
+def test_what_the_server_refuses_leaves_the_version_before(settings, message, tmp_path, serving):
+    server, shared = serving(), tmp_path / "shared"
+    first = reshard.push_adapter(adapter(tmp_path / "1", 1), server.address, shared_dir=shared)
+    vars(server).update(settings)
+    with pytest.raises(SystemRefusal, match=rf"{message}.*goes on with the adapters that it had"):
+        reshard.push_adapter(adapter(tmp_path / "2", 2), server.address, shared_dir=shared)
+    assert list(server.adapters) == [first.adapter] and [path.name for path in shared.iterdir()] == [first.adapter]
+
+
+def test_a_server_that_asks_for_a_key_and_one_of_another_engine_are_named(tmp_path, serving, monkeypatch):
+    server, source = serving(key="secret"), adapter(tmp_path / "a")
+    with pytest.raises(RequestError, match=r"asks for a key.*RESHARD_SERVER_KEY"):
+        reshard.push_adapter(source, server.address, shared_dir=tmp_path / "shared")
+    monkeypatch.setenv("RESHARD_SERVER_KEY", "secret")
+    assert reshard.push_adapter(source, server.address, shared_dir=tmp_path / "shared").adapter in server.adapters
+    with pytest.raises(UnsupportedError, match=r"no server of vLLM.*SGLang"):
+        reshard.push_adapter(source, serving(is_vllm=False).address, shared_dir=tmp_path / "shared")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--name", "x"), "--name has a meaning only with --adapter"),
+        (("--adapter", "--dtype", "bf16"), "--dtype has no meaning with --adapter"),
+        (("--adapter", "--dry-run"), "--dry-run has no meaning with --adapter"),
+        (("--adapter", "http://localhost:2"), "With --adapter one server is given"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(words, message, tmp_path):
+    done = run("push", adapter(tmp_path / "a"), "http://localhost:1", *words)
+    assert done.code == 2 and message in done.err
