@@ -91,10 +91,10 @@ def shown_on(stream: TextIO, line: str) -> str:
 
 def wrapped(line: str, width: int) -> Iterator[str]:
     """The lines of a text, none longer than `width` unless a word is. A command that goes on in the next line ends in a backslash."""
-    found = _HEAD.match(line)
-    assert found is not None
-    start = len(found[0])
-    indent = start if found[2] and start <= width // 2 else len(found[1]) + 2
+    head = _HEAD.match(line)
+    assert head is not None
+    start = len(head[0])
+    indent = start if head[2] and start <= width // 2 else len(head[1]) + 2
     is_command = _COMMAND.match(line, start) is not None
     room, words = width - (2 if is_command else 0), _words(line[start:], width - indent, is_command=is_command)
     current, is_empty = line[:start], True
@@ -124,10 +124,10 @@ def _words(text: str, room: int, *, is_command: bool) -> Iterator[str]:
 def _coloured(lines: list[str]) -> list[str]:
     """The lines of one text, painted by what it begins with."""
     for pattern, style, to_the_end in _STYLES:
-        if found := pattern.match(lines[0]):
-            start, stop = found.span(1)
+        if match := pattern.match(lines[0]):
+            start, stop = match.span(1)
             if not to_the_end:
                 return [lines[0][:start] + painted(lines[0][start:stop], style) + lines[0][stop:], *lines[1:]]
             first = lines[0][:start] + painted(lines[0][start:], style)
-            return [first, *(" " * (len(each) - len(each.lstrip())) + painted(each.lstrip(), style) for each in lines[1:])]
+            return [first, *(" " * (len(line) - len(line.lstrip())) + painted(line.lstrip(), style) for line in lines[1:])]
     return lines

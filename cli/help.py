@@ -102,19 +102,19 @@ class HelpfulCommand(click.Command):
         """Raises click.UsageError if an option that takes one value is given twice: click would take the last one, and say nothing. Of a
         switch and its opposite, such as --progress and --no-progress, the last one counts."""
         parser = self.make_parser(ctx)
-        takes_one = {each for each in (*parser._long_opt.values(), *parser._short_opt.values()) if each.action == "store"}
+        takes_one = {parsed for parsed in (*parser._long_opt.values(), *parser._short_opt.values()) if parsed.action == "store"}
         for option in takes_one:
             option.action = "append"
         given, _, _ = parser.parse_args(list(words))
         for option in () if {"h", "help"} & given.keys() else takes_one:
-            if len(values := [each if isinstance(each, str) else "no value" for each in given.get(str(option.dest), ())]) > 1:
+            if len(values := [value if isinstance(value, str) else "no value" for value in given.get(str(option.dest), ())]) > 1:
                 named = f"Option '{option.obj.opts[0]}' takes one value, and is given {len(values)} times: {', '.join(values)}."
                 raise click.UsageError(f"{named} Nothing says which one counts. Give it once.", ctx)
 
     def _with_own_names(self, ctx: click.Context, args: list[str]) -> list[str]:
         """The words of a command line, in which options have our names."""
         known = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
-        found, is_rest = [], False
+        renamed, is_rest = [], False
         for word in args:
             name, equals, given = word.partition("=")
             is_rest = is_rest or word == "--"
@@ -122,8 +122,8 @@ class HelpfulCommand(click.Command):
             is_other = own in known and name not in known and not is_rest
             if is_other and name in OLD_NAMES and not ctx.resilient_parsing:
                 warn_of_old_name(name)
-            found.append(f"{own}{equals}{given}" if is_other else word)
-        return found
+            renamed.append(f"{own}{equals}{given}" if is_other else word)
+        return renamed
 
     def sections(self, ctx: click.Context) -> dict[str, list[click.Option]]:
         """The options that are shown, by section, in order; with --to, without those of other formats."""
@@ -192,13 +192,13 @@ def warn_of_old_name(flag: str) -> None:
 
 def set_apart(sections: Mapping[str, object], *others: Sequence[str]) -> list[str]:
     """The sections that are in none of the others."""
-    return [title for title in sections if not any(title in each for each in others)]
+    return [title for title in sections if not any(title in other for other in others)]
 
 
 def _record(option: click.Option, ctx: click.Context) -> tuple[str, str]:
-    found = option.get_help_record(ctx)
-    assert found is not None
-    return found
+    record = option.get_help_record(ctx)
+    assert record is not None
+    return record
 
 
 def _in_a_line(option: click.Option, text: str, room: int) -> str:

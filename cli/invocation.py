@@ -24,6 +24,6 @@ class Invocation:
 
 def current() -> Invocation:
     """The run to which the command belongs."""
-    found = click.get_current_context().find_root().obj
-    assert isinstance(found, Invocation)
-    return found
+    invocation = click.get_current_context().find_root().obj
+    assert isinstance(invocation, Invocation)
+    return invocation

@@ -146,13 +146,13 @@ def _stop_cleanly_on_signals() -> None:
     def stop(number: int, frame: FrameType | None) -> None:
         if os.getpid() != process:  # a process that was forked to read a part of the files
             os._exit(128 + number)
-        for each in numbers:
-            signal.signal(each, signal.SIG_DFL if each == signal.SIGINT else signal.SIG_IGN)
+        for later in numbers:
+            signal.signal(later, signal.SIG_DFL if later == signal.SIGINT else signal.SIG_IGN)
         raise _Stopped(number)
 
-    for each in numbers:
-        if signal.getsignal(each) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(each, stop)
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, stop)
 
 
 def run(arguments: list[str]) -> int:
@@ -227,16 +227,16 @@ def _interrupted(arguments: list[str], code: int) -> int:
 
 def _report(error: Exception, debug: bool, as_json: bool) -> int:
     """Log an error as one paragraph, and with --json print it as a document; returns its exit code."""
-    found = _explained(error)
+    explained = _explained(error)
     if not as_json:
-        _list_checkpoints(found)
-    cause = error if found.id == "defect" else found if debug else None
-    LOGGER.error(f"{found} [{found.id}]", exc_info=cause, extra={"event": "error", "fields": found.to_json()})
+        _list_checkpoints(explained)
+    cause = error if explained.id == "defect" else explained if debug else None
+    LOGGER.error(f"{explained} [{explained.id}]", exc_info=cause, extra={"event": "error", "fields": explained.to_json()})
     if as_json:
         from .replies import show_json
 
-        show_json({"error": found.to_json()})
-    return found.exit_code
+        show_json({"error": explained.to_json()})
+    return explained.exit_code
 
 
 def _list_checkpoints(error: ReshardError) -> None:
@@ -258,9 +258,9 @@ def _explained(error: Exception) -> ReshardError:
 
     if isinstance(error, ReshardError):
         return error
-    if found := memory_refusal(error):
-        found.__cause__ = error
-        return found
+    if no_memory := memory_refusal(error):
+        no_memory.__cause__ = error
+        return no_memory
     if isinstance(error, click.ClickException):
         if isinstance(error, click.NoSuchOption):
             by_word = {name.lstrip("-"): name for name in error.possibilities or ()}

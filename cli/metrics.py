@@ -73,10 +73,10 @@ class Metrics:
         self.record(success=exit_code == 0, exit_code=exit_code, seconds=seconds, timestamp_seconds=now)
         lines: list[str] = []
         for name, meaning in _MEANINGS.items():
-            found = [(severity, value) for (each, severity), value in self._samples.items() if each == name]
-            if found:
+            samples = [(severity, value) for (metric, severity), value in self._samples.items() if metric == name]
+            if samples:
                 lines += [f"# HELP reshard_last_run_{name} {meaning}", f"# TYPE reshard_last_run_{name} gauge"]
-            for severity, value in found:
+            for severity, value in samples:
                 labels = {**self._labels, "severity": severity} if severity else self._labels
                 quoted = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
                 lines.append(f"reshard_last_run_{name}{{{quoted}}} {value + 0}")

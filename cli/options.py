@@ -161,7 +161,7 @@ def _of_keyword(name: str, annotation: Any, section: str, verb: str, type: Any) 
     """The option of one keyword: a switch, one with two sides if its type has None, a choice, or a value that its metavar describes."""
     python, (keyword,) = annotation.__origin__, annotation.__metadata__
     settings: dict[str, Any] = {"help": keyword.help.format(take=verb.lower(), Take=verb), "default": keyword.default}
-    words = [word for each in (python, *get_args(python)) if get_origin(each) is Literal for word in get_args(each)]
+    words = [word for hint in (python, *get_args(python)) if get_origin(hint) is Literal for word in get_args(hint)]
     flag = "--" + name.replace("_", "-")
     if python is bool and keyword.default:
         return option(f"--no-{flag.removeprefix('--')}", name, section=section, is_flag=True, flag_value=False, **settings)
@@ -190,7 +190,7 @@ def format_names(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     """Formats whose names begin so; for --to only those that can be written."""
     from reshard.adapter import registry
 
-    return [name for name, found in registry.formats().items() if name.startswith(incomplete) and (found.can_write or param.name != "to")]
+    return [name for name, format in registry.formats().items() if name.startswith(incomplete) and (format.can_write or param.name != "to")]
 
 
 def architecture_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -259,9 +259,9 @@ class Chosen:
 
     @staticmethod
     def of(ctx: click.Context) -> Chosen:
-        found = ctx.meta.setdefault("reshard.chosen", Chosen())
-        assert isinstance(found, Chosen)
-        return found
+        chosen = ctx.meta.setdefault("reshard.chosen", Chosen())
+        assert isinstance(chosen, Chosen)
+        return chosen
 
     def path(self, given: str) -> str:
         """The path of the checkpoint that a path means. Of two checkpoints, one may be no run."""
@@ -271,14 +271,14 @@ class Chosen:
         from reshard.opening.choice import Choice, NothingToChoose
 
         try:
-            found = Choice.of(run, named, self.step, self.part).path(run)
+            chosen = Choice.of(run, named, self.step, self.part).path(run)
         except NothingToChoose as error:
             if named is not None:
                 raise
             self._unused = error
             return given
         self._is_used = True
-        return found
+        return chosen
 
     def both(self, left: str, right: str | None) -> tuple[str, str]:
         """The paths of two checkpoints: of one run, if --step is given twice. Raises click.UsageError if one is missing."""
@@ -334,10 +334,10 @@ def _choose_component(ctx: click.Context, param: click.Parameter, given: str | N
 
 def _share_of_work(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> str | None:
     """The part of the work, such as 3/8. Another word chooses a checkpoint, as before 0.3."""
-    shares = [each for each in given if _SHARE.fullmatch(each)]
+    shares = [word for word in given if _SHARE.fullmatch(word)]
     if len(shares) > 1:
         raise click.BadParameter(f"{' and '.join(shares)}: give one of them", ctx, param)
-    for name in (each for each in given if each not in shares):
+    for name in (word for word in given if word not in shares):
         help.warn_of_old_name("--part")
         _choose_component(ctx, param, name)
     return next(iter(shares), None)
@@ -449,18 +449,18 @@ def _options_of_formats(*, of_engines: bool) -> Iterable[Decorator[Any]]:
     from reshard.adapter.format import MAX_SHARD_SIZE
 
     shown = registry.serving_formats() if of_engines else registry.formats()
-    for each, every_user in registry.options().items():
+    for declared, every_user in registry.options().items():
         users = [name for name in every_user if name in shown]
-        if not users or (of_engines and each == MAX_SHARD_SIZE):
+        if not users or (of_engines and declared == MAX_SHARD_SIZE):
             continue
-        title, flag = f"{OF_FORMATS}{', '.join(users)}", "--" + each.name.replace("_", "-")
-        if each.type == "switch":
-            off = f"/--{each.opposite.replace('_', '-')}" if each.opposite else ""
-            yield option(f"{flag}{off}", each.name, section=title, is_flag=True, default=None, help=each.help)
-        elif each.type == "choice":
-            yield option(flag, section=title, type=click.Choice(list(each.choices)), help=each.help)
+        title, flag = f"{OF_FORMATS}{', '.join(users)}", "--" + declared.name.replace("_", "-")
+        if declared.type == "switch":
+            off = f"/--{declared.opposite.replace('_', '-')}" if declared.opposite else ""
+            yield option(f"{flag}{off}", declared.name, section=title, is_flag=True, default=None, help=declared.help)
+        elif declared.type == "choice":
+            yield option(flag, section=title, type=click.Choice(list(declared.choices)), help=declared.help)
         else:
-            yield option(flag, section=title, metavar=_METAVARS[each.type], help=each.help)
+            yield option(flag, section=title, metavar=_METAVARS[declared.type], help=declared.help)
 
 
 _METAVARS: Mapping[str, str] = {"number": "N", "numbers": "N,N,..", "size": "SIZE", "path": "PATH", "text": "V"}

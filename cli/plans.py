@@ -32,7 +32,7 @@ def plan_document(plan: Plan, *, full: bool, target: str | None = None) -> dict[
         tensors["dropped_tensors"] = tensors.pop("dropped")
     dropped = [group.to_json() for group in summary.drops(plan)]
     if stores := _store_forecasts(plan, target):
-        document["stores"] = [each.to_json() for each in stores]
+        document["stores"] = [store.to_json() for store in stores]
     findings = [finding.to_json() for finding in missing_in_target(plan)]
     return {**document, "dropped": dropped, "findings": findings, "ranks": [asdict(rank) for rank in summary.ranks(plan)], **tensors}
 

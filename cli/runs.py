@@ -50,12 +50,12 @@ def _sections(run: str, steps: Sequence[Step]) -> Iterator[Section]:
 def show_events(events: Iterable[WatchEvent]) -> None:
     """Show the events until there are no more; then end the command, with the exit code 1 if one of them is a failure."""
     failed, as_json = False, Output.current().as_json
-    for each in events:
-        failed = failed or each.event == "failed"
+    for happening in events:
+        failed = failed or happening.event == "failed"
         if as_json:
             with standard_output():
-                sys.stdout.write(with_flags(json.dumps(masked_in(each.to_json()))) + "\n")
+                sys.stdout.write(with_flags(json.dumps(masked_in(happening.to_json()))) + "\n")
         else:
-            show(f"step {each.step}: {each.event}: {each.detail}")
+            show(f"step {happening.step}: {happening.event}: {happening.detail}")
         sys.stdout.flush()
     click.get_current_context().exit(1 if failed else 0)

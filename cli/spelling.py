@@ -22,7 +22,7 @@ def with_flags(text: str) -> str:
     return _KEYWORD.sub(_flag, text) if "=" in text else text
 
 
-def _flag(found: re.Match[str]) -> str:
-    name, switch, value = found.groups()
+def _flag(match: re.Match[str]) -> str:
+    name, switch, value = match.groups()
     name = _OTHER_FLAGS.get(name, name)
     return f"--{'no-' if switch == 'False' else ''}{name.replace('_', '-')}" + (f" {value}" if value else "")

@@ -83,7 +83,7 @@ class Columns:
             )
             line = ("  " + "  ".join(padded)).rstrip()
             if in_colour:
-                line = re.sub(r"\S+(?: \S+)*", lambda found: painted_cell(found[0]), line)
+                line = re.sub(r"\S+(?: \S+)*", lambda match: painted_cell(match[0]), line)
             yield line
 
     def stacked(self, width: int) -> Iterator[str]:
@@ -126,8 +126,8 @@ def _broken(text: str, width: int) -> list[str]:
     """The pieces of a cell, each at most `width` long: it is broken after a space, or else after / . _ - or anywhere."""
     pieces = []
     while len(text) > width:
-        breaks = [found.end() for found in re.finditer(r" ", text[: width + 1])] or [
-            found.end() for found in re.finditer(r"[/._-]", text[:width])
+        breaks = [match.end() for match in re.finditer(r" ", text[: width + 1])] or [
+            match.end() for match in re.finditer(r"[/._-]", text[:width])
         ]
         at = breaks[-1] if breaks and breaks[-1] > width // 3 else width
         pieces.append(text[:at].rstrip())

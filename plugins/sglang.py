@@ -52,8 +52,8 @@ def loader_options(given: Any) -> Options:
     """The options of the load format. Raises RequestError for those that it does not have."""
     from reshard.errors import RequestError
 
-    if found := next((name for name in _BY_RANK if name in (given or {})), None):
-        raise RequestError(f"--model-loader-extra-config names {found!r}", why="Here SGLang itself splits whole tensors", do="Leave it out")
+    if name := next((name for name in _BY_RANK if name in (given or {})), None):
+        raise RequestError(f"--model-loader-extra-config names {name!r}", why="Here SGLang itself splits whole tensors", do="Leave it out")
     return Options.of(given)
 
 

@@ -101,9 +101,9 @@ def __getattr__(name: str) -> Any:
     from reshard.storage.system_calls import check_platform
 
     check_platform()
-    found = getattr(import_module(f"reshard.{_module_of(name)}"), name)
+    attribute = getattr(import_module(f"reshard.{_module_of(name)}"), name)
     _bind_from_above(is_checkpoint=name in ("Checkpoint", "open"))
-    return found
+    return attribute
 
 
 def _in_its_place(name: str) -> str:

@@ -221,8 +221,8 @@ def nearest(word: str, known: Collection[str]) -> str | None:
     """The known word that begins with `word`, or else is most like it, without regard to case; None if none is like it."""
     from difflib import get_close_matches
 
-    by_lower = {each.lower(): each for each in known}
-    continued = [each for each in by_lower if len(word) > 2 and each.startswith(word.lower())]
+    by_lower = {name.lower(): name for name in known}
+    continued = [lower for lower in by_lower if len(word) > 2 and lower.startswith(word.lower())]
     close = sorted(continued, key=len) or get_close_matches(word.lower(), by_lower, n=1, cutoff=0.7)
     return by_lower[close[0]] if close else None
 

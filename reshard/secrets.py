@@ -48,7 +48,7 @@ def masked(text: str) -> str:
     """The text with *** in place of credentials: in URLs and headers, behind names of credentials, and those that this process has."""
     text = public(text)
     if "=" in text:
-        text = re.sub(_NAMED, lambda found: f"{found[1]}={MASK}" if _is_secret(found[1]) else found[0], text)
+        text = re.sub(_NAMED, lambda match: f"{match[1]}={MASK}" if _is_secret(match[1]) else match[0], text)
     if ":" in text and re.search("(?i:auth|cookie|token|key)", text):
         text = re.sub(_HEADER, rf"\1{MASK}", text)
     given = _given(int(time.monotonic()))
@@ -68,8 +68,8 @@ def masked_in(value: Any, mask: Callable[[str], str] = masked) -> Any:
     if isinstance(value, str | os.PathLike):
         return mask(os.fspath(value))
     if isinstance(value, dict):
-        return {masked_in(key, mask): masked_in(each, mask) for key, each in value.items()}
-    return [masked_in(each, mask) for each in value] if isinstance(value, list | tuple) else value
+        return {masked_in(key, mask): masked_in(inner, mask) for key, inner in value.items()}
+    return [masked_in(inner, mask) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def remember(*texts: str) -> None:
@@ -105,7 +105,7 @@ def _shown(before: str, argument: str) -> str:
 def _is_secret(name: str) -> bool:
     """Whether the name of a variable, an option or a parameter says that its value is a credential."""
     words = f"_{name.lower()}".replace("-", "_").replace(".", "_")
-    is_like_one = "secret" in words or words.endswith(tuple(f"_{each}" for each in _SECRET_NAMES))
+    is_like_one = "secret" in words or words.endswith(tuple(f"_{secret}" for secret in _SECRET_NAMES))
     return is_like_one and not re.fullmatch(_HARMLESS, name)
 
 

@@ -36,22 +36,22 @@ def command(directory: str, yes: bool) -> Reply:
     from reshard.storage.system_calls import is_url
     from reshard.verbs.leftovers import leftovers, remove
 
-    found = list(leftovers(directory, _warn))
-    if any(each.upload for each in found):
+    all_left = list(leftovers(directory, _warn))
+    if any(leftover.upload for leftover in all_left):
         _warn(f"{directory}: 0.4 does not list uploads: give the bucket the lifecycle rule AbortIncompleteMultipartUpload", "going-away")
     removed = set()
-    for each in found:
-        if yes and each.is_removable:
+    for leftover in all_left:
+        if yes and leftover.is_removable:
             try:
-                removed |= {each.place} if remove(each) else set()
+                removed |= {leftover.place} if remove(leftover) else set()
             except ReshardError as error:
                 if is_url(directory):
                     raise
                 _warn(error)
-    listed = [{**each.to_json(), "removed": each.place in removed} for each in found]
+    listed = [{**leftover.to_json(), "removed": leftover.place in removed} for leftover in all_left]
     places = {"folders": [], "leftovers": listed} if is_url(directory) else {"folders": listed}
-    made = {"directory": directory, "removed": sum(each.nbytes for each in found if each.place in removed), **places}
-    return Reply(made, _sections(directory, found, removed, yes=yes, in_store=is_url(directory)), brief=True)
+    made = {"directory": directory, "removed": sum(leftover.nbytes for leftover in all_left if leftover.place in removed), **places}
+    return Reply(made, _sections(directory, all_left, removed, yes=yes, in_store=is_url(directory)), brief=True)
 
 
 def _warn(error: ReshardError | str, name: str = "not-read") -> None:
@@ -60,17 +60,17 @@ def _warn(error: ReshardError | str, name: str = "not-read") -> None:
     event(name, str(error), level=30)
 
 
-def _sections(directory: str, found: list[Leftover], removed: set[str], *, yes: bool, in_store: bool) -> Iterator[Section]:
+def _sections(directory: str, all_left: list[Leftover], removed: set[str], *, yes: bool, in_store: bool) -> Iterator[Section]:
     from reshard.verbs.leftovers import MEANINGS
 
-    for each in found:
-        age = "" if each.age is None else f", {age_text(each.age)} old"
-        done = "removed" if each.place in removed else "can be removed" if each.is_removable else "stays"
-        meaning = [] if in_store else [f"{done}: {MEANINGS[each.state]}"]
-        command = each.command if each.command and each.place not in removed else ""
-        yield Note(f"{each.place}  {nbytes_text(each.nbytes)}{age}, {each.run}", meaning, advice=command)
-    removable = [each for each in found if each.is_removable]
-    size = nbytes_text(sum(each.nbytes for each in removable))
+    for leftover in all_left:
+        age = "" if leftover.age is None else f", {age_text(leftover.age)} old"
+        done = "removed" if leftover.place in removed else "can be removed" if leftover.is_removable else "stays"
+        meaning = [] if in_store else [f"{done}: {MEANINGS[leftover.state]}"]
+        command = leftover.command if leftover.command and leftover.place not in removed else ""
+        yield Note(f"{leftover.place}  {nbytes_text(leftover.nbytes)}{age}, {leftover.run}", meaning, advice=command)
+    removable = [leftover for leftover in all_left if leftover.is_removable]
+    size = nbytes_text(sum(leftover.nbytes for leftover in removable))
     words = ("upload or target", "uploads and targets") if in_store else ("work folder",)
     if not removable and (in_store or not yes):
         yield f"{directory}: {'nothing is left of interrupted conversions' if in_store else 'no work folder can be removed'}"
@@ -79,5 +79,5 @@ def _sections(directory: str, found: list[Leftover], removed: set[str], *, yes: 
     elif in_store:
         yield f"{directory}: {plural(len(removable), *words)}, {size}, removed"
     else:
-        kept = f"; {len(found) - len(removed)} left" if len(found) > len(removed) else ""
+        kept = f"; {len(all_left) - len(removed)} left" if len(all_left) > len(removed) else ""
         yield f"{directory}: {plural(len(removed), 'work folder')} removed{kept}"

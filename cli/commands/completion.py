@@ -19,8 +19,8 @@ _INSTALL = {
 @click.argument("shell", type=click.Choice(list(_INSTALL)))
 def command(shell: str) -> None:
     """Print the completion script for a shell."""
-    found = get_completion_class(shell)
-    assert found is not None
+    shell_class = get_completion_class(shell)
+    assert shell_class is not None
     root = click.get_current_context().find_root().command
     with standard_output():
-        click.echo(found(root, {}, "reshard", "_RESHARD_COMPLETE").source())
+        click.echo(shell_class(root, {}, "reshard", "_RESHARD_COMPLETE").source())

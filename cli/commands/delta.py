@@ -61,7 +61,7 @@ def command(places: tuple[str, ...], run: str | None, encoding: Any, cast: bool,
     usual = usual_values(EffortOptions)
     of_run = {name: given.pop(name) for name in ("full_every", "to", "dtype", "part")}
     wrong = {name: given[name] for name in EffortOptions.__annotations__ if name in given} if run is not None else of_run
-    if unfit := next((name for name, each in wrong.items() if each != usual.get(name)), None):
+    if unfit := next((name for name, value in wrong.items() if value != usual.get(name)), None):
         when = "has no meaning with" if run is not None else "has a meaning only with"
         raise click.UsageError(f"--{unfit.replace('_', '-')} {when} --of", click.get_current_context())
     if len(places) != (3 if run is None else 1):
@@ -83,21 +83,21 @@ def command(places: tuple[str, ...], run: str | None, encoding: Any, cast: bool,
         error.do = f"Give the path of one, such as {error.steps[-1].path}; --of RUN keeps all"
         raise
     with working("delta", weight_bytes(b), given) as effort:
-        found = reshard.delta(a, b, target, encoding=encoding, cast=cast, **effort)
-    return Reply(found.to_json(), _sections(found))
+        result = reshard.delta(a, b, target, encoding=encoding, cast=cast, **effort)
+    return Reply(result.to_json(), _sections(result))
 
 
-def _sections(found: DeltaResult) -> Iterator[Section]:
+def _sections(result: DeltaResult) -> Iterator[Section]:
     """How much changed, and how much smaller the delta is."""
-    share = found.changed_elements / max(1, found.elements)
-    smaller = f", {found.checkpoint_bytes / found.nbytes:,.0f} times smaller" if 2 * found.nbytes < found.checkpoint_bytes else ""
-    yield f"{found.path}: version {found.version} of {found.base_version}, {found.encoding}"
+    share = result.changed_elements / max(1, result.elements)
+    smaller = f", {result.checkpoint_bytes / result.nbytes:,.0f} times smaller" if 2 * result.nbytes < result.checkpoint_bytes else ""
+    yield f"{result.path}: version {result.version} of {result.base_version}, {result.encoding}"
     yield Facts(
         [
-            ("changed", f"{found.changed_tensors:,} of {found.tensors:,} tensors, {found.changed_elements:,} elements ({share:.2%})"),
-            ("size", f"{nbytes_text(found.nbytes)} for {nbytes_text(found.checkpoint_bytes)}{smaller}, in {found.seconds:.1f} s"),
-            ("base", found.base.root),
-            ("result", found.result.root),
-            ("note", found.source_checks.notes()),
+            ("changed", f"{result.changed_tensors:,} of {result.tensors:,} tensors, {result.changed_elements:,} elements ({share:.2%})"),
+            ("size", f"{nbytes_text(result.nbytes)} for {nbytes_text(result.checkpoint_bytes)}{smaller}, in {result.seconds:.1f} s"),
+            ("base", result.base.root),
+            ("result", result.result.root),
+            ("note", result.source_checks.notes()),
         ]
     )

@@ -96,14 +96,14 @@ def _origin(point: EntryPoint) -> str:
 def _memory() -> int | None:
     """The memory of the machine in bytes, or the limit of the container if that is less."""
     try:
-        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
-        return found
-    return min(found, int(limit)) if limit.isdecimal() else found
+        return nbytes
+    return min(nbytes, int(limit)) if limit.isdecimal() else nbytes
 
 
 def _open_files() -> int | None:
@@ -121,12 +121,12 @@ def _file_system(folder: Path) -> str | None:
     except OSError:
         return None
     # A mount point is written with octal escapes, such as \040 for a blank. The last of several mounts at one place is the visible one.
-    found, longest = None, -1
+    file_system, longest = None, -1
     for _, point, kind, *_ in (line.split(" ") for line in mounts):
         place = Path(point.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\"))
         if folder.is_relative_to(place) and len(place.parts) >= longest:
-            found, longest = kind, len(place.parts)
-    return found
+            file_system, longest = kind, len(place.parts)
+    return file_system
 
 
 def _text(value: object) -> str:

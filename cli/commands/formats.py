@@ -23,8 +23,8 @@ def command(name: str | None) -> Reply:
     from reshard.adapter import registry
 
     formats = [registry.named(name)] if name is not None else [*registry.formats().values()]
-    made = [{"name": each.name, "reads": True, "writes": each.can_write, "summary": each.summary} for each in formats]
-    table = Rows(("format", "is", "what it is"), [(each.name, _does(each), each.summary) for each in formats])
+    made = [{"name": format.name, "reads": True, "writes": format.can_write, "summary": format.summary} for format in formats]
+    table = Rows(("format", "is", "what it is"), [(format.name, _does(format), format.summary) for format in formats])
     return Reply({"formats": made}, _sections(formats[0]) if name is not None else [table])
 
 
@@ -37,5 +37,5 @@ def _sections(format: Format) -> Iterator[Section]:
     yield f"{format.name}: {format.summary}; {_does(format)}"
     yield Facts([("called", ", ".join(format.other_names)), ("files", ", ".join(format.owns))])
     if format.options:
-        rows = [("--" + each.name.replace("_", "-"), each.help) for each in format.options]
+        rows = [("--" + option.name.replace("_", "-"), option.help) for option in format.options]
         yield from ("", Rows(("option", "what it does"), rows))

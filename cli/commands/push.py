@@ -82,13 +82,13 @@ def command(source: str, servers: tuple[str, ...], dry_run: bool, full: bool, **
     effort = {name: given.pop(name) for name in ("workers", "memory", "source_checksums", "verify_source", "show_progress")}
     given["port"] = given["port"] or 0
     version, limits = given.pop("version"), Effort(effort["workers"], effort["memory"], source_checksums=effort["source_checksums"])
-    found = planned_push(source, servers, limits, **given)
+    planned = planned_push(source, servers, limits, **given)
     if dry_run:
-        return Reply(partial(plan_document, found.plan, full=full), _planned(found, limits))
-    with working("push", found.total, effort) as keywords:
-        result = found.run(Effort.of(keywords), version)
-    made = {**result.to_json(), "plan": plan_document(found.plan, full=True)} if full else result.to_json()
-    return Reply(made, _pushed(result, found.plan), brief=True)
+        return Reply(partial(plan_document, planned.plan, full=full), _planned(planned, limits))
+    with working("push", planned.total, effort) as keywords:
+        result = planned.run(Effort.of(keywords), version)
+    made = {**result.to_json(), "plan": plan_document(planned.plan, full=True)} if full else result.to_json()
+    return Reply(made, _pushed(result, planned.plan), brief=True)
 
 
 def _push_adapter(source: str, servers: tuple[str, ...], given: dict[str, Any], of_adapter: dict[str, Any]) -> Reply:
@@ -109,19 +109,19 @@ def _push_adapter(source: str, servers: tuple[str, ...], given: dict[str, Any], 
     return Reply(result.to_json(), [sent, Facts([("folder", result.folder), ("note", result.notes)])])
 
 
-def _planned(found: PlannedPush, effort: Effort) -> Iterator[Section]:
+def _planned(planned: PlannedPush, effort: Effort) -> Iterator[Section]:
     """What would be sent, and what is cast or left out on the way."""
     from reshard.pages.checkpoints import dropped_facts
     from reshard.pages.plans import CHECKED, cast_facts
 
-    plan, totals = found.plan, found.plan.totals()
-    for server in found.servers:
+    plan, totals = planned.plan, planned.plan.totals()
+    for server in planned.servers:
         replicas = f", {plural(server.replicas, 'replica')}" if server.replicas > 1 else ""
         yield f"{plan.source.format} -> {server.address}: {server.format} on {server.parallel}{replicas}, {server.dtype or 'as stored'}"
     changes, cheaper = "", ""
-    if found.base:
-        changed, full = found.changed_bytes(effort)
-        changes = f"{nbytes_text(changed)} of {nbytes_text(full)} since {found.base.path}, if the ranks have kept it"
+    if planned.base:
+        changed, full = planned.changed_bytes(effort)
+        changes = f"{nbytes_text(changed)} of {nbytes_text(full)} since {planned.base.path}, if the ranks have kept it"
         if 2 * changed > full:
             cheaper = "a full update is cheaper, because it reads one checkpoint: leave out --changes and --since"
     yield Facts(
@@ -132,7 +132,7 @@ def _planned(found: PlannedPush, effort: Effort) -> Iterator[Section]:
             ("note", cheaper),
             *cast_facts(plan),
             *dropped_facts(plan.drops),
-            ("note", found.notes),
+            ("note", planned.notes),
             ("checked", f"every byte of every rank {CHECKED}"),
         ]
     )

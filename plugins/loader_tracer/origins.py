@@ -61,7 +61,7 @@ class PlacedPiece:
         if any(a >= d or c >= b for a, b, c, d in zip(first, behind, other_first, other_behind, strict=True)):
             return True
         for axis in range(len(first)):
-            steps = (each.target_step for placed in (self.placed, other.placed) for each in placed.axes if each.target_axis == axis)
+            steps = (loop.target_step for placed in (self.placed, other.placed) for loop in placed.axes if loop.target_axis == axis)
             # Of gcd(3, 6) = 3 rows one is met; without a loop in either, the gcd is 0.
             if (together := math.gcd(*steps)) and (first[axis] - other_first[axis]) % together:
                 return True
@@ -89,7 +89,7 @@ class PlacedPiece:
         return self._with_turns(loop, skipped, stop - skipped, 1)
 
     def _loop_along(self, axis: int) -> Axis | None:
-        loops = [each for each in self.placed.axes if each.target_axis == axis]
+        loops = [loop for loop in self.placed.axes if loop.target_axis == axis]
         if len(loops) > 1:
             raise NotABox("two writes that overlap where rows are permuted")
         return loops[0] if loops else None
@@ -100,8 +100,8 @@ class PlacedPiece:
         at[loop.target_axis] += first * loop.target_step
         start[loop.source_axis] += first * loop.source_step
         turns = loop._replace(size=size, target_step=loop.target_step * every, source_step=loop.source_step * every)
-        axes = (turns if each is loop else each for each in self.placed.axes)
-        return PlacedPiece(self.piece, Placed(tuple(at), tuple(start), tuple(each for each in axes if each.size != 1)))
+        axes = (turns if axis is loop else axis for axis in self.placed.axes)
+        return PlacedPiece(self.piece, Placed(tuple(at), tuple(start), tuple(axis for axis in axes if axis.size != 1)))
 
 
 def pieces_of(arrays: dict[int, Array], number: int, copy: StridedCopy, before: float = math.inf) -> Iterator[HeldPiece]:
@@ -141,13 +141,13 @@ def settled(pieces: Iterator[HeldPiece], shape: Shape, shapes: dict[str, Shape])
     shapes: the shapes of the checkpoint tensors.
     """
     whole = math.prod(shape)
-    found = [PlacedPiece(piece, _placed(piece, shape, shapes)) for piece in pieces]
+    placed_pieces = [PlacedPiece(piece, _placed(piece, shape, shapes)) for piece in pieces]
     firm: list[PlacedPiece] = []
     volume = 0
-    for each, meets in zip(found, _overlaps(found), strict=True):
+    for piece, meets in zip(placed_pieces, _overlaps(placed_pieces), strict=True):
         if volume == whole:
             break
-        for part in _outside(each, [found[i] for i in meets]):
+        for part in _outside(piece, [placed_pieces[i] for i in meets]):
             firm.append(part)
             volume += part.placed.volume
     assert volume == whole, f"{volume} of {whole} elements"
@@ -158,7 +158,7 @@ def _placed(piece: HeldPiece, shape: Shape, shapes: dict[str, Shape]) -> Placed:
     if piece.kind == "weight":
         return placed(piece.copy, shape, shapes[piece.name] or (1,))
     itself = merged(
-        StridedCopy(piece.copy.target, piece.copy.target, tuple(each._replace(source_step=each.target_step) for each in piece.copy.loops))
+        StridedCopy(piece.copy.target, piece.copy.target, tuple(loop._replace(source_step=loop.target_step) for loop in piece.copy.loops))
     )
     return placed(itself, shape, shape)
 
@@ -167,14 +167,14 @@ def _placed(piece: HeldPiece, shape: Shape, shapes: dict[str, Shape]) -> Placed:
 _ROWS = 1024
 
 
-def _overlaps(found: list[PlacedPiece]) -> Iterator[list[int]]:
+def _overlaps(placed_pieces: list[PlacedPiece]) -> Iterator[list[int]]:
     """For each piece, the numbers of those before it whose bounds meet its own."""
-    if len(found) == 1:
+    if len(placed_pieces) == 1:
         yield []
         return
-    corners = [piece.bounds() for piece in found]
+    corners = [piece.bounds() for piece in placed_pieces]
     first, behind = np.array([first for first, _ in corners]).T, np.array([behind for _, behind in corners]).T
-    for start in range(0, len(found), _ROWS):
+    for start in range(0, len(placed_pieces), _ROWS):
         rows, meets = slice(start, start + _ROWS), np.bool_(True)
         for low, high in zip(first, behind, strict=True):
             meets = meets & (low[: start + _ROWS] < high[rows, None]) & (low[rows, None] < high[: start + _ROWS])
@@ -186,7 +186,7 @@ def _outside(piece: PlacedPiece, others: list[PlacedPiece]) -> list[PlacedPiece]
     """The parts of a piece that lie outside of the others. Raises NotABox as `_minus` does."""
     parts = [piece]
     for other in others:
-        parts = [part for each in parts for part in _minus(each, other)]
+        parts = [part for uncovered in parts for part in _minus(uncovered, other)]
     return parts
 
 
@@ -201,15 +201,15 @@ def _minus(piece: PlacedPiece, other: PlacedPiece) -> Iterator[PlacedPiece]:
     if not piece.is_apart_from(other) and math.prod(spans) != other.placed.volume:
         steps = other.steps()
         for axis, step in enumerate(steps):
-            rows = [part for each in rows for part in ([each] if each.is_apart_from(other) else each.every(axis, step))]
+            rows = [part for row in rows for part in ([row] if row.is_apart_from(other) else row.every(axis, step))]
         spans = [(span - 1) // step + 1 for span, step in zip(spans, steps, strict=True)]
-    for each in rows:
-        if each.is_apart_from(other):
-            yield each
+    for row in rows:
+        if row.is_apart_from(other):
+            yield row
         elif math.prod(spans) != other.placed.volume:
             raise NotABox("two writes that overlap in a pattern of steps")
         else:
-            yield from _around(each, first, behind)
+            yield from _around(row, first, behind)
 
 
 def _around(piece: PlacedPiece, first: list[int], behind: list[int]) -> Iterator[PlacedPiece]:
@@ -235,7 +235,7 @@ def _around(piece: PlacedPiece, first: list[int], behind: list[int]) -> Iterator
 
 def one_cast(dtypes: tuple[str, ...], dtype: str) -> bool:
     """Whether elements that pass through these types into `dtype` are rounded only once, from the first to the last."""
-    return all(each in (dtypes[0], dtype) or dtypes[0] in _WIDER.get(each, ()) for each in dtypes[1:])
+    return all(between in (dtypes[0], dtype) or dtypes[0] in _WIDER.get(between, ()) for between in dtypes[1:])
 
 
 def whole_section(shape: Shape, offset: int, strides: Shape) -> StridedCopy:

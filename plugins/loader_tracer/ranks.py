@@ -106,7 +106,7 @@ def large_on_meta() -> Any:
                 size = names.get("size", args[0] if args and isinstance(args[0], tuple | list | torch.Size) else args)
             elif func is torch.full or func is torch.empty_strided:
                 size = args[0] if args else names.get("size")
-            if isinstance(size, tuple | list) and all(isinstance(each, int) for each in size) and math.prod(size) > LARGEST_REAL:
+            if isinstance(size, tuple | list) and all(isinstance(length, int) for length in size) and math.prod(size) > LARGEST_REAL:
                 names["device"] = "meta"
                 names.pop("pin_memory", None)
             return func(*args, **names)
@@ -142,8 +142,8 @@ class Softening(contextlib.ExitStack):
         with contextlib.suppress(ImportError, AttributeError):
             owner: Any = importlib.import_module(module_name)
             *path, attribute = name.split(".")
-            for each in path:
-                owner = getattr(owner, each)
+            for part in path:
+                owner = getattr(owner, part)
             real, stored = getattr(owner, attribute), vars(owner)[attribute]
 
             def soft(*args: Any, **names: Any) -> Any:

@@ -75,7 +75,7 @@ def section(tensor: torch.Tensor) -> tuple[int, Shape, Shape]:
 def _is_view(func: Any) -> bool:
     """Whether an operation only makes a view of its input."""
     returns = func._schema.returns
-    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    return bool(returns) and all(returned.alias_info is not None and not returned.alias_info.is_write for returned in returns)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
@@ -95,13 +95,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
     def note(self, tensor: torch.Tensor, *, is_set: bool = True) -> Array:
         """The array of a tensor, made if it was not seen before. is_set: whether the elements of a new one are known."""
         number, storage = number_of(tensor), tensor.untyped_storage()
-        found = self.arrays.get(number)
-        if found is None:
+        array = self.arrays.get(number)
+        if array is None:
             elements = storage.nbytes() // tensor.element_size()
             is_whole = tensor.is_contiguous() and elements == tensor.numel()
             shape = (tuple(tensor.shape) or (1,)) if is_whole else (elements,)
-            found = self.arrays[number] = Array(storage, shape, tensor.element_size(), is_set=is_set)
-        return found
+            array = self.arrays[number] = Array(storage, shape, tensor.element_size(), is_set=is_set)
+        return array
 
     def _is_live(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's array holds something of the checkpoint, or is in no memory."""
@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
         target = args[0]
         if name in _VIEWS_IN_PLACE:
             return
-        if target.device.type != "meta" and not any(self._is_live(each) for each in args if isinstance(each, torch.Tensor)):
+        if target.device.type != "meta" and not any(self._is_live(argument) for argument in args if isinstance(argument, torch.Tensor)):
             self._write(target, "real")
         elif name == "zero_":
             self._write(target, "fill", value=0.0)
@@ -197,8 +197,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
         elif name in ("cat", "stack") and (live or tensor.device.type == "meta"):
             self._joined(name, tensor, args)
         elif live:
-            same = next((each for each in live if each.shape == tensor.shape), None)
-            numbers = [str(each) for each in args[1:] if isinstance(each, int | float)]
+            same = next((operand for operand in live if operand.shape == tensor.shape), None)
+            numbers = [str(number) for number in args[1:] if isinstance(number, int | float)]
             called = f"{name}({', '.join(['x', *numbers])}) in {str(live[0].dtype).removeprefix('torch.')}"
             if same is not None and len(live) == 1:
                 self._copy(tensor, same, called)

@@ -68,7 +68,7 @@ class Placed(NamedTuple):
 
 def copy_of(target: tuple[int, Shape, Shape], source: tuple[int, Shape, Shape]) -> StridedCopy:
     """The StridedCopy between two sections (offset, sizes, strides) of the same sizes. Loops of one element are left out."""
-    loops = (Loop(*each) for each in zip(target[1], target[2], source[2], strict=True))
+    loops = (Loop(*row) for row in zip(target[1], target[2], source[2], strict=True))
     return merged(StridedCopy(target[0], source[0], tuple(loop for loop in loops if loop.size != 1)))
 
 
@@ -96,11 +96,11 @@ def row_major(shape: Shape) -> Shape:
 
 def coordinates(offset: int, shape: Shape) -> list[int]:
     """The coordinates of an element of a row-major array."""
-    found = []
+    numbers = []
     for step in row_major(shape):
         number, offset = divmod(offset, step) if step else (0, offset)
-        found.append(number)
-    return found
+        numbers.append(number)
+    return numbers
 
 
 def along_axes(copy: StridedCopy, shape: Shape) -> tuple[StridedCopy, list[int], list[tuple[int, int]]]:

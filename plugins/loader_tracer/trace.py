@@ -44,7 +44,7 @@ def main(engine_name: str, requests_path: Path, answer_path: Path) -> None:
         for request in requests:
             sources = headers(Path(request["model"]))
             _say(answer, {**about, "sources": {name: [dtype, list(shape)] for name, (dtype, shape) in sources.items()}})
-            for case in (Case(**each) for each in request["cases"]):
+            for case in (Case(**asked) for asked in request["cases"]):
                 _answer_case(answer, engine, request, case, sources)
 
 
@@ -81,8 +81,8 @@ def _in_forks(answer: TextIO, case: Case, ranks: Iterable[int], work: Callable[[
     running: list[Any] = []
     for process in processes.values():
         while len(running) >= min(os.cpu_count() or 1, MOST_AT_A_TIME):
-            wait([each.sentinel for each in running])
-            running = [each for each in running if each.is_alive()]
+            wait([started.sentinel for started in running])
+            running = [started for started in running if started.is_alive()]
         process.start()
         running.append(process)
     for rank, part in parts.items():
@@ -115,15 +115,15 @@ def headers(folder: Path) -> Header:
     if len(paths) > 1 and index.exists():  # engines read the files of the index
         named = set(json.loads(index.read_text())["weight_map"].values())
         paths = [path for path in paths if path.name in named]
-    found: Header = {}
+    entries: Header = {}
     for path in paths:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
         for name, entry in header.items():
             if name != "__metadata__":
-                found[name] = entry["dtype"], tuple(entry["shape"])
-    return found
+                entries[name] = entry["dtype"], tuple(entry["shape"])
+    return entries
 
 
 def trace(engine: Engine, config: Any, case: Case, rank: int, sources: Header) -> dict[str, Any]:
@@ -174,12 +174,12 @@ def _described(tensor: Any, recorder: Any, shapes: dict[str, tuple[int, ...]]) -
     offset, _, strides = section(tensor)
     try:
         pieces = pieces_of(recorder.arrays, number_of(tensor), whole_section(shape, offset, strides))
-        found = settled(pieces, shape or (1,), shapes)
+        held_pieces = settled(pieces, shape or (1,), shapes)
     except NotABox as error:
         return {**about, "unknown": str(error)}
     parts, rest = [], []
-    for each in found:
-        piece, placed = each.piece, each.placed
+    for held in held_pieces:
+        piece, placed = held.piece, held.placed
         at = list(placed.at) if shape else []
         if piece.kind == "weight":
             functions = [name for name in piece.functions if name]
@@ -189,7 +189,7 @@ def _described(tensor: Any, recorder: Any, shapes: dict[str, tuple[int, ...]]) -
             parts.append([piece.name, start, at, [list(axis) for axis in placed.axes], functions])
         else:
             rest.append([piece.kind, placed.volume, piece.value if piece.kind == "fill" else piece.name])
-    if own := [each.placed for each in found if each.piece.kind == "real"]:
+    if own := [held.placed for held in held_pieces if held.piece.kind == "real"]:
         about["values"] = _values(tensor, own, is_whole=not parts)
     return {**about, "parts": parts, "rest": rest}
 
@@ -203,12 +203,12 @@ def _values(tensor: Any, own: list[Placed], *, is_whole: bool) -> list[float] | 
     flat = tensor.detach().reshape(-1)
     if not is_whole:
         steps = row_major(tuple(tensor.shape))
-        flat = torch.cat([flat[_positions(each, steps)] for each in own])
+        flat = torch.cat([flat[_positions(place, steps)] for place in own])
     if bool((flat.view(torch.uint8) == flat[:1].view(torch.uint8).repeat(len(flat))).all()):
         return [float(flat[0])]
     if math.prod(tensor.shape) > MOST_VALUES or not is_whole:
         return f"{math.prod(tensor.shape)} different values"
-    return [float(each) for each in flat]
+    return [float(value) for value in flat]
 
 
 def _positions(placed: Placed, steps: tuple[int, ...]) -> Any:

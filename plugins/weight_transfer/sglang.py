@@ -103,9 +103,9 @@ class SglangModel:
         from sglang.srt.runtime_context import get_parallel
 
         parallel, config, model = get_parallel(), self._runner.model_config, self._runner.model
-        if (found := next(_repacked(model), None)) is not None:
+        if (repacked := next(_repacked(model), None)) is not None:
             raise UnsupportedError(
-                found[1], where=found[0], why="SGLang cannot put new weights into this form, except those that its own loader reads"
+                repacked[1], where=repacked[0], why="SGLang cannot put new weights into this form, except those that its own loader reads"
             )
         return {
             "engine": f"sglang {sglang.__version__}",
@@ -144,11 +144,11 @@ class SglangModel:
 
 def load_form(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
     """The tensors that an update brings, each with all its names: what SGLang's ShardedStateLoader would save."""
-    found: dict[object, tuple[list[str], torch.Tensor]] = {}
+    by_memory: dict[object, tuple[list[str], torch.Tensor]] = {}
     for name, tensor in model.state_dict().items():
         key = (tensor.device, tensor.data_ptr(), tensor.shape) if tensor.numel() else name
-        found.setdefault(key, ([], tensor))[0].append(name)
-    return list(found.values())
+        by_memory.setdefault(key, ([], tensor))[0].append(name)
+    return list(by_memory.values())
 
 
 def _repacked(model: torch.nn.Module) -> Iterator[tuple[str, str]]:

@@ -151,7 +151,7 @@ LoadForm = list[tuple[list[str], torch.Tensor]]
 
 def load_form(model: torch.nn.Module) -> tuple[LoadForm, list[str]]:
     """The tensors that an update brings, each with all its names, and the names of those that vLLM computes itself."""
-    found: dict[object, tuple[list[str], torch.Tensor]] = {}
+    by_tensor: dict[object, tuple[list[str], torch.Tensor]] = {}
     others: list[str] = []
     for prefix, layer in model.named_modules(remove_duplicate=False):
         parameters, buffers = layerwise.get_layerwise_info(layer).restore_metadata
@@ -163,9 +163,9 @@ def load_form(model: torch.nn.Module) -> tuple[LoadForm, list[str]]:
         for name, tensor in own.items():
             # One tensor may belong to several modules, and one module may have several names.
             key: object = id(live[name]) if name in live else (id(layer), name)
-            found.setdefault(key, ([], tensor))[0].append(_joined(prefix, name))
+            by_tensor.setdefault(key, ([], tensor))[0].append(_joined(prefix, name))
         others += [_joined(prefix, name) for name in {*parameters, *buffers, *live} - own.keys()]
-    return list(found.values()), others
+    return list(by_tensor.values()), others
 
 
 def install(

@@ -35,9 +35,9 @@ def check_whole(
         taken = [whole[0].name]
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            for each in whole:
-                taken.append(each.name)
-                yield each.name, torch.empty(each.shape, dtype=getattr(torch, each.dtype.torch), device="meta")
+            for tensor in whole:
+                taken.append(tensor.name)
+                yield tensor.name, torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.torch), device="meta")
 
         try:
             _loading(model)(tensors())
@@ -59,8 +59,8 @@ def load_whole(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
 
 
 def _loading(model: Any) -> Callable[[Any], object]:
-    found: Callable[[Any], object] = model.load_weights
-    return found
+    load: Callable[[Any], object] = model.load_weights
+    return load
 
 
 def _padded(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

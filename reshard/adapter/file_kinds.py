@@ -25,8 +25,8 @@ def kinds() -> Mapping[str, Mapping[str, Any]]:
     """What file_kinds.yaml says of each kind."""
     import yaml
 
-    found: Mapping[str, Mapping[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-    return found
+    document: Mapping[str, Mapping[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    return document
 
 
 def kind_of(name: str) -> str:

@@ -265,7 +265,7 @@ class Option:
                 return int(value)
             case "numbers" if isinstance(value, str) and re.fullmatch(r"\d+(,\d+)*", value):
                 return tuple(map(int, value.split(",")))
-            case "numbers" if isinstance(value, list | tuple) and all(type(each) is int and each >= 0 for each in value):
+            case "numbers" if isinstance(value, list | tuple) and all(type(number) is int and number >= 0 for number in value):
                 return tuple(value)
             case "size":
                 return parse_size(value, self.keyword)

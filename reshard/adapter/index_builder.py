@@ -293,7 +293,7 @@ def _check_same(name: str, columns: _Columns, added: LocalTensor | _Columns, pat
             why="The files are from different models or saves",
             do="Keep the files of one save only",
         )
-    meshes = [each.mesh if each else "none" for each in (columns.distribution, added.distribution)]
+    meshes = [distribution.mesh if distribution else "none" for distribution in (columns.distribution, added.distribution)]
     raise CheckpointError(
         f"{columns.first_path} has it as ({columns.distribution or 'whole'}) on the mesh ({meshes[0]}), "
         f"{path} as ({added.distribution or 'whole'}) on ({meshes[1]})",

@@ -248,11 +248,11 @@ class ModelFiles:
         folders = {f"{folder}/" for path in paths for folder in PurePosixPath(path).parents}
         small = (path for folder in folders for path in checkpoint.list(folder.removeprefix("./")) if not path.endswith(_STORED_APART))
         used = {*paths, *folders, *(path for path in small if any(fnmatchcase(PurePosixPath(path).name, glob) for glob in owned))}
-        found = [_beside(self.files, self.folder, used if self.files is checkpoint else None)]
+        beside = [_beside(self.files, self.folder, used if self.files is checkpoint else None)]
         if self.files is not checkpoint or self.folder:  # where both have a file of one name, the last one's is carried
-            found.insert(1 if self.child else 0, _beside(checkpoint, "", used))
-        carried = {name: content for each in found for name, content in each.carried.items()}
-        return BesideWeights(carried, tuple(file for each in found for file in each.left))
+            beside.insert(1 if self.child else 0, _beside(checkpoint, "", used))
+        carried = {name: content for of_folder in beside for name, content in of_folder.carried.items()}
+        return BesideWeights(carried, tuple(file for of_folder in beside for file in of_folder.left))
 
     def _with_settings(self, beside: BesideWeights, *names: str) -> dict[str, bytes]:
         """The files that go along, with those that describe a quantization, and further ones."""
@@ -375,11 +375,11 @@ def find_model_files(files: Files) -> ModelFiles:
 def find_adapter_config(files: Files) -> dict[str, Any] | None:
     """The settings of a checkpoint's LoRA adapter, as PEFT's adapter_config.json names them; None if no file has them."""
     paths = [*(folder + ADAPTER_CONFIG for folder in _ADAPTER_FOLDERS), _VERL_ADAPTER]
-    found = next((path for path in paths if files.size(path) is not None), None)
-    if found is None:
+    path = next((path for path in paths if files.size(path) is not None), None)
+    if path is None:
         return _settings_of_swift(files)
-    settings = _checked_settings(read_json(files, found), found)
-    return {**settings, "use_rslora": False} if found == _VERL_ADAPTER else settings
+    settings = _checked_settings(read_json(files, path), path)
+    return {**settings, "use_rslora": False} if path == _VERL_ADAPTER else settings
 
 
 def _settings_of_swift(files: Files) -> dict[str, Any] | None:
@@ -426,10 +426,10 @@ def _checked_settings(config: dict[str, Any], path: str) -> dict[str, Any]:
 def adapter_config_at(path: str) -> dict[str, Any]:
     """The content of the adapter_config.json at a path, or in the directory at a path. Raises RequestError if there is none."""
     folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
-    found = find_adapter_config(LocalFiles(folder)) if os.path.basename(path) == ADAPTER_CONFIG or folder == path else None
-    if found is None:
+    settings = find_adapter_config(LocalFiles(folder)) if os.path.basename(path) == ADAPTER_CONFIG or folder == path else None
+    if settings is None:
         raise RequestError(f"`adapter_config={path}`: there is no {ADAPTER_CONFIG}", do="Name the file, or the directory that holds it")
-    return found
+    return settings
 
 
 def find_model_files_near(files: Files) -> ModelFiles:

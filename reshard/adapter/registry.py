@@ -121,31 +121,31 @@ def named(name: str) -> Format:
     """The format of that name, or of that other name. Raises RequestError, listing the installed formats, if there is none."""
     if name in _own().SIGNATURES or name in others(GROUP):
         return _loaded(name)
-    found = next((found for found in formats().values() if name.lower() in found.other_names), None)
-    if found is None:
+    format = next((format for format in formats().values() if name.lower() in format.other_names), None)
+    if format is None:
         raise _unknown(name, names())
-    return found
+    return format
 
 
 def target(name: str) -> Format:
     """The format of that name. Raises RequestError, naming formats that can be written, if it cannot."""
     try:
-        found = named(name)
+        format = named(name)
     except RequestError:
-        found = None
-    if found is not None and found.can_write:
-        return found
-    if found is None:
+        format = None
+    if format is not None and format.can_write:
+        return format
+    if format is None:
         raise _unknown(name, writable())
     raise RequestError(
-        f"`to={name}`: the format {found.name} is read, not written", do=f"Formats that are written: {some(writable())}; {LISTED_BY}"
+        f"`to={name}`: the format {format.name} is read, not written", do=f"Formats that are written: {some(writable())}; {LISTED_BY}"
     )
 
 
 def _unknown(name: str, known: Collection[str]) -> RequestError:
     from reshard.adapter.foreign_files import target_refusal
 
-    every = [*known, *(other for each in known for other in _loaded(each).other_names)]
+    every = [*known, *(other for format_name in known for other in _loaded(format_name).other_names)]
     unknown = RequestError(f"unknown format {name!r}", do=f"{choices(name, known, nearest_of=every)}; {LISTED_BY}")
     return target_refusal(name) or unknown
 
@@ -154,7 +154,7 @@ def serving_formats() -> dict[str, ServingFormat]:
     """The formats that a serving engine loads rank by rank, by name."""
     from reshard.adapter.serving_format import ServingFormat
 
-    return {name: found for name, found in formats().items() if isinstance(found, ServingFormat)}
+    return {name: format for name, format in formats().items() if isinstance(format, ServingFormat)}
 
 
 def options() -> dict[Option, tuple[str, ...]]:
@@ -164,7 +164,7 @@ def options() -> dict[Option, tuple[str, ...]]:
     """
     by_name: dict[str, Option] = {}
     users: dict[Option, tuple[str, ...]] = {}
-    for name, option in ((name, option) for name, found in formats().items() for option in found.options):
+    for name, option in ((name, option) for name, format in formats().items() for option in format.options):
         if by_name.setdefault(option.name, option) != option:
             raise RequestError(
                 f"two formats declare the option {option.keyword} with different meanings: {name} and {users[by_name[option.name]][0]}",
@@ -184,9 +184,9 @@ def detect(files: Files) -> tuple[Format, str]:
         return claims[0]
     if claims:
         raise RequestError(
-            "checkpoints of several formats lie here: " + ", ".join(f"{found.name} ({reason})" for found, reason in claims),
+            "checkpoints of several formats lie here: " + ", ".join(f"{format.name} ({reason})" for format, reason in claims),
             where=files.root,
-            do="Choose one: " + " or ".join(f"`reshard inspect {files.root} --format {found.name}`" for found, _ in claims),
+            do="Choose one: " + " or ".join(f"`reshard inspect {files.root} --format {format.name}`" for format, _ in claims),
         )
     from reshard.adapter.foreign_files import refusal
 
@@ -226,10 +226,10 @@ def claims(name: str, files: Files) -> bool:
 def _claims(files: Files) -> list[tuple[Format, str]]:
     """The formats that claim these files, each with its reason. A format yields to one that consists of its checkpoints."""
     asked = [named(name) for name in _fitting(files)]
-    asked = [found for found in asked if found.one_file_suffices or not files.is_file]
-    claims = [(found, reason) for found in asked if (reason := found.detect(files))]
-    refined = {name for found, _ in claims for name in found.refines}
-    return [(found, reason) for found, reason in claims if found.name not in refined]
+    asked = [format for format in asked if format.one_file_suffices or not files.is_file]
+    claims = [(format, reason) for format in asked if (reason := format.detect(files))]
+    refined = {name for format, _ in claims for name in format.refines}
+    return [(format, reason) for format, reason in claims if format.name not in refined]
 
 
 def _fitting(files: Files) -> Iterator[str]:
@@ -280,7 +280,7 @@ def _one_of_many(file: Files) -> RequestError | None:
         claims = _claims(folder) if folder else []
     except ReshardError:
         claims = []
-    names = [found.name for found, _ in claims if _is_of(found.name, file.list())]
+    names = [format.name for format, _ in claims if _is_of(format.name, file.list())]
     if folder is None or not names:
         return None
     return RequestError(f"one file of a checkpoint ({names[0]}) was given", where=file.root, do=f"Give the directory {folder.root}")

@@ -80,10 +80,10 @@ def saved_optimizer(root: Any, path: str) -> SavedOptimizer | None:
 
 def read_optimizer(files: Files, path: str) -> SavedOptimizer:
     """The optimizer in a torch.save file. Raises CheckpointError if it holds none."""
-    found = saved_optimizer(torch_zip.read(files, path, locate=False), path)
-    if found is None:
+    optimizer = saved_optimizer(torch_zip.read(files, path, locate=False), path)
+    if optimizer is None:
         raise CheckpointError("it holds no optimizer state (state and param_groups)", where=path)
-    return found
+    return optimizer
 
 
 def decoded(state_dict: Mapping[Any, Any], path: str) -> tuple[list[tuple[str, LocalTensor]], list[str]]:

@@ -226,7 +226,7 @@ class Names:
             return self._joined(roles, layer, expert, None if name == inner else kind)
         parameter = kind if name != inner else "weight_scale_inv" if name.endswith("_scale_inv") else "weight"
         numbers = range(self._model.dimensions.get("experts", 0))
-        experts = [array for each in numbers if (array := self._joined(roles, layer, each, parameter)) is not None]
+        experts = [array for expert_number in numbers if (array := self._joined(roles, layer, expert_number, parameter)) is not None]
         return stacked(experts) if experts and len(experts) == len(numbers) else None
 
     def _joined(self, roles: Sequence[str], layer: int, expert: int | None, kind: str | None) -> Mosaic | None:
@@ -391,9 +391,9 @@ def _others(index: Index, array: Callable[[str], Mosaic | None], names: Names, p
     if not others:
         return {}
     known = (short for name, short in of_model.items() if array(name) is not None)
-    prefixes = dict.fromkeys(found for short in known if (found := names.prefix(short)) is not None)
+    prefixes = dict.fromkeys(known_prefix for short in known if (known_prefix := names.prefix(short)) is not None)
     new = {name: names.unneeded(short) or names.beside(short, prefixes) for name, short in others.items()}
-    return {name: found for name, found in new.items() if found != others[name]}
+    return {name: new_name for name, new_name in new.items() if new_name != others[name]}
 
 
 def _canonical(tensor: Tensor, array: Callable[[str], Mosaic | None], others: Mapping[str, str], model: Model) -> Iterator[Tensor]:

@@ -49,7 +49,7 @@ def by_expert(index: Index, weights: Mapping[str, Tensor], model: Model) -> tupl
             is_stacked = tensor.name in experts and tensor.kind == weights[tensor.name].kind
             yield from experts[tensor.name] if is_stacked else (tensor,)
 
-    return replace(index, tensors=tuple(one_by_one(index.tensors))), {each.name: each for each in one_by_one(weights.values())}, single
+    return replace(index, tensors=tuple(one_by_one(index.tensors))), {made.name: made for made in one_by_one(weights.values())}, single
 
 
 def _of_experts(model: Model, name: str) -> Mosaic:

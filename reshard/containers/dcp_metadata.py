@@ -246,10 +246,10 @@ class _Reader:
         """The tensors by name. Empties `storage`, and releases the table."""
         chunks, entries = self._chunks(), self._entries(storage)
         self._table.clear()
-        found = self._paired(chunks, entries)
+        paired = self._paired(chunks, entries)
         del chunks, entries
         return {
-            fqn: TensorItem(fqn, _dtype(item, self._where(number)), self._shapes[number], found[number], self._transforms_of(number))
+            fqn: TensorItem(fqn, _dtype(item, self._where(number)), self._shapes[number], paired[number], self._transforms_of(number))
             for number, (fqn, item) in enumerate(self._items.items())
         }
 
@@ -391,12 +391,12 @@ class _Reader:
         self._check_same_places(chunks, entries)
         files = entries.values[:, 0].astype(np.int32)
         bounds = np.searchsorted(chunks.tensors, np.arange(len(self._shapes) + 1))
-        found = []
+        paired = []
         for shape, start, stop in zip(self._shapes, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             rows, ndim = slice(start, stop), len(shape)
             box = chunks.offsets[rows, :ndim], chunks.values[rows, :ndim]
-            found.append(Chunks(*box, files[rows], entries.values[rows, 1], entries.values[rows, 2]))
-        return found
+            paired.append(Chunks(*box, files[rows], entries.values[rows, 1], entries.values[rows, 2]))
+        return paired
 
     def _without_empty(self, chunks: _Boxes) -> _Boxes:
         """One chunk for each place of these, which are sorted.

@@ -636,10 +636,10 @@ class _Earlier:
         sizes = np.zeros((len(references), _AXES), np.int64)
         for memos, source_rows, source in self._sources:
             at = np.minimum(np.searchsorted(memos, references), len(memos) - 1)
-            found = np.flatnonzero(memos[at] == references)
-            taken = source_rows[at[found]]
-            kinds[found], numbers[found] = source.kinds[taken], source.numbers[taken]
-            sizes[found, : source.sizes.shape[1]] = source.sizes[taken]
+            known = np.flatnonzero(memos[at] == references)
+            taken = source_rows[at[known]]
+            kinds[known], numbers[known] = source.kinds[taken], source.numbers[taken]
+            sizes[known, : source.sizes.shape[1]] = source.sizes[taken]
         for i in np.flatnonzero(kinds < 0).tolist():
             value = of_rest(int(references[i]))
             if type(value) is str:

@@ -186,10 +186,10 @@ def numbered_bytes(known: bytes, number: int, others: Mapping[int, bytes]) -> Ca
     for rank, pickle in others.items():
         if len(pickle) != len(known):
             return None
-        found = _differing_numbers(own, np.frombuffer(pickle, np.uint8), {"rank": number}, {"rank": rank})
-        if found is None:
+        differing = _differing_numbers(own, np.frombuffer(pickle, np.uint8), {"rank": number}, {"rank": rank})
+        if differing is None:
             return None
-        places |= found
+        places |= differing
 
     def of(rank: int) -> bytes:
         pickle = bytearray(known)
@@ -383,20 +383,20 @@ class _Records:
 
         Every member has been checked to lie before the directory.
         """
-        found = np.frombuffer(raw.directory, np.uint8)
-        if raw.count != len(self._starts) or len(found) != len(self._bytes) or len(raw.root) != self._root:
+        directory = np.frombuffer(raw.directory, np.uint8)
+        if raw.count != len(self._starts) or len(directory) != len(self._bytes) or len(raw.root) != self._root:
             return None
-        if not np.array_equal(found & self._mask, self._fixed):
+        if not np.array_equal(directory & self._mask, self._fixed):
             return None
-        if not (found[self._roots] == np.frombuffer(raw.root, np.uint8)).all():
+        if not (directory[self._roots] == np.frombuffer(raw.root, np.uint8)).all():
             return None
-        is_wide = self._numbers(found, self._starts + 42, 4) == 0xFFFFFFFF
+        is_wide = self._numbers(directory, self._starts + 42, 4) == 0xFFFFFFFF
         if not np.array_equal(is_wide, self._is_wide) or (self._sizes == 0xFFFFFFFF).any():
             return None
         # A 64-bit field of one number, which is the place.
-        if (self._numbers(found, self._stops[is_wide], 4) != 0x00080001).any():
+        if (self._numbers(directory, self._stops[is_wide], 4) != 0x00080001).any():
             return None
-        offsets = self._places(found)
+        offsets = self._places(directory)
         return offsets if (offsets >= 0).all() and (offsets + 30 + self._sizes <= raw.directory_offset).all() else None
 
     def _places(self, directory: npt.NDArray[np.uint8]) -> Columns:

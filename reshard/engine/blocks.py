@@ -107,7 +107,7 @@ def workers_of(plan: Plan, effort: Effort, held: Plan | None = None) -> int:
         buffers = _BUFFERS_OF_RECIPES
     else:
         buffers = 3 if any(route.is_cast or route.source.origin.changed_by for route in plan.routes) else 2
-    return effort.threads(max(widest_element(each) for each in (plan, held or plan)), buffers=buffers * (2 if held else 1))
+    return effort.threads(max(widest_element(either) for either in (plan, held or plan)), buffers=buffers * (2 if held else 1))
 
 
 def block_jobs(
@@ -126,11 +126,11 @@ def block_jobs(
     taking_turns = deque(islice(of_weights, min(workers, _MOST_SIDE_BY_SIDE) if plan.content.deltas else 1))
     while taking_turns:
         jobs = taking_turns.popleft()
-        if (found := next(jobs, None)) is None:
+        if (next_job := next(jobs, None)) is None:
             taking_turns.extend(islice(of_weights, 1))
         else:
             taking_turns.append(jobs)
-            yield found[1]
+            yield next_job[1]
 
 
 def _weight_of(route: Route) -> int:
@@ -190,7 +190,7 @@ def copied_blocks(
                 digest.update(bytes_of(values))
                 if sink:
                     worker.write(values, target, strip)
-            done = replace(job, of_inputs=tuple(each.digest() for each in hashes), beyond=beyond) if hashes or beyond else job
+            done = replace(job, of_inputs=tuple(running.digest() for running in hashes), beyond=beyond) if hashes or beyond else job
             return done, digest.digest()
 
         return perform
@@ -262,22 +262,22 @@ def _is_source_of(plan: Plan, digests: Mapping[BlockKey, bytes], workers: int) -
     blocks = plural(len(digests), "block")
     event("source-touched", f"source files were replaced or touched, so {blocks} are compared with them again", blocks=len(digests))
     jobs = (job for job in block_jobs(plan) if job.key in digests)
-    found = copied_blocks(plan, None, jobs, widest_element(plan), workers)
-    return all(digests[job.key] == digest for job, digest in found)
+    copied = copied_blocks(plan, None, jobs, widest_element(plan), workers)
+    return all(digests[job.key] == digest for job, digest in copied)
 
 
 def digests_by_tensor(plan: Plan, digests: Mapping[BlockKey, bytes]) -> BlockDigests:
     """The digests of blocks by tensor. An alias has those of the tensor that is stored."""
-    found: BlockDigests = {route.name: {} for route in plan.routes}
+    by_tensor: BlockDigests = {route.name: {} for route in plan.routes}
     for (i, j), digest in digests.items():
-        found[plan.routes[i].name][j] = digest
-    return found | {alias: found[stored] for alias, stored in plan.layout.aliases.items()}
+        by_tensor[plan.routes[i].name][j] = digest
+    return by_tensor | {alias: by_tensor[stored] for alias, stored in plan.layout.aliases.items()}
 
 
 def fingerprint_of_result(plan: Plan, effort: Effort = NO_LIMITS) -> Fingerprint:
     """The fingerprint of what a plan writes. The source is read, and nothing is written."""
-    found = copied_blocks(plan, None, block_jobs(plan, tiles=Tiles()), widest_element(plan), workers_of(plan, effort))
-    return fingerprint_of_blocks(plan, digests_by_tensor(plan, {job.key: digest for job, digest in found}))
+    copied = copied_blocks(plan, None, block_jobs(plan, tiles=Tiles()), widest_element(plan), workers_of(plan, effort))
+    return fingerprint_of_blocks(plan, digests_by_tensor(plan, {job.key: digest for job, digest in copied}))
 
 
 def fingerprint_of_blocks(plan: Plan, digests: BlockDigests) -> Fingerprint:

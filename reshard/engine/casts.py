@@ -155,12 +155,12 @@ def _float32_for_cast(values: npt.NDArray[np.float64], target: DType) -> Block:
     bfloat16, whose numbers from 1 to 2 are 2^-7 apart: 1 + 2^-8 + 2^-60 becomes the tie 1 + 2^-8 in float32, which would be rounded to 1.
     From 1 + 2^-8 + 2^-23 instead, it becomes 1 + 2^-7.
     """
-    words, found = _TEMPORARY.rounded[: len(values)], _TEMPORARY.words[: len(values)]
+    words, last_bits = _TEMPORARY.rounded[: len(values)], _TEMPORARY.words[: len(values)]
     narrowed = words.view("<f4")
     np.copyto(narrowed, values, casting="unsafe")
     # The last bits of every tie of bfloat16; and of ties of float16, which have at most 11 bits after the first one, and of 8-bit types.
     mask, tie = (0xFFFF, 0x8000) if target == BF16 else (0xFFF, 0)
-    is_tie = np.equal(np.bitwise_and(words, np.uint32(mask), out=found), np.uint32(tie))
+    is_tie = np.equal(np.bitwise_and(words, np.uint32(mask), out=last_bits), np.uint32(tie))
     if is_tie.any():
         at = np.flatnonzero(np.logical_and(is_tie, np.not_equal(values, narrowed)))
         if len(at):
@@ -220,8 +220,8 @@ def decoded_affine(codes: Block, factors: Block, biases: Block, rounded: DType, 
 
     with np.errstate(all="ignore"):
         product = cast(cast(np.ascontiguousarray(codes * factors).view(F32.word), F32, rounded), rounded, F32).view(np.float32)
-        found = as_rounded(product + biases)
-    return found if rounded == target else cast(np.ascontiguousarray(found).view(F32.word), F32, target)
+        sums = as_rounded(product + biases)
+    return sums if rounded == target else cast(np.ascontiguousarray(sums).view(F32.word), F32, target)
 
 
 class _Temporary(threading.local):

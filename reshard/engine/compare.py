@@ -108,7 +108,7 @@ class Comparison(Tabular):
         """A row for each difference: its kind, the tensor, and a sentence."""
         from reshard.geometry.table import Table
 
-        return Table(("kind", "name", "detail"), tuple((each.kind, each.name, each.detail) for each in self.differences))
+        return Table(("kind", "name", "detail"), tuple((row.kind, row.name, row.detail) for row in self.differences))
 
     def __repr__(self) -> str:
         result = "equal" if self.equal else plural(len(self.differences), "difference")
@@ -292,7 +292,7 @@ def wrong_constants(files: Files, constants: Iterable[Constant]) -> Iterator[Dif
 def _equal(a: Block, b: Block) -> bool:
     """Whether two row-major arrays have the same bytes. As 8-byte words they are compared fastest."""
     if a.nbytes % 8 == 0:
-        a, b = (each.reshape(-1).view(np.uint64) for each in (a, b))
+        a, b = (block.reshape(-1).view(np.uint64) for block in (a, b))
     return np.array_equal(a, b)
 
 

@@ -203,9 +203,9 @@ class Conversion:
 
     def _finished(self, tasks: Sequence[Task]) -> FinishedBlocks:
         """What earlier runs have finished of some tasks. Raises TargetError if the source has changed since."""
-        found = self.destination.finished(self.plan, tasks)
-        check_same_source(self.plan, found.of_other_sources, self._workers, self.destination.place)
-        return found
+        finished = self.destination.finished(self.plan, tasks)
+        check_same_source(self.plan, finished.of_other_sources, self._workers, self.destination.place)
+        return finished
 
     def _copied(self, tasks: Sequence[Task], finished: FinishedBlocks, *, is_all: bool = False, reads_back: bool = False) -> Iterator[Done]:
         """Report what is finished of these tasks, and copy the rest.

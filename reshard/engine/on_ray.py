@@ -37,17 +37,17 @@ def ray_executor(shipped: ShippedPlan, sources: tuple[str, ...], target: str, ef
 
     shipped: the plan for the tasks. effort: of each task. For each of its threads, Ray reserves a processor (default: 1).
     """
-    each = Effort(effort.workers or 1, effort.memory, source_checksums=effort.source_checksums)
+    limits = Effort(effort.workers or 1, effort.memory, source_checksums=effort.source_checksums)
 
     def run(tasks: Sequence[Task]) -> Iterator[tuple[Task, SourceChecks]]:
         ray, storage = connected(), dict(current_options())
         content = ray.put(shipped)
         remote = ray.remote(
-            num_cpus=each.workers, max_retries=_RETRIES, retry_exceptions=[SystemRefusal], scheduling_strategy="SPREAD", name="reshard"
+            num_cpus=limits.workers, max_retries=_RETRIES, retry_exceptions=[SystemRefusal], scheduling_strategy="SPREAD", name="reshard"
         )(_convert_task)
         # The heaviest first, so that no large one is left at the end.
         order = sorted(tasks, key=lambda task: (-task.weight, task.number))
-        running = {remote.remote(content, sources, target, task.number, each, storage): task for task in order}
+        running = {remote.remote(content, sources, target, task.number, limits, storage): task for task in order}
         nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         event("ray", f"runs {plural(len(running), 'task')} on {plural(len(nodes), 'node')} of Ray", tasks=len(running), nodes=len(nodes))
         try:

@@ -159,7 +159,7 @@ def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
         "target": document["target"],
         "totals": document["totals"],
         **_merged_adapters(plan.content.merged),
-        **({"combined": [(each.format, each.weight) for each in combined.sources] + [combined.rule]} if combined else {}),
+        **({"combined": [(source.format, source.weight) for source in combined.sources] + [combined.rule]} if combined else {}),
         **({"allow_overflow": True} if target.allow_overflow else {}),
         "keep_dtype": [*target.keep_dtype, *sorted(target.dtype_kept_for)],
         "selection": asdict(plan.content.selection),
@@ -172,14 +172,14 @@ def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
 
 
 def _fixed_bytes(plan: Plan, files: Iterable[TargetFile]) -> _FixedBytes:
-    constants, found = grouped(plan.target_index.constants, attrgetter("path")), {}
+    constants, by_file = grouped(plan.target_index.constants, attrgetter("path")), {}
     for file in files:
         of_file = constants.get(file.path, ())
         running = CURRENT.new()
         for _, part in fixed_bytes(file, of_file):
             running.update(part)
-        found[file.path] = fixed_ranges(file, of_file), CURRENT.text(running.digest())
-    return found
+        by_file[file.path] = fixed_ranges(file, of_file), CURRENT.text(running.digest())
+    return by_file
 
 
 def _checksums(files: Sequence[TargetFile], sidecars: Sequence[Sidecar], read: Read, workers: int) -> bytes:

@@ -103,8 +103,8 @@ class InputDigests:
 
     def add(self, name: str, number: int, digests: Sequence[bytes]) -> None:
         """Add the digests of a block of a tensor, of each checkpoint."""
-        for found, digest in zip(self._found, digests, strict=False):
-            found.setdefault(name, {})[number] = digest
+        for of_input, digest in zip(self._found, digests, strict=False):
+            of_input.setdefault(name, {})[number] = digest
 
     def notes(self) -> Iterator[str]:
         """Compare the tensors with what reshard recorded when it wrote the checkpoints. A sentence on each checkpoint with tensors that
@@ -138,12 +138,12 @@ class InputDigests:
 
     def _tensors(self, i: int) -> dict[str, tuple[Tensor, str]]:
         """By name the tensors of a checkpoint that were read whole and as they are stored, each with its digest."""
-        found: dict[str, tuple[Tensor, str]] = {}
+        tensors: dict[str, tuple[Tensor, str]] = {}
         for name, whole in self._plan.content.tensors.items():
             tensor, digests = _input(whole, i), self._found[i].get(name, {})
             if tensor is not None and not tensor.is_computed and len(digests) == sum(1 for _ in blocks(tensor.shape)):
-                found[name] = tensor, CURRENT.text(tensor_digest(name, tensor, digests))
-        return found
+                tensors[name] = tensor, CURRENT.text(tensor_digest(name, tensor, digests))
+        return tensors
 
 
 def _input(tensor: Tensor, number: int) -> Tensor | None:
@@ -211,20 +211,20 @@ def changed_files(files: Files, records: Mapping[str, FileRecord]) -> dict[str, 
     A few changed bytes may lie between the samples. A file that was exchanged with another one, or comes from another conversion, is found.
     """
     written = grouped(records, lambda path: records[path].samples)
-    found: dict[str, str] = {}
+    changed: dict[str, str] = {}
     for path, record in records.items():
         size = files.size(path)
         if size is None:
-            found[path] = "is missing"
+            changed[path] = "is missing"
             continue
         stored = samples(path, size, partial(read_range, files))
         if size == record.nbytes and stored == record.samples:
             continue
         others = written.get(stored, [])
         if others:
-            found[path] = f"holds what was written as {others[0]}"
+            changed[path] = f"holds what was written as {others[0]}"
         elif size != record.nbytes:
-            found[path] = f"has {size:,} bytes, {record.nbytes:,} were written"
+            changed[path] = f"has {size:,} bytes, {record.nbytes:,} were written"
         else:
-            found[path] = "holds something else"
-    return found
+            changed[path] = "holds something else"
+    return changed

@@ -171,7 +171,7 @@ def strips(box: Box, *sides: HasPieces) -> Iterator[tuple[Strip, list[SlabPieces
     for slab, axis in slabs(box, elements):
         slab_pieces = [side.within(slab, axis) for side in sides]
         lines = slab.sizes[axis] if slab.sizes else 1
-        together = elements * (_TRANSPOSED if any(each.is_transposed for each in slab_pieces) else 1)
+        together = elements * (_TRANSPOSED if any(pieces.is_transposed for pieces in slab_pieces) else 1)
         step = max(1, together // math.prod(slab.sizes[axis + 1 :]))
         for start in range(0, lines, step):
             yield Strip(slab, axis, start, min(start + step, lines)), slab_pieces

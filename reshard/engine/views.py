@@ -175,15 +175,15 @@ def _box_of(key: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]]:
         raise IndexError(f"{len(keys)} indices for a tensor of {plural(len(shape), 'axis', 'axes')}")
     keys += [slice(None)] * (len(shape) - len(keys))
     spans, kept = [], []
-    for each, size in zip(keys, shape, strict=True):
-        if isinstance(each, slice):
-            start, stop, step = each.indices(size)
+    for index, size in zip(keys, shape, strict=True):
+        if isinstance(index, slice):
+            start, stop, step = index.indices(size)
             if step != 1:
                 raise IndexError(f"a slice with the step {step} is not read alone: read it without a step, and index the array")
             spans.append((start, max(stop, start)))
             kept.append(max(stop - start, 0))
         else:
-            number = operator.index(each)
+            number = operator.index(index)
             if not -size <= number < size:
                 raise IndexError(f"index {number} of an axis of size {size}")
             spans.append((number % size, number % size + 1))
@@ -228,7 +228,7 @@ class View(Mapping[str, LazyTensor], Drawn):
         """A pandas DataFrame with one row per tensor: name, dtype, shape, elements, bytes. RequestError if it is not installed."""
         from reshard.geometry.table import Table
 
-        rows = [(each.name, each.dtype.name, each.shape, math.prod(each.shape), each.nbytes) for each in self._stored.values()]
+        rows = [(tensor.name, tensor.dtype.name, tensor.shape, math.prod(tensor.shape), tensor.nbytes) for tensor in self._stored.values()]
         return Table(("name", "dtype", "shape", "elements", "bytes"), tuple(rows)).to_pandas()
 
     def __repr__(self) -> str:

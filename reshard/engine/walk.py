@@ -53,7 +53,7 @@ def walk(
             yield from (((i, j, box), pieces) for j, box in enumerate(blocks(group[0].shape)) if is_wanted(i))
 
     def make_worker() -> Callable[[tuple[BlockPlace, tuple[Pieces, ...]]], tuple[BlockPlace, Result]]:
-        readers = tuple(Worker(each, itemsize, shared=opened) for each, opened in zip(seen, shared, strict=True))
+        readers = tuple(Worker(side_files, itemsize, shared=opened) for side_files, opened in zip(seen, shared, strict=True))
         measure = make_measure()
 
         def read(box: Box, pieces: tuple[Pieces, ...]) -> Read:
@@ -72,8 +72,8 @@ def walk(
 
     threads = effort.threads(itemsize, buffers=2 * len(files))
     reading = reading or Reading(checks=False)
-    seen = [reading.of(each, partial(map, itemgetter(side), groups)) for side, each in enumerate(files)]
-    shared = [SharedPatches(each, threads) for each in seen]
+    seen = [reading.of(side_files, partial(map, itemgetter(side), groups)) for side, side_files in enumerate(files)]
+    shared = [SharedPatches(side_files, threads) for side_files in seen]
     for place, result in run_reading(jobs(), make_worker, threads, *map(reads, range(len(files)))):
         effort.report(place[2].volume * groups[place[0]][-1].dtype.itemsize)
         yield place, result
@@ -94,7 +94,7 @@ def block_digests(
     unreadable: gets the error of each tensor that has an unreadable block, or replicas that differ; None: the first error is raised.
     reading: as for `walk`.
     """
-    names, found = list(tensors), BlockDigests()
+    names, digests = list(tensors), BlockDigests()
 
     def measure(place: BlockPlace, read: Read) -> bytes | CheckpointError:
         running = version.new()
@@ -109,7 +109,7 @@ def block_digests(
 
     for (i, j, _), digest in walk([(tensor,) for tensor in tensors.values()], (files,), lambda: measure, effort=effort, reading=reading):
         if isinstance(digest, bytes):
-            found.setdefault(names[i], {})[j] = digest
+            digests.setdefault(names[i], {})[j] = digest
         elif unreadable is not None:
             unreadable.setdefault(names[i], digest)
-    return found
+    return digests

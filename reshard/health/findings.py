@@ -249,7 +249,7 @@ class Report(Tabular):
         from reshard.geometry.table import Table
 
         columns = ("severity", "id", "tensor", "file", "rank", "detail", "do")
-        return Table(columns, tuple(tuple(getattr(each, name) for name in columns) for each in self.findings))
+        return Table(columns, tuple(tuple(getattr(finding, name) for name in columns) for finding in self.findings))
 
     def count(self, severity: Severity) -> int:
         """The number of findings of a severity."""

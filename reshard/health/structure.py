@@ -176,7 +176,7 @@ def optimizer_state(index: Index) -> Iterator[Finding]:
     for kind, tensors in moments.items():
         lacking = sorted(trained - tensors.keys())
         if tensors and lacking:
-            other = next(each for each in _MOMENTS if each != kind)
+            other = next(moment for moment in _MOMENTS if moment != kind)
             for name in lacking:
                 yield found(
                     "missing-moment", f"it has {other} but no {kind}, which {plural(len(tensors), 'other parameter')} have", tensor=name

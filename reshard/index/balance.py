@@ -43,8 +43,8 @@ def shares(index: Index, by: str) -> tuple[ByteShare, ...]:
     """The stored bytes of an index, divided by one of BY: ranks, files and layers in order, others as they occur first. Ranks are empty if
     the files do not say who held what."""
     if by in _OF_TENSORS:
-        found = _by_tensor(index, _OF_TENSORS[by])
-        return tuple(sorted(found, key=_number)) if by == "layer" else tuple(found)
+        divided = _by_tensor(index, _OF_TENSORS[by])
+        return tuple(sorted(divided, key=_number)) if by == "layer" else tuple(divided)
     return tuple(_by_piece(index, by))
 
 

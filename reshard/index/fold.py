@@ -81,8 +81,8 @@ class Fold:
         """How many names it stands for, and how many tensors each has if not one, such as "32 x4" with two moments and a step count."""
         if self.names == self.tensors:
             return self.names
-        each, rest = divmod(self.tensors, self.names)
-        return f"{self.names:,} ({self.tensors:,} tensors)" if rest else f"{self.names:,} x{each}"
+        per_name, rest = divmod(self.tensors, self.names)
+        return f"{self.names:,} ({self.tensors:,} tensors)" if rest else f"{self.names:,} x{per_name}"
 
     @property
     def state(self) -> str:
@@ -96,7 +96,7 @@ class Fold:
         """The branches below this one with their level, each before its own branches. depth: levels to descend."""
         for child in self.children if depth is None or depth > 0 else ():
             yield 0, child
-            yield from ((level + 1, each) for level, each in child.walk(None if depth is None else depth - 1))
+            yield from ((level + 1, branch) for level, branch in child.walk(None if depth is None else depth - 1))
 
     def sorted_by_bytes(self) -> Fold:
         """The same tree, the largest branch of each level first."""
@@ -115,15 +115,15 @@ def fold(tensors: Iterable[Tensor], order: Iterable[str] = ()) -> Fold:
     for name, same in by_name.items():
         parts = _NUMBERED_PART.split(name)
         pattern = name if len(parts) == 1 else "#".join(parts[::2])
-        found = patterns.get(pattern)
-        if found is None:
-            found = patterns[pattern] = {}
+        by_number = patterns.get(pattern)
+        if by_number is None:
+            by_number = patterns[pattern] = {}
             first_names[name] = pattern
         # The class of a leaf under its numbers; a name without a number has it under None.
         numbers: list[int | None] = [number_of[part] for part in parts[1::2]] or [None]
         for number in numbers[:-1]:
-            found = found.setdefault(number, {})
-        found[numbers[-1]] = classes.number_of(pattern, same)
+            by_number = by_number.setdefault(number, {})
+        by_number[numbers[-1]] = classes.number_of(pattern, same)
     in_order = dict.fromkeys([name for name in order if name in first_names]) | first_names
     items = [(tuple(pattern.split(".")), patterns[pattern]) for pattern in map(first_names.__getitem__, in_order)]
     children = tuple(_branches([(words, data if "#" in words else data[None]) for words, data in items], 1, classes))

@@ -425,5 +425,5 @@ class Mixed(Origin):
     @property
     def identity(self) -> str:
         """A text that differs if the mixture does."""
-        inputs = (f"{each.dtype} {len(each.shards)} {[leaf.name for leaf in each.leaves]}{each.origin.identity}" for each in self.tensors)
+        inputs = (f"{term.dtype} {len(term.shards)} {[leaf.name for leaf in term.leaves]}{term.origin.identity}" for term in self.tensors)
         return f"{self.rule}\0{self.weights!r}\0" + "\0".join(inputs)

@@ -179,12 +179,12 @@ class Shards:
             dtype = extent.dtype if isinstance(extent.dtype, DType) else extent.dtype[rows]
             return Located(extent.paths, extent.files[rows], extent.byte_offsets[rows], extent.strides[rows], dtype)
         numbers = {path: i for i, path in enumerate(paths)}
-        found = [extent(row) for row in range(self.start, self.stop)]
-        files = np.array([numbers.setdefault(each.path, len(numbers)) for each in found], np.int64)
-        dtypes = np.empty(len(found), np.object_)
-        dtypes[:] = [each.dtype for each in found]
-        strides = np.array([each.strides for each in found], np.int64).reshape(self.sizes.shape)
-        return Located(tuple(numbers), files, np.array([each.byte_offset for each in found], np.int64), strides, dtypes)
+        extents = [extent(row) for row in range(self.start, self.stop)]
+        files = np.array([numbers.setdefault(piece.path, len(numbers)) for piece in extents], np.int64)
+        dtypes = np.empty(len(extents), np.object_)
+        dtypes[:] = [piece.dtype for piece in extents]
+        strides = np.array([piece.strides for piece in extents], np.int64).reshape(self.sizes.shape)
+        return Located(tuple(numbers), files, np.array([piece.byte_offset for piece in extents], np.int64), strides, dtypes)
 
     def piece(self, i: int) -> Piece:
         """The piece of row i. May read a small header."""
@@ -283,8 +283,8 @@ class Relocation:
             return replace(extent, paths=self._paths(extent.paths))
 
         def relocated(row: int) -> Extent:
-            found = extent(row)
-            return replace(found, path=self._path_of(found.path))
+            stored = extent(row)
+            return replace(stored, path=self._path_of(stored.path))
 
         return relocated
 

@@ -143,8 +143,8 @@ class SubviewsByTensor:
         if len(self.groups) == 1:
             yield from self.groups[0].of(shards)
             return
-        found = {name: pieces for group in self.groups for name, pieces in group.of(shards)}
-        yield from ((name, found[name]) for name in self.names)
+        by_name = {name: pieces for group in self.groups for name, pieces in group.of(shards)}
+        yield from ((name, by_name[name]) for name in self.names)
 
 
 def _sorted(names: list[str], rows: array[int], ndim: int, k: int) -> Subviews:

@@ -38,9 +38,9 @@ def agreed_plan(said: Sequence[RankDescription | str], hellos: Sequence[Hello], 
     Raises: RequestError if the two sides do not hold one model, or the engines differ. CheckpointError if the trainer's ranks do not hold
     the whole model.
     """
-    if failed := next(((rank, each) for rank, each in enumerate(said) if isinstance(each, str)), None):
+    if failed := next(((rank, answer) for rank, answer in enumerate(said) if isinstance(answer, str)), None):
         raise RequestError(failed[1], where=f"rank {failed[0]} of the trainer")
-    descriptions = [each for each in said if isinstance(each, RankDescription)]
+    descriptions = [answer for answer in said if isinstance(answer, RankDescription)]
     first = hellos[0]
     name, _, version = first.engine.partition(" ")
     parallel = first.parallel
@@ -74,7 +74,7 @@ def _with_whole(source: Checkpoint, request: ConversionRequest) -> tuple[Plan, S
             raise
         parallel = request.target.parallel
         ranks = [{"pp": pp, "tp": tp} for pp in range(parallel.pp) for tp in range(parallel.tp)]
-        files = tuple(TargetFile(f"rank {i}", 0, (), (), each) for i, each in enumerate(ranks))
+        files = tuple(TargetFile(f"rank {i}", 0, (), (), rank) for i, rank in enumerate(ranks))
         layout = Layout(request.to.name, files, (), parallel)
         plan = make_plan(source.index, source.files, Content({}, (), None), request.target, layout)
         return plan, [tensor for tensor in source.index.tensors if tensor.kind in ("weight", "master")]
@@ -109,12 +109,12 @@ def _served_form(config: Mapping[str, Any], descriptions: Sequence[RankDescripti
     if quantization is None:
         return config, None
     beside = tuple(f".{kind}" for kind in quantization.kinds)
-    if any(box.key.endswith(beside) for each in descriptions for box in each.boxes):
+    if any(box.key.endswith(beside) for description in descriptions for box in description.boxes):
         return config, None
     if (form := form_of_settings(config)) is None:
         forms = [name for name, form in FORMS.items() if not form.has_shared_scale]
         raise RequestError(
-            f"the engine holds its weights as {', '.join(each.name for each in quantization.forms)}, and the trainer values",
+            f"the engine holds its weights as {', '.join(stored_form.name for stored_form in quantization.forms)}, and the trainer values",
             where=hello.model,
             why=f"A live update quantizes to {' and '.join(forms)}. Nothing was sent, the engine goes on with the weights that it has",
             do="Serve the model in one of these forms, or without quantization",
@@ -124,7 +124,7 @@ def _served_form(config: Mapping[str, Any], descriptions: Sequence[RankDescripti
 
 def _agreed_config(descriptions: Sequence[RankDescription], hello: Hello) -> Mapping[str, Any]:
     """The engine's config. Raises RequestError if the trainer's config gives the model another layout."""
-    own = next((each.config for each in descriptions if each.config is not None), None)
+    own = next((description.config for description in descriptions if description.config is not None), None)
     check_same_model("trainer", own, hello.config, hello.model)
     return hello.config
 
@@ -138,7 +138,7 @@ def check_same_model(
     """
     if own is None:
         return
-    changed = [str(each) for each in changed_keys(served, own, architecture)]
+    changed = [str(key) for key in changed_keys(served, own, architecture)]
     if (theirs := served.get("model_type")) != (ours := own.get("model_type")):
         changed.insert(0, f"model_type {theirs} -> {ours}")
     if changed:

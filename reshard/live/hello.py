@@ -115,12 +115,12 @@ def _typed(told: Any, kind: type) -> Any:
 
 
 def _texts(told: Any) -> tuple[str, ...]:
-    return tuple(_typed(each, str) for each in _typed(told, list))
+    return tuple(_typed(word, str) for word in _typed(told, list))
 
 
 def _sizes(told: Any) -> tuple[int, ...]:
     """Sizes, or places among them: none is negative, and an array of them can be in a memory."""
-    sizes = tuple(_typed(each, int) for each in told)
+    sizes = tuple(_typed(size, int) for size in told)
     if min(sizes, default=0) < 0 or math.prod(sizes) > _MOST_ELEMENTS or max(sizes, default=0) > _MOST_ELEMENTS:
         raise ValueError(f"{str(sizes)[:60]} are no sizes")
     return sizes
@@ -149,10 +149,10 @@ def check(hello: Hello, targets: Sequence[HeldTensor], fed: Collection[str], *, 
     """
     planned = {target.name: target for target in targets}
     for kept in hello.tensors:
-        found = [planned.pop(name) for name in kept.names if name in planned]
-        if not found and not has_whole:
+        brought = [planned.pop(name) for name in kept.names if name in planned]
+        if not brought and not has_whole:
             raise _differs(hello, kept.names[0], "the engine holds it, and the plan brings nothing for it")
-        for target in found:
+        for target in brought:
             theirs, ours = (kept.dtype, list(kept.shape)), (target.dtype.name, list(target.shape))
             if theirs != ours:
                 raise _differs(hello, target.name, f"the engine holds {theirs[0]} {theirs[1]}, the plan brings {ours[0]} {ours[1]}")
@@ -174,7 +174,7 @@ def _differs(hello: Hello, name: str, what: str) -> RequestError:
 
 def held_to_json(tensors: Iterable[HeldTensor]) -> list[Any]:
     """Contiguous tensors as plain values."""
-    return [[each.name, each.dtype.name, each.dtype.function, each.shape] for each in tensors]
+    return [[tensor.name, tensor.dtype.name, tensor.dtype.function, tensor.shape] for tensor in tensors]
 
 
 def held_from_json(document: Iterable[Any]) -> tuple[HeldTensor, ...]:

@@ -133,11 +133,11 @@ def check_live(sends: Schedule, tensors: Mapping[str, torch.Tensor]) -> None:
         tensor = tensors.get(held.name)
         if tensor is None:
             raise RequestError("the plan sends it, and the model does not have it", where=held.name, do="Make a new Sender for this model")
-        found = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())
+        live = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())
         planned = held.dtype.torch, list(held.shape), list(held.strides)
-        if found != planned:
+        if live != planned:
             raise RequestError(
-                f"it is {found[0]} {found[1]} with strides {found[2]}, in the plan {planned[0]} {planned[1]} with {planned[2]}",
+                f"it is {live[0]} {live[1]} with strides {live[2]}, in the plan {planned[0]} {planned[1]} with {planned[2]}",
                 where=held.name,
                 why="Other bytes than those of the plan would be sent",
                 do="Make a new Sender for this model",

@@ -145,7 +145,7 @@ class TargetRank:
         try:
             # Every rank asks, ready or not, or the others would wait.
             if self._served.all_agree(is_ready) and self._staged is not None:
-                whole = {each.name: self._values[each.name] for each in self._beside.whole}
+                whole = {tensor.name: self._values[tensor.name] for tensor in self._beside.whole}
                 self._served.install(self._staged, **({"whole": whole} if whole else {}))
                 self._holds = self._fingerprint if self._changes else ""
                 result = {"installed": True}

@@ -359,7 +359,7 @@ class Architecture:
 
     def by_expert(self) -> Architecture:
         """The architecture of the same model with the weights of each expert under names of their own, where such names are known."""
-        return replace(self, weights=tuple(each for weight in self.weights for each in weight.by_expert() or (weight,)))
+        return replace(self, weights=tuple(single for weight in self.weights for single in weight.by_expert() or (weight,)))
 
     def __repr__(self) -> str:
         return f"Architecture({self.model_type}, {len(self.weights)} roles)"

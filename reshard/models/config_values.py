@@ -34,7 +34,7 @@ def with_value(config: Mapping[str, Any], words: Sequence[str], value: Any) -> d
     key, *inner = words
     changed = with_value(config.get(key) or {}, inner, value) if inner else value
     if changed is None:
-        return {name: each for name, each in config.items() if name != key}
+        return {name: setting for name, setting in config.items() if name != key}
     return {**config, key: changed}
 
 

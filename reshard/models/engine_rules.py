@@ -227,7 +227,7 @@ class EngineRules:
     def with_quirks(self, quirks: EngineRules) -> EngineRules:
         """These rules with those of one model put in; or those of the language model inside a multimodal one with those of the class around
         it. Collections are joined; where the two conflict, `quirks` win."""
-        stated = {each.name: getattr(quirks, each.name) for each in fields(quirks)}
+        stated = {rule.name: getattr(quirks, rule.name) for rule in fields(quirks)}
         changed = {name: _joined(getattr(self, name), new) for name, new in stated.items() if new != getattr(_NO_RULES, name)}
         return replace(self, **{**changed, "since": max(self.since, quirks.since), "of_class": {}})
 

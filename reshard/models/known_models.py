@@ -39,5 +39,5 @@ def with_known_name(error: RequestError, path: str | os.PathLike[str]) -> Reques
 
 @cache
 def _rows() -> Mapping[str, Any]:
-    found: Mapping[str, Any] = json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8"))
-    return found
+    rows: Mapping[str, Any] = json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8"))
+    return rows

@@ -79,7 +79,7 @@ _LATEST: deque[Model] = deque(maxlen=2)
 
 def _model(architecture: Architecture, config: Mapping[str, Any]) -> Model:
     """The model of an architecture and a config: the same object, if it is one of the two latest."""
-    model = next((each for each in tuple(_LATEST) if each.architecture is architecture and each.config == config), None)
+    model = next((known for known in tuple(_LATEST) if known.architecture is architecture and known.config == config), None)
     if model is None:
         _LATEST.append(model := Model(architecture, deepcopy(dict(config))))
     return model
@@ -225,8 +225,8 @@ def declared_at(architecture: Architecture, weight: Weight) -> str | None:
     name = r"(?:\*|\{\w+\})".join(map(re.escape, re.split(r"\{\w+\}", weight.name)))
     key = re.compile(rf"""['"]?{name}['"]?\s*:""")
     lines = enumerate(architecture.declaration.splitlines(), 1)
-    found = next((number for number, line in lines if key.match(line.strip())), None)
-    return architecture.declared_in if found is None else f"{architecture.declared_in}, line {found},"
+    line_number = next((number for number, line in lines if key.match(line.strip())), None)
+    return architecture.declared_in if line_number is None else f"{architecture.declared_in}, line {line_number},"
 
 
 def declaration_text(model_type: str) -> str:
@@ -363,7 +363,7 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], architecture: A
     if layout is None or layout == _layout(new, architecture):
         return ()
     changed = list(_differences(old, new))
-    alone = [each for each in changed if _layout(with_value(old, each.key.split("."), each.new), architecture) != layout]
+    alone = [change for change in changed if _layout(with_value(old, change.key.split("."), change.new), architecture) != layout]
     return tuple(alone or changed)
 
 

@@ -70,7 +70,7 @@ def quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Quan
         if isinstance(own, Mapping):
             listed.setdefault(_form(own), set()).update(_modules(name))
     forms = [replace(form, modules=frozenset(names)) for form, names in listed.items()]
-    excluded = tuple(each for name, own in settings.items() if own is False for each in _modules(name))
+    excluded = tuple(module for name, own in settings.items() if own is False for module in _modules(name))
     if _ONLY_LISTED in excluded:
         return Quantization("mlx", tuple(forms), library="MLX", everything=True)
     return Quantization("mlx", (*forms, _form(settings)), excluded, library="MLX", everything=True)
@@ -124,4 +124,4 @@ def _modules(name: str) -> tuple[str, ...]:
     inner = name.removeprefix("language_model.")
     outer = (name,) if inner == name else (name, inner, f"model.language_model.{inner.removeprefix('model.')}")
     stack = next((stack for stack in _STACKS if name.endswith(stack)), "")
-    return (*outer, *(each.removesuffix(stack) + single for each in outer for single in _STACKS.get(stack, ())))
+    return (*outer, *(module.removesuffix(stack) + single for module in outer for single in _STACKS.get(stack, ())))

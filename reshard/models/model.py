@@ -55,7 +55,7 @@ class Model(Sizes):
         """The number of routed experts that each token is sent to; None if the config does not say it, or not one for all."""
         key, stated = next(((key, value) for key in _EXPERTS_PER_TOKEN if (value := self.setting(key))), ("", None))
         if isinstance(stated, list):  # one for each layer, as in Hunyuan's configs
-            stated = stated[0] if all(each == stated[0] for each in stated) else None
+            stated = stated[0] if all(number == stated[0] for number in stated) else None
         return whole_number({key: stated}, key)
 
     @property
@@ -88,18 +88,18 @@ class Model(Sizes):
     @cached_property
     def weights(self) -> dict[str, ModelWeight]:
         """The weights by canonical name, in the order of the model's parameters. A tied head is not among them."""
-        found: dict[str, ModelWeight] = {}
+        by_name: dict[str, ModelWeight] = {}
         for weight in WeightList(self):
-            if found.setdefault(weight.name, weight) is not weight:
+            if by_name.setdefault(weight.name, weight) is not weight:
                 raise RequestError(
-                    f"it is declared twice, as {found[weight.name].role} and as {weight.role}",
+                    f"it is declared twice, as {by_name[weight.name].role} and as {weight.role}",
                     where=weight.name,
                     why="The layers of the two have this one in common",
                     do="Compare the sets of layers in the declaration with the config",
                 )
         if self.is_tied:
-            found.pop(self.architecture.tied[0], None)
-        return found
+            by_name.pop(self.architecture.tied[0], None)
+        return by_name
 
     @cached_property
     def aliases(self) -> dict[str, str]:
@@ -118,8 +118,8 @@ class Model(Sizes):
     @cached_property
     def pieces(self) -> dict[str, Mosaic]:
         """The runs of rows of weights that published files hold in pieces, by the names that they have there, in order."""
-        found: dict[str, Mosaic] = {}
-        for weight in self.weights.values() if any(each.pieces for each in self.declared.weights) else ():
+        by_name: dict[str, Mosaic] = {}
+        for weight in self.weights.values() if any(declared.pieces for declared in self.declared.weights) else ():
             ending = weight.declared.pieces
             if ending is None or weight.is_scale:
                 continue
@@ -127,8 +127,8 @@ class Model(Sizes):
             length = -(-rows // self.dimensions[re.findall(COUNTED, ending)[0]])
             for number, start in enumerate(range(0, rows, length)):
                 box = Box.whole(weight.shape).narrow(0, start, min(start + length, rows))
-                found[f"{module}.{re.sub(COUNTED, str(number), ending)}"] = Mosaic.of(weight.name, box)
-        return found
+                by_name[f"{module}.{re.sub(COUNTED, str(number), ending)}"] = Mosaic.of(weight.name, box)
+        return by_name
 
     def as_published(self, whole: Collection[str] = ()) -> dict[str, ModelWeight]:
         """The weights by the names that published files have for them: pieces in place of weights that these files hold in pieces, unless
@@ -138,7 +138,7 @@ class Model(Sizes):
             weight = self.weights[array.names[0]]
             pieces.setdefault(weight.name, {})[name] = replace(weight, name=name, shape=array.shape)
         inner = (pieces.get(name, {name: weight}) if name not in whole else {name: weight} for name, weight in self.weights.items())
-        return {name: weight for found in inner for name, weight in found.items()}
+        return {name: weight for of_weight in inner for name, weight in of_weight.items()}
 
     def parts(self, *, keep_fused: frozenset[str] = frozenset()) -> tuple[Part, ...]:
         """The parts of all weights. keep_fused: roles of fused weights, such as "attention.qkv", that stay one part."""
@@ -181,8 +181,8 @@ class Model(Sizes):
     def _reason(self, name: str, reasons: Mapping[str, str]) -> str | None:
         """The reason for a tensor that is no weight of the model. The layer that {mtp} stands for in a pattern comes after the last one."""
         for pattern, reason in reasons.items() if name not in self.weights else ():
-            if found := re.fullmatch(pattern, name):
-                layer = found.groupdict().get("mtp")
+            if match := re.fullmatch(pattern, name):
+                layer = match.groupdict().get("mtp")
                 if layer is None or int(layer) >= self.dimensions["layers"]:
                     return reason
         return None

@@ -40,8 +40,8 @@ PLACES = f"{SETTING}, {_INNER}.{SETTING} and {_OLD_SETTING} of config.json, {', 
 
 def quantization_settings(config: Mapping[str, Any]) -> Any:
     """The settings in a config; None if it has none. They are a mapping unless the config is broken."""
-    found = next((settings for settings in _places(config).values() if settings), None)
-    return _with_method(found) if isinstance(found, Mapping) else found
+    settings = next((settings for settings in _places(config).values() if settings), None)
+    return _with_method(settings) if isinstance(settings, Mapping) else settings
 
 
 def settings_key(config: Mapping[str, Any]) -> str | None:

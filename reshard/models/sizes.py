@@ -97,7 +97,7 @@ class Sizes:
     def holds(self, when: str | None) -> bool:
         """Whether a condition of the declaration holds: a key of the config that is set, "KEY is VALUE", or one of these after "not ";
         several are joined by " and ", which binds first, and " or ". None always holds."""
-        return when is None or any(all(map(self._is_so, each.split(" and "))) for each in when.split(" or "))
+        return when is None or any(all(map(self._is_so, alternative.split(" and "))) for alternative in when.split(" or "))
 
     def _is_so(self, when: str) -> bool:
         key, _, value = when.removeprefix("not ").partition(" is ")
@@ -263,13 +263,13 @@ class Sizes:
 @lru_cache(maxsize=16)
 def primes_from(start: int, count: int) -> tuple[int, ...]:
     """The smallest primes that are at least `start`."""
-    found: list[int] = []
+    primes: list[int] = []
     for number in range(max(start, 2), 1 << 63):
-        if len(found) == count:
+        if len(primes) == count:
             break
         if number == 2 or (number % 2 and all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))):
-            found.append(number)
-    return tuple(found)
+            primes.append(number)
+    return tuple(primes)
 
 
 def evaluate(expression: str, values: Mapping[str, int], *, exact: bool = True) -> int:

@@ -98,7 +98,7 @@ class Component:
         if self.packing:
             sizes[self.packing.axis] *= self.packing.run
         if self.unit_axes:
-            sizes = [each for size in sizes for each in (size, 1)]
+            sizes = [length for size in sizes for length in (size, 1)]
         return (*stack, *(reversed(sizes) if self.transposed else sizes), *(self.packing.words if self.packing else ()))
 
     def weight_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ class StoredForm:
             return None
         if component.use == "shape":
             return struct.pack("<2q", *weight[-2:])
-        return _neighbours(weight[-1], next(each.grid[1] for each in self.components if each.use == "scale"))
+        return _neighbours(weight[-1], next(other.grid[1] for other in self.components if other.use == "scale"))
 
     @property
     def codes(self) -> Component:
@@ -219,8 +219,8 @@ class Quantization:
     @property
     def kinds(self) -> frozenset[str]:
         """The last words of the names of all scales and other components beside the codes."""
-        beside = (*(each for form in self.forms for each in form.beside), *self.cache_scales)
-        return frozenset(each.kind.rpartition(".")[2] for each in beside)
+        beside = (*(component for form in self.forms for component in form.beside), *self.cache_scales)
+        return frozenset(component.kind.rpartition(".")[2] for component in beside)
 
     def is_cache_scale(self, name: str) -> bool:
         """Whether a tensor of this name is a scale of cached keys or values."""

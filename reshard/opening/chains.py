@@ -30,7 +30,7 @@ def source_of(step: Step, steps: Sequence[Step]) -> str:
     """
     if step.number is None or step.format is None:
         return step.path
-    return "+".join(chain_to(step.path, step.number, lambda number: [each.path for each in steps if _is_base(each, number, step.part)]))
+    return "+".join(chain_to(step.path, step.number, lambda number: [base.path for base in steps if _is_base(base, number, step.part)]))
 
 
 def _is_base(step: Step, number: int, part: str) -> bool:
@@ -45,12 +45,12 @@ def chain_to(path: str, number: int, places: Callable[[int], Sequence[str]]) -> 
     Raises: IncompleteError if a step of the chain is not there; RequestError if a step lies there twice; CheckpointError if a delta makes
     another step than its folder is called after.
     """
-    found = [path]
-    while (facts := delta_at(found[0])) is not None:
+    chain = [path]
+    while (facts := delta_at(chain[0])) is not None:
         if int(facts.version) != number:
             raise CheckpointError(
                 f"the folder is that of step {number}, and the delta in it makes the version {facts.version}",
-                where=found[0],
+                where=chain[0],
                 why="It belongs to another step or to another run",
                 do="Put the delta of this step there, or take this one away",
             )
@@ -59,21 +59,21 @@ def chain_to(path: str, number: int, places: Callable[[int], Sequence[str]]) -> 
         if not bases:
             raise IncompleteError(
                 f"step {number} is a delta of step {base}, and no step {base} lies in the run",
-                where=found[0],
+                where=chain[0],
                 why=f"Its weights are those of step {base} and what changed since",
                 do=f"Copy the folder of step {base} back to where it was, beside this one",
             )
         if len(bases) > 1:
             raise RequestError(
                 f"step {number} is a delta of step {base}, and step {base} lies in the run twice: {bases[0]} and {bases[1]}",
-                where=found[0],
+                where=chain[0],
                 why="Only one of them can be its base",
                 do="Take one of them away",
                 id="ambiguous",
             )
-        found.insert(0, bases[0])
+        chain.insert(0, bases[0])
         number = base
-    return tuple(found)
+    return tuple(chain)
 
 
 def delta_at(path: str) -> DeltaFacts | None:

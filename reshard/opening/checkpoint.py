@@ -103,11 +103,11 @@ class Checkpoint(Drawn):
         from reshard.canonical.name_variants import with_canonical_names
 
         selection = selection or Selection()
-        found = with_adapter_names(self.of_model(selection, model=model))
-        found = with_canonical_names(found, model or self.model, selection.strip_prefix)
-        if found is not self.index:
-            check_index(found)
-        return found
+        index = with_adapter_names(self.of_model(selection, model=model))
+        index = with_canonical_names(index, model or self.model, selection.strip_prefix)
+        if index is not self.index:
+            check_index(index)
+        return index
 
     def content(
         self,

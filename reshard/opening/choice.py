@@ -76,8 +76,8 @@ class Choice:
         Raises: NothingToChoose if the folder holds no steps and no models; RequestError if there is no such step or part;
         SeveralCheckpoints if several fit; what `source_of` raises.
         """
-        found = every = RunFolder(root).checkpoints() if len(chain_of(root)) == 1 else []
-        if not found:
+        checkpoints = every = RunFolder(root).checkpoints() if len(chain_of(root)) == 1 else []
+        if not checkpoints:
             verb = "choose" if len(self._words()) > 1 else "chooses"
             raise NothingToChoose(
                 f"{' and '.join(self._words())} {verb} a checkpoint, and no step or model lies below this place",
@@ -85,45 +85,45 @@ class Choice:
                 do="Leave it out, or give the folder of the run",
             )
         for chosen in (self._of_part, self._of_step):
-            found = chosen(root, found)
-        if len(found) > 1:
-            raise SeveralCheckpoints(root, found)
-        return source_of(found[0], every)
+            checkpoints = chosen(root, checkpoints)
+        if len(checkpoints) > 1:
+            raise SeveralCheckpoints(root, checkpoints)
+        return source_of(checkpoints[0], every)
 
     def _words(self) -> list[str]:
         return [f"`{name}={given}`" for name, given in (("step", self.step), ("part", self.part)) if given is not None]
 
-    def _of_part(self, root: str, found: list[Step]) -> list[Step]:
+    def _of_part(self, root: str, checkpoints: list[Step]) -> list[Step]:
         if self.part is None:
-            return found
+            return checkpoints
         wanted = "/" + self.part.strip("/")
-        below = {step.path: "/" + step.path[len(root.rstrip("/")) :].strip("/") for step in found}
-        exact = [step for step in found if below[step.path].endswith(wanted)]
-        fitting = exact or [step for step in found if f"{wanted}/" in below[step.path] + "/"]
+        below = {step.path: "/" + step.path[len(root.rstrip("/")) :].strip("/") for step in checkpoints}
+        exact = [step for step in checkpoints if below[step.path].endswith(wanted)]
+        fitting = exact or [step for step in checkpoints if f"{wanted}/" in below[step.path] + "/"]
         if not fitting:
-            parts = sorted({step.part for step in found if step.part})
+            parts = sorted({step.part for step in checkpoints if step.part})
             do = choices(self.part, parts) if parts else "Leave it out: its checkpoints have no parts"
             raise RequestError(f"`part={self.part}`: no checkpoint has this name", where=root, do=do, id="not-found")
         return fitting
 
-    def _of_step(self, root: str, found: list[Step]) -> list[Step]:
+    def _of_step(self, root: str, checkpoints: list[Step]) -> list[Step]:
         if self.step is None:
-            return found
+            return checkpoints
         if self.step == LATEST:
-            complete = [step.order for step in found if step.complete and step.number is not None]
+            complete = [step.order for step in checkpoints if step.complete and step.number is not None]
             if not complete:
                 raise RequestError(
                     f"`step={LATEST}`: no step is complete",
                     where=root,
-                    why=some([f"{step.name} ({step.completeness.reason})" for step in found if step.number is not None]),
+                    why=some([f"{step.name} ({step.completeness.reason})" for step in checkpoints if step.number is not None]),
                     do="Choose one by its number, such as `step=100`, to open it as it is",
                     id="not-found",
                 )
-            fitting = [step for step in found if step.complete and step.order == max(complete)]
+            fitting = [step for step in checkpoints if step.complete and step.order == max(complete)]
         else:
-            fitting = [step for step in found if str(self.step) in (str(step.number), step.name)]
+            fitting = [step for step in checkpoints if str(self.step) in (str(step.number), step.name)]
         if not fitting:
-            numbers = sorted({step.number for step in found if step.number is not None})
+            numbers = sorted({step.number for step in checkpoints if step.number is not None})
             steps = f"Steps: {some([*map(str, reversed(numbers))])}; or `step={LATEST}`"
             known = steps if numbers else "Leave it out: no step is here"
             raise RequestError(f"`step={self.step}`: there is no such step", where=root, do=known, id="not-found")
@@ -138,11 +138,11 @@ def only_checkpoint(root: str) -> str | None:
     if not is_url(root) and not os.path.isdir(root):
         return None
     try:
-        found = [step for step in RunFolder(root).checkpoints() if step.format is not None]
+        checkpoints = [step for step in RunFolder(root).checkpoints() if step.format is not None]
     except SystemRefusal:
         raise
     except RequestError:  # too many folders: whoever opens it says what is wrong
         return None
-    if len(found) > 1:
-        raise SeveralCheckpoints(root, found)
-    return found[0].path if found else None
+    if len(checkpoints) > 1:
+        raise SeveralCheckpoints(root, checkpoints)
+    return checkpoints[0].path if checkpoints else None

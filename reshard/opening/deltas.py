@@ -27,7 +27,7 @@ from reshard.storage.trees import JoinedFiles, chain_of
 
 def tree_of(path: PathLike) -> Files:
     """The files of a checkpoint, or of a base and its deltas."""
-    base, *deltas = [open_tree(each) for each in chain_of(path)]
+    base, *deltas = [open_tree(part) for part in chain_of(path)]
     return JoinedFiles(base, deltas) if deltas else base
 
 
@@ -54,8 +54,8 @@ def patched(base: Checkpoint, deltas: Sequence[Checkpoint]) -> Checkpoint:
     for name, chain in steps.items():
         _check_plain(tensors[name])
         tensors[name] = replace(tensors[name], origin=Patched(tensors[name].shape, tuple(chain)))
-    files = [replace(file, path=JoinedFiles.path_in(each.files, file.path)) for each in deltas for file in each.index.files]
-    changes = (f"changed by the delta {each.path}, version {about.version}" for each, about in zip(deltas, facts, strict=True))
+    files = [replace(file, path=JoinedFiles.path_in(link.files, file.path)) for link in deltas for file in link.index.files]
+    changes = (f"changed by the delta {link.path}, version {about.version}" for link, about in zip(deltas, facts, strict=True))
     notes = (*base.index.facts.notes, *changes)
     index = replace(
         base.index,
@@ -67,13 +67,13 @@ def patched(base: Checkpoint, deltas: Sequence[Checkpoint]) -> Checkpoint:
         param_groups=tuple,
     )
     applied = tuple(
-        AppliedDelta(os.path.abspath(each.path) if not is_url(each.path) else each.path, about.version, about.result_fingerprint)
-        for each, about in zip(deltas, facts, strict=True)
+        AppliedDelta(os.path.abspath(link.path) if not is_url(link.path) else link.path, about.version, about.result_fingerprint)
+        for link, about in zip(deltas, facts, strict=True)
     )
     return replace(
         base,
-        path="+".join([base.path, *(each.path for each in deltas)]),
-        files=JoinedFiles(base.files, [each.files for each in deltas]),
+        path="+".join([base.path, *(link.path for link in deltas)]),
+        files=JoinedFiles(base.files, [link.files for link in deltas]),
         index=index,
         deltas=applied,
         digests=facts[-1].digests,
@@ -84,7 +84,7 @@ def _chain(base: Checkpoint, deltas: Sequence[Checkpoint]) -> list[DeltaFacts]:
     """What the deltas say about themselves. Raises RequestError unless each one changes what the one before it makes."""
     if base.index.facts.delta is not None:
         raise RequestError("the base is a delta itself", where=base.path, do="Give the full checkpoint first, then its deltas")
-    found = []
+    facts = []
     for delta in deltas:
         if delta.index.facts.delta is None:
             raise RequestError(
@@ -93,20 +93,20 @@ def _chain(base: Checkpoint, deltas: Sequence[Checkpoint]) -> list[DeltaFacts]:
                 why="What follows the base after `+` is a delta",
                 do="Give a folder that `reshard delta` has written",
             )
-        found.append(delta.index.facts.delta)
-    for before, after, path in zip(found, found[1:], (each.path for each in deltas[1:]), strict=False):
+        facts.append(delta.index.facts.delta)
+    for before, after, path in zip(facts, facts[1:], (link.path for link in deltas[1:]), strict=False):
         prints = before.result_fingerprint, after.base_fingerprint
         # Versions may be counted, each pair of checkpoints from 0: fingerprints say more.
         follows = prints[0] == prints[1] if None not in prints else int(after.base_version) == int(before.version)
         if not follows:
-            named = [f" ({each})" if each else "" for each in prints]
+            named = [f" ({fingerprint})" if fingerprint else "" for fingerprint in prints]
             raise RequestError(
                 f"it changes the version {after.base_version}{named[1]}, and the delta before it makes {before.version}{named[0]}",
                 where=path,
                 why="Deltas are applied once each, in the order of their versions, each to what the one before it makes",
                 do="Give them in this order, without a gap; `reshard inspect DELTA` tells the versions",
             )
-    return found
+    return facts
 
 
 def _check_base(base: Checkpoint, content: Content, facts: DeltaFacts, path: str) -> None:

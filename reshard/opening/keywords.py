@@ -237,13 +237,13 @@ def _keywords_of(verb: Callable[..., object]) -> list[str]:
 def _sizes_of(verb: Callable[..., object]) -> set[str]:
     """The keywords of a function that are numbers of bytes. They may be given as texts, such as 80GiB."""
     annotations = _options_of(verb).__annotations__
-    return {name for name, each in annotations.items() if hasattr(each, "__metadata__") and each.__metadata__[0].metavar == "SIZE"}
+    return {name for name, hint in annotations.items() if hasattr(hint, "__metadata__") and hint.__metadata__[0].metavar == "SIZE"}
 
 
 def _options_of(verb: Callable[..., object]) -> type:
     """The TypedDict that types the `**options` of a function."""
-    found: type = verb.__globals__[verb.__annotations__["options"].removeprefix("Unpack[").removesuffix("]")]
-    return found
+    options: type = verb.__globals__[verb.__annotations__["options"].removeprefix("Unpack[").removesuffix("]")]
+    return options
 
 
 def unknown_keyword(name: str, known: list[str], where: str | None = None) -> RequestError:

@@ -180,12 +180,12 @@ def _chosen(path: PathLike, options: Mapping[str, Any]) -> tuple[PathLike, Mappi
 def check_used(checkpoints: list[Checkpoint], options: Mapping[str, Any]) -> None:
     """Raises RequestError if the caller gave a vocabulary size or an architecture, and no checkpoint needs it or has a config for it."""
     first = checkpoints[0]
-    if options.get("vocab_size") is not None and not any(registry.named(each.format).needs_vocabulary for each in checkpoints):
+    if options.get("vocab_size") is not None and not any(registry.named(checkpoint.format).needs_vocabulary for checkpoint in checkpoints):
         users = ", ".join(name for name, format in registry.formats().items() if format.needs_vocabulary)
         raise RequestError(
             "`vocab_size=` does not apply to this checkpoint", where=first.path, why=f"Only {users} need it", do="Leave it out"
         )
-    if first.architecture is not None and all(each.model_files.config is None for each in checkpoints):
+    if first.architecture is not None and all(checkpoint.model_files.config is None for checkpoint in checkpoints):
         raise RequestError(
             f"`architecture=` names {first.architecture.model_type}, and there is no {CONFIG}, nor one in the parent directory",
             where=first.path,

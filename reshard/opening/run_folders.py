@@ -225,7 +225,7 @@ class RunFolder:
 
         known_steps: leave out the places of steps, and the root itself.
         """
-        found, pending = [], [("", 0)]
+        parts, pending = [], [("", 0)]
         while pending:
             part, depth = pending.pop(0)
             inner = [path for path in self.tree(place).list(part) if path.endswith("/")]
@@ -233,21 +233,21 @@ class RunFolder:
             if known_steps:
                 is_above |= not part or any(self._step_of(path) is not None for path in inner)
             if not is_above and format_of(self.tree(_joined(place, part))) is not None:
-                found.append(part.rstrip("/"))
+                parts.append(part.rstrip("/"))
             elif depth < _DEEPEST_IN_STEP:
                 inner = [path for path in inner if not (known_steps and (self._is_hidden(path) or self._step_of(path) is not None))]
                 pending += [(path, depth + 1) for path in inner]
-        return sorted(found) or [""]
+        return sorted(parts) or [""]
 
     def _checkpoint(self, place: str, part: str, quiet: float, seen: Seen) -> Step:
         """The checkpoint at a part of the place of a step; at a part of the root if the place is empty."""
         above, _, name = place.rstrip("/").rpartition("/")
         files, now = self.tree(_joined(place, part)), time.time()
         sizes = {path: files.size(path) or 0 for path in _paths(files)}
-        written = max((each for path in sizes if (each := files.written(path)) is not None), default=None)
+        written = max((moment for path in sizes if (moment := files.written(path)) is not None), default=None)
         since = written
         if written is None:
-            since = seen.unchanged_since(files.root, [(*each, files.stamp(each[0])) for each in sizes.items()], now)
+            since = seen.unchanged_since(files.root, [(*sized_path, files.stamp(sized_path[0])) for sized_path in sizes.items()], now)
         age = None if since is None else max(0.0, now - since)
         number = self._step_of(place) if place else None
         format = format_of(files)
@@ -296,8 +296,8 @@ def _joined(place: str, part: str) -> str:
     return f"{place.rstrip('/')}/{part}".lstrip("/") if part else place
 
 
-def _in_order(found: Iterable[Step]) -> list[Step]:
-    return sorted(found, key=lambda step: (step.order, step.path))
+def _in_order(steps: Iterable[Step]) -> list[Step]:
+    return sorted(steps, key=lambda step: (step.order, step.path))
 
 
 def format_of(files: Files) -> str | None:

@@ -63,8 +63,8 @@ def share_rows(divided: Sequence[ByteShare], by: str, limit: int | None = None) 
     """Parts of the stored bytes: name, tensors, bytes, share of all, and a bar that compares it with the largest."""
     total, largest = sum(share.nbytes for share in divided) or 1, max((share.nbytes for share in divided), default=0) or 1
     rows = [
-        (each.name, each.tensors, nbytes_text(each.nbytes), f"{100 * each.nbytes / total:.3g} %", Share(each.nbytes / largest))
-        for each in divided
+        (share.name, share.tensors, nbytes_text(share.nbytes), f"{100 * share.nbytes / total:.3g} %", Share(share.nbytes / largest))
+        for share in divided
     ]
     return Rows((by, "tensors", "bytes", "share", ""), rows, optional=(4,), limit=limit, fits=True, hint="; `limit=0` shows all")
 
@@ -148,10 +148,10 @@ def _trees(opened: Checkpoint, view: TreeView) -> Iterator[Section]:
         yield from ("", Tree(opened.tree, view)) if tensors else ()
         return
     for model in models:
-        own = (each for each in tensors if each.name.startswith(f"{model.root}."))
+        own = (tensor for tensor in tensors if tensor.name.startswith(f"{model.root}."))
         title = f"{model.root} (`root={model.root}`)"
         yield from ("", title, Tree(opened.tree_of(own), view, title))
-    if others := [each for each in tensors if not any(each.name.startswith(f"{model.root}.") for model in models)]:
+    if others := [tensor for tensor in tensors if not any(tensor.name.startswith(f"{model.root}.") for model in models)]:
         title = "tensors of no model"
         yield from ("", title, Tree(opened.tree_of(others), view, title))
 

@@ -35,7 +35,7 @@ def comparison_sections(result: Comparison, title: str, record: str) -> Iterator
 
 def diff_sections(result: Diff, title: str, beyond: Sequence[Change] | None, limit: int) -> Iterator[Section]:
     """What changed, by layer, role and tensor, and what cannot be compared. beyond: changes beyond the thresholds, if there are any."""
-    changed, not_finite = result.largest(), [str(each) for each in result.not_finite()]
+    changed, not_finite = result.largest(), [str(kind) for kind in result.not_finite()]
     total = result.total()
     measured = [
         ("tensors changed", len(changed)),
@@ -45,7 +45,7 @@ def diff_sections(result: Diff, title: str, beyond: Sequence[Change] | None, lim
     ]
     yield _head(result, title, measured if result.changes else [], not_finite)
     yield from not_finite
-    others = [each for each in result.differences if each.kind != "values"]
+    others = [difference for difference in result.differences if difference.kind != "values"]
     compared = f"{plural(result.tensors, 'tensor')}, {nbytes_text(result.nbytes)} compared" if result.changes else "headers"
     outcome = f"{len(changed):,} of {plural(len(result.changes), 'tensor')} changed" if result.changes else "no weight was read"
     more = f"; {plural(len(others), 'difference')} in names, shapes or element types" if others else ""
@@ -73,7 +73,7 @@ def server_sections(result: ServerComparison, server: str = "the server") -> Ite
         ("missing", result.keys("missing")),
         ("not comparable", result.not_comparable),
         ("unknown", result.unknown),
-        ("version", [each.detail for each in result.differences if each.kind == "version"]),
+        ("version", [difference.detail for difference in result.differences if difference.kind == "version"]),
     ]
     renamed = f"{plural(len(result.renamed), 'parameter')} under another name of the same parameter" if result.renamed else None
     yield from (Facts(named, width=14, limit=_MOST), Facts([("note", renamed), ("note", result.notes)], width=14))
@@ -97,7 +97,7 @@ def _summary(result: Comparison, not_finite: Sequence[str] = ()) -> Iterator[Sec
 
 
 def _differences(differences: Sequence[Difference], first: str) -> Rows:
-    return Rows((first, "what", "how"), [(each.name, each.kind, each.detail) for each in differences], "Differences")
+    return Rows((first, "what", "how"), [(row.name, row.kind, row.detail) for row in differences], "Differences")
 
 
 def _changes(name: str, changes: Sequence[Change], number: int, limit: int) -> Iterator[Section]:

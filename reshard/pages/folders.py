@@ -88,7 +88,7 @@ def damaged_sections(path: str) -> Iterator[Section]:
         paths, config = paths_of(files, ()), find_model_files_near(files).config or {}
     except ReshardError:
         return
-    sizes = {found: files.size(found) or 0 for found in paths}
+    sizes = {name: files.size(name) or 0 for name in paths}
     stored = f"{plural(len(sizes), 'file')}, {nbytes_text(sum(sizes.values()))}"
     yield f"{path}: {name_of_model(config) or 'unknown model'}; {format.name}, incomplete or damaged; {stored} are here"
-    yield Rows(("file", "bytes"), [(found, nbytes_text(nbytes)) for found, nbytes in sizes.items()], limit=_MOST_FILES)
+    yield Rows(("file", "bytes"), [(name, nbytes_text(nbytes)) for name, nbytes in sizes.items()], limit=_MOST_FILES)

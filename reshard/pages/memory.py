@@ -71,13 +71,13 @@ def estimate_sections(estimates: Sequence[Estimate], fitting: Sequence[Fit], gpu
     last, parameters = estimates[-1], estimates[0].parameters
     exact, short = f"{parameters:,}", count_text(parameters)
     of = f"{exact} parameters" + (f" ({short})" if short != exact else "")
-    fits = gpu_memory and any(strategy.fullest.total <= gpu_memory for each in estimates for strategy in each.strategies)
+    fits = gpu_memory and any(strategy.fullest.total <= gpu_memory for estimate in estimates for strategy in estimate.strategies)
     verdict, tone = ("", "good") if gpu_memory is None else ("fits", "good") if fits else ("does not fit", "bad")
     memory = nbytes_text(gpu_memory) if gpu_memory is not None else None
-    tiles = [("parameters", parameters), ("GPUs", " or ".join(dict.fromkeys(f"{each.training.gpus:,}" for each in estimates)))]
+    tiles = [("parameters", parameters), ("GPUs", " or ".join(dict.fromkeys(f"{estimate.training.gpus:,}" for estimate in estimates)))]
     yield Head(f"{parameters:,} parameters: training memory", "estimate", verdict, tone, [*tiles, ("memory of a GPU", memory)])
     yield from _one(of, last) if len(estimates) == 1 else _several(of, estimates)
-    fewest = {each.training.schedule.stages: each.fewest_microbatches for each in estimates if each.fewest_microbatches is not None}
+    fewest = {run.training.schedule.stages: run.fewest_microbatches for run in estimates if run.fewest_microbatches is not None}
     yield Facts(
         [
             *(_one_facts(last) if len(estimates) == 1 else ()),
@@ -87,9 +87,9 @@ def estimate_sections(estimates: Sequence[Estimate], fitting: Sequence[Fit], gpu
         ],
         width=9,
     )
-    for each in estimates:
-        yield Drawing(f"The fullest rank on {each.training.parallel}", "memory", (each, gpu_memory))
-        yield OnPage(_strategies(each))
+    for estimate in estimates:
+        yield Drawing(f"The fullest rank on {estimate.training.parallel}", "memory", (estimate, gpu_memory))
+        yield OnPage(_strategies(estimate))
     if waits := _bubbles(estimates):
         yield from (Drawing("Pipeline bubble", "bubbles", (schedules_of(estimates),)), OnPage(waits))
 
@@ -106,10 +106,10 @@ def _fewest_text(count: int, of: str) -> str:
 
 def _several(of: str, estimates: Sequence[Estimate]) -> Iterator[Section]:
     """Strategies and numbers of GPUs, and the bubbles of pipelines."""
-    several = len({each.training.parallel.pp for each in estimates}) > 1
-    counts = [f"{each.training.gpus}" + (f", PP {each.training.parallel.pp}" if several else "") for each in estimates]
+    several = len({estimate.training.parallel.pp for estimate in estimates}) > 1
+    counts = [f"{estimate.training.gpus}" + (f", PP {estimate.training.parallel.pp}" if several else "") for estimate in estimates]
     rows = [
-        (STRATEGY_NAMES[strategy.zero], *(_bytes(each.strategies[number].fullest.total) for each in estimates))
+        (STRATEGY_NAMES[strategy.zero], *(_bytes(estimate.strategies[number].fullest.total) for estimate in estimates))
         for number, strategy in enumerate(estimates[0].strategies)
     ]
     yield from (f"{of}: bytes on the fullest rank", "", Rows(("GPUs", *counts), rows, "The fullest rank"))
@@ -122,8 +122,8 @@ def _one(of: str, estimate: Estimate) -> Iterator[Section]:
     """Per strategy the fullest rank; per pipeline stage its rank."""
     gpus, parallel = estimate.training.gpus, estimate.training.parallel
     yield from (f"{of} on {plural(gpus, 'GPU')}: {parallel}", "", replace(_strategies(estimate), title=""))
-    for each, names in _distinct(estimate) if parallel.pp > 1 else ():
-        stages = [(_stage(rank), count_text(rank.parameters), *_cells(rank)) for rank in each.stages]
+    for strategy, names in _distinct(estimate) if parallel.pp > 1 else ():
+        stages = [(_stage(rank), count_text(rank.parameters), *_cells(rank)) for rank in strategy.stages]
         name = f"{names}, by stage"
         yield from ("", Rows((name, "parameters", *_COLUMNS), stages, name))
     yield ""
@@ -138,7 +138,7 @@ def _bubbles(estimates: Sequence[Estimate]) -> Rows | None:
 
 
 def _strategies(estimate: Estimate) -> Rows:
-    rows = [(names, *_cells(each.fullest)) for each, names in _distinct(estimate)]
+    rows = [(names, *_cells(strategy.fullest)) for strategy, names in _distinct(estimate)]
     return Rows(("per rank", *_COLUMNS), rows, f"In numbers on {estimate.training.parallel}")
 
 

@@ -77,7 +77,7 @@ def _rows(rows: Table) -> Html:
 @picture_of.register
 def _(view: View) -> Html:
     """The first tensors as a table."""
-    rows = [(each.name, each.dtype.name, str(list(each.shape)), each.nbytes) for each in islice(view.values(), 100)]
+    rows = [(tensor.name, tensor.dtype.name, str(list(tensor.shape)), tensor.nbytes) for tensor in islice(view.values(), 100)]
     return table(("name", "dtype", "shape", "bytes"), rows, caption=repr(view))
 
 

@@ -65,8 +65,8 @@ class Facts:
         """The names and values that are shown. limit: the most values of one name; the others are counted."""
         for name, shown in self.rows:
             given = shown if isinstance(shown, tuple | list) else (shown,)
-            values = [each for each in given if each is not None and each != ""]
-            yield from ((name, each) for each in values[:limit])
+            values = [stated for stated in given if stated is not None and stated != ""]
+            yield from ((name, stated) for stated in values[:limit])
             if limit is not None and len(values) > limit:
                 yield name, f"and {len(values) - limit:,} more"
 

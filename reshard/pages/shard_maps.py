@@ -27,7 +27,7 @@ def shard_map(tree: Fold) -> Html:
     shown = [leaf for leaf in families if len(leaf.stored[0].shards) > 1][:_MOST_FAMILIES]
     if not shown:
         return Html("")
-    in_order = [leaf for _, leaf in tree.walk() if any(leaf is each for each in shown)]
+    in_order = [leaf for _, leaf in tree.walk() if any(leaf is drawn for drawn in shown)]
     widths = np.log2(np.array([max(leaf.nbytes, 2) for leaf in in_order], np.float64)) + 1
     edges = np.concatenate([np.zeros(1), np.cumsum(widths / widths.sum())])
     places = zip(in_order, edges[:-1].tolist(), np.diff(edges).tolist(), strict=True)

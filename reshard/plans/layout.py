@@ -283,7 +283,7 @@ class FileForm:
     def sections(self) -> tuple[tuple[FileSections, Columns], ...]:
         """The sections of the first file, those of one element type and number of axes together, and the step of each section."""
         items = [(item, step) for item, step in zip(self.tensors, self.steps, strict=True) if len(item.tensor.sections)]
-        alike = grouped(items, lambda each: (each[0].tensor.dtype, each[0].tensor.sections.pattern.sizes.shape[1]))
+        alike = grouped(items, lambda row: (row[0].tensor.dtype, row[0].tensor.sections.pattern.sizes.shape[1]))
         return tuple(_joined(dtype, group) for (dtype, _), group in alike.items())
 
 
@@ -311,8 +311,8 @@ class AlikeTensors:
 
     def sections(self) -> Iterator[FileSections]:
         """The sections of all tensors, with starts from the start of the file."""
-        for found, steps in self.form.sections:
-            yield replace(found, names=self._named(found.names), pattern=_moved(found.pattern, steps * self.number))
+        for sections, steps in self.form.sections:
+            yield replace(sections, names=self._named(sections.names), pattern=_moved(sections.pattern, steps * self.number))
 
     def __len__(self) -> int:
         return len(self.form.tensors)

@@ -69,11 +69,11 @@ class _Tables:
         """Add tensors of a file that hold fill, and sections."""
         for item in filled:
             self._constants.extend(_constants(path, item))
-        for each in sections:
-            if len(each.names):
-                numbers = self.number(each.names)
-                for ndim, chosen, pattern in each.pattern.with_ndim():
-                    row = numbers[chosen], pattern, each.byte_offset, each.dtype, self._files[path]
+        for section in sections:
+            if len(section.names):
+                numbers = self.number(section.names)
+                for ndim, chosen, pattern in section.pattern.with_ndim():
+                    row = numbers[chosen], pattern, section.byte_offset, section.dtype, self._files[path]
                     self._rows.setdefault(ndim, []).append(row)
 
     def number(self, names: tuple[str, ...]) -> Columns:
@@ -90,14 +90,14 @@ class _Tables:
 
     def _tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tensor, ...]:
         """The canonical tensors, in the order in which they were first added."""
-        names, found = list(self._numbers), dict[int, Tensor]()
+        names, tensors = list(self._numbers), dict[int, Tensor]()
         while self._rows:
             _, rows = self._rows.popitem()
             table, dtypes, starts, stops, numbers = _sorted(rows, self._paths)
             for number, dtype, start, stop in zip(numbers, dtypes, starts, stops, strict=True):
                 name = names[number]
-                found[number] = Tensor(name, dtype, shapes[name], "weight", Shards(table, start, stop))
-        return tuple(map(found.__getitem__, range(len(names))))
+                tensors[number] = Tensor(name, dtype, shapes[name], "weight", Shards(table, start, stop))
+        return tuple(map(tensors.__getitem__, range(len(names))))
 
 
 def _sorted(rows: list[_Rows], paths: tuple[str, ...]) -> tuple[PieceTable, Iterable[DType], list[int], list[int], list[int]]:

@@ -90,16 +90,16 @@ class Manifest:
     @property
     def combination(self) -> str | None:
         """A sentence about the checkpoints that this one was combined from; None if it was made of one."""
-        found = self.document.get("combined")
-        sources = found.get("sources") if isinstance(found, dict) else None
-        if not isinstance(found, dict) or not isinstance(sources, list):
+        combined = self.document.get("combined")
+        sources = combined.get("sources") if isinstance(combined, dict) else None
+        if not isinstance(combined, dict) or not isinstance(sources, list):
             return None
         steps = [
-            f"step {each['step']}" if _is_size(each.get("step")) else str(each.get("path")) for each in sources if isinstance(each, dict)
+            f"step {part['step']}" if _is_size(part.get("step")) else str(part.get("path")) for part in sources if isinstance(part, dict)
         ]
-        weights = [f"{each['weight']:.6g}" if isinstance(each.get("weight"), float) else "?" for each in sources if isinstance(each, dict)]
+        weights = [f"{part['weight']:.6g}" if isinstance(part.get("weight"), float) else "?" for part in sources if isinstance(part, dict)]
         named = [f"{step} ({weight})" for step, weight in zip(steps, weights, strict=True)]
-        about = f"{found.get('rule')} ({found.get('asked')})"[:200]
+        about = f"{combined.get('rule')} ({combined.get('asked')})"[:200]
         return f"{about} of {plural(len(named), 'checkpoint')}: {some(named, most=11)}; {MANIFEST} has their paths and fingerprints"
 
     @property
@@ -280,13 +280,13 @@ def listed_files(files: Files, manifest: Manifest) -> Mapping[str, int]:
         return manifest.files
     if files.size(DIGESTS) is None:
         raise _damaged(DIGESTS, "the file is missing")
-    found: dict[str, int] = {}
+    listed: dict[str, int] = {}
     for record in _records(_lines(files, CURRENT.new())):
         if "file" in record:
-            found[inside(str(record["file"]), where=DIGESTS)] = _file_record(record).nbytes
-        elif found:
+            listed[inside(str(record["file"]), where=DIGESTS)] = _file_record(record).nbytes
+        elif listed:
             break
-    return found
+    return listed
 
 
 def written_files(files: Files, manifest: Manifest) -> tuple[str, ...]:
@@ -302,10 +302,10 @@ def written_files(files: Files, manifest: Manifest) -> tuple[str, ...]:
 def check_listed_files(files: Files, manifest: Manifest) -> None:
     """Raises CheckpointError, naming the file, if one of the files that reshard wrote is missing or has another length."""
     for path, size in listed_files(files, manifest).items():
-        found = files.size(path)
-        if found != size:
+        nbytes = files.size(path)
+        if nbytes != size:
             raise CheckpointError(
-                "the file is missing" if found is None else f"the file has {found:,} bytes, {size:,} were written",
+                "the file is missing" if nbytes is None else f"the file has {nbytes:,} bytes, {size:,} were written",
                 where=path,
                 why=f"{MANIFEST} lists {manifest.summary}",
                 do=f"Copy the file again from where it was written, or remove {MANIFEST} if another program has written here since",
@@ -319,19 +319,19 @@ def read_digests(files: Files, manifest: Manifest) -> Digests:
     """
     if files.size(DIGESTS) is None:
         raise _damaged(DIGESTS, "the file is missing")
-    found, running = Digests(), CURRENT.new()
+    digests, running = Digests(), CURRENT.new()
     for record in _records(_lines(files, running)):
         if "file" in record:
-            _add(found.files, inside(str(record["file"]), where=DIGESTS), _file_record(record))
+            _add(digests.files, inside(str(record["file"]), where=DIGESTS), _file_record(record))
         elif "small_file" in record:
-            _add(found.small_files, inside(str(record["small_file"]), where=DIGESTS), _digest(record, "digest"))
+            _add(digests.small_files, inside(str(record["small_file"]), where=DIGESTS), _digest(record, "digest"))
         elif "tensor" in record:
-            _add(found.tensors, str(record["tensor"]), _digest(record, "digest"))
+            _add(digests.tensors, str(record["tensor"]), _digest(record, "digest"))
         elif "alias" in record:
-            _add(found.aliases, str(record["alias"]), str(record.get("of")))
+            _add(digests.aliases, str(record["alias"]), str(record.get("of")))
     if CURRENT.text(running.digest()) != manifest.digests:
         raise _damaged(DIGESTS, f"it is not the file that {MANIFEST} names")
-    return found
+    return digests
 
 
 def _lines(files: Files, running: Hash) -> Iterator[bytes]:
@@ -370,7 +370,7 @@ def _file_record(record: Mapping[str, Any]) -> FileRecord:
         or not re.fullmatch(r"(\d{1,18}-\d{1,18}(,|$))*", fixed)
     ):
         raise _damaged(DIGESTS, f"the record of {str(record['file'])[:200]!r} is incomplete")
-    ranges = tuple((int(start), int(stop)) for start, _, stop in (each.partition("-") for each in fixed.split(",") if each))
+    ranges = tuple((int(start), int(stop)) for start, _, stop in (span.partition("-") for span in fixed.split(",") if span))
     end = 0
     for start, stop in ranges:
         if not end <= start <= stop <= size:

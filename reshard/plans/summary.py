@@ -114,11 +114,11 @@ class RankSummary:
 
 def kinds(index: Index) -> tuple[KindSummary, ...]:
     """The tensors of an index by kind and element type, in the order in which these first occur."""
-    found = []
+    rows = []
     for (kind, dtype), tensors in grouped(index.tensors, lambda tensor: (tensor.kind, tensor.dtype.name)).items():
         elements = element_count(tensors)
-        found.append(KindSummary(kind, dtype, len(tensors), elements, elements * tensors[0].dtype.itemsize))
-    return tuple(found)
+        rows.append(KindSummary(kind, dtype, len(tensors), elements, elements * tensors[0].dtype.itemsize))
+    return tuple(rows)
 
 
 def parameter_count(content: Content, config: Mapping[str, Any] | None) -> int:
@@ -168,7 +168,7 @@ def _rank(numbers: dict[str, int], files: list[TargetFile], model: Model | None)
     rows: dict[str, list[tuple[int, int]]] = {}
     layers: set[int] = set()
     declared = model.weights if model else {}
-    for sections in (each for file in files for each in file.sections()):
+    for sections in (of_file for file in files for of_file in file.sections()):
         pattern, weights = sections.pattern, [declared.get(name) for name in sections.names]
         layers |= {weight.layer for weight in weights if weight is not None and weight.layer is not None}
         for row, weight in enumerate(weights):

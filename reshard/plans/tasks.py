@@ -117,10 +117,10 @@ class PartNumber:
     @staticmethod
     def parse(text: str) -> PartNumber:
         """The part from a text such as "3/8". Raises RequestError if it is another text."""
-        found = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text)
-        if not found:
+        match = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text)
+        if not match:
             raise RequestError(f"`part={text}`: not of the form I/N", do="Give the number of the part and how many there are, such as 0/8")
-        return PartNumber(int(found[1]), int(found[2]))
+        return PartNumber(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:
         return f"{self.number}/{self.of}"
@@ -132,8 +132,8 @@ def by_routes(routes: Sequence[Route]) -> tuple[Task, ...]:
     step = max(1, sum(weights) // _MOST_TASKS)
     tasks: list[Task] = []
     start = weight = done = 0
-    for i, each in enumerate(weights, 1):
-        weight += each
+    for i, of_route in enumerate(weights, 1):
+        weight += of_route
         if (done + weight) // step > done // step or i == len(weights):
             tasks.append(Task(len(tasks), range(start, i), weight))
             start, weight, done = i, 0, done + weight
@@ -181,17 +181,17 @@ def files_sharing_tensors(files: Sequence[TargetFile], routes: Sequence[Route]) 
 def owners(weights: Sequence[int], parts: int) -> list[int]:
     """The part that owns each task: the heaviest task is given away first, each to the part that has least so far."""
     loads = [(0, part) for part in range(parts)]
-    found = [0] * len(weights)
+    owner_of = [0] * len(weights)
     for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        load, found[i] = loads[0]
-        heapq.heapreplace(loads, (load + weights[i], found[i]))
-    return found
+        load, owner_of[i] = loads[0]
+        heapq.heapreplace(loads, (load + weights[i], owner_of[i]))
+    return owner_of
 
 
 def tasks_of_part(tasks: Sequence[Task], part: PartNumber) -> tuple[Task, ...]:
     """The tasks of one part, in the order of the plan."""
-    found = owners([task.weight for task in tasks], part.of)
-    return tuple(task for task, owner in zip(tasks, found, strict=True) if owner == part.number)
+    owner_of = owners([task.weight for task in tasks], part.of)
+    return tuple(task for task, owner in zip(tasks, owner_of, strict=True) if owner == part.number)
 
 
 def imbalance(weights: Sequence[int], parts: int) -> float:

@@ -33,10 +33,10 @@ def part_of(text: str | None, parts: int | None, environment: Mapping[str, str])
             do="Say it, for example --part 0/8",
         )
     outer, inner = task or PartNumber(0, 1), process or PartNumber(0, 1)
-    found = PartNumber(outer.number * inner.of + inner.number, outer.of * inner.of)
-    if parts is not None and found.of != parts:
-        raise RequestError(f"--parts {parts}: the launcher has {found.of} processes", do="Leave out --parts")
-    return found
+    part = PartNumber(outer.number * inner.of + inner.number, outer.of * inner.of)
+    if parts is not None and part.of != parts:
+        raise RequestError(f"--parts {parts}: the launcher has {part.of} processes", do="Leave out --parts")
+    return part
 
 
 def _pair(environment: Mapping[str, str], number: str, count: str) -> PartNumber | None:

@@ -26,15 +26,15 @@ def with_lost_files(steps: Sequence[Step]) -> list[Step]:
     alike = defaultdict[tuple[str | None, str], list[Step]](list)
     for step in steps:
         alike[step.format, step.part].append(step)
-    usual = {group: _in_most(each.files for each in found) for group, found in alike.items()}
+    usual = {group: _in_most(other.files for other in similar) for group, similar in alike.items()}
     return [_looked_at(step) if step.complete and _may_lack_files(step, usual[step.format, step.part]) else step for step in steps]
 
 
 def _in_most(every: Iterable[Sequence[str]]) -> set[str]:
     """The files that more than half of the checkpoints have; of two checkpoints, those of both together."""
-    found = list(every)
-    counted = Counter(path for files in found for path in files)
-    return {path for path, number in counted.items() if 2 * number > len(found) - (len(found) == 2)}
+    listings = list(every)
+    counted = Counter(path for files in listings for path in files)
+    return {path for path, number in counted.items() if 2 * number > len(listings) - (len(listings) == 2)}
 
 
 def _may_lack_files(step: Step, usual: Collection[str]) -> bool:

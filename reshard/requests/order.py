@@ -70,13 +70,13 @@ def planned(source: Checkpoint, request: ConversionRequest, asked: Mapping[str, 
             why="A conversion writes one checkpoint",
             do="Add `average=`, or convert each by itself",
         )
-    found = plan_conversion(source, request, request.adapters_for(source), others)
+    plan = plan_conversion(source, request, request.adapters_for(source), others)
     # Whoever plans again takes what was found, such as a learned layout, and does not look for it.
-    if found.target.options != request.target.options:
-        asked = {**{name: value for name, value in asked.items() if name not in request.target.options}, **found.target.options}
-    found = replace(found, order=_order_of((source, *others), asked))
-    _log_planned(found, time.monotonic() - began)
-    return found
+    if plan.target.options != request.target.options:
+        asked = {**{name: value for name, value in asked.items() if name not in request.target.options}, **plan.target.options}
+    plan = replace(plan, order=_order_of((source, *others), asked))
+    _log_planned(plan, time.monotonic() - began)
+    return plan
 
 
 @value
@@ -138,17 +138,17 @@ class PlanFile:
         checkpoint, *others = open_several(sources, keywords)
         about = {**asked, **_among(held.paths, asked)}
         to = about.pop("to")
-        found = planned(checkpoint, ConversionRequest.of(to, about), {"to": to, **about}, others)
+        plan = planned(checkpoint, ConversionRequest.of(to, about), {"to": to, **about}, others)
         # The plan and its records name files as the caller did.
-        options = {**found.target.options, **_among(asked, held.paths)}
+        options = {**plan.target.options, **_among(asked, held.paths)}
         remade = Order(order["source"], tuple(order.get("others", ())), opened_with, asked, lambda: attached, held)
-        found = replace(found, order=remade, target=replace(found.target, options=options))
-        if (found.identity(), request_digest(found)) != (order["identity"], order["request"]):
+        plan = replace(plan, order=remade, target=replace(plan.target, options=options))
+        if (plan.identity(), request_digest(plan)) != (order["identity"], order["request"]):
             version, own = str(order["reshard"]), reshard.__version__
             if version != own:
                 raise self._unsupported(f"reshard {version} wrote it, and this version, {own}, plans the conversion otherwise")
             raise self._damaged("its options give another plan for this source than the one that it names")
-        return found
+        return plan
 
     def _read(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """The order, and the files that are attached by name."""
@@ -176,14 +176,14 @@ class PlanFile:
         """Raises CheckpointError if a file of the source has another length or stamp than it was planned with, or other samples."""
         for name, nbytes, stamp, sampled in planned:
             source, path = tree_at(sources, name)
-            found = source.size(inside(path, where=self.path))
-            if found is None:
+            size = source.size(inside(path, where=self.path))
+            if size is None:
                 was = "is missing"
-            elif found != nbytes:
-                was = f"has {found:,} bytes, {nbytes:,} were planned"
+            elif size != nbytes:
+                was = f"has {size:,} bytes, {nbytes:,} were planned"
             elif source.stamp(path) != stamp:
                 was = "was written since"
-            elif _samples(source, path, found) != sampled:
+            elif _samples(source, path, size) != sampled:
                 was = "has other content, although its length and time are the same"
             else:
                 continue

@@ -38,12 +38,12 @@ class Outlook:
     """Why it cannot be converted as it is, such as a weight that is missing; None if nothing is known to be in the way."""
 
 
-def outlook(checkpoint: Checkpoint, found: Content | ReshardError) -> Outlook:
+def outlook(checkpoint: Checkpoint, read: Content | ReshardError) -> Outlook:
     """What a checkpoint can become, from its config. No weight is read.
 
     found: its weights under canonical names, or why there are none, such as a missing piece or several models.
     """
-    content = None if isinstance(found, ReshardError) else found
+    content = None if isinstance(read, ReshardError) else read
     if content is not None and content.is_adapter:
         return Outlook({}, (), None)
     needed, model = list(checkpoint.index.facts.unanswered), checkpoint.sized_model
@@ -60,7 +60,7 @@ def outlook(checkpoint: Checkpoint, found: Content | ReshardError) -> Outlook:
         needed.append(f"a config with the sizes of the model: `model=DIR` ({checkpoint.config_problem})")
     elif not has_tokenizer(checkpoint.model_files.names) and not draft_class(checkpoint.model_files.config):
         needed.append("a tokenizer (tokenizer.json, tokenizer.model, ...) to serve it: `model=DIR`")
-    problem = _problem(content) if content else _text(found) if isinstance(found, IncompleteError | UnsupportedError) else None
+    problem = _problem(content) if content else _text(read) if isinstance(read, IncompleteError | UnsupportedError) else None
     if content and content.unknown and not problem:
         what = f"{plural(len(content.unknown), 'weight')} that the declared architecture lacks, such as {content.unknown[0]}"
         needed.append(f"for serving: a decision about {what}; `exclude=` or `drop_unknown=True` leaves them out")
@@ -76,7 +76,7 @@ def engine_sizes(model: Model) -> dict[str, tuple[int, ...]]:
     and those whose releases of today read no such files."""
     engines = {name: engine for name, engine in registry.serving_formats().items() if engine.until is None}
     sizes = {name: tuple(size for size in SIZES if _takes(engine, model, size)) for name, engine in engines.items()}
-    return {name: found for name, found in sizes.items() if found}
+    return {name: legal for name, legal in sizes.items() if legal}
 
 
 def _problem(content: Content) -> str | None:

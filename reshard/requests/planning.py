@@ -169,23 +169,23 @@ def combine(draft: Draft) -> Draft:
         with blaming(other.path):
             drafts.append(_read(Draft.of(other, draft.request)))
     checkpoints = [CombinedCheckpoint(draft.source.path, draft.content)]
-    for each in drafts[1:]:
-        relocation = Relocation(partial(JoinedFiles.path_in, each.files))
-        checkpoints.append(CombinedCheckpoint(each.source.path, each.content, relocation))
+    for added in drafts[1:]:
+        relocation = Relocation(partial(JoinedFiles.path_in, added.files))
+        checkpoints.append(CombinedCheckpoint(added.source.path, added.content, relocation))
     _check_packed(drafts)
     content = combined(checkpoints, formula, draft.target.dtype_of)
     index = draft.index
-    for each, checkpoint in zip(drafts[1:], checkpoints[1:], strict=True):
-        tensors = (checkpoint.relocated(tensor) for tensor in each.index.tensors)
-        files = (replace(file, path=JoinedFiles.path_in(each.files, file.path)) for file in each.index.files)
+    for added, checkpoint in zip(drafts[1:], checkpoints[1:], strict=True):
+        tensors = (checkpoint.relocated(tensor) for tensor in added.index.tensors)
+        files = (replace(file, path=JoinedFiles.path_in(added.files, file.path)) for file in added.index.files)
         index = replace(index, tensors=(*index.tensors, *tensors), files=(*index.files, *files))
-    steps = [each.index.facts.step for each in drafts]
+    steps = [combined_draft.index.facts.step for combined_draft in drafts]
     facts = replace(content.facts, step=max((step for step in steps if step is not None), default=None))
     index, content = replace(index, facts=facts), replace(content, facts=facts)
     weights = formula.weights(len(drafts))
     sources = tuple(map(_combined_source, drafts, weights))
     content = replace(content, combined=Combined(formula.rule, formula.text, sources))
-    draft = replace(draft, index=index, content=content, files=JoinedFiles(draft.files, [each.files for each in drafts[1:]]))
+    draft = replace(draft, index=index, content=content, files=JoinedFiles(draft.files, [added.files for added in drafts[1:]]))
     return draft.noting(*_notes_on_combination(draft, formula, steps))
 
 
@@ -349,7 +349,7 @@ def _notes_on_combination(draft: Draft, formula: Formula, steps: Sequence[int | 
 
     weights = formula.weights(len(steps))
     base = "the base, " if formula.rule == "task-arithmetic" else ""
-    paths = [each.path for each in (draft.source, *draft.others)]
+    paths = [checkpoint.path for checkpoint in (draft.source, *draft.others)]
     shown = [f"{base if i == 0 else ''}{path}" + ("" if base and i == 0 else f" ({weights[i]:.6g})") for i, path in enumerate(paths)]
     yield f"{formula}: {some(shown, most=7)}; computed in float64, rounded once"
     if note := steps_note(steps, formula):
@@ -361,8 +361,8 @@ def _check_has_optimizer(draft: Draft) -> None:
     if not any(tensor.kind.startswith(("moment", "state")) for tensor in draft.source.index.tensors):
         others = [
             name
-            for name, each in registry.formats().items()
-            if each.can_write and not each.keeps_optimizer and name not in registry.serving_formats()
+            for name, format in registry.formats().items()
+            if format.can_write and not format.keeps_optimizer and name not in registry.serving_formats()
         ]
         unread = next((note for note in draft.source.index.facts.notes if note.startswith("optimizer.")), None)
         raise RequestError(

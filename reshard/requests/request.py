@@ -196,24 +196,24 @@ def dtype_named(name: str | None, option: str = "`dtype=`") -> DType | None:
     """The floating-point type of that name; None for None. Raises RequestError, listing the usual names, if there is none."""
     if name is None:
         return None
-    found = dtypes.from_user(name)
-    if found is None or not found.floating:
+    dtype = dtypes.from_user(name)
+    if dtype is None or not dtype.floating:
         known = choices(name, dtypes.FLOATING_WORDS, nearest_of=dtypes.FLOATING_SPELLINGS)
         raise RequestError(f"{option} {name}: not a floating-point type", do=known)
-    return found
+    return dtype
 
 
 def _options_of(target: Format, given: Mapping[str, Any], others: Sequence[Option]) -> dict[str, Any]:
     """The target's own options and `others`, parsed. An option whose value is None counts as not given."""
     known = {option.name: option for option in (*target.options, *others)}
-    found: dict[str, Any] = {}
+    parsed: dict[str, Any] = {}
     for name, value in given.items():
         if value is None:
             continue
         if name not in known:
             raise _unknown_option(target, name)
-        found[name] = known[name].parse(value)
-    return found
+        parsed[name] = known[name].parse(value)
+    return parsed
 
 
 def _unknown_option(target: Format, name: str) -> RequestError:

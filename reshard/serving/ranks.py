@@ -153,9 +153,9 @@ class EngineRank:
             )
             for tensor in tensors
         ]
-        names = {each.name for each in stored}
-        for tensor, each in zip(tensors, stored, strict=True):
-            yield each
+        names = {stored_tensor.name for stored_tensor in stored}
+        for tensor, stored_tensor in zip(tensors, stored, strict=True):
+            yield stored_tensor
             yield from (extra for extra in self._extra_tensors(tensor, layer, compute_dtype) if extra.name not in names)
 
     def _engine_name(self, tensor: RankTensor, layer: int | None) -> str:

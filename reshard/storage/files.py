@@ -140,7 +140,7 @@ def read_whole(files: Files, path: str, *, limit: int) -> bytes:
 
 def leads_elsewhere(folder: str, path: str) -> bool:
     """Whether a link on the way to a file below a local folder leads out of it, and not to the blobs of a cache of the Hugging Face hub."""
-    root, place = (os.path.realpath(each) for each in (folder, os.path.join(folder, path)))
+    root, place = (os.path.realpath(location) for location in (folder, os.path.join(folder, path)))
     allowed = [root]
     if os.path.basename(os.path.dirname(root)) == "snapshots":  # models--org--name/snapshots/revision, blobs beside snapshots
         allowed.append(os.path.join(os.path.dirname(os.path.dirname(root)), "blobs"))

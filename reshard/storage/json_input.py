@@ -41,8 +41,8 @@ def _check_levels(value: Any) -> None:
             return
         level = [
             inner
-            for each in level
-            for inner in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+            for container in level
+            for inner in (container.values() if isinstance(container, dict) else container if isinstance(container, list) else ())
             if isinstance(inner, dict | list)
         ]
     raise _too_deep()

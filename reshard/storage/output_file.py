@@ -91,8 +91,8 @@ class OutputFile(os.PathLike[str]):
 
     def _opened(self, append: bool) -> int | None:
         """A descriptor of what is written into as it is; None for a file that is replaced."""
-        if found := _OPEN_FILE.fullmatch(self.path):
-            return os.dup({"stdout": 1, "stderr": 2}[found["stream"]] if found["stream"] else int(found["number"]))
+        if match := _OPEN_FILE.fullmatch(self.path):
+            return os.dup({"stdout": 1, "stderr": 2}[match["stream"]] if match["stream"] else int(match["number"]))
         if self._is_replaceable() and not append:
             return None
         kept = os.O_APPEND | os.O_CREAT if append else 0

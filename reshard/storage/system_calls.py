@@ -216,10 +216,10 @@ def absolute_place(path: str | os.PathLike[str]) -> str:
 
 def existing_path(path: str | os.PathLike[str]) -> Path:
     """The local path of a file or directory. Raises RequestError, with the nearest name, if it does not exist."""
-    found = local_path(path)
-    if not found.exists():
-        raise RequestError(f"there is no file or directory {str(path)!r}", do=_instead_of(found), id="not-found")
-    return found
+    place = local_path(path)
+    if not place.exists():
+        raise RequestError(f"there is no file or directory {str(path)!r}", do=_instead_of(place), id="not-found")
+    return place
 
 
 def _instead_of(path: Path) -> str | None:

@@ -172,7 +172,7 @@ class JoinedFiles(FilesElsewhere):
 def chain_of(path: str | os.PathLike[str], deltas: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = ()) -> tuple[str, ...]:
     """The base and the deltas that `BASE+DELTA+DELTA` names, and further deltas. A path that exists is not taken apart."""
     given = [deltas] if isinstance(deltas, str | os.PathLike) else list(deltas)
-    return (*_parts(os.fspath(path)), *(os.fspath(each) for each in given))
+    return (*_parts(os.fspath(path)), *(os.fspath(delta) for delta in given))
 
 
 def _parts(text: str) -> tuple[str, ...]:

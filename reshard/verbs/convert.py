@@ -241,8 +241,8 @@ def part_result(running: Conversion, target: PathLike, part: PartNumber, seconds
 def _result(plan: Plan, target: PathLike, seconds: float, fingerprint: Fingerprint, notes: tuple[str, ...] = ()) -> Result:
     files = {file.path: file.nbytes for file in plan.layout.files}
     notes = (*plan.layout.notes, *notes)
-    found, left = missing_in_target(plan), plan.layout.left
-    return Result(os.fspath(target), files, drops(plan), notes, fingerprint, seconds, found, left)
+    findings, left = missing_in_target(plan), plan.layout.left
+    return Result(os.fspath(target), files, drops(plan), notes, fingerprint, seconds, findings, left)
 
 
 def existing_target(*, resume: bool, overwrite: bool, if_changed: bool) -> Existing:
@@ -368,8 +368,8 @@ def _destination(plan: Plan, target: PathLike, existing: Existing, effort: Effor
     place = target_place(target)
     for tree in trees_of(plan.source_files):
         _check_apart(place, str(tree.root))
-    found = destination_at(place, effort, replaces=lambda: may_replace(found, plan, existing))
-    return found
+    destination = destination_at(place, effort, replaces=lambda: may_replace(destination, plan, existing))
+    return destination
 
 
 # ---- what may be replaced ----
@@ -395,7 +395,7 @@ def may_replace(destination: Destination, plan: Plan, existing: Existing) -> tup
         )
     # Only those folders are searched that the new checkpoint has, too.
     entries = destination.entries({file.path.partition("/")[0] for file in plan.layout.files if "/" in file.path})
-    weights = _matching(entries, *(glob for found in registry.formats().values() for glob in found.owns))
+    weights = _matching(entries, *(glob for format in registry.formats().values() for glob in format.owns))
     records = _matching(entries, f"{WORK_FOLDER}/*")
     if existing == "update":
         unfinished = destination.unfinished_files()

@@ -143,12 +143,12 @@ def delta(
         staging.clean()
         digests = check_digests(effort, *((side.files, side.index.tensors) for side in (base, new)))
         made = made_frames(pairs, (base.files, new.files), encoding, effort, staging.work, reading)
-        found = sorted(made, key=attrgetter("number"))
-        frames = [(pairs[frame.number][1].name, frame) for frame in found if frame.nbytes]
-        prints = tuple(_fingerprint(side, pairs, found) for side in enumerate(zip((base, new), contents, strict=True)))
+        ordered = sorted(made, key=attrgetter("number"))
+        frames = [(pairs[frame.number][1].name, frame) for frame in ordered if frame.nbytes]
+        prints = tuple(_fingerprint(side, pairs, ordered) for side in enumerate(zip((base, new), contents, strict=True)))
         for number, side in enumerate((base, new)):
-            reading.check_unchanged(side.files, side.index, partial(_is_same, number, pairs, found, side.files))
-        counts = sum(frame.changed for frame in found), element_count(old for old, _ in pairs)
+            reading.check_unchanged(side.files, side.index, partial(_is_same, number, pairs, ordered, side.files))
+        counts = sum(frame.changed for frame in ordered), element_count(old for old, _ in pairs)
         metadata = _metadata(base, new, prints, counts) | {"delta_encoding": encoding, "reshard_tensors": len(frames)}
         nbytes = _write(staging, frames, metadata)
     result = DeltaResult(
@@ -193,20 +193,20 @@ def apply(
 
 def _opened(base: Checkpoint | PathLike, new: Checkpoint | PathLike, options: Mapping[str, Any]) -> tuple[Checkpoint, Checkpoint]:
     """Both checkpoints. One that is opened already is opened again, so that its facts count for the other."""
-    left, right = (each.path if isinstance(each, Checkpoint) else each for each in (base, new))
+    left, right = (side.path if isinstance(side, Checkpoint) else side for side in (base, new))
     return open_both(left, right, **options)
 
 
 def _pairs(base: Checkpoint, new: Checkpoint, contents: tuple[Content, Content], *, cast: bool) -> list[tuple[Tensor, Tensor]]:
     """The tensors of both under their canonical names. Raises RequestError if names, shapes or element types differ; UnsupportedError for
     the values of a function, and for a cast from or to types of one byte."""
-    found = Comparison()
-    old_side, new_side = (Side(each.files, each.index, content) for each, content in zip((base, new), contents, strict=True))
+    comparison = Comparison()
+    old_side, new_side = (Side(side.files, side.index, content) for side, content in zip((base, new), contents, strict=True))
     for content in contents:
         check_selected(content)
-    pairs = list(comparable(old_side, new_side, found, with_cast=cast))
-    if found.differences:
-        first, more = found.differences[0], len(found.differences) - 1
+    pairs = list(comparable(old_side, new_side, comparison, with_cast=cast))
+    if comparison.differences:
+        first, more = comparison.differences[0], len(comparison.differences) - 1
         raise RequestError(
             first.detail.partition(" (`cast")[0] + (f", and {plural(more, 'other difference')}" if more else ""),
             where=first.name,
@@ -229,8 +229,8 @@ def _pairs(base: Checkpoint, new: Checkpoint, contents: tuple[Content, Content],
 
 def _is_same(number: int, pairs: Sequence[tuple[Tensor, Tensor]], frames: Sequence[MadeFrame], files: Files) -> bool:
     """Whether the checkpoint of that number still has the bytes of which frames were made."""
-    found = block_digests(files, {pair[0].name: pair[number] for pair in pairs if pair[0].dtype == pair[number].dtype})
-    return all(found.get(pairs[frame.number][0].name) in (None, frame.digests[number]) for frame in frames)
+    digests = block_digests(files, {pair[0].name: pair[number] for pair in pairs if pair[0].dtype == pair[number].dtype})
+    return all(digests.get(pairs[frame.number][0].name) in (None, frame.digests[number]) for frame in frames)
 
 
 def _metadata(base: Checkpoint, new: Checkpoint, prints: tuple[Fingerprint, ...], counts: tuple[int, int]) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def _metadata(base: Checkpoint, new: Checkpoint, prints: tuple[Fingerprint, ...]
 
 def _versions(base: Checkpoint, new: Checkpoint) -> tuple[str, str]:
     """The version of the new checkpoint, and that of the base, as six digits: their steps, or else counted from 0."""
-    before, after = (each.index.facts.step if each.index.facts.step is not None else step_of(each.path) for each in (base, new))
+    before, after = (side.index.facts.step if side.index.facts.step is not None else step_of(side.path) for side in (base, new))
     if base.deltas:
         before = int(base.deltas[-1].version)
     if before is None or after is None or before == after:
@@ -271,7 +271,7 @@ def _fingerprint(
     number, (checkpoint, content) = side
     digests: BlockDigests = {pairs[frame.number][0].name: frame.digests[number] for frame in frames}
     stored = {pair[number].name for pair in pairs if pair[number].dtype == pair[0].dtype}
-    check_recorded(Side(checkpoint.files, checkpoint.index, content), {name: each for name, each in digests.items() if name in stored})
+    check_recorded(Side(checkpoint.files, checkpoint.index, content), {name: kept for name, kept in digests.items() if name in stored})
     return fingerprint_of({old.name: old for old, _ in pairs}, digests)
 
 
@@ -308,7 +308,7 @@ def _write(staging: Staging, frames: Sequence[tuple[str, MadeFrame]], metadata: 
     """
     groups: list[list[tuple[str, MadeFrame]]] = []
     for name, frame in frames:
-        if not groups or sum(each.nbytes for _, each in groups[-1]) + frame.nbytes > _LARGEST_FILE:
+        if not groups or sum(earlier.nbytes for _, earlier in groups[-1]) + frame.nbytes > _LARGEST_FILE:
             groups.append([])
         groups[-1].append((name, frame))
     paths, dtype = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))], from_torch("uint8", where=INDEX)
@@ -319,10 +319,10 @@ def _write(staging: Staging, frames: Sequence[tuple[str, MadeFrame]], metadata: 
     told, weight_map = masked_in(metadata), {name: path for path, group in zip(paths, groups, strict=True) for name, _ in group}
     told |= {RECORD_KEY: record_digest(told, {name: frame.checksum for name, frame in frames})}
     content = json.dumps({"metadata": told, "weight_map": weight_map}, indent=1).encode() + b"\n"
-    staging.prepare({path: each.nbytes for path, each in zip(paths, framed, strict=True)}, resume=False)
-    for path, group, each in zip(paths, groups, framed, strict=True):
-        staging.write(path, 0, memoryview(each.header))
-        for (_, frame), entry in zip(group, each.entries, strict=True):
+    staging.prepare({path: file.nbytes for path, file in zip(paths, framed, strict=True)}, resume=False)
+    for path, group, file in zip(paths, groups, framed, strict=True):
+        staging.write(path, 0, memoryview(file.header))
+        for (_, frame), entry in zip(group, file.entries, strict=True):
             at = entry.byte_offset
             for part in frame.content():
                 staging.write(path, at, memoryview(part))
@@ -337,4 +337,4 @@ def _write(staging: Staging, frames: Sequence[tuple[str, MadeFrame]], metadata: 
         with suppress(OSError):
             (staging.root / INDEX).unlink()
         raise
-    return len(content) + sum(each.nbytes for each in framed)
+    return len(content) + sum(file.nbytes for file in framed)

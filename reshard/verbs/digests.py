@@ -48,7 +48,7 @@ def weight_checker(to: str) -> WeightChecker:
 
 def weight_checkers() -> dict[str, WeightChecker]:
     """The weight checkers of all engines, by format."""
-    return {name: found.weight_checker for name, found in registry.serving_formats().items() if found.weight_checker}
+    return {name: format.weight_checker for name, format in registry.serving_formats().items() if format.weight_checker}
 
 
 def expected_parameters(
@@ -79,12 +79,12 @@ def digests_of(of: Mapping[str, LazyTensor], new_hash: Callable[[], ParameterHas
         key, tensor = job
         return key, _digest(tensor, new_hash), tensor.nbytes
 
-    found: dict[str, str] = {}
+    by_key: dict[str, str] = {}
     for key, digest, nbytes in run_jobs(of.items(), lambda: perform, NO_LIMITS.threads(8, buffers=3)):
-        found[key] = digest
+        by_key[key] = digest
         if progress:
             progress(nbytes)
-    return {key: found[key] for key in of}
+    return {key: by_key[key] for key in of}
 
 
 def likely_hash(of: Mapping[str, LazyTensor], held: Mapping[str, str], checker: WeightChecker) -> Callable[[], ParameterHash]:

@@ -170,10 +170,10 @@ def _state(work: Path, unfinished: Unfinished | None, run_by: dict[str, Any]) ->
 def _unfinished(target: Path) -> Unfinished | None:
     """The run that the journal describes; None if there is none, or another program wrote it."""
     try:
-        found = read_journal(target)
+        unfinished = read_journal(target)
     except ReshardError:
         return None
-    return found if found and is_digest(found.header.identity) else None
+    return unfinished if unfinished and is_digest(unfinished.header.identity) else None
 
 
 def _size_and_time(work: Path) -> tuple[int, float]:
@@ -208,7 +208,7 @@ def _in_store(url: str, on_error: Callable[[ReshardError], None]) -> Iterator[Le
 
     for upload, path in _uploads(url):
         with _reporting(on_error):
-            if any(path.startswith(each) and target_in(each).is_written_by(path.removeprefix(each), upload.begun) for each in folders):
+            if any(path.startswith(root) and target_in(root).is_written_by(path.removeprefix(root), upload.begun) for root in folders):
                 place, age = f"{url.partition('://')[0]}://{upload.bucket}/{upload.key}", max(0.0, time.time() - upload.begun)
                 yield Leftover(place, "upload", upload.nbytes, age, MEANINGS["upload"], None, upload)
     for folder in [folder for folder, has_work in folders.items() if has_work]:

@@ -108,22 +108,22 @@ def last_steps(sources: Sequence[Source], number: int) -> list[Source]:
     steps = run.steps()
     complete = [step for step in steps if step.complete and step.number is not None]
     chosen = sorted({step.number for step in complete if step.number is not None})[-number:]
-    found = [step for step in complete if step.number in chosen]
+    fitting = [step for step in complete if step.number in chosen]
     if len(chosen) < number or number < 1:
         raise RequestError(
             f"`last={number}`: the run has {plural(len(chosen), 'complete step')}",
             where=os.fspath(sources[0]),
             do="Look at them with `reshard inspect`, and give a number from 1 to that",
         )
-    if len(found) > len(chosen):
-        names = ", ".join(step.part or step.name for step in found if step.number == chosen[-1])
+    if len(fitting) > len(chosen):
+        names = ", ".join(step.part or step.name for step in fitting if step.number == chosen[-1])
         raise RequestError(
             f"`last={number}`: step {chosen[-1]} has several checkpoints: {names}",
             where=os.fspath(sources[0]),
             do="Name the checkpoints of one model in place of the run",
             id="ambiguous",
         )
-    return [source_of(step, steps) for step in found]
+    return [source_of(step, steps) for step in fitting]
 
 
 def check_whole(plan: Plan) -> None:
@@ -151,7 +151,7 @@ def load_plan(path: PathLike, source: PathLike | Sequence[PathLike]) -> Plan:
     `plan` raises.
     """
     files = LocalFiles(path)
-    sources = [os.fspath(source)] if isinstance(source, str | os.PathLike) else [os.fspath(each) for each in source]
+    sources = [os.fspath(source)] if isinstance(source, str | os.PathLike) else [os.fspath(one_source) for one_source in source]
     if not files.is_file:
         raise RequestError(
             "a plan file is expected, this is a directory", where=files.root, do="Give the file that `plan_out=` has written"

@@ -45,7 +45,7 @@ def compare_counts(left: Side, right: Side, result: Comparison) -> None:
     if not names:
         return
     keys = {state_key_of(name, STEP) for name in names}
-    result.differences = [each for each in result.differences if each.name not in keys]
+    result.differences = [difference for difference in result.differences if difference.name not in keys]
     for name in names:
         key = state_key_of(name, STEP)
         a, b = (_count(side, of_side, name, key) for side, of_side in zip((left, right), settings, strict=True))

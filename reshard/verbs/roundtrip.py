@@ -78,12 +78,12 @@ def materialize(plan: Plan, source: Checkpoint, *, work: PathLike | None = None,
         casts = [route for route in plan.routes if route.is_cast]
         wider = bool(casts) and all(widens(route) for route in casts)
         losses: list[str] = []
-        for name, found in (
+        for name, checkpoint in (
             (f"there ({plan.layout.format})", there_opened),
             (f"back ({back_format})", open(back, **about_model)),  # type: ignore[arg-type]
         ):
             result = Comparison()
-            right = Side(found.files, found.index, found.content(selection, model=content.model))
+            right = Side(checkpoint.files, checkpoint.index, checkpoint.content(selection, model=content.model))
             compare(left, right, result, with_cast=wider, effort=effort)
             losses.extend(f"{difference.name}: {name}: {difference.detail}" for difference in result.differences)
         return losses

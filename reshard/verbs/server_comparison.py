@@ -38,14 +38,14 @@ class ExpectedParameters:
 
     def repacked(self, key: str, way: Repacking) -> str | None:
         """The digest of a parameter that is arranged in a way; None if its shape does not allow it."""
-        digest, found = self.new_hash(), False
+        digest, has_parts = self.new_hash(), False
         try:
             for part in way(self.tensors[key]):
                 digest.update(part.view("u1").data)
-                found = True
+                has_parts = True
         except UnsupportedError:  # interleaved rows
             return None
-        return digest.hexdigest() if found else None
+        return digest.hexdigest() if has_parts else None
 
 
 @mutable
@@ -90,7 +90,7 @@ class ServerComparison(Comparison):
 
     def keys(self, kind: str) -> list[str]:
         """The parameters that differ in one way."""
-        return [each.name for each in self.differences if each.kind == kind]
+        return [difference.name for difference in self.differences if difference.kind == kind]
 
     def verdict(self, server: str = "the server") -> str:
         """The result in one sentence."""
@@ -122,8 +122,8 @@ def compare_with_server(expected: ExpectedParameters, held: Mapping[str, str], c
     digests, kernels = expected.digests, _Kernels(expected, held, checker)
     renamed = _renamed(digests, held)
     result = ServerComparison(renamed=renamed, parameters=len(digests), total_nbytes=expected.nbytes(digests))
-    found = kernels.equal | {*renamed.values()}
-    rest = [key for key in digests if key not in found]
+    equal = kernels.equal | {*renamed.values()}
+    rest = [key for key in digests if key not in equal]
     kernels.find_repacked(rest)
     for key in rest:
         if kernels.may_repack(key):
@@ -194,11 +194,11 @@ def _renamed(digests: Mapping[str, str], held: Mapping[str, str]) -> dict[str, s
     missing: dict[tuple[ServingRank, str], list[str]] = {}
     for key in (key for key in digests if key not in held):
         missing.setdefault((split_key(key)[0], digests[key]), []).append(key)
-    found = {}
+    renamed = {}
     for key, digest in held.items():
         if key not in digests and (names := missing.get((split_key(key)[0], digest))):
-            found[key] = names.pop(0)
-    return found
+            renamed[key] = names.pop(0)
+    return renamed
 
 
 def _module_of(key: str) -> str:

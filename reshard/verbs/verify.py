@@ -99,8 +99,8 @@ def sides_of(left: Checkpoint | PathLike, right: Checkpoint | PathLike, selectio
         a, b = open_both(left, right)
     selections = _selections((a, b), selection)
     # Each by its own config: under another model's config its weights would be unknown, and not compared.
-    contents = (each.content(chosen, model=each.model or a.model or b.model) for each, chosen in zip((a, b), selections, strict=True))
-    left_side, right_side = (Side(each.files, each.index, content) for each, content in zip((a, b), contents, strict=True))
+    contents = (side.content(chosen, model=side.model or a.model or b.model) for side, chosen in zip((a, b), selections, strict=True))
+    left_side, right_side = (Side(side.files, side.index, content) for side, content in zip((a, b), contents, strict=True))
     check_selected(left_side.content, right_side.content)
     return compared_once(left_side, right_side)
 
@@ -130,12 +130,12 @@ def _forgive_implied(result: Comparison, left: Side, right: Side) -> None:
             continue
         weights = has.content.model.weights
         implied = {
-            each.name: each
-            for each in result.differences
-            if each.kind == kind and each.name in weights and weights[each.name].implied is not None
+            gap.name: gap
+            for gap in result.differences
+            if gap.kind == kind and gap.name in weights and weights[gap.name].implied is not None
         }
         if implied:
-            result.differences = [each for each in result.differences if each.name not in implied]
+            result.differences = [gap for gap in result.differences if gap.name not in implied]
             what = f"{len(implied)} of {has.files.root}, such as {next(iter(implied))}"
             result.notes.append(f"not compared: {what}, which follow from the shapes of the weights, and which engines do not keep")
 
@@ -143,7 +143,7 @@ def _forgive_implied(result: Comparison, left: Side, right: Side) -> None:
 def _about_unknown(result: Comparison, *sides: Side) -> Iterator[str]:
     """A note if one side lacks weights that the declared architecture lacks, too."""
     unknown = {name for side in sides for name in side.content.unknown}
-    if lost := [each.name for each in result.differences if each.kind in ("missing", "extra") and each.name in unknown]:
+    if lost := [gap.name for gap in result.differences if gap.kind in ("missing", "extra") and gap.name in unknown]:
         lacks = f"the declared architecture lacks {plural(len(lost), 'weight')} that one side lacks"
         yield f"{lacks}; `drop_unknown=True` leaves out such weights"
 
@@ -239,7 +239,7 @@ def log_compared(result: Comparison) -> None:
         bytes=result.nbytes,
         differences=len(result.differences),
     )
-    details("difference", lambda: ((f"{each.name}: {each.kind}: {each.detail}", asdict(each)) for each in result.differences))
+    details("difference", lambda: ((f"{row.name}: {row.kind}: {row.detail}", asdict(row)) for row in result.differences))
 
 
 def _compare_tensors(
@@ -252,9 +252,9 @@ def _compare_tensors(
         check_tensors(side, tensors, digests, result, known, effort)
         return
     # Version 1 recorded the digest of all tensors together, but not which tensors these are.
-    found = hash_blocks(checkpoint.files, tensors, result, effort, VERSION_1)
+    of_blocks = hash_blocks(checkpoint.files, tensors, result, effort, VERSION_1)
     result.tensors = len(tensors)
-    if manifest.fingerprint not in {fingerprint_of(chosen, found, VERSION_1).root for chosen in _choices(checkpoint, index)}:
+    if manifest.fingerprint not in {fingerprint_of(chosen, of_blocks, VERSION_1).root for chosen in _choices(checkpoint, index)}:
         result.differences.append(Difference("fingerprint", "values", f"the weights are not those of the fingerprint in {MANIFEST}"))
     result.notes.append(f"{MANIFEST} is of version 0.1, which recorded no digests of single tensors and of small files")
 
@@ -276,7 +276,7 @@ def _selections(checkpoints: tuple[Checkpoint, Checkpoint], selection: Selection
         selection = replace(selection, masters=True)
     if selection is None or selection.root is None:
         return selection, selection
-    has_root = [any(found.root == selection.root for found in each.models) for each in checkpoints]
+    has_root = [any(model.root == selection.root for model in checkpoint.models) for checkpoint in checkpoints]
     if not any(has_root):
         return selection, selection
     return tuple(selection if has else replace(selection, root=None) for has in has_root)

@@ -159,14 +159,14 @@ def _of_a_push(given: dict[str, Any], *, refuse: bool = False) -> dict[str, Any]
     """The keywords that `push` has, too. refuse: raise RequestError for others."""
     from reshard.verbs.push import PushOptions
 
-    others = [name for name, each in given.items() if name not in PushOptions.__annotations__ and each not in (None, False, 1, "", ())]
+    others = [name for name, said in given.items() if name not in PushOptions.__annotations__ and said not in (None, False, 1, "", ())]
     if refuse and others:
         raise RequestError(
             f"`{others[0]}=` does not go with `push=` without `into=`",
             why="No file is written, and the servers have the sizes and the format",
             do="Leave it out, or add `into=OUT/{step}`",
         )
-    return {name: each for name, each in given.items() if name in PushOptions.__annotations__}
+    return {name: said for name, said in given.items() if name in PushOptions.__annotations__}
 
 
 def _pattern(into: str) -> tuple[str, str]:
@@ -194,7 +194,7 @@ def _chosen(steps: list[Step], part: str | None, into: str) -> list[Step]:
         return [step for step in steps if step.part == part]
     parts = sorted({step.part for step in steps if step.format})
     if len(parts) > 1 and "{part}" not in into:
-        named = ", ".join(each or "the folder itself" for each in parts)
+        named = ", ".join(name or "the folder itself" for name in parts)
         do = f"Choose one with `part=`, such as `part=` {parts[-1]}, or write {{part}} in `into=`"
         raise RequestError(f"the steps have several checkpoints: {named}", do=do, id="ambiguous")
     return steps
@@ -237,18 +237,18 @@ class _Work:
         name = self.name(step)
         target = self.outputs.place(name)
         record = WatchRecord(self.outputs)
-        self.outputs.prepare([each.name for each in record.finished()])
+        self.outputs.prepare([finished.name for finished in record.finished()])
         planned = plan(source, to=self.to, **self.options)
         is_new = not convert(planned, target, if_changed=True).unchanged
         files = planned.layout.files
         yield self.event("converted", step, plural(len(files), "file") if is_new else "it was there already")
         there = self.outputs.names()
-        earlier = [each for each in record.finished() if each.number < step.order and each.name in there]
+        earlier = [finished for finished in record.finished() if finished.number < step.order and finished.name in there]
         if self.link and earlier:
             count, nbytes = self.outputs.link_unchanged(name, earlier[-1].name)
             yield self.event("linked", step, f"{plural(count, 'file')}, {nbytes:,} bytes, as in {earlier[-1].name}")
         check_written(target)
-        newer = any(each.number > step.order and each.name in there for each in record.finished())
+        newer = any(finished.number > step.order and finished.name in there for finished in record.finished())
         if not newer and self.outputs.move_latest(name):
             yield self.event("latest", step, f"{self.outputs.place(LATEST)} points at it")
         if self.pushes and not newer:

@@ -99,7 +99,7 @@ def _values(part: LazyTensor) -> Any:
 def _json_values(values: Any) -> Any:
     """JSON has no NaN, infinity and complex numbers: these become texts."""
     if isinstance(values, list):
-        return [_json_values(each) for each in values]
+        return [_json_values(value) for value in values]
     if isinstance(values, complex) or (isinstance(values, float) and not math.isfinite(values)):
         return str(values)
     return values

@@ -63,7 +63,7 @@ def command(left: str, right: str | None, headers: bool, thresholds: tuple[str, 
         result = reshard.diff(a, b, headers=headers, selection=selection_of(given), **effort)
     beyond = result.beyond(limits) if limits else None
     # With a threshold, smaller changes of values pass.
-    counted = [each for each in result.differences if beyond is None or each.kind != "values"]
+    counted = [difference for difference in result.differences if beyond is None or difference.kind != "values"]
     names, every = None if beyond is None else [change.name for change in beyond], {"changes": result.changes} if full else {}
     return Reply(
         partial(document, result, beyond_threshold=names, **every),

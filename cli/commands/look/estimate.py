@@ -63,17 +63,17 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
     bytes_per = BytesPer(**{name: given.pop(f"{name}_bytes") for name, _, _ in _BYTES_PER}, moments=given.pop("moments"))
     gpu_counts, nbytes, pipelines = given.pop("gpus"), given.pop("gpu_memory"), given.pop("pp")
     about: dict[str, Any] = {"zero": ZERO_STAGES if chosen is None else chosen, "bytes_per": bytes_per, **given}
-    found = estimates(source, gpu_counts or (None,), pipelines=pipelines, parameters=parameters, **about)
-    last = found[-1].training
+    estimated = estimates(source, gpu_counts or (None,), pipelines=pipelines, parameters=parameters, **about)
+    last = estimated[-1].training
 
     def of_parameters(count: int, zero: int) -> Estimate:
         return reshard.estimate(count, **{**about, "zero": zero, "gpus": last.gpus, "pp": last.parallel.pp, "max_bubble": None})
 
-    fitting = fits(found, nbytes, of_parameters if parameters is not None else None) if nbytes is not None else ()
-    return Reply({**estimate_document(found[-1]), **_list_document(found, fitting)}, estimate_sections(found, fitting, nbytes))
+    fitting = fits(estimated, nbytes, of_parameters if parameters is not None else None) if nbytes is not None else ()
+    return Reply({**estimate_document(estimated[-1]), **_list_document(estimated, fitting)}, estimate_sections(estimated, fitting, nbytes))
 
 
-def _list_document(found: Sequence[Estimate], fitting: Sequence[Fit]) -> dict[str, Any]:
+def _list_document(estimated: Sequence[Estimate], fitting: Sequence[Fit]) -> dict[str, Any]:
     """What several sizes, the memory of a GPU and a bubble add to the estimate of the largest sizes."""
     from reshard.training.memory import schedules_of
     from reshard.training.schedules import bubbles
@@ -81,20 +81,20 @@ def _list_document(found: Sequence[Estimate], fitting: Sequence[Fit]) -> dict[st
     return {
         "by_gpus": [
             {
-                "gpus": each.training.gpus,
-                "pp": each.training.parallel.pp,
-                "fewest_microbatches": each.fewest_microbatches,
-                "totals": {_short_name(strategy.zero): strategy.fullest.total for strategy in each.strategies},
+                "gpus": estimate.training.gpus,
+                "pp": estimate.training.parallel.pp,
+                "fewest_microbatches": estimate.fewest_microbatches,
+                "totals": {_short_name(strategy.zero): strategy.fullest.total for strategy in estimate.strategies},
             }
-            for each in found
+            for estimate in estimated
         ],
         "fits": [{"strategy": _short_name(fit.zero), "gpus": fit.gpus, "parameters": fit.parameters} for fit in fitting],
         "bubbles": [
             {"stages": schedule.stages, "microbatches": count, "bubble": bubble}
-            for schedule in schedules_of(found)
+            for schedule in schedules_of(estimated)
             for count, bubble in bubbles(schedule)
         ],
-        "fewest_microbatches": found[-1].fewest_microbatches,
+        "fewest_microbatches": estimated[-1].fewest_microbatches,
     }
 
 
@@ -104,16 +104,16 @@ def _short_name(zero: int) -> str:
     return STRATEGY_NAMES[zero].partition(",")[0]
 
 
-def estimate_document(found: Estimate) -> dict[str, Any]:
+def estimate_document(estimate: Estimate) -> dict[str, Any]:
     """The estimate with stable keys."""
-    parallel, schedule, batch = found.training.parallel, found.training.schedule, found.training.batch
+    parallel, schedule, batch = estimate.training.parallel, estimate.training.schedule, estimate.training.batch
     in_flight = [float(schedule.in_flight(stage)) for stage in range(schedule.stages)]
     return {
-        "parameters": found.parameters,
-        "gpus": found.training.gpus,
+        "parameters": estimate.parameters,
+        "gpus": estimate.training.gpus,
         "parallel": {axis: getattr(parallel, axis) for axis in ("dp", "tp", "pp", "ep")},
         "pipeline": document(schedule, bubble=float(schedule.bubble), microbatches_in_flight=in_flight),
-        "batch": batch and document(batch, flash_attention=not batch.scores, layer_activations=found.layer_activations),
-        "strategies": [{"strategy": _short_name(each.zero), **document(each)} for each in found.strategies],
-        "assumptions": list(found.assumptions),
+        "batch": batch and document(batch, flash_attention=not batch.scores, layer_activations=estimate.layer_activations),
+        "strategies": [{"strategy": _short_name(strategy.zero), **document(strategy)} for strategy in estimate.strategies],
+        "assumptions": list(estimate.assumptions),
     }

@@ -41,15 +41,15 @@ def command(bad: str, good: str, **given: Any) -> Reply:
 
     a, b = open_both(bad, good, formats=given.pop("formats"), **options.take(given, ModelOptions))
     with working("explain", weight_bytes(b), given) as effort:
-        found = reshard.explain(a, b, selection=selection_of(given), **effort)
-    return Reply(document(found), _sections(found), 0 if found.equal else 1)
+        explanation = reshard.explain(a, b, selection=selection_of(given), **effort)
+    return Reply(document(explanation), _sections(explanation), 0 if explanation.equal else 1)
 
 
-def _sections(found: Explanation) -> Iterator[Section]:
+def _sections(explanation: Explanation) -> Iterator[Section]:
     """The mistakes with the tensors that each explains, and the tensors that none explains."""
     from reshard.verbs.look.explain import summary_of
 
-    yield summary_of(found)
-    for mistake in found.mistakes:
+    yield summary_of(explanation)
+    for mistake in explanation.mistakes:
         yield Note(f"  {mistake.text}", mistake.name.split(", "), limit=_MOST, hint="; --json lists all")
-    yield Facts([("unexplained", found.unexplained), ("only in one", found.missing)], width=11, limit=_MOST)
+    yield Facts([("unexplained", explanation.unexplained), ("only in one", explanation.missing)], width=11, limit=_MOST)

@@ -51,7 +51,7 @@ def command(checkpoint: str, names: tuple[str, ...], output: OutputFile, index: 
     with bar(sum(tensor.nbytes for tensor in chosen), "export") as advance:
         nbytes = export(chosen, output, overwrite=overwrite, progress=advance)
     hint = _hint(str(output), chosen[0].dtype) if chosen else None
-    rows = [{"name": each.name, "dtype": each.dtype.name, "shape": list(each.shape), "bytes": each.nbytes} for each in chosen]
+    rows = [{"name": tensor.name, "dtype": tensor.dtype.name, "shape": list(tensor.shape), "bytes": tensor.nbytes} for tensor in chosen]
     made = {"path": str(output), "bytes": nbytes, "tensors": rows, "note": hint}
     what = f"{chosen[0].name} {chosen[0].dtype} {shape_text(chosen[0].shape)}" if len(chosen) == 1 else plural(len(chosen), "tensor")
     return Reply(made, [f"{output}: {what}, {nbytes_text(nbytes)}", Facts([("note", hint)])])

@@ -36,14 +36,14 @@ def command(checkpoints: tuple[str, ...], digest_version: int | None, full: bool
 
     If reshard wrote CHECKPOINT, its weights are compared with reshard.json. The exit code is 1 if they differ.
     """
-    found = [_digested(path, digest_version, dict(given), full=full) for path in checkpoints]
-    documents = [{"path": path, **each} for path, each in zip(checkpoints, found, strict=True)]
-    return Reply(found[0] if len(found) == 1 else {"checkpoints": documents}, _sections(documents))
+    digested = [_digested(path, digest_version, dict(given), full=full) for path in checkpoints]
+    documents = [{"path": path, **entry} for path, entry in zip(checkpoints, digested, strict=True)]
+    return Reply(digested[0] if len(digested) == 1 else {"checkpoints": documents}, _sections(documents))
 
 
 def _sections(documents: Iterable[dict[str, Any]]) -> Iterator[Section]:
-    for each in documents:
-        yield from (f"{fingerprint_text(each['fingerprint'])}  {each['path']}", Facts([("note", each["notes"])]))
+    for entry in documents:
+        yield from (f"{fingerprint_text(entry['fingerprint'])}  {entry['path']}", Facts([("note", entry["notes"])]))
 
 
 def _digested(path: str, digest_version: int | None, given: dict[str, Any], *, full: bool) -> dict[str, Any]:
@@ -56,9 +56,9 @@ def _digested(path: str, digest_version: int | None, given: dict[str, Any], *, f
     selection = selection_of(given)
     content = opened.content(selection)
     with working("fingerprint", sum(tensor.nbytes for tensor in content.tensors.values()), given) as effort:
-        found = reshard.fingerprint(opened, selection=selection, digest_version=digest_version, **effort)
-    about = {"fingerprint": found.root, "notes": [*_notes(content), *found.source_checks.notes()]}
-    return {**about, "source_checks": to_json(found.source_checks), **({"tensors": dict(found.tensors)} if full else {})}
+        fingerprint = reshard.fingerprint(opened, selection=selection, digest_version=digest_version, **effort)
+    about = {"fingerprint": fingerprint.root, "notes": [*_notes(content), *fingerprint.source_checks.notes()]}
+    return {**about, "source_checks": to_json(fingerprint.source_checks), **({"tensors": dict(fingerprint.tensors)} if full else {})}
 
 
 def _notes(content: Content) -> Iterator[str]:

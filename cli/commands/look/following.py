@@ -31,7 +31,7 @@ def following(opened: Inspection, model: str | None) -> str | None:
         if is_peft or LoraSettings(opened.adapter_config).alpha is not None:
             return of_peft
         return f"reshard convert {path} adapter --to peft{about_model or (' --model DIR' if opened.config is None else '')}"
-    if len(models) > 1 and not any(each.is_main for each in models):
+    if len(models) > 1 and not any(component.is_main for component in models):
         return f"reshard convert {path} out --to hf --root {shlex.quote(models[0].root)}"
     if not {tensor.kind for tensor in opened.tensors} & {"weight", "master"}:
         return None
@@ -63,7 +63,7 @@ def _engine_to_learn_from(opened: Inspection) -> str | None:
 
     if not (opened.config or {}).get("model_type"):
         return None
-    traceable = [name for name, found in registry.serving_formats().items() if found.tracer and has_engine(name)]
+    traceable = [name for name, format in registry.serving_formats().items() if format.tracer and has_engine(name)]
     return max(traceable, default=None)  # vllm before sglang
 
 

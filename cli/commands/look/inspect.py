@@ -160,14 +160,14 @@ def _document(opened: Inspection, view: TreeView, tensors: list[Tensor] | None) 
     mesh, experts, adapter = opened.facts.mesh, opened.experts, summary.adapter(opened.index)
     divided = shares(opened.index, view.by) if view.by else ()
     settings = {key: opened.adapter_config.get(name) for key, name in _ADAPTER_SETTINGS.items()}
-    found = document(
+    inspected = document(
         opened,
         model_type=model_type_of(opened.config or {}),
         architecture_known=opened.checkpoint.model is not None,
         experts=experts and document(experts, active_parameters=opened.active_parameters),
         kinds=summary.kinds(opened.index),
         quantized=[
-            document(each, stored=[dict(zip(("name", "dtype", "shape"), s, strict=True)) for s in each.stored]) for each in opened.quantized
+            document(form, stored=[dict(zip(("name", "dtype", "shape"), s, strict=True)) for s in form.stored]) for form in opened.quantized
         ],
         adapter=adapter and {**document(adapter), **settings},
         tensor_count=len(opened.tensors),
@@ -179,7 +179,7 @@ def _document(opened: Inspection, view: TreeView, tensors: list[Tensor] | None) 
         shares=sorted(divided, key=lambda share: -share.nbytes) if view.sort == "bytes" else divided,
     )
     every = {"withheld": to_json(opened.withheld), "objects": list(opened.index.objects)}
-    return found if tensors is None else {**found, "tensors": Streamed(_tensor, tensors), **every}
+    return inspected if tensors is None else {**inspected, "tensors": Streamed(_tensor, tensors), **every}
 
 
 def _branch(level: int, branch: Fold) -> dict[str, Any]:

@@ -53,17 +53,17 @@ def command(model: str, output: OutputFile, **given: Any) -> Reply:
 
 def document(layout: LearnedLayout, output: str, seconds: float) -> dict[str, Any]:
     """The result for --json, with stable keys."""
-    templates = [each for stage in layout.stages.values() for each in stage]
+    templates = [named for stage in layout.stages.values() for named in stage]
     return {
         "layout": output,
         "engine": layout.engine,
         "engine_version": layout.engine_version,
         "platform": layout.platform,
         "model_class": layout.model_class,
-        "sizes": [{"tp": list(each.tp), "pp": each.pp, "ep": each.has_ep, "withheld": each.withheld} for each in layout.sizes],
+        "sizes": [{"tp": list(sizes.tp), "pp": sizes.pp, "ep": sizes.has_ep, "withheld": sizes.withheld} for sizes in layout.sizes],
         "templates": len(templates),
-        "problems": {each.name: each.template.problem for each in templates if each.template.problem},
-        "depend_on_platform": {each.name: each.template.kernel for each in templates if each.template.kernel},
+        "problems": {named.name: named.template.problem for named in templates if named.template.problem},
+        "depend_on_platform": {named.name: named.template.kernel for named in templates if named.template.kernel},
         "seconds": round(seconds, 1),
     }
 

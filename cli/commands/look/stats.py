@@ -51,11 +51,11 @@ def command(checkpoint: str, globs: tuple[str, ...], optimizer: bool, sort: str,
     opened = reshard.open(checkpoint, **options.take(given, OpenOptions))
     total = sum(tensor.nbytes for tensor in wanted(opened, globs, optimizer=optimizer))
     with working("stats", total, given) as effort:
-        found = reshard.stats(opened, globs, optimizer=optimizer, **effort)
-    rows = [*found]
+        report = reshard.stats(opened, globs, optimizer=optimizer, **effort)
+    rows = [*report]
     if sort in _ORDERS:
         rows.sort(key=_ORDERS[sort])
-    checks = found.source_checks
+    checks = report.source_checks
     made = {"path": checkpoint, "bytes": total, "tensors": to_json(rows), "source_checks": to_json(checks)}
     strange = sum(1 for row in rows if row.nan or row.inf)
     line = f"{plural(len(rows), 'tensor')}, {nbytes_text(total)}: {strange or 'none'} with NaN or infinite values"

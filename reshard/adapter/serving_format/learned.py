@@ -126,8 +126,8 @@ def stored_sizes(layout: LearnedLayout, parallel: Parallel, shapes: Mapping[str,
     for ep in dict.fromkeys((1, parallel.tp)):
         candidate = Parallel(parallel.tp, parallel.pp, ep)
         if size_problem(layout, candidate) is None:
-            found = layout.rank_templates(candidate, 0, 0)
-            expected = {name: values(template.shape, (candidate.tp, 0)) for name, _, template in found}
+            templates = layout.rank_templates(candidate, 0, 0)
+            expected = {name: values(template.shape, (candidate.tp, 0)) for name, _, template in templates}
             if all(shapes.get(name, shape) == shape for name, shape in expected.items()):
                 return candidate
     raise CheckpointError(
@@ -207,20 +207,20 @@ def _stored_dtypes(layout: LearnedLayout, content: Content, target: Target) -> t
 
     Raises: UnsupportedError if the parts of a tensor have different types, or one checkpoint tensor would need two types.
     """
-    found: dict[str, DType] = {}
+    dtypes: dict[str, DType] = {}
     holders: dict[str, str] = {}
     for name, template, sources in held_sources(layout, target.parallel):
-        if name not in found:
-            found[name] = _stored_dtype(layout, name, template, sources, content, target)
+        if name not in dtypes:
+            dtypes[name] = _stored_dtype(layout, name, template, sources, content, target)
         for source in sources:
             other = holders.setdefault(source, name)
-            if found[other] != found[name]:
+            if dtypes[other] != dtypes[name]:
                 raise UnsupportedError(
-                    f"the engine keeps it in two element types, {found[other]} as {other} and {found[name]} as {name}",
+                    f"the engine keeps it in two element types, {dtypes[other]} as {other} and {dtypes[name]} as {name}",
                     where=source,
                     do="Convert to hf, which the engine loads as well",
                 )
-    return found, {source: found[name] for source, name in holders.items()}
+    return dtypes, {source: dtypes[name] for source, name in holders.items()}
 
 
 def _stored_dtype(

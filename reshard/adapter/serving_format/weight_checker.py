@@ -140,10 +140,10 @@ class WeightChecker(ABC):
     def digests_in(self, answer: object, *, where: str) -> dict[str, str]:
         """The digests, by key, in what the server answered, which is not trusted. Raises CheckpointError if no checker answers so."""
         try:
-            if isinstance(answer, dict) and (found := self.read(answer)):
-                for key in found:
+            if isinstance(answer, dict) and (digests := self.read(answer)):
+                for key in digests:
                     split_key(key)
-                return found
+                return digests
         except (KeyError, TypeError, ValueError):
             pass
         raise CheckpointError(

@@ -141,11 +141,11 @@ def _about_left_out(left_out: Mapping[str, str], content: Content) -> tuple[str,
 
 def _modules_of(names: Iterable[str]) -> set[str]:
     """The modules that contain weights, such as a.b and a for the name a.b.weight."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for name in names:
-        while (name := name.rpartition(".")[0]) and name not in found:
-            found.add(name)
-    return found
+        while (name := name.rpartition(".")[0]) and name not in modules:
+            modules.add(name)
+    return modules
 
 
 def _about_zeros(model: Model, rules: EngineRules) -> Iterator[str]:

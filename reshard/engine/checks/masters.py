@@ -56,8 +56,8 @@ def wrong_master(files: Files, index: Index, *, per_file: int, tolerance: int = 
         name, paths = sampled
         return _wrong_sample(workers, name, pairs[name], paths, tolerance)
 
-    found = side_by_side(files, of_name, sampled_files(pairs, per_file).items())
-    return next((wrong for wrong in found if wrong is not None), None)
+    checked = side_by_side(files, of_name, sampled_files(pairs, per_file).items())
+    return next((wrong for wrong in checked if wrong is not None), None)
 
 
 class _Workers(threading.local):

@@ -25,16 +25,16 @@ KnownDigests = Callable[[Tensor], Mapping[int, bytes] | None]
 def check_sizes(files: Files, manifest: Manifest, result: Comparison) -> None:
     """Compare the lengths of the files that hold tensors with the manifest."""
     for path, size in listed_files(files, manifest).items():
-        found = files.size(path)
-        if found is None:
+        nbytes = files.size(path)
+        if nbytes is None:
             result.differences.append(Difference(path, "missing", f"the file is missing ({MANIFEST} lists {manifest.summary})"))
-        elif found != size:
-            result.differences.append(Difference(path, "size", f"the file has {found:,} bytes, {size:,} were written"))
+        elif nbytes != size:
+            result.differences.append(Difference(path, "size", f"the file has {nbytes:,} bytes, {size:,} were written"))
 
 
 def check_nothing_was_added(files: Files, manifest: Manifest, digests: Digests, result: Comparison) -> None:
     """Find the files that reshard did not write. Files of weights are differences, because an engine would read them."""
-    globs = [glob for each in registry.formats().values() for glob in each.owns]
+    globs = [glob for format in registry.formats().values() for glob in format.owns]
     for path in _other_files(files, {*digests.files, *digests.small_files, *RECORDS}):
         if any(fnmatchcase(path, glob) for glob in globs):
             detail = f"the file is not one that reshard wrote ({MANIFEST} lists {manifest.summary})"
@@ -75,18 +75,18 @@ def check_tensors(
     result.differences.extend(wrong_constants(side.files, side.index.constants))
     # An alias may be readable under the stored name only.
     stored = {name: name if name in tensors else digests.aliases.get(name, name) for name in digests.tensors}
-    for name in [name for name, found in stored.items() if found not in tensors]:
+    for name in [name for name, stored_name in stored.items() if stored_name not in tensors]:
         result.differences.append(Difference(name, "missing", "no file holds it any more"))
         del stored[name]
-    chosen = {found: tensors[found] for found in dict.fromkeys(stored.values())}
-    found: BlockDigests = {name: dict(of_blocks) for name, tensor in chosen.items() if (of_blocks := known(tensor))}
-    found |= hash_blocks(side.files, {name: tensor for name, tensor in chosen.items() if name not in found}, result, effort)
+    chosen = {stored_name: tensors[stored_name] for stored_name in dict.fromkeys(stored.values())}
+    by_tensor: BlockDigests = {name: dict(of_blocks) for name, tensor in chosen.items() if (of_blocks := known(tensor))}
+    by_tensor |= hash_blocks(side.files, {name: tensor for name, tensor in chosen.items() if name not in by_tensor}, result, effort)
     named = {difference.name for difference in result.differences}
     for name, source in stored.items():
         result.tensors += 1
         if source in named:
             continue
-        if CURRENT.text(tensor_digest(name, chosen[source], found.get(source, {}))) != digests.tensors[name]:
+        if CURRENT.text(tensor_digest(name, chosen[source], by_tensor.get(source, {}))) != digests.tensors[name]:
             result.differences.append(
                 Difference(name, "values", f"the values are not those that reshard wrote; it lies in {files_of(chosen[source])}")
             )
@@ -97,10 +97,10 @@ def hash_blocks(
 ) -> BlockDigests:
     """The digests of all blocks. A tensor whose copies differ is added to `result`."""
     unreadable: dict[str, CheckpointError] = {}
-    found = block_digests(files, tensors, effort, version=version, unreadable=unreadable)
+    digests = block_digests(files, tensors, effort, version=version, unreadable=unreadable)
     result.nbytes += sum(tensor.nbytes for tensor in tensors.values())
     result.differences.extend(Difference(name, "values", error.what) for name, error in unreadable.items())
-    return found
+    return digests
 
 
 def _other_files(files: Files, known: set[str]) -> list[str]:
@@ -109,5 +109,5 @@ def _other_files(files: Files, known: set[str]) -> list[str]:
     for path in known:
         names = path.split("/")[:-1]
         folders |= {"/".join(names[: i + 1]) for i in range(len(names))}
-    found = (path for folder in sorted(folders) for path in files.list(folder))
-    return [path for path in found if not path.endswith("/") and path not in known]
+    listed = (path for folder in sorted(folders) for path in files.list(folder))
+    return [path for path in listed if not path.endswith("/") and path not in known]

@@ -94,10 +94,10 @@ def made_frames(
         )
     itemsize = max((tensor.dtype.itemsize for pair in pairs for tensor in pair), default=1)
 
-    seen = [reading.of(each, partial(map, itemgetter(side), pairs)) for side, each in enumerate(files)]
+    seen = [reading.of(side_files, partial(map, itemgetter(side), pairs)) for side, side_files in enumerate(files)]
 
     def make_worker() -> Callable[[int], MadeFrame]:
-        readers, spool = [Worker(each, itemsize) for each in seen], _temporary(folder)
+        readers, spool = [Worker(side_files, itemsize) for side_files in seen], _temporary(folder)
 
         def perform(number: int) -> MadeFrame:
             start = spool.seek(0, 2)
@@ -128,7 +128,7 @@ def _compared(
     for number, box in enumerate(blocks(old.shape)):
         of_block = PairDigests((True, True))
         for strip, pieces in strips(box, *sides):
-            a, b = (side.read(reader, each, strip) for side, reader, each in zip(sides, readers, pieces, strict=True))
+            a, b = (side.read(reader, slab_pieces, strip) for side, reader, slab_pieces in zip(sides, readers, pieces, strict=True))
             count = int(np.count_nonzero(a != b))
             of_block.add(a, b, is_equal=not count)
             checksum.update(bytes_of(b))

@@ -91,8 +91,8 @@ class LocalFolder:
         return []
 
     def begun(self) -> Begun | None:
-        found = read_journal(self.root)
-        return Begun(found.header, f"an interrupted conversion to {found.header.to}{found.progress} lies here") if found else None
+        journal = read_journal(self.root)
+        return Begun(journal.header, f"an interrupted conversion to {journal.header.to}{journal.progress} lies here") if journal else None
 
     def result_of(self, identity: str) -> Manifest | None:
         # Until the last rename of a run, the target holds what it is about to replace. After it, the work folder may be left.
@@ -190,14 +190,14 @@ class LocalFolder:
     def missing(self, plan: Plan, identity: str) -> Mapping[Task, int]:
         unfinished = read_journal(self.root)
         finished = unfinished.blocks if unfinished and unfinished.header.identity == identity else {}
-        found = {}
+        missing = {}
         for task in self.tasks(plan):
             tensors = ((i, plan.routes[i].target) for i in task.routes)
             boxes = (((i, j), box, tensor.dtype) for i, tensor in tensors for j, box in enumerate(blocks(tensor.shape)))
             nbytes = sum(box.volume * dtype.itemsize for key, box, dtype in boxes if key not in finished)
             if nbytes:
-                found[task] = nbytes
-        return found
+                missing[task] = nbytes
+        return missing
 
     def read_back(self, plan: Plan, jobs: Iterable[Job], digests: Mapping[BlockKey, bytes]) -> Iterator[tuple[Job, bool]]:
         self._reads_back = True

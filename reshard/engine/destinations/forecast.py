@@ -33,7 +33,7 @@ class StoreForecast:
 
 def forecast(plan: Plan, target: str | None) -> list[StoreForecast]:
     """The traffic with the store of the source and with that of the target, if they are in stores. target: its URL; None: a directory."""
-    found = []
+    forecasts = []
     if plan.source_files.store is not None:
         by_file: dict[str, int] = {}
         for route in plan.routes:
@@ -43,7 +43,7 @@ def forecast(plan: Plan, target: str | None) -> list[StoreForecast]:
                 by_file[path] = by_file.get(path, 0) + int(nbytes[row])
         # At the end, each file is looked at once more: nobody may have written it.
         reads = sum(1 + -(-nbytes // LONGEST_REQUEST) for nbytes in by_file.values())
-        found.append(StoreForecast(plan.source_files.root, reads, sum(by_file.values()), 0, 0))
+        forecasts.append(StoreForecast(plan.source_files.root, reads, sum(by_file.values()), 0, 0))
     if target is not None:
         files, small = plan.layout.files, len(plan.layout.sidecars) + 2
         parts = sum(1 if file.nbytes < SMALLEST_PART else 2 + -(-file.nbytes // part_bytes(file.nbytes)) for file in files)
@@ -52,5 +52,5 @@ def forecast(plan: Plan, target: str | None) -> list[StoreForecast]:
         # For each file its record is written, and both are looked at. Once, the folder is listed twice, a record says that the conversion
         # has begun, and the records are removed.
         reads, writes = len(samples) + 2 * len(files) + 2, parts + len(files) + small + 3
-        found.append(StoreForecast(target, reads, sum(samples), writes, written))
-    return found
+        forecasts.append(StoreForecast(target, reads, sum(samples), writes, written))
+    return forecasts

@@ -276,17 +276,17 @@ def read_journal(root: Path) -> Unfinished | None:
     """
     if (header := read_header(root)) is None:
         return None
-    work, found = root / WORK_FOLDER, Unfinished(root, header, {}, {}, {}, 0, 0, committing=False)
+    work, unfinished = root / WORK_FOLDER, Unfinished(root, header, {}, {}, {}, 0, 0, committing=False)
     with system_errors("read", work), _written_by_reshard(work):
         try:
-            of_one, committing = _read(found, JOURNAL)
+            of_one, committing = _read(unfinished, JOURNAL)
             parts = sorted(work.glob(f"{_PARTS}/*.jsonl"))
-            of_parts = sum(_read(found, f"{_PARTS}/{each.name}")[0] for each in parts)
+            of_parts = sum(_read(unfinished, f"{_PARTS}/{part.name}")[0] for part in parts)
         except FileNotFoundError:  # The run has ended meanwhile.
             return None
     # Two processes may have converted the same blocks.
     nbytes = min(of_one + of_parts, header.nbytes or of_one + of_parts)
-    return replace(found, nbytes=nbytes, nbytes_of_journal=of_one, committing=committing)
+    return replace(unfinished, nbytes=nbytes, nbytes_of_journal=of_one, committing=committing)
 
 
 def progress(root: Path) -> str:
@@ -322,10 +322,10 @@ def _read(unfinished: Unfinished, name: str) -> tuple[int, bool]:
     nbytes, committing = 0, False
     for i, line in enumerate(own_lines(unfinished.root, f"{WORK_FOLDER}/{name}")):
         record = json_object(line)
-        found = dict(blocks_of(record))
-        unfinished.blocks.update(found)
+        blocks = dict(blocks_of(record))
+        unfinished.blocks.update(blocks)
         unfinished.beyond.update(beyond_of(record))
-        unfinished.sources.setdefault(text(record.get("source", "")), set()).update(found)
+        unfinished.sources.setdefault(text(record.get("source", "")), set()).update(blocks)
         if i or name != JOURNAL:
             nbytes = max(nbytes, natural(record.get("nbytes", 0)))
         committing |= "commit" in record

@@ -192,13 +192,13 @@ class StoreRecords:
 
     def _is_of(self, path: str, nbytes: int | None, begun: Entry) -> bool:
         """Whether a file can be of the conversion that has begun."""
-        found = self.listed[path]
-        if found.written is not None and begun.written is not None and found.written < begun.written:
+        entry = self.listed[path]
+        if entry.written is not None and begun.written is not None and entry.written < begun.written:
             return False
         if nbytes is None and path not in _MADE_LAST:  # Version 0.1.0 recorded no lengths.
             record = self._file_record(_record_of(path))
-            return (record.get("bytes"), record.get("stamp")) == (found.nbytes, found.stamp)
-        return nbytes in (None, found.nbytes)
+            return (record.get("bytes"), record.get("stamp")) == (entry.nbytes, entry.stamp)
+        return nbytes in (None, entry.nbytes)
 
     def is_written_by(self, path: str, begun: float) -> bool:
         """Whether a conversion into this folder, which may have ended, writes a file of this name. begun: when its upload was begun."""
@@ -206,9 +206,9 @@ class StoreRecords:
             manifest = usable_manifest(files := RemoteFiles(self.store.url))
             return manifest is not None and path in listed_files(files, manifest)
         entry = self.listed.get(BEGUN)
-        found = self.begun()
+        record = self.begun()
         # Stores tell the time of an upload in whole seconds.
-        return found is not None and path in found[1] and (entry is None or entry.written is None or entry.written <= begun + 1)
+        return record is not None and path in record[1] and (entry is None or entry.written is None or entry.written <= begun + 1)
 
     def of_files(self) -> list[str]:
         """The records of files: of what lies where they are kept, what reshard wrote."""
@@ -256,10 +256,10 @@ class StoreRecords:
                 return bytes(self.store.read(entry, 0, entry.nbytes))
             except CheckpointError:
                 # The process that completes the target removes the records, and a part that runs twice writes its own again.
-                found = self.store.look(entry.path)
-                if found is None or found == entry:
+                current = self.store.look(entry.path)
+                if current is None or current == entry:
                     return None
-                entry = found
+                entry = current
         raise CheckpointError(
             f"the file changes whenever it is read; {_LOOKS} times",
             where=self.store.place(entry.path),
@@ -410,8 +410,8 @@ class StoreFolder:
             self._complete[path] = FinishedFile(entry, {}, trace, checksums, {})
 
         try:
-            for each in list(passes(plan, paths - self._complete.keys(), routes, budget.most_open, tiles)):
-                yield from filled(plan, self.store, each, budget, workers, end, reading)
+            for one_pass in list(passes(plan, paths - self._complete.keys(), routes, budget.most_open, tiles)):
+                yield from filled(plan, self.store, one_pass, budget, workers, end, reading)
         except WrongChecksum:
             self.store.remove(ended)
             raise

@@ -49,7 +49,7 @@ def passes(plan: Plan, paths: Container[str], routes: Iterable[int], most_open: 
     groups = [tuple(file for file in group if file.path in paths) for group in _groups(plan, most_open)]
     group_of = {file.path: number for number, group in enumerate(groups) for file in group}
     starts = _starts(plan.layout.files)
-    found: list[list[tuple[int, Job]]] = [[] for _ in groups]
+    of_groups: list[list[tuple[int, Job]]] = [[] for _ in groups]
     for i in routes:
         route = plan.routes[i]
         for number, rows in _clusters(route, group_of, starts):
@@ -60,8 +60,8 @@ def passes(plan: Plan, paths: Container[str], routes: Iterable[int], most_open: 
                 if met or not len(rows):
                     position = min((starts[path] + offset for path, offset in met), default=0)
                     job = Job((i, j), route, source, target, box, frozenset(path for path, _ in met))
-                    found[number].append((position, job))
-    for files, jobs in zip(groups, found, strict=True):
+                    of_groups[number].append((position, job))
+    for files, jobs in zip(groups, of_groups, strict=True):
         if files or jobs:
             yield files, [job for _, job in sorted(jobs, key=itemgetter(0))]
 
@@ -120,10 +120,10 @@ def _clusters(route: Route, group_of: dict[str, int], starts: dict[str, int]) ->
     if not len(shards):
         yield 0, np.zeros(0, np.int64)
     cluster: list[tuple[int, int, int]] = []
-    for each in wanted:
-        if cluster and (each[0] != cluster[-1][0] or each[1] - cluster[-1][1] > _NEAR):
+    for place in wanted:
+        if cluster and (place[0] != cluster[-1][0] or place[1] - cluster[-1][1] > _NEAR):
             yield cluster[0][0], np.array(sorted(row for _, _, row in cluster), np.int64)
             cluster = []
-        cluster.append(each)
+        cluster.append(place)
     if cluster:
         yield cluster[0][0], np.array(sorted(row for _, _, row in cluster), np.int64)

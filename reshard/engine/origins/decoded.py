@@ -92,9 +92,9 @@ class Dequantizer(Reader):
         boxes = [part.box_of(box) for part in self._origin.parts]
         words = (source.whole(worker, inner) for source, inner in zip(self._stored, boxes, strict=True))
         stored, dtype = list(map(StoredWords, self._origin.parts, boxes, words)), self.dtype
-        for each in stored:
-            if each.part.component.use == "group index":
-                _check_order(each, self._origin)
+        for stored_words in stored:
+            if stored_words.part.component.use == "group index":
+                _check_order(stored_words, self._origin)
         scales = None if self._scales is None else stored[self._scales]
         codes = _codes_in_bytes(stored[0], scales, box) if self._has_tables else None
         if codes is None:
@@ -161,7 +161,7 @@ class _CodesInBytes:
 
     def scales_of(self, index: tuple[int, ...], rows: slice) -> Block:
         """The scales of some rows, as an array of two axes."""
-        scales: Block = self.scales[tuple(each % size for each, size in zip(index, self.scales.shape, strict=False))]
+        scales: Block = self.scales[tuple(position % size for position, size in zip(index, self.scales.shape, strict=False))]
         if self.height == 1:
             return scales[rows]
         row = (rows.start + self.first) // self.height - self.first // self.height if self.height else 0
@@ -206,11 +206,11 @@ def _table(stored: Sequence[StoredWords], scales: StoredWords | None, words: Blo
     part, packing = stored[0].part, stored[0].part.component.packing
     codes = packing.values_of_bytes if packing else _values_of_bytes(part.tensor.dtype)
 
-    def values(each: StoredWords) -> Block:
-        return component_values(each.part, words if each is scales else each.words).reshape(-1, 1, 1)
+    def values(stored_words: StoredWords) -> Block:
+        return component_values(stored_words.part, words if stored_words is scales else stored_words.words).reshape(-1, 1, 1)
 
-    found = decoded(codes[None], None, _factors(stored, values, 3), dtype)
-    table: Block = found.reshape(-1, codes.shape[1]).view(f"<u{codes.shape[1] * dtype.itemsize}")[:, 0]
+    decoded_codes = decoded(codes[None], None, _factors(stored, values, 3), dtype)
+    table: Block = decoded_codes.reshape(-1, codes.shape[1]).view(f"<u{codes.shape[1] * dtype.itemsize}")[:, 0]
     return table
 
 
@@ -226,17 +226,17 @@ def _bytes_of(codes: StoredWords, box: Box, packed: int, of_byte: int) -> Block:
     if packing:
         words = words.reshape(*words.shape[:-2], -1) if packing.words else words
         start = box.offsets[packed] % packing.count // of_byte
-    found = np.ascontiguousarray(words).view(np.uint8)
-    return found[..., start : start + box.sizes[packed] // of_byte]
+    in_bytes = np.ascontiguousarray(words).view(np.uint8)
+    return in_bytes[..., start : start + box.sizes[packed] // of_byte]
 
 
 def _computed(stored: Sequence[StoredWords], box: Box, dtype: DType) -> Block:
     """The words of a box, computed for each element."""
     used = ("codes", "zero point", "bias")
-    terms = {each.part.component.use: _values(each, box) for each in stored if each.part.component.use in used}
-    factors = _factors(stored, lambda each: _values(each, box), len(box.sizes))
+    terms = {term.part.component.use: _values(term, box) for term in stored if term.part.component.use in used}
+    factors = _factors(stored, lambda term: _values(term, box), len(box.sizes))
     if "bias" in terms:
-        rounded = next(each.part.tensor.dtype for each in stored if each.part.component.use == "bias")
+        rounded = next(term.part.tensor.dtype for term in stored if term.part.component.use == "bias")
         return decoded_affine(terms["codes"], factors, terms["bias"], rounded, dtype)
     return decoded(terms["codes"], terms.get("zero point"), factors, dtype)
 
@@ -245,11 +245,11 @@ def _factors(stored: Sequence[StoredWords], values: Callable[[StoredWords], Bloc
     """The product of all scales, over all divisors. values: those of a part, as an array of so many axes."""
     factors: Block = np.ones((1,) * axes, np.float32)
     with np.errstate(all="ignore"):
-        for each in stored:
-            if each.part.component.use == "scale":
-                factors = factors * values(each)
-            elif each.part.component.use == "divisor":
-                factors = factors / values(each)
+        for term in stored:
+            if term.part.component.use == "scale":
+                factors = factors * values(term)
+            elif term.part.component.use == "divisor":
+                factors = factors / values(term)
     return factors
 
 
@@ -313,7 +313,7 @@ def component_values(part: EncodedPart, words: Block) -> Block:
 def _check_order(stored: StoredWords, encoding: Decoded) -> None:
     """Raises CheckpointError if input features are in other groups than the runs of neighbours."""
     box = stored.box
-    size = next(size for each in encoding.parts if each.component.use == "scale" for size in each.block_shape[-1:])
+    size = next(size for part in encoding.parts if part.component.use == "scale" for size in part.block_shape[-1:])
     features = np.arange(box.offsets[0], box.stops[0])
     expected = features // size if size else features * 0
     if not np.array_equal(stored.words.view(np.int32), expected):

@@ -37,20 +37,20 @@ class Merger(Reader):
     def _add(self, worker: Worker, box: Box, values: Float32) -> None:
         """Add the products to the values of a box."""
         with np.errstate(all="ignore"):
-            for each in self._products:
-                shared = each.product.box.intersect(box)
+            for term in self._products:
+                shared = term.product.box.intersect(box)
                 if shared is None:
                     continue
                 part = values[shared.relative_to(box.offsets).index]
                 matrix = part.reshape(1, -1) if part.ndim == 1 else part[(0,) * (part.ndim - 2)]
-                if each.product.steps != (1, 1):
-                    each.add_by_steps(worker, shared, matrix)
+                if term.product.steps != (1, 1):
+                    term.add_by_steps(worker, shared, matrix)
                     continue
-                if each.product.replaces:
+                if term.product.replaces:
                     matrix[:] = 0
-                matrix += each.of(worker, shared)
-                if each.product.magnitude is not None:
-                    matrix *= self._dora_factors(worker, each, shared, matrix)
+                matrix += term.of(worker, shared)
+                if term.product.magnitude is not None:
+                    matrix *= self._dora_factors(worker, term, shared, matrix)
             if self.dtype == F32:
                 values[np.isnan(values)] = np.nan
 

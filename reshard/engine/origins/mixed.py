@@ -46,7 +46,7 @@ class Combiner(Reader):
 
     def __init__(self, tensor: Tensor, origin: Mixed, dtype: DType, open_input: OpenInput, *_: object) -> None:
         super().__init__(tensor, dtype)
-        self._mixed, self._inputs = origin, [open_input(each, each.values_dtype) for each in origin.inputs]
+        self._mixed, self._inputs = origin, [open_input(input_tensor, input_tensor.values_dtype) for input_tensor in origin.inputs]
         self._turn = Turn(tensor.shape, origin.weights[1]) if origin.rule == "slerp" else None
         # A strip of each input is in memory at once. Together they have the bytes of one strip, which stay in the processor's cache; with
         # more than eight inputs they have the bytes of up to four strips, because shorter ones take more calls.
@@ -54,11 +54,11 @@ class Combiner(Reader):
 
     def within(self, slab: Box, axis: int) -> SlabPieces:
         """What the pieces of each input hold of a slab."""
-        return SlabPieces(self.tensor, (), of_inputs=tuple(each.within(slab, axis) for each in self._inputs))
+        return SlabPieces(self.tensor, (), of_inputs=tuple(input_reader.within(slab, axis) for input_reader in self._inputs))
 
     def ranges(self, box: Box, gap: int) -> Iterator[FileRange]:
         """The file ranges that hold the values of a box of each input."""
-        return chain.from_iterable(each.ranges(box, gap) for each in self._inputs)
+        return chain.from_iterable(input_reader.ranges(box, gap) for input_reader in self._inputs)
 
     def new_hashes(self) -> list[Hash]:
         """A new hash for each of the checkpoints."""
@@ -86,9 +86,9 @@ class Combiner(Reader):
 
     def _words(self, worker: Worker, pieces: SlabPieces, strip: Strip, hashes: Sequence[Hash]) -> Words:
         """The elements of a strip of each input."""
-        types = [each.dtype for each in self._inputs]
+        types = [input_reader.dtype for input_reader in self._inputs]
         is_one_type = {*types} == {types[0]}
-        read = np.empty((len(types), *strip.sizes), types[0].word) if is_one_type else [np.empty(strip.sizes, each.word) for each in types]
+        read = np.empty((len(types), *strip.sizes), types[0].word) if is_one_type else [np.empty(strip.sizes, kind.word) for kind in types]
         for source, of_input, words in zip(self._inputs, pieces.of_inputs, read, strict=True):
             source.read(worker, of_input, strip, words)
         for running, words in zip(hashes, read, strict=False):
@@ -97,7 +97,7 @@ class Combiner(Reader):
 
     def _flat(self, worker: Worker, box: Box) -> tuple[Block, Block]:
         """The elements of a box of the first two inputs, as numbers in row-major order."""
-        first, second = (each.whole(worker, box).reshape(-1).view(numpy_type(each.dtype)) for each in self._inputs)
+        first, second = (input_reader.whole(worker, box).reshape(-1).view(numpy_type(input_reader.dtype)) for input_reader in self._inputs)
         return first, second
 
 
@@ -129,22 +129,22 @@ def _in_float32(mixed: Mixed, coefficients: Sequence[float], inputs: Block) -> t
 
 def _in_float64(mixed: Mixed, coefficients: Sequence[float], inputs: Words, dtype: DType) -> tuple[Block, bool]:
     """The combined elements, by the definition."""
-    values = [words.reshape(-1).view(numpy_type(each.values_dtype)) for words, each in zip(inputs, mixed.inputs, strict=True)]
+    values = [words.reshape(-1).view(numpy_type(tensor.values_dtype)) for words, tensor in zip(inputs, mixed.inputs, strict=True)]
     size, is_finite, is_task = values[0].size, True, mixed.rule == "task-arithmetic"
     result = np.empty(size, dtype.word)
     kept = [np.empty(min(_STRIP, size)) for _ in range(3)]
     with np.errstate(all="ignore"):
         for start in range(0, size, _STRIP):
             rows = slice(start, min(start + _STRIP, size))
-            sums, part, base = (each[: rows.stop - start] for each in kept)
+            sums, part, base = (buffer[: rows.stop - start] for buffer in kept)
             # numpy converts and multiplies in two steps faster than in one, which it does in small parts.
             np.copyto(sums, values[0][rows])
             if is_task:
                 np.copyto(base, sums)
             else:
                 np.multiply(sums, coefficients[0], out=sums)
-            for each, factor in zip(values[1:], coefficients[1:], strict=True):
-                np.copyto(part, each[rows])
+            for of_input, factor in zip(values[1:], coefficients[1:], strict=True):
+                np.copyto(part, of_input[rows])
                 if is_task:
                     np.subtract(part, base, out=part)
                 np.multiply(part, factor, out=part)
@@ -158,10 +158,10 @@ def _in_float64(mixed: Mixed, coefficients: Sequence[float], inputs: Words, dtyp
 def check_finite(words: Block, mixed: Mixed, number: int, box: Box) -> None:
     """Raises CheckpointError, with the input and the first such element, if an element is a NaN or infinite. words: those of a box."""
     with np.errstate(all="ignore"):
-        found = words.reshape(-1).view(numpy_type(mixed.tensors[number].values_dtype)).astype(np.float64)
-    where = np.flatnonzero(~np.isfinite(found))
+        values = words.reshape(-1).view(numpy_type(mixed.tensors[number].values_dtype)).astype(np.float64)
+    where = np.flatnonzero(~np.isfinite(values))
     if len(where):
-        value = "a NaN" if np.isnan(found[where[0]]) else "infinite"
+        value = "a NaN" if np.isnan(values[where[0]]) else "infinite"
         raise CheckpointError(
             f"element {_element(int(where[0]), box)} is {value} in {mixed.checkpoints[number]}",
             where=mixed.tensors[number].name,
@@ -217,14 +217,14 @@ class Turn:
         """
         while (number := self._next()) is not None:
             try:
-                found = self._sums_of(*read(self._boxes[number]))
+                sums = self._sums_of(*read(self._boxes[number]))
             except BaseException as error:
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()
                 raise
             with self._changed:
-                self._sums[number] = found
+                self._sums[number] = sums
                 self._changed.notify_all()
         with self._changed:
             while len(self._sums) < len(self._boxes):
@@ -244,7 +244,7 @@ class Turn:
         """The sums of each chunk of a block."""
         with np.errstate(all="ignore"):
             starts = range(0, len(x), self._CHUNK)
-            parts = (tuple(each[start : start + self._CHUNK].astype(np.float64) for each in (x, y)) for start in starts)
+            parts = (tuple(vector[start : start + self._CHUNK].astype(np.float64) for vector in (x, y)) for start in starts)
             return [(self._total(a * b), self._total(a * a), self._total(b * b)) for a, b in parts]
 
     def _total(self, products: Float64) -> float:
@@ -258,8 +258,8 @@ class Turn:
 
     def _of_sums(self) -> tuple[float, float]:
         """The coefficients, once all sums are there."""
-        chunks = [sums for found in self._sums.values() for sums in found]
-        if not all(map(math.isfinite, (each for sums in chunks for each in sums))):
+        chunks = [sums for of_box in self._sums.values() for sums in of_box]
+        if not all(map(math.isfinite, (number for sums in chunks for number in sums))):
             return 1 - self._t, self._t  # an input that holds a NaN is refused when its elements are read
         dot, xx, yy = (math.fsum(sums[i] for sums in chunks) for i in range(3))
         cosine = max(-1.0, min(1.0, dot / (math.sqrt(xx) * math.sqrt(yy)))) if xx and yy else 1.0

@@ -37,8 +37,8 @@ def exact_sums(weight: float, inputs: Block, result: Block) -> npt.NDArray[np.in
     values = np.empty(inputs.shape, np.float32)
     np.copyto(values, inputs.view(numpy_type(BF16)))
     sums = values[0]
-    for each in values[1:]:
-        np.add(sums, each, out=sums)
+    for of_input in values[1:]:
+        np.add(sums, of_input, out=sums)
     np.multiply(sums, np.float32(weight), out=sums)
 
     exponents = np.bitwise_and(inputs, _EXPONENT)

@@ -30,8 +30,8 @@ def torch_type(dtype: DType) -> torch.dtype:
     """The element type in torch."""
     import torch
 
-    found: torch.dtype = getattr(torch, dtype.torch)
-    return found
+    torch_dtype: torch.dtype = getattr(torch, dtype.torch)
+    return torch_dtype
 
 
 def cast_tensor(tensor: torch.Tensor, source: DType, target: DType) -> torch.Tensor:

@@ -80,8 +80,8 @@ def new_checksum(algorithm: str) -> Checksum:
         raise UnsupportedError(
             "the checksums of this delta are xxh3-128, and the package xxhash is not installed", do="pip install 'reshard[delta]'"
         ) from None
-    found: Checksum = xxhash.xxh3_128()
-    return found
+    checksum: Checksum = xxhash.xxh3_128()
+    return checksum
 
 
 class OpenPatches:
@@ -99,7 +99,7 @@ class OpenPatches:
                 frames = list(_frames_of(tensor, self._files))
                 window = min(self._workers * BLOCK_ELEMENTS * tensor.dtype.itemsize, _MOST_KEPT // len(frames)) if self._workers > 1 else 0
                 # The tensor is kept, so that no other one gets its identity.
-                self._open[id(tensor)] = tensor, [_Step(each, window) for each in frames]
+                self._open[id(tensor)] = tensor, [_Step(frame, window) for frame in frames]
             self._open.move_to_end(id(tensor))
             _, steps = self._open[id(tensor)]
             if len(self._open) > _MOST_OPEN * self._workers:
@@ -142,12 +142,12 @@ class PatchReaders:
 
     def _part(self, tensor: Tensor, number: int, start: int, stop: int) -> _Part:
         """What the step of that number changes from byte `start` of a tensor on, before byte `stop`."""
-        found = self._shared.steps(tensor)[number].take(start, stop) if self._shared else None
-        if found is None and (found := self._own.steps(tensor)[number].take(start, stop)) is None:
+        part = self._shared.steps(tensor)[number].take(start, stop) if self._shared else None
+        if part is None and (part := self._own.steps(tensor)[number].take(start, stop)) is None:
             self._own.close(tensor)
-            found = self._own.steps(tensor)[number].take(start, stop)
-            assert found is not None
-        return found
+            part = self._own.steps(tensor)[number].take(start, stop)
+            assert part is not None
+        return part
 
 
 def _span(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -217,30 +217,30 @@ class _Step:
         Raises: CheckpointError if the frame is damaged.
         """
         with self._lock:
-            found = next((part for part in self._kept if part.start <= start < part.stop), None)
-            if found is not None:
-                self._kept.remove(found)
+            part = next((part for part in self._kept if part.start <= start < part.stop), None)
+            if part is not None:
+                self._kept.remove(part)
             elif start < self._decoded:
                 return None
-            while found is None or found.stop <= start:
+            while part is None or part.stop <= start:
                 assert self._frame
-                found = self._frame.next(start if self._decoded < start else stop)
-                self._decoded = found.stop
+                part = self._frame.next(start if self._decoded < start else stop)
+                self._decoded = part.stop
                 if self._decoded == self._frame.nbytes:
                     self._frame = None  # each of its decoders has a megabyte
-                if found.stop <= start:
-                    self._keep(found)
-            if found.start < start:
-                before, found = found.cut(start)
+                if part.stop <= start:
+                    self._keep(part)
+            if part.start < start:
+                before, part = part.cut(start)
                 self._keep(before)
-            if found.stop > stop:
-                found, after = found.cut(stop)
+            if part.stop > stop:
+                part, after = part.cut(stop)
                 self._keep(after)
-            return found
+            return part
 
     def _keep(self, part: _Part) -> None:
         """Keep a part, and forget those that lie too far behind."""
-        self._kept = [each for each in (*self._kept, part) if each.stop > self._decoded - max(self._window, 1)]
+        self._kept = [kept for kept in (*self._kept, part) if kept.stop > self._decoded - max(self._window, 1)]
 
 
 def _frames_of(tensor: Tensor, files: Files) -> Iterator[_Xor | _Overwrite]:
@@ -268,8 +268,8 @@ class _Xor:
         start, self._at = self._at, min(self._at + _PART, stop)
         first, *others = self._frames
         values = first.read(self._at - start)
-        for each in others:
-            values ^= each.read(self._at - start)
+        for frame in others:
+            values ^= frame.read(self._at - start)
         return _Part(start, self._at, values)
 
 
@@ -288,15 +288,15 @@ class _Overwrite:
         """What the frame says of the next bytes of the tensor, as far as its next positions reach. Raises CheckpointError if its positions
         do not ascend, or lie beyond the end of the tensor."""
         start, count = self._stop, min(_PART // 16, self._left)
-        found = self._positions.read(4 * count).view(_POSITION).astype(np.int64)
-        ascends = not count or (found[0] >= start and found[-1] < self.nbytes and bool((found[1:] > found[:-1]).all()))
+        positions = self._positions.read(4 * count).view(_POSITION).astype(np.int64)
+        ascends = not count or (positions[0] >= start and positions[-1] < self.nbytes and bool((positions[1:] > positions[:-1]).all()))
         if not ascends:
             raise self._positions.refusal(f"its positions do not ascend, or lie beyond the {self.nbytes:,} bytes of the tensor")
         self._left -= count
-        self._stop = int(found[-1]) + 1 if self._left else self.nbytes
+        self._stop = int(positions[-1]) + 1 if self._left else self.nbytes
         while self._values.at < self._skip:
             self._values.read(min(_PART, self._skip - self._values.at))
-        return _Part(start, self._stop, self._values.read(count), found)
+        return _Part(start, self._stop, self._values.read(count), positions)
 
 
 class _Frame:
@@ -310,12 +310,12 @@ class _Frame:
         head = bytearray(min(18, patch.nbytes))
         files.read_into(patch.path, patch.byte_offset, memoryview(head))
         try:
-            found = zstandard.get_frame_parameters(bytes(head))
+            parameters = zstandard.get_frame_parameters(bytes(head))
         except zstandard.ZstdError as error:
             raise self.refusal(f"it is no zstd frame ({error})") from None
-        if found.content_size == zstandard.CONTENTSIZE_UNKNOWN or found.window_size > _LARGEST_WINDOW:
-            raise self.refusal(f"its zstd frame does not tell its size, or has a window of {found.window_size:,} bytes")
-        self.size = int(found.content_size)
+        if parameters.content_size == zstandard.CONTENTSIZE_UNKNOWN or parameters.window_size > _LARGEST_WINDOW:
+            raise self.refusal(f"its zstd frame does not tell its size, or has a window of {parameters.window_size:,} bytes")
+        self.size = int(parameters.content_size)
         """The number of decoded bytes."""
         self.at = 0
         """How many of them were read."""

@@ -28,7 +28,7 @@ class Reader(ABC):
     def __init__(self, tensor: Tensor, dtype: DType, base: Reader | None = None) -> None:
         """base: reads the same tensor before it is changed; None if there is no such reader, or there are several."""
         self.tensor, self.dtype, self._base = tensor, dtype, base
-        self.itemsize: int = max(dtype.itemsize, base.itemsize if base else 0, *(each.itemsize for each in tensor.dtypes))
+        self.itemsize: int = max(dtype.itemsize, base.itemsize if base else 0, *(stored_dtype.itemsize for stored_dtype in tensor.dtypes))
         """The bytes of its widest element."""
 
     def within(self, slab: Box, axis: int) -> SlabPieces:

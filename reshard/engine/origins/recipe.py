@@ -68,7 +68,7 @@ class Recipe:
             columns = min(shape[-1], _WIDEST)
             rows = -(-_ELEMENTS // max(1, columns, self.block[1] is None and width))
         steps = (*(1,) * (len(shape) - 2), _up(rows, self.block[0]), _up(columns, width))
-        axes = (range(each.start // step * step, min(each.stop, size), step) for each, step, size in zip(ranges, steps, shape, strict=True))
+        axes = (range(span.start // step * step, min(span.stop, size), step) for span, step, size in zip(ranges, steps, shape, strict=True))
         for offsets in product(*axes):
             yield Box(offsets, tuple(min(step, size - start) for step, start, size in zip(steps, offsets, shape, strict=True)))
 

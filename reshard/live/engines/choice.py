@@ -19,7 +19,7 @@ def controls(engine: Any, seconds: float) -> Sequence[EngineControl]:
     Raises: SystemRefusal if a server cannot be reached.
     """
     if isinstance(engine, list | tuple):
-        return [each for part in engine for each in controls(part, seconds)]
+        return [control for part in engine for control in controls(part, seconds)]
     if isinstance(engine, str):
         return [server_control(engine, seconds)]
     return [VllmInProcess(engine) if hasattr(engine, "llm_engine") else engine]

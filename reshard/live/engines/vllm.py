@@ -103,10 +103,10 @@ class VllmInProcess:
     def ranks(self) -> int:
         """The number of workers."""
         config = self._llm.llm_engine.vllm_config
-        found = config.weight_transfer_config and config.weight_transfer_config.backend
-        if found != BACKEND:
+        backend = config.weight_transfer_config and config.weight_transfer_config.backend
+        if backend != BACKEND:
             raise RequestError(
-                f"its weight-transfer backend is {found!r}",
+                f"its weight-transfer backend is {backend!r}",
                 where=self.name,
                 do='Make it with weight_transfer_config={"backend": "reshard"}',
             )

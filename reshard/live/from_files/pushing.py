@@ -230,7 +230,7 @@ class _Pushing:
                 raise RequestError(told, where=self._place, do="Push again")
         staged = {rank.position: rank for rank in staged_ranks(self._plan, frozenset().union(*(hello.others for hello in hellos)))}
         positions = [hello.position for hello in hellos]
-        self._ranks = tuple((rank, [i for i, each in enumerate(positions) if each == position]) for position, rank in staged.items())
+        self._ranks = tuple((rank, [i for i, own in enumerate(positions) if own == position]) for position, rank in staged.items())
         if self._base and any(hello.holds != self._base.fingerprint for hello in hellos):
             self._notes += (f"all weights are sent: the servers have kept no copy of {self._base.path} for changes; they keep this one",)
             self._base = None

@@ -35,11 +35,11 @@ class RankStreams:
 
     def __init__(self, ranks: Iterable[tuple[StagedRank, Sequence[StreamWriter]]], *, has_held: bool = False) -> None:
         """ranks: each with the streams to all engine ranks that hold the same. has_held: whether what they hold is written, too."""
-        found, rows = tuple(ranks), 2 if has_held else 1
-        capacity = min(_BUFFER, MOST_BYTES, MEMORY // max(1, len(found) * _BUFFERS * rows))
+        streamed, rows = tuple(ranks), 2 if has_held else 1
+        capacity = min(_BUFFER, MOST_BYTES, MEMORY // max(1, len(streamed) * _BUFFERS * rows))
         self.held = _Held() if has_held else None
         """Gets what the ranks hold, where the next bytes go."""
-        self._lines = [(staged, _Line(writers, capacity, rows)) for staged, writers in found]
+        self._lines = [(staged, _Line(writers, capacity, rows)) for staged, writers in streamed]
         self._files = {path: (places, line) for staged, line in self._lines for path, places in staged.files.items()}
         self._is_over = False
 
@@ -66,11 +66,11 @@ class RankStreams:
     def write_constants(self) -> None:
         """Write the bytes that the format prescribes."""
         for staged, _ in self._lines:
-            for each in staged.constants:
-                content = memoryview(each.expected * (each.nbytes // len(each.expected)))
+            for constant in staged.constants:
+                content = memoryview(constant.expected * (constant.nbytes // len(constant.expected)))
                 if self.held is not None:
-                    self.held.write(each.path, each.byte_offset, content)
-                self.write(each.path, each.byte_offset, content)
+                    self.held.write(constant.path, constant.byte_offset, content)
+                self.write(constant.path, constant.byte_offset, content)
 
     def end(self) -> None:
         """Send what is left, and end the streams."""

@@ -66,8 +66,8 @@ def running_servers(addresses: Sequence[str]) -> tuple[RunningServer, ...]:
 def running_server(address: str) -> RunningServer:
     """What the server at an address says. Raises CheckpointError if it says nothing, UnsupportedError for a split that is not known."""
     server = Server.at(address)
-    for name, found in registry.serving_formats().items():
-        if (checker := found.weight_checker) is None:
+    for name, format in registry.serving_formats().items():
+        if (checker := format.weight_checker) is None:
             continue
         try:
             facts = checker.about(server.ask(checker.info_path) or {})

@@ -59,7 +59,7 @@ def staged_ranks(plan: Plan, computed: Collection[str] = ()) -> tuple[StagedRank
     files: dict[tuple[int, int], list[TargetFile]] = {}
     for file in plan.layout.files:
         files.setdefault((file.ranks.get("pp", 0), file.ranks.get("tp", 0)), []).append(file)
-    constants = [each for each in plan.target_index.constants if each.expected.strip(b"\0")]
+    constants = [constant for constant in plan.target_index.constants if constant.expected.strip(b"\0")]
     return tuple(_staged(position, files[position], constants, computed) for position in sorted(files))
 
 
@@ -67,12 +67,12 @@ def _staged(position: tuple[int, int], files: Sequence[TargetFile], constants: I
     stored = [item for file in files for item in file.tensors]
     left = {item.tensor.name for item in stored if item.tensor.name in computed and item.tensor.filled == math.prod(item.tensor.shape)}
     kept = [item for item in stored if item.tensor.name not in left]
-    targets = tuple(HeldTensor(each.name, each.dtype, each.shape, row_major(each.shape)) for each in (item.tensor for item in kept))
+    targets = tuple(HeldTensor(held.name, held.dtype, held.shape, row_major(held.shape)) for held in (item.tensor for item in kept))
     offsets, _ = places(targets)
     paths = {file.path: _places_of(file, offsets) for file in files}
-    own = tuple(each for each in constants if each.path in paths and each.name not in left)
+    own = tuple(constant for constant in constants if constant.path in paths and constant.name not in left)
     nbytes = sum(item.tensor.nbytes - item.tensor.filled * item.tensor.dtype.itemsize for item in kept)
-    return StagedRank(position, targets, paths, own, nbytes + sum(each.nbytes for each in own))
+    return StagedRank(position, targets, paths, own, nbytes + sum(constant.nbytes for constant in own))
 
 
 def _places_of(file: TargetFile, offsets: dict[str, int]) -> FilePlaces:

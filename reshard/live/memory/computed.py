@@ -49,7 +49,7 @@ def computed_memory(config: Mapping[str, Any], of: str, sizes: Mapping[str, Any]
     """
     model, format = model_of(config), registry.target(of)
     if not format.tells_memory:
-        known = [name for name, each in registry.formats().items() if each.tells_memory]
+        known = [name for name, other in registry.formats().items() if other.tells_memory]
         raise RequestError(f"`of={of}`: the format does not tell what the ranks of a run hold", do=f"Formats that do: {', '.join(known)}")
     if format.holds_rows:
         if others := sorted(sizes.keys() - {"dp"}):
@@ -67,13 +67,13 @@ def computed_memory(config: Mapping[str, Any], of: str, sizes: Mapping[str, Any]
 
 def _memories(layout: Layout) -> tuple[RankMemory, ...]:
     """The tensors of each rank. Ranks that are alike share one value."""
-    found: dict[int, RankMemory] = {}
+    by_form: dict[int, RankMemory] = {}
     for file in layout.files:
-        if id(file.form) not in found:
+        if id(file.form) not in by_form:
             stored = [(item.tensor, item.byte_offset) for item in file.tensors]
-            tensors = tuple(HeldTensor(each.name, each.dtype, each.shape, row_major(each.shape)) for each, _ in stored)
-            found[id(file.form)] = RankMemory(tensors, np.array([offset for _, offset in stored], np.int64))
-    return tuple(found[id(file.form)] for file in layout.files)
+            tensors = tuple(HeldTensor(tensor.name, tensor.dtype, tensor.shape, row_major(tensor.shape)) for tensor, _ in stored)
+            by_form[id(file.form)] = RankMemory(tensors, np.array([offset for _, offset in stored], np.int64))
+    return tuple(by_form[id(file.form)] for file in layout.files)
 
 
 def _weights(model: Model, config: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...], DType]]:

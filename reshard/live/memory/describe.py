@@ -79,8 +79,8 @@ def adapter_of(model: Any) -> Mapping[str, Any] | None:
 
 def _plain(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings as JSON has them."""
-    found: Mapping[str, Any] = json.loads(json.dumps(settings, default=_word))
-    return found
+    plain: Mapping[str, Any] = json.loads(json.dumps(settings, default=_word))
+    return plain
 
 
 def _word(value: Any) -> Any:

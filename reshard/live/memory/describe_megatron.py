@@ -58,11 +58,11 @@ def _inner(chunk: Any) -> Any:
 def _entries(value: Any) -> Iterator[Any]:
     """The ShardedTensors in a sharded state dict; other objects, such as the extra state of Transformer Engine, are no weights."""
     if isinstance(value, Mapping):
-        for each in value.values():
-            yield from _entries(each)
+        for inner in value.values():
+            yield from _entries(inner)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _entries(each)
+        for inner in value:
+            yield from _entries(inner)
     elif hasattr(value, "build"):
         yield from _entries(value.build())
     elif hasattr(value, "global_offset") and hasattr(value, "local_shape"):

@@ -58,23 +58,23 @@ class RankDescription:
     @cached_property
     def addresses(self) -> dict[str, int]:
         """Where each array starts in the rank's address space, in bytes."""
-        found: dict[str, int] = {}
+        addresses: dict[str, int] = {}
         end = 0
-        for each in self.boxes:
-            if each.held.name not in found:
-                found[each.held.name] = end
-                end += -(-_span(each.held) // ALIGNMENT) * ALIGNMENT
-        return found
+        for box in self.boxes:
+            if box.held.name not in addresses:
+                addresses[box.held.name] = end
+                end += -(-_span(box.held) // ALIGNMENT) * ALIGNMENT
+        return addresses
 
     @cached_property
     def tensors(self) -> tuple[HeldTensor, ...]:
         """The arrays, in the order of their addresses."""
-        return tuple({each.held.name: each.held for each in self.boxes}.values())
+        return tuple({box.held.name: box.held for box in self.boxes}.values())
 
     @cached_property
     def nbytes(self) -> int:
         """The length of the address space."""
-        return max((self.addresses[each.name] + _span(each) for each in self.tensors), default=0)
+        return max((self.addresses[tensor.name] + _span(tensor) for tensor in self.tensors), default=0)
 
     def __repr__(self) -> str:
         return f"RankDescription(rank {self.rank}, {plural(len(self.tensors), 'tensor')}, {plural(self.nbytes, 'byte')})"

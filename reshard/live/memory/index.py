@@ -40,30 +40,30 @@ def checkpoint_of(descriptions: Sequence[RankDescription], *, config: Mapping[st
 
     Raises: RequestError if the descriptions are not those of the ranks of one run, CheckpointError if two of them contradict each other.
     """
-    ranks = sorted(descriptions, key=lambda each: each.rank)
-    if not ranks or [each.rank for each in ranks] != list(range(len(ranks))):
+    ranks = sorted(descriptions, key=lambda description: description.rank)
+    if not ranks or [description.rank for description in ranks] != list(range(len(ranks))):
         raise RequestError(
-            f"there are descriptions of the ranks {', '.join(str(each.rank) for each in ranks[:5]) or 'of no run'}",
+            f"there are descriptions of the ranks {', '.join(str(description.rank) for description in ranks[:5]) or 'of no run'}",
             do="Give one description of each rank of the run: reshard.live.describe(model) on each of them",
         )
-    if len({each.framework for each in ranks}) > 1:
+    if len({description.framework for description in ranks}) > 1:
         raise RequestError("the descriptions are those of different frameworks", do="Give those of one run")
     files = VirtualFiles(f"the memory of {plural(len(ranks), 'rank')}")
-    for each in ranks:
-        files.add(path_of(each.rank), each.nbytes, [])
+    for description in ranks:
+        files.add(path_of(description.rank), description.nbytes, [])
     config = config or ranks[0].config
     format = format_of_framework(ranks[0].framework)
     index = without_wrappers(format.read_memory(KeyedMemory(ranks), ranks[0].settings or {}, Hints(config)))
     check_index(index)
-    adapter = next((each.adapter for each in ranks if each.adapter is not None), None)
+    adapter = next((description.adapter for description in ranks if description.adapter is not None), None)
     model_files = ModelFiles(files, "", config if index.facts.config is None else index.facts.config, derived=True, adapter_config=adapter)
     return classify(Checkpoint(files.root, files, index, model_files, "descriptions of ranks"))
 
 
 def memories_of(descriptions: Sequence[RankDescription]) -> tuple[RankMemory, ...]:
     """The tensors of each rank, by its number."""
-    ranks = sorted(descriptions, key=lambda each: each.rank)
-    return tuple(RankMemory(each.tensors, np.array([*each.addresses.values()], np.int64)) for each in ranks)
+    ranks = sorted(descriptions, key=lambda description: description.rank)
+    return tuple(RankMemory(description.tensors, np.array([*description.addresses.values()], np.int64)) for description in ranks)
 
 
 def format_of_framework(framework: str) -> Format:
@@ -80,8 +80,8 @@ class KeyedMemory:
     prefix = ""
 
     def __init__(self, ranks: Sequence[RankDescription]) -> None:
-        self.paths = tuple(path_of(each.rank) for each in ranks)
-        self.files = tuple(StoredFile(path_of(each.rank), each.nbytes) for each in ranks)
+        self.paths = tuple(path_of(description.rank) for description in ranks)
+        self.files = tuple(StoredFile(path_of(description.rank), description.nbytes) for description in ranks)
         self._shards: dict[str, Shards] = {}
         items: dict[str, TensorItem] = {}
         for key, dtype, shape, shards in _tensors(ranks):
@@ -99,15 +99,15 @@ class KeyedMemory:
 def _tensors(ranks: Sequence[RankDescription]) -> Iterable[tuple[str, DType, tuple[int, ...], Shards]]:
     """(key, element type, shape, pieces) of each tensor of a run. Raises CheckpointError if ranks describe one tensor differently."""
     rows: dict[str, list[tuple[int, MemoryBox]]] = {}
-    for number, each in enumerate(ranks):
-        for held in each.boxes:
+    for number, description in enumerate(ranks):
+        for held in description.boxes:
             rows.setdefault(held.key, []).append((number, held))
-    paths = tuple(path_of(each.rank) for each in ranks)
+    paths = tuple(path_of(description.rank) for description in ranks)
     for key, held_rows in rows.items():
         first = held_rows[0][1]
         for number, held in held_rows:
             if (held.shape, held.held.dtype) != (first.shape, first.held.dtype):
-                said = [f"rank {rank} says {each.held.dtype} {list(each.shape)}" for rank, each in (held_rows[0], (number, held))]
+                said = [f"rank {rank} says {box.held.dtype} {list(box.shape)}" for rank, box in (held_rows[0], (number, held))]
                 raise CheckpointError(
                     " and ".join(said),
                     where=key,
@@ -121,13 +121,13 @@ def _shards(ranks: Sequence[RankDescription], rows: Sequence[tuple[int, MemoryBo
     itemsize, ndim = rows[0][1].held.dtype.itemsize, len(rows[0][1].shape)
 
     def column(values: Iterable[Any], width: int | None = None) -> Any:
-        found = np.array(list(values), np.int64)
-        return found if width is None else found.reshape(len(rows), width)
+        array = np.array(list(values), np.int64)
+        return array if width is None else array.reshape(len(rows), width)
 
     files = column(number for number, _ in rows)
-    byte_offsets = column(ranks[number].addresses[each.held.name] + each.start * itemsize for number, each in rows)
-    strides = column((each.strides for _, each in rows), ndim)
+    byte_offsets = column(ranks[number].addresses[held.held.name] + held.start * itemsize for number, held in rows)
+    strides = column((held.strides for _, held in rows), ndim)
     located = Located(paths, files, byte_offsets, strides, rows[0][1].held.dtype)
-    offsets, sizes = (column((getattr(each.box, name) for _, each in rows), ndim) for name in ("offsets", "sizes"))
+    offsets, sizes = (column((getattr(held.box, name) for _, held in rows), ndim) for name in ("offsets", "sizes"))
     table = PieceTable(paths, offsets, sizes, files, byte_offsets, located, ranks=files)
     return Shards(table)

@@ -23,16 +23,16 @@ def chosen_holders(holders: Sequence[Columns], nbytes: Sequence[Columns], ranks:
     holders: of each group, [n, c]: the ranks that hold a copy. nbytes: of each group, [n]. ranks: the number of ranks.
     """
     load = np.zeros(ranks, np.int64)
-    chosen = [np.zeros((times, len(each)), np.int64) for each in holders]
+    chosen = [np.zeros((times, len(held_by)), np.int64) for held_by in holders]
     sets: dict[bytes, list[tuple[int, Columns]]] = {}
-    for number, each in enumerate(holders):
-        if each.shape[1] == 1:
-            np.add.at(load, each[:, 0], nbytes[number] * times)
+    for number, held_by in enumerate(holders):
+        if held_by.shape[1] == 1:
+            np.add.at(load, held_by[:, 0], nbytes[number] * times)
             continue
-        distinct, of_box = np.unique(np.sort(each, axis=1), axis=0, return_inverse=True)
+        distinct, of_box = np.unique(np.sort(held_by, axis=1), axis=0, return_inverse=True)
         for i, members in enumerate(distinct.astype(np.int64)):
             sets.setdefault(members.tobytes(), []).append((number, np.flatnonzero(of_box.reshape(-1) == i)))
-    for key in sorted(sets, key=lambda each: (len(each), each)):
+    for key in sorted(sets, key=lambda packed: (len(packed), packed)):
         members = np.unique(np.frombuffer(key, np.int64))
         sizes = np.concatenate([nbytes[number][rows] for number, rows in sets[key]])
         shares = _filled_up(load[members], int(sizes.sum()) * times)

@@ -87,7 +87,7 @@ class MergedBox:
     @property
     def tensors(self) -> tuple[HeldTensor, ...]:
         """All that it is merged from."""
-        return (self.base, *(held for each in self.factors for held in (each.rows, each.columns)))
+        return (self.base, *(held for factor in self.factors for held in (factor.rows, factor.columns)))
 
 
 @value(eq=False)
@@ -104,20 +104,20 @@ class Beside:
     @property
     def tensors(self) -> tuple[HeldTensor, ...]:
         """All tensors beside the load form."""
-        return (*(each.values for each in self.computes), *self.whole, *(held for each in self.merges for held in each.tensors))
+        return (*(computed.values for computed in self.computes), *self.whole, *(held for merge in self.merges for held in merge.tensors))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
             "computes": _computed_to_json(self.computes),
-            "whole": [_held_to_json(each) for each in self.whole],
+            "whole": [_held_to_json(tensor) for tensor in self.whole],
             "merges": [
                 [
-                    _held_to_json(each.base),
-                    [[_held_to_json(of.rows), _held_to_json(of.columns), of.scale] for of in each.factors],
-                    [each.tensor, each.start, each.strides, each.target.name],
+                    _held_to_json(merge.base),
+                    [[_held_to_json(of.rows), _held_to_json(of.columns), of.scale] for of in merge.factors],
+                    [merge.tensor, merge.start, merge.strides, merge.target.name],
                 ]
-                for each in self.merges
+                for merge in self.merges
             ],
         }
 
@@ -135,7 +135,7 @@ class Beside:
             )
             for base, factors, (tensor, start, strides, target) in document["merges"]
         )
-        return Beside(_computed_from_json(document["computes"]), tuple(_contiguous(*each) for each in document["whole"]), merges)
+        return Beside(_computed_from_json(document["computes"]), tuple(_contiguous(*held) for held in document["whole"]), merges)
 
 
 class BesideFiles:
@@ -177,11 +177,11 @@ def _computed_to_json(computes: Iterable[Computed]) -> list[Any]:
     """Plain values."""
     return [
         [
-            _held_to_json(each.values),
-            each.recipe,
-            [[part.tensor, part.start, part.strides, part.is_scale, part.dtype.name, part.target.name, part.rows] for part in each.parts],
+            _held_to_json(made.values),
+            made.recipe,
+            [[part.tensor, part.start, part.strides, part.is_scale, part.dtype.name, part.target.name, part.rows] for part in made.parts],
         ]
-        for each in computes
+        for made in computes
     ]
 
 
@@ -192,4 +192,4 @@ def _computed_from_json(document: Iterable[Any]) -> tuple[Computed, ...]:
         made, held = (from_safetensors(name, where=tensor) for name in (dtype, target))
         return ComputedPart(tensor, start, tuple(strides), is_scale, made, held, rows)
 
-    return tuple(Computed(_contiguous(*values), recipe, tuple(part(*each) for each in parts)) for values, recipe, parts in document)
+    return tuple(Computed(_contiguous(*values), recipe, tuple(part(*row) for row in parts)) for values, recipe, parts in document)

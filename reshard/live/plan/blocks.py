@@ -118,12 +118,12 @@ def _sources(weight: Tensor, block: tuple[int, int], ranks: Mapping[str, int]) -
     first = -(-shards.offsets // size) * size
     last = np.where(stops == shape, shape, stops // size * size)
     before = ((first - shards.offsets) * located.strides).sum(axis=1) * weight.dtype.itemsize
-    found: dict[tuple[Box, tuple[int, ...]], list[tuple[int, int]]] = {}
+    by_box: dict[tuple[Box, tuple[int, ...]], list[tuple[int, int]]] = {}
     for row in np.flatnonzero((last > first).all(axis=1)).tolist():
         box = Box(tuple(first[row].tolist()), tuple((last[row] - first[row]).tolist()))
         holder = ranks[located.paths[located.files[row]]], int(located.byte_offsets[row] + before[row])
-        found.setdefault((box, tuple(located.strides[row].tolist())), []).append(holder)
-    return [_Source(box, strides, tuple(holders)) for (box, strides), holders in found.items()]
+        by_box.setdefault((box, tuple(located.strides[row].tolist())), []).append(holder)
+    return [_Source(box, strides, tuple(holders)) for (box, strides), holders in by_box.items()]
 
 
 class _Boxes:
@@ -147,7 +147,7 @@ class _Boxes:
         block = rows, columns or weight.shape[1]
         is_sent = recipe in TENSOR_RECIPES and encoded.dtype == BF16
         sources = _sources(weight, block, self._ranks) if is_sent else []
-        starts, stops = (np.array([getattr(each.box, name) for each in sources], np.int64).reshape(-1, 2) for name in ("offsets", "stops"))
+        starts, stops = (np.array([getattr(held.box, name) for held in sources], np.int64).reshape(-1, 2) for name in ("offsets", "stops"))
         values: list[tuple[Box, int, int]] = []
         for (file, box), places in self._places(routes, block).items():
             is_open = np.ones([-(-size // step) for size, step in zip(box.sizes, block, strict=True)], np.bool_)
@@ -169,14 +169,14 @@ class _Boxes:
         for copies, rows in self._rows.items():
             forms, holders, files, offsets = zip(*rows, strict=True)
             pairs = np.array(holders, np.int64).reshape(1, len(rows), copies, 2)
-            numbers = (np.array(each, np.int64) for each in (forms, [files], [offsets]))
+            numbers = (np.array(column, np.int64) for column in (forms, [files], [offsets]))
             form, file, offset = numbers
             meetings.append(Meetings(form, pairs[..., 0], pairs[..., 1], file, offset))
-        return QuantizedBoxes(tuple(meetings), tuple(self._routes), {file: tuple(each) for file, each in self._computes.items()})
+        return QuantizedBoxes(tuple(meetings), tuple(self._routes), {file: tuple(computes) for file, computes in self._computes.items()})
 
     def _places(self, routes: Sequence[Route], block: tuple[int, int]) -> dict[tuple[int, Box], list[_Place]]:
         """(file of the target, box of the weight) -> where its codes and scales lie. Raises UnsupportedError for a part of a block."""
-        found: dict[tuple[int, Box], list[_Place]] = {}
+        by_box: dict[tuple[int, Box], list[_Place]] = {}
         shape = _encoded(routes[0]).weight.shape
         for route in routes:
             located, shards = route.target.shards.located(), route.target.shards
@@ -193,8 +193,8 @@ class _Boxes:
                         why=f"The elements of {block[0]} x {block[1]} share a scale",
                     )
                 box = Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
-                found.setdefault((self._files[located.paths[located.files[row]]], box), []).append(place)
-        return found
+                by_box.setdefault((self._files[located.paths[located.files[row]]], box), []).append(place)
+        return by_box
 
     def _send(
         self, encoded: Encoded, block: tuple[int, int], shared: Box, source: _Source, file: int, target: tuple[Box, Sequence[_Place]]

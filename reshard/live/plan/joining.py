@@ -70,19 +70,19 @@ class _Side:
 
     @staticmethod
     def of(shards: Sequence[Shards]) -> _Side:
-        located = [each.located() for each in shards]
+        located = [pieces.located() for pieces in shards]
         return _Side(
-            np.stack([each.offsets for each in shards]),
-            np.stack([each.sizes for each in shards]),
-            np.stack([each.strides for each in located]),
-            np.stack([each.files for each in located]),
-            np.stack([each.byte_offsets for each in located]),
+            np.stack([pieces.offsets for pieces in shards]),
+            np.stack([pieces.sizes for pieces in shards]),
+            np.stack([places.strides for places in located]),
+            np.stack([places.files for places in located]),
+            np.stack([places.byte_offsets for places in located]),
         )
 
     def forms(self) -> Columns:
         """[t, ...]: what tensors of one form have in common."""
         count = len(self.offsets)
-        return np.concatenate([each.reshape(count, -1) for each in (self.offsets, self.sizes, self.strides)], axis=1)
+        return np.concatenate([column.reshape(count, -1) for column in (self.offsets, self.sizes, self.strides)], axis=1)
 
 
 def joined(routes: Sequence[Route], forms: Forms) -> Iterator[Meetings]:
@@ -142,8 +142,8 @@ def _copies(offsets: Columns, sizes: Columns) -> Columns:
     counts = np.bincount(group, minlength=len(boxes))
     least = int(counts.min()) if len(counts) else 1
     first = np.cumsum(counts) - counts
-    found: Columns = filled[order][first[:, None] + np.arange(least)]
-    return found
+    rows: Columns = filled[order][first[:, None] + np.arange(least)]
+    return rows
 
 
 def _numbered(route: Route, sizes: Columns, source_strides: Columns, target_strides: Columns, forms: Forms) -> npt.NDArray[np.int64]:

@@ -39,7 +39,7 @@ def is_merged_here(route: Route) -> bool:
         return False
     if len({tensor.name for tensor in merged.inputs}) < len(merged.inputs):
         return False  # of several adapters, whose factors have the same names
-    return all(each.rows and each.magnitude is None and each.box == Box.whole(source.shape) for each in merged.products)
+    return all(product.rows and product.magnitude is None and product.box == Box.whole(source.shape) for product in merged.products)
 
 
 def merged_boxes(plan: Plan, routes: Iterable[Route], beside: BesideFiles) -> MergedBoxes:
@@ -62,7 +62,7 @@ def merged_boxes(plan: Plan, routes: Iterable[Route], beside: BesideFiles) -> Me
             at, strides = (byte_offset - start) // route.target.dtype.itemsize, tuple(located.strides[row].tolist())
             merges.setdefault(file, []).append(MergedBox(base, factors, name, at, strides, route.target.dtype))
         made += travelling.routes()
-    return MergedBoxes(tuple(made), {file: tuple(each) for file, each in merges.items()})
+    return MergedBoxes(tuple(made), {file: tuple(boxes) for file, boxes in merges.items()})
 
 
 class _Travelling:

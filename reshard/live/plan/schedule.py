@@ -206,8 +206,8 @@ class Schedule:
         """The schedule as bytes: a safe container of plain numbers and JSON, no pickle."""
         about = {
             "rank": self.rank,
-            "sources": [[each.name, _words(each.dtype), each.shape, each.strides] for each in self.sources],
-            "targets": [[each.name, _words(each.dtype), each.shape, each.strides] for each in self.targets],
+            "sources": [[tensor.name, _words(tensor.dtype), tensor.shape, tensor.strides] for tensor in self.sources],
+            "targets": [[tensor.name, _words(tensor.dtype), tensor.shape, tensor.strides] for tensor in self.targets],
             "forms": [_form_to_json(form) for form in self.forms],
             "ways": [[way.source_rank, way.target_rank, len(way)] for way in self.ways],
         }

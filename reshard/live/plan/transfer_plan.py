@@ -128,7 +128,7 @@ class TransferPlan(Drawn):
     def targets(self, rank: int) -> tuple[HeldTensor, ...]:
         """All tensors of a target rank, also those that nothing is sent for."""
         beside = set(map(id, self.beside(rank).tensors))
-        return tuple(each for each in self.memories[rank % len(self.memories)].tensors if id(each) not in beside)
+        return tuple(tensor for tensor in self.memories[rank % len(self.memories)].tensors if id(tensor) not in beside)
 
     def beside(self, rank: int) -> Beside:
         """What a target rank receives beside its tensors."""
@@ -199,7 +199,7 @@ def transfer_plan(plan: Plan, *, sources: Sequence[RankMemory], replicas: int = 
     if replicas < 1:
         raise RequestError(f"`replicas={replicas}`: at least one is needed")
     _check_computed(plan.routes)
-    _check_computed([Route(each, each) for each in whole])
+    _check_computed([Route(tensor, tensor) for tensor in whole])
     paths = tuple(file.path for file in plan.source.files)
     forms = Forms()
     beside = BesideFiles(plan.layout.files)
@@ -207,17 +207,17 @@ def transfer_plan(plan: Plan, *, sources: Sequence[RankMemory], replicas: int = 
     merged = merged_boxes(plan, filter(is_merged_here, plan.routes), beside)
     copied = [route for route in plan.routes if not route.source.is_computed]
     copied += [*quantized.routes, *merged.routes, *_whole_routes(whole, plan.layout, beside)]
-    meetings = [_cut(each, forms) for each in (*joined(copied, forms), *quantized.meetings)]
+    meetings = [_cut(meeting, forms) for meeting in (*joined(copied, forms), *quantized.meetings)]
     made = tuple(forms.numbers)
     sizes = np.array([form.nbytes for form in made], np.int64)
-    holders = [each.source_ranks.reshape(-1, each.source_ranks.shape[2]) for each in meetings]
-    nbytes = [np.tile(sizes[each.forms], len(each.source_ranks)) for each in meetings]
+    holders = [meeting.source_ranks.reshape(-1, meeting.source_ranks.shape[2]) for meeting in meetings]
+    nbytes = [np.tile(sizes[meeting.forms], len(meeting.source_ranks)) for meeting in meetings]
     chosen = chosen_holders(holders, nbytes, len(paths), replicas)
     targets, rank_of, base_of = _targets(plan.layout, beside)
-    columns = [_columns(*each, rank_of, base_of) for each in zip(meetings, chosen, strict=True)]
+    columns = [_columns(*pair, rank_of, base_of) for pair in zip(meetings, chosen, strict=True)]
     # They are larger than the plan that is made of them.
     del meetings, holders, nbytes, chosen
-    form, source_rank, source_address, target_rank, target_address, replica = (np.concatenate(each) for each in zip(*columns, strict=True))
+    form, source_rank, source_address, target_rank, target_address, replica = (np.concatenate(rows) for rows in zip(*columns, strict=True))
     return TransferPlan(
         f"{plural(len(paths), 'rank')} of {plan.source.facts.producer or plan.source.format}",
         f"{plan.layout.format} on {plan.layout.parallel}",
@@ -232,7 +232,7 @@ def transfer_plan(plan: Plan, *, sources: Sequence[RankMemory], replicas: int = 
         target_address,
         replica,
         _constants(plan, targets, rank_of, base_of),
-        _beside_ranks(quantized.computes, merged.merges, {each.name for each in whole}, beside, rank_of),
+        _beside_ranks(quantized.computes, merged.merges, {tensor.name for tensor in whole}, beside, rank_of),
         notes=plan.layout.notes,
     )
 
@@ -278,12 +278,12 @@ def _beside_ranks(
     beside: BesideFiles,
     rank_of: Columns,
 ) -> dict[int, Beside]:
-    found: dict[int, Beside] = {}
+    by_rank: dict[int, Beside] = {}
     for file, places in beside.tensors.items():
         rank = int(rank_of[file])
-        before, own = found.get(rank, Beside()), tuple(held for held, _ in places if held.name in whole)
-        found[rank] = Beside((*before.computes, *computes.get(file, ())), (*before.whole, *own), (*before.merges, *merges.get(file, ())))
-    return found
+        before, own = by_rank.get(rank, Beside()), tuple(held for held, _ in places if held.name in whole)
+        by_rank[rank] = Beside((*before.computes, *computes.get(file, ())), (*before.whole, *own), (*before.merges, *merges.get(file, ())))
+    return by_rank
 
 
 def _cut(meetings: Meetings, forms: Forms) -> Meetings:
@@ -297,7 +297,7 @@ def _cut(meetings: Meetings, forms: Forms) -> Meetings:
         axis = next((a for a, size in enumerate(form.sizes) if size > 1), None)
         parts = min(copies, form.sizes[axis]) if axis is not None and form.nbytes > _CUT_ABOVE and not form.derived else 1
         for part in range(parts):
-            start, stop = (0, 0) if axis is None else (form.sizes[axis] * each // parts for each in (part, part + 1))
+            start, stop = (0, 0) if axis is None else (form.sizes[axis] * edge // parts for edge in (part, part + 1))
             cut = form if parts == 1 or axis is None else replace(form, sizes=(*form.sizes[:axis], stop - start, *form.sizes[axis + 1 :]))
             rows.append(i)
             numbers.append(forms.number(cut))
@@ -335,7 +335,7 @@ def _targets(layout: Layout, beside: BesideFiles) -> tuple[tuple[RankMemory, ...
     """The memory of each target rank, with what lies beside its load form; the rank of each file, and where the file starts in the rank's
     memory."""
     ranks = sorted({tuple(sorted(file.ranks.items())) for file in layout.files})
-    number = {each: i for i, each in enumerate(ranks)}
+    number = {position: i for i, position in enumerate(ranks)}
     rank_of = np.array([number[tuple(sorted(file.ranks.items()))] for file in layout.files], np.int64)
     base_of, ends = np.zeros(len(layout.files), np.int64), [0] * len(ranks)
     tensors: list[list[HeldTensor]] = [[] for _ in ranks]
@@ -380,7 +380,7 @@ def _located(memories: Sequence[RankMemory], ranks: Numbers, addresses: Columns)
         used, inverse = np.unique(places, return_inverse=True)
         numbers[rows] = inverse.reshape(-1) + len(tensors)
         chosen = [memory.tensors[i] for i in used.tolist()]
-        itemsizes = np.array([each.dtype.itemsize for each in chosen], np.int64)
+        itemsizes = np.array([tensor.dtype.itemsize for tensor in chosen], np.int64)
         starts[rows] = (addresses[rows] - memory.addresses[places]) // itemsizes[inverse.reshape(-1)]
         tensors += chosen
     return tuple(tensors), numbers, starts

@@ -165,7 +165,7 @@ def _joins(backend: str) -> Callable[..., Transport]:
         return partial(TorchDistributed.join, backend=backend)
     from importlib.metadata import entry_points
 
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    check_word("transport", backend, ["gloo", "nccl", "shared", *found])
-    join: Callable[..., Transport] = found[backend].load()
+    by_name = {point.name: point for point in entry_points(group=GROUP)}
+    check_word("transport", backend, ["gloo", "nccl", "shared", *by_name])
+    join: Callable[..., Transport] = by_name[backend].load()
     return join

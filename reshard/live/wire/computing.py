@@ -37,25 +37,27 @@ def on_wire(box: torch.Tensor, form: BoxForm) -> torch.Tensor:
 
 def compute(computes: Iterable[Computed], values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
     """Compute codes and scales in the staging, from the values beside it. Memory: some megabytes."""
-    for each in computes:
-        recipe, words = RECIPES[each.recipe], _words(values[each.values.name]).numpy()
+    for computed in computes:
+        recipe, words = RECIPES[computed.recipe], _words(values[computed.values.name]).numpy()
         step = max(1, _AT_ONCE // (max(1, words.shape[1]) * recipe.block[0])) * recipe.block[0]
         for row in range(0, len(words), step):
-            made = recipe.quantize(np.ascontiguousarray(words[row : row + step]).view(each.values.dtype.word), each.values.dtype, None)
-            for part in each.parts:
+            made = recipe.quantize(
+                np.ascontiguousarray(words[row : row + step]).view(computed.values.dtype.word), computed.values.dtype, None
+            )
+            for part in computed.parts:
                 of_part = cast(np.ascontiguousarray(made[part.is_scale]), part.dtype, part.target)
                 _put(of_part, targets[part.tensor], part.start + row // part.rows * part.strides[0], part.strides)
 
 
 def merge(merges: Iterable[MergedBox], values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
     """Merge updates into base weights, from what lies beside the staging into it. Memory: some megabytes."""
-    for each in merges:
-        base = _array(values, each.base)
+    for box in merges:
+        base = _array(values, box.base)
         height, width = base.shape
-        factors = [(_numbers(values, of.rows), _numbers(values, of.columns), np.float32(of.scale)) for of in each.factors]
+        factors = [(_numbers(values, of.rows), _numbers(values, of.columns), np.float32(of.scale)) for of in box.factors]
         step = max(1, _AT_ONCE // max(1, width))
         for row in range(0, height, step):
-            result = cast(np.ascontiguousarray(base[row : row + step]), each.base.dtype, F32).view(np.float32).copy()
+            result = cast(np.ascontiguousarray(base[row : row + step]), box.base.dtype, F32).view(np.float32).copy()
             with np.errstate(all="ignore"):
                 for rows, columns, scale in factors:
                     delta = np.zeros_like(result)
@@ -63,7 +65,7 @@ def merge(merges: Iterable[MergedBox], values: Mapping[str, torch.Tensor], targe
                     delta *= scale
                     result += delta
                 result[np.isnan(result)] = np.nan
-            _put(cast(result.view(F32.word), F32, each.target), targets[each.tensor], each.start + row * each.strides[0], each.strides)
+            _put(cast(result.view(F32.word), F32, box.target), targets[box.tensor], box.start + row * box.strides[0], box.strides)
 
 
 def _array(values: Mapping[str, torch.Tensor], held: HeldTensor) -> Any:

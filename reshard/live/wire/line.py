@@ -71,7 +71,7 @@ class Line:
         import torch
 
         self._turn = (self._turn + 1) % _BUFFERS
-        while any(each.buffer == self._turn for each in self._under_way):
+        while any(sending.buffer == self._turn for sending in self._under_way):
             self._settle()
         while len(self._buffers) < _BUFFERS:
             self._buffers.append(torch.empty(0, dtype=torch.uint8, device=self._transport.device))

@@ -208,7 +208,7 @@ def _placed(tower: Architecture, key: str, name: str, node: Node) -> Architectur
     escaped = re.escape(module), re.escape(name + ".")
     return replace(
         tower,
-        dimensions={each: _of_inner(dimension, key) for each, dimension in tower.dimensions.items()},
+        dimensions={dimension_name: _of_inner(dimension, key) for dimension_name, dimension in tower.dimensions.items()},
         weights=tuple(
             replace(weight, name=f"{name}.{weight.name.removeprefix(module)}", when=_condition(weight.when, key))
             for weight in tower.weights
@@ -217,7 +217,7 @@ def _placed(tower: Architecture, key: str, name: str, node: Node) -> Architectur
         dropped={escaped[1] + pattern.removeprefix(escaped[0]): reason for pattern, reason in tower.dropped.items()},
         carried={escaped[1] + pattern.removeprefix(escaped[0]): reason for pattern, reason in tower.carried.items()},
         defaults={_whole_key(key, inner): setting for inner, setting in tower.defaults.items()},
-        layer_sets={each: replace(rule, indices=_whole_key(key, rule.indices)) for each, rule in tower.layer_sets.items() if rule.indices},
+        layer_sets={kind: replace(rule, indices=_whole_key(key, rule.indices)) for kind, rule in tower.layer_sets.items() if rule.indices},
     )
 
 

@@ -58,14 +58,14 @@ def _document(layout: LearnedLayout) -> dict[str, Any]:
     stages = []
     for (pp, has_ep, pp_rank), tensors in layout.stages.items():
         rows = []
-        for each in tensors:
-            row = [each.name, _ranges_text(each.ranges), templates.setdefault(each.template, len(templates))]
-            rows.append(row if each.ranks is None else [*row, each.ranks])
+        for tensor in tensors:
+            row = [tensor.name, _ranges_text(tensor.ranges), templates.setdefault(tensor.template, len(templates))]
+            rows.append(row if tensor.ranks is None else [*row, tensor.ranks])
         stages.append({"pp": pp, "pp_rank": pp_rank, "ep": has_ep, "tensors": rows})
-    sources = [[each.name, _ranges_text(each.ranges), each.template.dtype.name, each.template.shape] for each in layout.sources]
+    sources = [[source.name, _ranges_text(source.ranges), source.template.dtype.name, source.template.shape] for source in layout.sources]
     parts = {"sources": sources, "templates": list(map(_template_json, templates)), "stages": stages}
-    found = {**document(layout, schema_version=SCHEMA_VERSION), **parts}
-    return {**found, "digest": _digest(json.loads(_compact(found)))}
+    content = {**document(layout, schema_version=SCHEMA_VERSION), **parts}
+    return {**content, "digest": _digest(json.loads(_compact(content)))}
 
 
 def _digest(document: Mapping[str, Any]) -> str:
@@ -79,14 +79,14 @@ def _ranges_text(ranges: Ranges) -> list[str]:
 
 
 def _template_json(template: TensorTemplate) -> dict[str, Any]:
-    found: dict[str, Any] = {"dtype": str(template.dtype), "shape": template.shape, "parts": list(map(_part_json, template.parts))}
-    found |= {key: getattr(template, key) for key in ("fill", "problem", "kernel")}
-    return {key: value for key, value in found.items() if value not in (None, "", [])}
+    entry: dict[str, Any] = {"dtype": str(template.dtype), "shape": template.shape, "parts": list(map(_part_json, template.parts))}
+    entry |= {key: getattr(template, key) for key in ("fill", "problem", "kernel")}
+    return {key: value for key, value in entry.items() if value not in (None, "", [])}
 
 
 def _part_json(part: TemplatePart) -> dict[str, Any]:
-    found: dict[str, Any] = {"from": part.source, "start": part.start, "at": part.at, "axes": part.axes}
-    return {**found, "run": part.run} if part.run else found
+    entry: dict[str, Any] = {"from": part.source, "start": part.start, "at": part.at, "axes": part.axes}
+    return {**entry, "run": part.run} if part.run else entry
 
 
 def _rule_json(rule: Rule) -> Any:
@@ -129,13 +129,13 @@ def _layout(document: Mapping[str, Any]) -> LearnedLayout:
         NamedTemplate(_text(name), _ranges(ranges), TensorTemplate(from_safetensors(dtype, where=name), tuple(map(_count, shape))))
         for name, ranges, dtype, shape in document["sources"]
     )
-    templates = [_template(each) for each in document["templates"]]
+    templates = [_template(template) for template in document["templates"]]
     stages = {
         (_count(stage["pp"]), bool(stage["ep"]), _count(stage["pp_rank"])): tuple(_row(row, templates) for row in stage["tensors"])
         for stage in document["stages"]
     }
     sizes = tuple(
-        LearnedSizes(tuple(map(_count, each["tp"])), _count(each["pp"]), bool(each["ep"]), each["withheld"]) for each in document["sizes"]
+        LearnedSizes(tuple(map(_count, size["tp"])), _count(size["pp"]), bool(size["ep"]), size["withheld"]) for size in document["sizes"]
     )
     if any((size.pp, size.has_ep, pp_rank) not in stages for size in sizes for pp_rank in range(min(size.pp, len(stages) + 1))):
         raise ValueError("a stage is missing")
@@ -177,7 +177,7 @@ _MOST = 1 << 20
 
 
 def _ranges(texts: list[str]) -> Ranges:
-    found = []
+    ranges = []
     for text in texts:
         values: list[int] = []
         for run in text.split(","):
@@ -186,8 +186,8 @@ def _ranges(texts: list[str]) -> Ranges:
             if not numbers or (values and numbers[0] <= values[-1]) or len(values) + len(numbers) > _MOST:
                 raise ValueError(f"{run[:40]} is no run of numbers after those before it, or too long")
             values.extend(numbers)
-        found.append(tuple(values))
-    return tuple(found)
+        ranges.append(tuple(values))
+    return tuple(ranges)
 
 
 def _row(row: list[Any], templates: list[TensorTemplate]) -> NamedTemplate:

@@ -47,11 +47,11 @@ def check_config(layout: LearnedLayout, config: Mapping[str, Any] | None) -> Non
             why=f"{layout.engine} needs it, and the layout was learned from one",
             do="Add `model=DIR`, the directory with the model's config",
         )
-    found = config_digests(config)
-    if different := sorted(key for key in layout.config.keys() | found.keys() if layout.config.get(key) != found.get(key)):
+    digests = config_digests(config)
+    if different := sorted(key for key in layout.config.keys() | digests.keys() if layout.config.get(key) != digests.get(key)):
         key = different[0]
         others = f", and {len(different) - 1} more" if len(different) > 1 else ""
-        state = "is not in this config" if key not in found else "is not in that config" if key not in layout.config else "differs"
+        state = "is not in this config" if key not in digests else "is not in that config" if key not in layout.config else "differs"
         raise RequestError(
             f"the layout was learned from another config.json: {key} {state}{others}",
             why="How ranks share the weights may depend on it",
@@ -97,7 +97,7 @@ def check_sizes(layout: LearnedLayout, parallel: Parallel) -> None:
 
 def size_problem(layout: LearnedLayout, parallel: Parallel) -> str | None:
     """Why the layout does not say what ranks hold at these sizes; None if it does."""
-    traced = next((each for each in layout.sizes if (each.pp, each.has_ep) == (parallel.pp, parallel.ep > 1)), None)
+    traced = next((sizes for sizes in layout.sizes if (sizes.pp, sizes.has_ep) == (parallel.pp, parallel.ep > 1)), None)
     if traced is None:
         with_ep = " with expert parallelism" if parallel.ep > 1 else ""
         return f"pipeline-parallel size {parallel.pp}{with_ep} was not traced"
@@ -120,21 +120,21 @@ def _count_problem(layout: LearnedLayout, traced: LearnedSizes, tp: int) -> str 
 def _rule_problem(layout: LearnedLayout, parallel: Parallel) -> str | None:
     """Why a number has no value at these sizes."""
     for pp_rank in range(parallel.pp):
-        for each in layout.stage(parallel, pp_rank):
+        for tensor in layout.stage(parallel, pp_rank):
             try:
                 for rank in range(parallel.tp):
-                    values(each.template.numbers, (parallel.tp, rank))
+                    values(tensor.template.numbers, (parallel.tp, rank))
             except NoRule as error:
-                return f"{each.name}: {error}"
+                return f"{tensor.name}: {error}"
     return None
 
 
 def coverage(layout: LearnedLayout) -> str:
     """The sizes that a layout covers, in words."""
     words = []
-    for each in layout.sizes:
-        tp = f"TP {', '.join(map(str, each.tp))}" + (" and sizes that divide the heads in the same way" if each.withheld else "")
-        words.append(tp + (f" with PP {each.pp}" if each.pp > 1 else "") + (" with EP" if each.has_ep else ""))
+    for sizes in layout.sizes:
+        tp = f"TP {', '.join(map(str, sizes.tp))}" + (" and sizes that divide the heads in the same way" if sizes.withheld else "")
+        words.append(tp + (f" with PP {sizes.pp}" if sizes.pp > 1 else "") + (" with EP" if sizes.has_ep else ""))
     return "; ".join(words)
 
 
@@ -201,11 +201,11 @@ def learned_degree_report(layout: LearnedLayout, model_type: str, parallels: Seq
 def _stage(layout: LearnedLayout, parallel: Parallel, pp_rank: int) -> Stage:
     tensors = layout.stage(parallel, pp_rank)
     ranks = [(parallel.tp, rank) for rank in range(parallel.tp)]
-    weights = {rank: sum(_nbytes(each, rank) for each in tensors if each.is_on(*rank)) for rank in ranks}
+    weights = {rank: sum(_nbytes(tensor, rank) for tensor in tensors if tensor.is_on(*rank)) for rank in ranks}
     fullest = max(weights, key=lambda rank: weights[rank])
     others = [rank for rank in ranks if rank != fullest]
-    replicated = sum(_nbytes(each, fullest) for each in tensors if any(_is_same(each, fullest, other) for other in others))
-    layers = [number for each in tensors for number in (each.ranges[0] if each.ranges else ())]
+    replicated = sum(_nbytes(tensor, fullest) for tensor in tensors if any(_is_same(tensor, fullest, other) for other in others))
+    layers = [number for tensor in tensors for number in (tensor.ranges[0] if tensor.ranges else ())]
     return Stage(range(min(layers), max(layers) + 1) if layers else range(0), weights[fullest], replicated, 0, None)
 
 

@@ -23,13 +23,13 @@ def folded_stage(ranks: TracedRanks) -> tuple[NamedTemplate, ...]:
     for rank, tensors in ranks.items():
         for name, tensor in tensors.items():
             by_name.setdefault(name, {})[rank] = tensor
-    found: dict[str, list[tuple[Ranks, TensorTemplate]]] = {}
+    variants: dict[str, list[tuple[Ranks, TensorTemplate]]] = {}
     for name, of_name in by_name.items():
         for alike in _alike(of_name):
             for group, template in _exact(alike):
                 by_size = {tp: tuple(sorted(rank for size, rank in group if size == tp)) for tp, _ in sorted(group)}
-                found.setdefault(name, []).append((None if len(group) == len(ranks) else by_size, template))
-    return tuple(folded_layers(found))
+                variants.setdefault(name, []).append((None if len(group) == len(ranks) else by_size, template))
+    return tuple(folded_layers(variants))
 
 
 def _alike(tensors: Mapping[TpRank, TensorTemplate]) -> Iterator[Mapping[TpRank, TensorTemplate]]:
@@ -76,8 +76,8 @@ def _template(tensors: Mapping[TpRank, TensorTemplate]) -> TensorTemplate:
     first = max(tensors.values(), key=lambda tensor: len(tensor.parts))
     parts = []
     for position, _ in enumerate(first.parts):
-        found = {rank: part for rank, tensor in tensors.items() if (part := _part_at(tensor, first, position)) is not None}
-        parts.append(_part(found, tensors))
+        by_rank = {rank: part for rank, tensor in tensors.items() if (part := _part_at(tensor, first, position)) is not None}
+        parts.append(_part(by_rank, tensors))
     fill = next((tensor.fill for tensor in tensors.values() if tensor.fill is not None), None)
     kernel = next((tensor.kernel for tensor in tensors.values() if tensor.kernel), "")
     shape = _numbers({rank: tensor.shape for rank, tensor in tensors.items()})
@@ -94,21 +94,21 @@ def _part_at(tensor: TensorTemplate, of: TensorTemplate, position: int) -> Templ
     return same[before] if before < len(same) else None
 
 
-def _part(found: Mapping[TpRank, TemplatePart], ranks: Collection[TpRank]) -> TemplatePart:
-    first = max(found.values(), key=lambda part: len(part.axes))
+def _part(by_rank: Mapping[TpRank, TemplatePart], ranks: Collection[TpRank]) -> TemplatePart:
+    first = max(by_rank.values(), key=lambda part: len(part.axes))
     loops = []
     for number, wanted in enumerate(first.axes):
-        here = {rank: loop for rank, part in found.items() if (loop := _loop(part, first, number))}
+        here = {rank: loop for rank, part in by_rank.items() if (loop := _loop(part, first, number))}
         # A loop that is not there has one turn. A box that a rank lacks has a loop without turns.
-        sizes: dict[TpRank, Number] = {rank: here[rank].size if rank in here else 1 for rank in found}
-        sizes |= {rank: 0 for rank in ranks if rank not in found} if number == 0 else {}
+        sizes: dict[TpRank, Number] = {rank: here[rank].size if rank in here else 1 for rank in by_rank}
+        sizes |= {rank: 0 for rank in ranks if rank not in by_rank} if number == 0 else {}
         steps = _numbers({rank: (loop.step, loop.source_step) for rank, loop in here.items()})
         loops.append(TemplateAxis(_number(sizes), wanted.axis, steps[0], wanted.source_axis, steps[1]))
-    if not first.axes and len(found) < len(ranks):
-        loops.append(TemplateAxis(_number({rank: int(rank in found) for rank in ranks}), 0, 1, 0, 1))
-    start = _numbers({rank: part.start for rank, part in found.items()})
-    at = _numbers({rank: part.at for rank, part in found.items()})
-    runs = _numbers({rank: part.run for rank, part in found.items() if part.run})
+    if not first.axes and len(by_rank) < len(ranks):
+        loops.append(TemplateAxis(_number({rank: int(rank in by_rank) for rank in ranks}), 0, 1, 0, 1))
+    start = _numbers({rank: part.start for rank, part in by_rank.items()})
+    at = _numbers({rank: part.at for rank, part in by_rank.items()})
+    runs = _numbers({rank: part.run for rank, part in by_rank.items() if part.run})
     run = TemplateRun(runs[0], runs[1], first.run.axis, runs[3]) if first.run else None
     return TemplatePart(first.source, start, at, tuple(loops), run)
 
@@ -132,8 +132,8 @@ def _numbers(rows: Mapping[TpRank, Sequence[Number]]) -> tuple[Number, ...]:
 def _number(points: Mapping[TpRank, Number]) -> Number:
     """The number that is each of these on its rank."""
     of_ranks = {rank: values([number], rank)[0] for rank, number in points.items()}
-    found = fitted(of_ranks)
-    return listed(of_ranks) if found is None else found
+    rule = fitted(of_ranks)
+    return listed(of_ranks) if rule is None else rule
 
 
 Unfolded = tuple[DType, tuple[int, ...], list[HeldBox], float | None, str]

@@ -18,10 +18,10 @@ Ranks = Mapping[int, tuple[int, ...]] | None
 """Tensor-parallel size -> ranks; None: all ranks at all sizes."""
 
 
-def folded_layers(found: Mapping[str, Sequence[tuple[Ranks, TensorTemplate]]]) -> Iterator[NamedTemplate]:
+def folded_layers(by_name: Mapping[str, Sequence[tuple[Ranks, TensorTemplate]]]) -> Iterator[NamedTemplate]:
     """One entry for the tensors whose names and templates differ only in numbers. found: name -> the templates of its ranks."""
     groups: dict[tuple[str, object, TensorTemplate], dict[Numbers, tuple[Ranks, TensorTemplate]]] = {}
-    for name, variants in found.items():
+    for name, variants in by_name.items():
         pattern, numbers = _pattern(name)
         for ranks, template in variants:
             key = (pattern, None if ranks is None else tuple(sorted(ranks.items())), _without_numbers(template))
@@ -71,12 +71,12 @@ def _source_numbers(template: TensorTemplate) -> Numbers:
 def _references(templates: Mapping[Numbers, TensorTemplate]) -> list[int | None]:
     """For each number in the sources' names, the number in the tensor's name that it equals most often; None if it equals none."""
     rows = [(numbers, _source_numbers(template)) for numbers, template in templates.items()]
-    found: list[int | None] = []
+    references: list[int | None] = []
     for position in range(len(rows[0][1])):
         hits = {own: sum(numbers[own] == sources[position] for numbers, sources in rows) for own in range(len(rows[0][0]))}
         best = max(hits, key=lambda own: hits[own], default=None)
-        found.append(best if best is not None and hits[best] else None)
-    return found
+        references.append(best if best is not None and hits[best] else None)
+    return references
 
 
 def _consistent(templates: Mapping[Numbers, TensorTemplate], references: Sequence[int | None]) -> list[list[Numbers]]:

@@ -204,7 +204,7 @@ class LearnedLayout:
     @cached_property
     def source_entries(self) -> Mapping[str, TensorTemplate]:
         """Every checkpoint tensor by name."""
-        return {name: each.template for each in self.sources for name, _ in each.names()}
+        return {name: source.template for source in self.sources for name, _ in source.names()}
 
     @cached_property
     def source_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -217,17 +217,17 @@ class LearnedLayout:
 
     def rank_templates(self, parallel: Parallel, tp_rank: int, pp_rank: int) -> Iterator[tuple[str, tuple[int, ...], TensorTemplate]]:
         """The tensors of a rank: name, its numbers, template."""
-        for each in self.stage(parallel, pp_rank):
-            if each.is_on(parallel.tp, tp_rank):
-                yield from ((name, numbers, each.template) for name, numbers in each.names())
+        for tensor in self.stage(parallel, pp_rank):
+            if tensor.is_on(parallel.tp, tp_rank):
+                yield from ((name, numbers, tensor.template) for name, numbers in tensor.names())
 
     def rank_tensors(self, parallel: Parallel, tp_rank: int, pp_rank: int, dtypes: Mapping[str, DType]) -> tuple[StoredTensor, ...]:
         """The tensors of a rank. dtypes: name -> the element type to store, where it is not the traced one.
 
         Raises: NoRule if the rules have no numbers for the size, RequestError if a box lies outside of its tensors.
         """
-        found = self.rank_templates(parallel, tp_rank, pp_rank)
-        made = {name: self._stored(name, numbers, each, (parallel.tp, tp_rank), dtypes.get(name)) for name, numbers, each in found}
+        templates = self.rank_templates(parallel, tp_rank, pp_rank)
+        made = {name: self._stored(name, numbers, form, (parallel.tp, tp_rank), dtypes.get(name)) for name, numbers, form in templates}
         if len(made) < sum(1 for _ in self.rank_templates(parallel, tp_rank, pp_rank)) or "__metadata__" in made:
             raise _changed("two tensors of one rank have one name", f"TP rank {tp_rank}")
         return tuple(made.values())

@@ -57,7 +57,7 @@ def traced_rank(document: Mapping[str, Any]) -> TracedRank:
             why="A layout states what the engine loads, and nothing else",
             do="Leave out these sizes, or check with the engine itself that it serves the model at them",
         )
-    tensors = {name: traced_tensor(each) for name, each in document["tensors"].items()}
+    tensors = {name: traced_tensor(traced) for name, traced in document["tensors"].items()}
     about = document["class"], from_torch(document["dtype"], where="the layout"), tensors, tuple(document["softened"])
     pp_rank, tp_rank = divmod(number, case["tp"])
     return TracedRank((case["pp"], case["ep"] > 1, pp_rank), (case["tp"], tp_rank), *about)
@@ -69,14 +69,14 @@ def learned_layout(about: Mapping[str, Any], ranks: Iterable[TracedRank], config
     Raises: ReshardError if a fold does not give back what was traced, which is a defect.
     """
     traced = list(ranks)
-    by_stage = {stage: {each.rank: each.tensors for each in of} for stage, of in sorted(grouped(traced, attrgetter("stage")).items())}
+    by_stage = {stage: {rank.rank: rank.tensors for rank in of} for stage, of in sorted(grouped(traced, attrgetter("stage")).items())}
     stages = {stage: folded_stage(of_stage) for stage, of_stage in by_stage.items()}
     for stage, templates in stages.items():
         _check_fold(templates, by_stage[stage])
     sizes = []
     for (pp, has_ep), alike in grouped(stages, lambda stage: stage[:2]).items():
         tps = tuple(sorted({tp for stage in alike for tp, _ in by_stage[stage]}))
-        folded = [each for stage in alike for each in stages[stage]]
+        folded = [template for stage in alike for template in stages[stage]]
         sizes.append(LearnedSizes(tps, pp, has_ep, _withheld(tps, [by_stage[stage] for stage in alike], folded, counts_of(config))))
     layout = LearnedLayout(
         engine=about["engine"],
@@ -112,13 +112,13 @@ def config_digests(config: Mapping[str, Any]) -> dict[str, str]:
 
 def counts_of(config: Mapping[str, Any]) -> dict[str, int]:
     """The numbers of heads and groups in a config and in the configs inside of it."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
-            found |= {f"{key}.{inner}": number for inner, number in counts_of(value).items()}
+            counts |= {f"{key}.{inner}": number for inner, number in counts_of(value).items()}
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0 and _COUNTS.fullmatch(key):
-            found[key] = value
-    return found
+            counts[key] = value
+    return counts
 
 
 def _sources(documents: Mapping[str, Any]) -> tuple[NamedTemplate, ...]:
@@ -140,15 +140,15 @@ def _check_fold(templates: tuple[NamedTemplate, ...], ranks: TracedRanks) -> Non
 def _difference(templates: tuple[NamedTemplate, ...], ranks: TracedRanks) -> str | None:
     """The first tensor that the templates give otherwise than it was traced; None if there is none."""
     for rank, traced in ranks.items():
-        here = (each for each in templates if each.is_on(*rank))
+        here = (named for named in templates if named.is_on(*rank))
         try:
-            found = {name: unfolded(each.template, numbers, rank) for each in here for name, numbers in each.names()}
+            predicted = {name: unfolded(named.template, numbers, rank) for named in here for name, numbers in named.names()}
         except NoRule as error:
             return f"TP {rank[0]}: {error}"
-        if found.keys() != traced.keys():
-            return f"{min(found.keys() ^ traced.keys())} at TP {rank[0]}, rank {rank[1]}"
+        if predicted.keys() != traced.keys():
+            return f"{min(predicted.keys() ^ traced.keys())} at TP {rank[0]}, rank {rank[1]}"
         for name, tensor in traced.items():
-            if found[name] != unfolded(tensor, (), rank):
+            if predicted[name] != unfolded(tensor, (), rank):
                 return f"{name} at TP {rank[0]}, rank {rank[1]}"
     return None
 
@@ -160,10 +160,10 @@ def _withheld(
 
     Every number of heads in the rules must be one that the config states. Others may be an accident of the traced sizes.
     """
-    rules = [number for each in templates for number in each.template.numbers if isinstance(number, Rule)]
+    rules = [number for named in templates for number in named.template.numbers if isinstance(number, Rule)]
     known = {0, 1, *counts.values()}
     is_certain = all(rule.word != "listed" and known.issuperset(heads_of(rule)) for rule in rules)
-    if len(tps) < 3 or not is_certain or any(each.ranks is not None for each in templates):
+    if len(tps) < 3 or not is_certain or any(named.ranks is not None for named in templates):
         return None
     return next((size for size in reversed(tps) if all(_predicts(of_stage, size) for of_stage in stages)), None)
 

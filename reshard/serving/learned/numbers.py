@@ -96,9 +96,9 @@ def fitted(points: Mapping[TpRank, int]) -> Number | None:
 
 @lru_cache(maxsize=1 << 16)
 def _fitted(points: tuple[tuple[TpRank, int], ...]) -> Number | None:
-    found = {number for _, number in points}
-    if len(found) == 1:
-        return found.pop()
+    distinct = {number for _, number in points}
+    if len(distinct) == 1:
+        return distinct.pop()
     return next((rule for rule in _candidates(points) if _gives(rule, points)), None)
 
 

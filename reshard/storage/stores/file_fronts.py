@@ -113,9 +113,9 @@ class _Front:
                 return
             self._append(data)
             self._append_fixed()
-            while (found := self._waiting.pop(self._at, None)) is not None:
-                self._account(-len(found))
-                self._append(found)
+            while (waiting := self._waiting.pop(self._at, None)) is not None:
+                self._account(-len(waiting))
+                self._append(waiting)
                 self._append_fixed()
 
     def complete(self) -> Entry:

@@ -35,7 +35,7 @@ class FsspecStore:
             import fsspec
 
             known = scheme in fsspec.available_protocols()
-            found: tuple[Any, str] = fsspec.core.url_to_fs(url, **options) if known else (None, "")
+            opened: tuple[Any, str] = fsspec.core.url_to_fs(url, **options) if known else (None, "")
         except ImportError:
             needed = f"fsspec and {package}, which are not both installed" if package else "fsspec, which is not installed"
             packages = "'reshard[hub]'" if package == "huggingface_hub" else f"fsspec {package or ''}".rstrip()
@@ -44,7 +44,7 @@ class FsspecStore:
             raise RequestError(f"this URL or a `storage_option=` is not understood: {error}", where=url) from None
         except OSError as error:  # Some connect at once.
             raise system_refusal(error, "opened", url) from error
-        self._files, self._root = found
+        self._files, self._root = opened
         if self._files is None:
             raise UnsupportedError(
                 f"{scheme}:// is not a known kind of path",
@@ -58,15 +58,15 @@ class FsspecStore:
         if self._files.isfile(place):
             return
         if below:
-            yield from (self._entry(found) for found in self._files.find(place, detail=True).values())
+            yield from (self._entry(info) for info in self._files.find(place, detail=True).values())
             return
-        for found in self._files.ls(place, detail=True):
-            entry = self._entry(found)
-            yield Entry(entry.path + "/", 0, "") if found["type"] == "directory" else entry
+        for info in self._files.ls(place, detail=True):
+            entry = self._entry(info)
+            yield Entry(entry.path + "/", 0, "") if info["type"] == "directory" else entry
 
     def look(self, path: str) -> Entry | None:
-        found = self._files.info(self._place(path))
-        return None if found["type"] == "directory" else self._entry(found)
+        info = self._files.info(self._place(path))
+        return None if info["type"] == "directory" else self._entry(info)
 
     def read(self, entry: Entry, start: int, stop: int) -> memoryview:
         return memoryview(self._files.cat_file(self._place(entry.path), start=start, end=stop))
@@ -92,12 +92,12 @@ class FsspecStore:
     def _place(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
 
-    def _entry(self, found: Mapping[str, Any]) -> Entry:
-        stamp = next((found[key] for key in _STAMPS if found.get(key)), "")
+    def _entry(self, info: Mapping[str, Any]) -> Entry:
+        stamp = next((info[key] for key in _STAMPS if info.get(key)), "")
         stamp = str(stamp.timestamp() if isinstance(stamp, datetime) else stamp)
-        name = found["name"].removeprefix(self._root).lstrip("/") if found["name"].startswith(self._root) else found["name"]
-        times = (value.timestamp() if isinstance(value, datetime) else value for key in _TIMES if (value := found.get(key)))
-        return Entry(name, found["size"] or 0, f"{stamp} {found['size']}", next((time for time in times if isinstance(time, float)), None))
+        name = info["name"].removeprefix(self._root).lstrip("/") if info["name"].startswith(self._root) else info["name"]
+        times = (value.timestamp() if isinstance(value, datetime) else value for key in _TIMES if (value := info.get(key)))
+        return Entry(name, info["size"] or 0, f"{stamp} {info['size']}", next((time for time in times if isinstance(time, float)), None))
 
 
 class _Writer:

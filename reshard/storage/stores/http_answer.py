@@ -121,9 +121,9 @@ class Answer:
         return self._taken(nbytes)
 
     def _taken(self, nbytes: int) -> bytes:
-        found = bytes(self._received[:nbytes])
+        taken = bytes(self._received[:nbytes])
         del self._received[:nbytes]
-        return found
+        return taken
 
     def _count(self, nbytes: int) -> None:
         self._body_bytes += nbytes

@@ -82,9 +82,9 @@ class ObjectStore:
         prefix = folder.rstrip("/") or None
         with _answering(self._obstore, self._url):
             if not below:
-                found = self._obstore.list_with_delimiter(self._store, prefix)
-                yield from (Entry(f"{path}/", 0, "") for path in found["common_prefixes"])
-                yield from map(_entry, found["objects"])
+                listed = self._obstore.list_with_delimiter(self._store, prefix)
+                yield from (Entry(f"{path}/", 0, "") for path in listed["common_prefixes"])
+                yield from map(_entry, listed["objects"])
                 return
             for page in self._obstore.list(self._store, prefix, chunk_size=1000):
                 yield from map(_entry, page)
@@ -143,9 +143,9 @@ class _Writer:
             self._file.__exit__(InterruptedError, InterruptedError("the file is given up"), None)
 
 
-def _entry(found: Mapping[str, Any]) -> Entry:
-    stamp = found["e_tag"] or f"{found['last_modified']} {found['size']}"
-    return Entry(found["path"], found["size"], stamp, found["last_modified"].timestamp())
+def _entry(info: Mapping[str, Any]) -> Entry:
+    stamp = info["e_tag"] or f"{info['last_modified']} {info['size']}"
+    return Entry(info["path"], info["size"], stamp, info["last_modified"].timestamp())
 
 
 @contextmanager

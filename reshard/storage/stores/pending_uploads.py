@@ -50,10 +50,10 @@ class PendingUploads:
         prefix = f"{self._prefix}/" if self._prefix else ""
         try:
             pages = self._s3.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=prefix)
-            found = [self._upload(upload) for page in pages for upload in page.get("Uploads", ())]
+            uploads = [self._upload(upload) for page in pages for upload in page.get("Uploads", ())]
         except Exception as error:
             raise self._refusal(error) from error
-        return sorted(found, key=lambda upload: upload.begun)
+        return sorted(uploads, key=lambda upload: upload.begun)
 
     def abort(self, upload: PendingUpload) -> None:
         """Remove an upload and its parts. Raises SystemRefusal if S3 refuses."""
@@ -62,10 +62,10 @@ class PendingUploads:
         except Exception as error:
             raise self._refusal(error) from error
 
-    def _upload(self, found: Mapping[str, Any]) -> PendingUpload:
-        pages = self._s3.get_paginator("list_parts").paginate(Bucket=self._bucket, Key=found["Key"], UploadId=found["UploadId"])
+    def _upload(self, upload: Mapping[str, Any]) -> PendingUpload:
+        pages = self._s3.get_paginator("list_parts").paginate(Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"])
         nbytes = sum(part["Size"] for page in pages for part in page.get("Parts", ()))
-        return PendingUpload(self._bucket, found["Key"], found["UploadId"], found["Initiated"].timestamp(), nbytes)
+        return PendingUpload(self._bucket, upload["Key"], upload["UploadId"], upload["Initiated"].timestamp(), nbytes)
 
     def _refusal(self, error: Exception) -> SystemRefusal:
         return SystemRefusal(

@@ -91,9 +91,9 @@ class RemoteFiles(HasClaims):
         if self._only_file is not None:
             return (self._only_file,) if not folder else ()
         if not self._is_listed:
-            found = self._store.list(folder, below=False)
-            self._entries.update((entry.path, entry) for entry in found if not entry.path.endswith("/"))
-            return tuple(entry.path for entry in found)
+            entries = self._store.list(folder, below=False)
+            self._entries.update((entry.path, entry) for entry in entries if not entry.path.endswith("/"))
+            return tuple(entry.path for entry in entries)
         # A run is listed once, and has many folders.
         first, last = (bisect_left(self._sorted, end) for end in (prefix, prefix + "\U0010ffff"))
         return entries_of(self._sorted[first:last], folder)
@@ -146,10 +146,10 @@ class RemoteFiles(HasClaims):
         if self._is_opening:
             self._similar.asked_again(entry, at, stop)
         while at < stop:
-            found = self._covering(path, at) or self._fetch_around(entry, at, stop)
-            content = found.content.result()
-            last = min(stop, found.stop)
-            buffer[at - byte_offset : last - byte_offset] = content[at - found.start : last - found.start]
+            fetched = self._covering(path, at) or self._fetch_around(entry, at, stop)
+            content = fetched.content.result()
+            last = min(stop, fetched.stop)
+            buffer[at - byte_offset : last - byte_offset] = content[at - fetched.start : last - fetched.start]
             at = last
 
     def can_fetch(self, path: str) -> bool:
@@ -165,8 +165,8 @@ class RemoteFiles(HasClaims):
     def release(self, fetched: Iterable[Fetched]) -> None:
         """Forget what was fetched."""
         with self._lock:
-            for each in fetched:
-                self._fetched[each.path].remove(each)
+            for piece in fetched:
+                self._fetched[piece.path].remove(piece)
 
     def _list_all(self, url: str) -> None:
         self._entries.update((entry.path, entry) for entry in self._store.list() if entry.path)
@@ -196,13 +196,13 @@ class RemoteFiles(HasClaims):
     def _covering(self, path: str, at: int) -> Fetched | None:
         """What was fetched from a file and holds the byte `at`."""
         # A copy of the list, because other threads change it.
-        return next((found for found in tuple(self._fetched.get(path, ())) if found.start <= at < found.stop), None)
+        return next((fetched for fetched in tuple(self._fetched.get(path, ())) if fetched.start <= at < fetched.stop), None)
 
     def _begin(self, entry: Entry, start: int, stop: int) -> Fetched:
-        found = Fetched(entry.path, start, stop, self._store.later(lambda: self._store.read(entry, start, stop)))
+        fetched = Fetched(entry.path, start, stop, self._store.later(lambda: self._store.read(entry, start, stop)))
         with self._lock:
-            self._fetched.setdefault(entry.path, []).append(found)
-        return found
+            self._fetched.setdefault(entry.path, []).append(fetched)
+        return fetched
 
     def _fetch_around(self, entry: Entry, at: int, stop: int) -> Fetched:
         """Fetch bytes [at, stop) of a file, or the first of them, and what lies around them. If they are metadata, also fetch the metadata
@@ -214,8 +214,8 @@ class RemoteFiles(HasClaims):
     def _fetch_similar(self, entry: Entry, at: int, stop: int) -> Fetched | None:
         """Fetch the metadata of a file, and that of the files like it, if bytes [at, stop) are metadata; else None."""
         with self._similar_lock:
-            if found := self._covering(entry.path, at):
-                return found
+            if fetched := self._covering(entry.path, at):
+                return fetched
             similar = self._similar.asked(entry, at, stop)
             if similar is None:
                 return None
@@ -224,9 +224,9 @@ class RemoteFiles(HasClaims):
             for other in similar.others(entry):
                 if room <= 0:
                     break
-                for found in self._begin_missing(other, similar.parts(other)):
-                    room -= found.stop - found.start
-                    begun.append(found)
+                for fetched in self._begin_missing(other, similar.parts(other)):
+                    room -= fetched.stop - fetched.start
+                    begun.append(fetched)
             self._keep(begun)
         return self._covering(entry.path, at)
 
@@ -234,27 +234,27 @@ class RemoteFiles(HasClaims):
         """Begin to fetch what was not fetched yet of parts of a file."""
         for start, stop in parts:
             first, last = start, stop
-            while first < last and (found := self._covering(entry.path, first)):
-                first = found.stop
-            while first < last and (found := self._covering(entry.path, last - 1)):
-                last = found.start
+            while first < last and (fetched := self._covering(entry.path, first)):
+                first = fetched.stop
+            while first < last and (fetched := self._covering(entry.path, last - 1)):
+                last = fetched.start
             if first < last:
                 yield self._begin(entry, first, last)
 
     def _fetch_metadata(self, entry: Entry, at: int, stop: int) -> Fetched:
         """Fetch bytes of one file up to `stop`, or to what was fetched already."""
-        later = (found.start for found in tuple(self._fetched.get(entry.path, ())) if found.start > at)
-        found = self._begin(entry, at, min(stop, at + _LONGEST_RANGE, entry.nbytes, *later))
-        self._keep([found])
-        return found
+        later = (fetched.start for fetched in tuple(self._fetched.get(entry.path, ())) if fetched.start > at)
+        fetched = self._begin(entry, at, min(stop, at + _LONGEST_RANGE, entry.nbytes, *later))
+        self._keep([fetched])
+        return fetched
 
     def _keep(self, begun: Iterable[Fetched]) -> None:
         """Keep metadata, and forget the oldest if there is too much."""
         old = []
         with self._lock:
-            for found in begun:
-                self._metadata.append(found)
-                self._metadata_bytes += found.stop - found.start
+            for fetched in begun:
+                self._metadata.append(fetched)
+                self._metadata_bytes += fetched.stop - fetched.start
             while self._metadata_bytes > _MOST_METADATA:
                 old.append(self._metadata.popleft())
                 self._metadata_bytes -= old[-1].stop - old[-1].start

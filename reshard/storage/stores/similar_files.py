@@ -94,7 +94,7 @@ class SimilarFiles:
 
     def _kind(self, entry: Entry) -> Kind:
         if not self._kinds:
-            for other in sorted(self._entries(), key=lambda each: _numbers(each.path)):
+            for other in sorted(self._entries(), key=lambda listed: _numbers(listed.path)):
                 self._kinds.setdefault(_form(other.path), Kind([])).entries.append(other)
         kind = self._kinds.setdefault(_form(entry.path), Kind([]))
         if entry not in kind.entries:  # it was not listed

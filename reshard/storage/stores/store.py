@@ -126,9 +126,9 @@ class Store:
         """The files in a folder, and in those below it, sorted by path. Empty if there is no such folder."""
 
         def ask() -> tuple[Entry, ...]:
-            found = tuple(sorted(self._backend.list(folder, below=below), key=lambda entry: entry.path))
-            self._count(requests=len(found) // 1000)
-            return found
+            entries = tuple(sorted(self._backend.list(folder, below=below), key=lambda entry: entry.path))
+            self._count(requests=len(entries) // 1000)
+            return entries
 
         return self._asked(ask, "listed", folder) or ()
 
@@ -143,16 +143,16 @@ class Store:
         """
 
         def ask() -> memoryview:
-            found = self._backend.read(entry, start, stop)
-            if len(found) != stop - start:
-                raise OSError(f"{stop - start:,} bytes were asked for, {len(found):,} came")
-            return found
+            content = self._backend.read(entry, start, stop)
+            if len(content) != stop - start:
+                raise OSError(f"{stop - start:,} bytes were asked for, {len(content):,} came")
+            return content
 
-        found = self._asked(ask, "read", entry.path)
-        if found is None:
+        content = self._asked(ask, "read", entry.path)
+        if content is None:
             raise CheckpointError("the file is gone", where=self.place(entry.path), do="Copy it from where the checkpoint was written")
         self._count(read=stop - start, requests=0)
-        return found
+        return content
 
     def later(self, ask: Callable[[], Value]) -> Future[Value]:
         """The result of a call that runs in one of this store's threads. As many run at a time as there may be requests."""
@@ -214,9 +214,9 @@ class Store:
         """The file that was just written. Raises LostObject if the store does not have it in full."""
         entry = self.look(path)
         if entry is None or entry.nbytes != nbytes:
-            found = "nothing" if entry is None else f"{entry.nbytes:,} bytes"
+            present = "nothing" if entry is None else f"{entry.nbytes:,} bytes"
             raise LostObject(
-                f"{nbytes:,} bytes were written, the store has {found}", where=self.place(path), do="Run it again with `resume=True`"
+                f"{nbytes:,} bytes were written, the store has {present}", where=self.place(path), do="Run it again with `resume=True`"
             )
         return entry
 

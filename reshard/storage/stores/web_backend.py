@@ -54,8 +54,8 @@ class WebStore:
         if entry.stamp.startswith('"'):
             fields["If-Match"] = entry.stamp
         headers, body = self._asked("GET", entry.path, fields, most_bytes=stop - start)
-        if (found := headers.get("content-range", "")).partition("/")[0] != f"bytes {start}-{stop - 1}":
-            raise ValueError(f"bytes {start}-{stop - 1} were asked for, the web server sends {printable(found)[:60] or 'another range'}")
+        if (sent := headers.get("content-range", "")).partition("/")[0] != f"bytes {start}-{stop - 1}":
+            raise ValueError(f"bytes {start}-{stop - 1} were asked for, the web server sends {printable(sent)[:60] or 'another range'}")
         return memoryview(body)
 
     def upload(self, path: str, *, part: int, at_once: int) -> Upload:
@@ -128,10 +128,10 @@ def proxy_of(url: str) -> str | None:
     from urllib.request import getproxies, proxy_bypass
 
     parts, proxies = urlsplit(url), getproxies()
-    found = proxies.get(parts.scheme) or proxies.get("all")
-    if not found or proxy_bypass(parts.hostname or ""):
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy or proxy_bypass(parts.hostname or ""):
         return None
-    return found if "://" in found else f"http://{found}"
+    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 def _request(method: str, url: str, fields: Mapping[str, str], *, of_proxy: bool) -> bytes:

@@ -62,7 +62,7 @@ class Diff(Comparison):
         """A row for each tensor, in the order of the model; if only headers were compared, a row for each difference."""
         if not self.changes:
             return Comparison.table(self)
-        rows = ((*(getattr(each, name) for name in _COLUMNS.split()[:-4]), *each.nan, *each.infinite) for each in self.changes)
+        rows = ((*(getattr(change, name) for name in _COLUMNS.split()[:-4]), *change.nan, *change.infinite) for change in self.changes)
         return Table(tuple(_COLUMNS.split()), tuple(rows))
 
     def __repr__(self) -> str:
@@ -70,11 +70,11 @@ class Diff(Comparison):
 
     def by_layer(self) -> list[Change]:
         """The changes of each layer together, in order; what belongs to no layer is one entry at the end."""
-        return _grouped(self.changes, lambda each: each.layer, lambda layer: "no layer" if layer is None else f"layer {layer}")
+        return _grouped(self.changes, lambda change: change.layer, lambda layer: "no layer" if layer is None else f"layer {layer}")
 
     def by_role(self) -> list[Change]:
         """The changes of each role together, the largest relative change first."""
-        return sorted(_grouped(self.changes, lambda each: each.role, str), key=_size, reverse=True)
+        return sorted(_grouped(self.changes, lambda change: change.role, str), key=_size, reverse=True)
 
     def total(self) -> Change:
         """The changes of all tensors together."""
@@ -82,21 +82,21 @@ class Diff(Comparison):
 
     def largest(self) -> list[Change]:
         """The tensors that changed, the largest relative change first."""
-        return sorted((each for each in self.changes if each.changed), key=_size, reverse=True)
+        return sorted((change for change in self.changes if change.changed), key=_size, reverse=True)
 
     def not_finite(self) -> list[NotFinite]:
         """NaN and infinite elements, by side, whether they changed or not. The numbers of a Change leave them out."""
-        found = []
+        not_finite = []
         for what in ("nan", "infinite"):
             for i, side in enumerate(("left", "right")):
-                counts = {each.name: getattr(each, what)[i] for each in self.changes if getattr(each, what)[i]}
+                counts = {change.name: getattr(change, what)[i] for change in self.changes if getattr(change, what)[i]}
                 if counts:
-                    found.append(NotFinite(what, side, sum(counts.values()), len(counts), next(iter(counts))))
-        return found
+                    not_finite.append(NotFinite(what, side, sum(counts.values()), len(counts), next(iter(counts))))
+        return not_finite
 
     def beyond(self, thresholds: Mapping[str, float]) -> list[Change]:
         """The tensors whose change is larger than a threshold. thresholds: by measure, one of MEASURES."""
-        return [each for each in self.changes if any(not MEASURES[name](each) <= most for name, most in thresholds.items())]
+        return [change for change in self.changes if any(not MEASURES[name](change) <= most for name, most in thresholds.items())]
 
 
 def _farthest(change: Change) -> float:
@@ -161,7 +161,7 @@ def _measure(result: Diff, pairs: Sequence[tuple], sides: tuple[Side, Side], eff
         result.changes[number].add(change)
     result.end(reading, *sides)
     result.nbytes += sum(tensor.nbytes for _, tensor in pairs)
-    result.differences += [Difference(each.name, "values", _sentence(each)) for each in result.changes if each.changed]
+    result.differences += [Difference(measured.name, "values", _sentence(measured)) for measured in result.changes if measured.changed]
 
 
 def _unmeasured(name: str, sides: tuple[Side, Side]) -> Change:
@@ -186,8 +186,8 @@ def _grouped(changes: Iterable[Change], key: Callable[[Change], object], name: C
     groups: dict[object, list[Change]] = {}
     for change in changes:
         groups.setdefault(key(change), []).append(change)
-    ordered = sorted(each for each in groups if isinstance(each, int)) + [each for each in groups if not isinstance(each, int)]
-    return [sum_of(name(each), groups[each], layer=each if isinstance(each, int) else None, role=groups[each][0].role) for each in ordered]
+    ordered = sorted(kind for kind in groups if isinstance(kind, int)) + [kind for kind in groups if not isinstance(kind, int)]
+    return [sum_of(name(kind), groups[kind], layer=kind if isinstance(kind, int) else None, role=groups[kind][0].role) for kind in ordered]
 
 
 def parse_thresholds(words: Iterable[str]) -> dict[str, float]:
@@ -195,13 +195,13 @@ def parse_thresholds(words: Iterable[str]) -> dict[str, float]:
 
     Raises: RequestError for another measure, or what is not a number.
     """
-    found = {}
+    thresholds = {}
     for word in words:
         name, _, number = word.rpartition("=")
         if (name or "relative") not in MEASURES:
             raise RequestError(f"`threshold={word}`: there is no measure {name!r}", do=choices(name, MEASURES))
         try:
-            found[name or "relative"] = float(number)
+            thresholds[name or "relative"] = float(number)
         except ValueError:
             raise RequestError(f"`threshold={word}`: {number!r} is not a number", do="Use for example `threshold=0.01`") from None
-    return found
+    return thresholds

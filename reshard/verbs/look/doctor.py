@@ -163,7 +163,7 @@ def _changed(patient: Patient) -> Iterator[Finding]:
     """What is not as reshard wrote it. Only what was not measured as it is stored is read again, such as a head with its embedding."""
     if usable_manifest(patient.files) is None:
         return
-    digests = {each.tensor.shards: each.digests for each in patient.measured if each.is_complete and each.fault is None}
+    digests = {measured.tensor.shards: measured.digests for measured in patient.measured if measured.is_complete and measured.fault is None}
     for difference in verify_written(patient.checkpoint, patient.read, known=lambda tensor: digests.get(tensor.shards)).differences:
         name, is_file = difference.name, patient.files.size(difference.name) is not None
         yield found("changed", difference.detail, tensor=None if is_file else name, file=name if is_file else None)
@@ -245,7 +245,7 @@ def _log_checked(report: Report) -> None:
         bytes=report.nbytes,
         **{severity: report.count(severity) for severity in SEVERITIES},
     )
-    details("finding", lambda: ((f"{each.severity} {each.id}: {each.detail}", asdict(each)) for each in report.findings))
+    details("finding", lambda: ((f"{finding.severity} {finding.id}: {finding.detail}", asdict(finding)) for finding in report.findings))
 
 
 def _opened(path: PathLike, options: Mapping[str, Any]) -> tuple[Checkpoint, Index, tuple[Finding, ...]]:

@@ -53,9 +53,9 @@ def estimate(
         link=given["link"],
     )
     subject = source if isinstance(source, int) else _trained(source, given["architecture"])
-    found = memory.estimate(subject, training, (zero,) if isinstance(zero, int) else tuple(zero))
+    result = memory.estimate(subject, training, (zero,) if isinstance(zero, int) else tuple(zero))
     max_bubble = given["max_bubble"]
-    return found if max_bubble is None else replace(found, fewest_microbatches=fewest_microbatches(training.schedule, max_bubble))
+    return result if max_bubble is None else replace(result, fewest_microbatches=fewest_microbatches(training.schedule, max_bubble))
 
 
 def _subject(source: PathLike | Model | int | None, parameters: int | str | None) -> PathLike | Model | int:
@@ -75,13 +75,13 @@ def estimates(
 ) -> tuple[Estimate, ...]:
     """`estimate` for each number of GPUs and each pipeline-parallel size, in rising order. counts: the numbers of GPUs; None: as many as
     the sizes need."""
-    found = []
-    for count in sorted(set(counts), key=lambda each: each or 0):
+    results = []
+    for count in sorted(set(counts), key=lambda number: number or 0):
         for pp in sorted(set(pipelines)):
-            each = options.copy()
-            each["gpus"], each["pp"] = count, pp
-            found.append(estimate(source, zero=zero, **each))
-    return tuple(found)
+            asked = options.copy()
+            asked["gpus"], asked["pp"] = count, pp
+            results.append(estimate(source, zero=zero, **asked))
+    return tuple(results)
 
 
 def _refuse_unused(source: object, given: Mapping[str, object], usual: Mapping[str, object]) -> None:

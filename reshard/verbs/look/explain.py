@@ -81,11 +81,11 @@ def explain(
     mistakes in values are found in parts of 2 million elements; those of rows with both sides of the tensor and one other tensor of its
     layer in memory; those of columns with both sides of the tensor and their transposes.
     """
-    found = diff(bad, good, selection=selection, **options)
+    compared = diff(bad, good, selection=selection, **options)
     wrong_side, right_side = sides_of(bad, good, selection)
     wrong, right = _view(wrong_side), _view(right_side)
-    different = list(dict.fromkeys(each.name for each in found.differences if each.kind in _DIFFERENT))
-    result = Explanation(found.tensors, missing=[each.name for each in found.differences if each.kind in ("missing", "extra")])
+    different = list(dict.fromkeys(difference.name for difference in compared.differences if difference.kind in _DIFFERENT))
+    result = Explanation(compared.tensors, missing=[lost.name for lost in compared.differences if lost.kind in ("missing", "extra")])
     by_text: dict[str, list[str]] = {}
     stale: dict[tuple[int, int], list[str]] = {}
     moved = _moved_tensors(different, wrong, right)
@@ -104,7 +104,7 @@ def explain(
             by_text[f"only part {part_number} of {parts} differs: the file of rank {part_number} is from another save"] = names
         else:
             result.unexplained += names
-    result.mistakes = sorted((Mistake(text, tuple(names)) for text, names in by_text.items()), key=lambda each: -len(each.tensors))
+    result.mistakes = sorted((Mistake(text, tuple(names)) for text, names in by_text.items()), key=lambda mistake: -len(mistake.tensors))
     return result
 
 
@@ -118,12 +118,12 @@ def _moved_tensors(names: list[str], wrong: View, right: View) -> dict[str, str]
     digests: dict[tuple[object, ...], str] = {}
     for name in names:
         digests.setdefault(_digest(right[name]), name)
-    found: dict[str, str] = {}
+    moved: dict[str, str] = {}
     for name in names:
         other = digests.get(_digest(wrong[name]))
         if other is not None and other != name:
-            found[name] = _placed(name, other)
-    return found
+            moved[name] = _placed(name, other)
+    return moved
 
 
 def _digest(tensor: LazyTensor) -> tuple[object, ...]:
@@ -167,13 +167,13 @@ def _mistake(name: str, wrong: View, right: View, different: list[str]) -> str |
 
 def _value_mistake(wrong: LazyTensor, right: LazyTensor) -> str | None:
     """A mistake in single values, found part by part: where there is none, the first part rules all out."""
-    found: list[str] | None = None
+    mistakes: list[str] | None = None
     for bad, good in zip(wrong.parts(), right.parts(), strict=True):
         here = value_mistakes(bad.words(), good.words(), right.dtype)
-        found = here if found is None else [text for text in found if text in here]
-        if not found:
+        mistakes = here if mistakes is None else [text for text in mistakes if text in here]
+        if not mistakes:
             return None
-    return found[0] if found else None
+    return mistakes[0] if mistakes else None
 
 
 def _neighbours(name: str, right: View, different: list[str]) -> Iterator[str]:
@@ -196,9 +196,9 @@ def _without_layer(text: str, right: Mapping[str, LazyTensor]) -> str:
     return " ".join(words)
 
 
-def summary_of(found: Explanation) -> str:
+def summary_of(explanation: Explanation) -> str:
     """The result in one line."""
-    if found.equal:
-        return f"equal: {plural(found.tensors, 'tensor')}, nothing to explain"
-    explained = sum(len(each.tensors) for each in found.mistakes)
-    return f"{plural(len(found.mistakes), 'mistake')} found: {explained:,} tensors explained, {len(found.unexplained):,} not"
+    if explanation.equal:
+        return f"equal: {plural(explanation.tensors, 'tensor')}, nothing to explain"
+    explained = sum(len(mistake.tensors) for mistake in explanation.mistakes)
+    return f"{plural(len(explanation.mistakes), 'mistake')} found: {explained:,} tensors explained, {len(explanation.unexplained):,} not"

@@ -73,7 +73,7 @@ class Inspection:
         if self.content is not None and (count := summary.parameter_count(self.content, self.config)):
             return count
         adapter = summary.adapter(self.index)
-        return sum(found.parameters for found in self.checkpoint.models) or (adapter.parameters if adapter else 0)
+        return sum(model.parameters for model in self.checkpoint.models) or (adapter.parameters if adapter else 0)
 
     @property
     def parameters_as_stored(self) -> bool:

@@ -79,7 +79,7 @@ def tracer_of(engine: str, engine_python: PathLike | None = None) -> Tracer:
 
 def _traceable(engine: str) -> ServingFormat:
     """The format of an engine whose loader can be traced. Raises RequestError, listing the engines that can, if it is none of them."""
-    traceable = {name: found for name, found in registry.serving_formats().items() if found.tracer}
+    traceable = {name: format for name, format in registry.serving_formats().items() if format.tracer}
     if engine not in traceable:
         raise RequestError(f"`engine={engine}`: reshard cannot trace its loader", do=f"Engines that can be traced: {', '.join(traceable)}")
     return traceable[engine]

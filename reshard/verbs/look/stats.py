@@ -83,7 +83,7 @@ class StatisticsReport(Tabular):
 
     def table(self) -> Table:
         """A row for each tensor."""
-        return Table(_COLUMNS, tuple(tuple(getattr(each, name) for name in _COLUMNS) for each in self.tensors))
+        return Table(_COLUMNS, tuple(tuple(getattr(tensor, name) for name in _COLUMNS) for tensor in self.tensors))
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -95,7 +95,7 @@ class StatisticsReport(Tabular):
         return self.tensors[number]
 
     def __repr__(self) -> str:
-        strange = sum(1 for each in self.tensors if each.nan or each.inf)
+        strange = sum(1 for tensor in self.tensors if tensor.nan or tensor.inf)
         return f"StatisticsReport({plural(len(self), 'tensor')}, {strange} with NaN or infinite values)"
 
 
@@ -115,7 +115,7 @@ def stats(
     checkpoint = source if isinstance(source, Checkpoint) else open(source, **given)
     check_digests(effort, (checkpoint.files, checkpoint.index.tensors))
     tensors = wanted(checkpoint, as_globs(globs), optimizer=optimizer)
-    found: dict[int, TensorStatistics] = {}
+    finished: dict[int, TensorStatistics] = {}
     parts = {number: ValueDistribution() for number in range(len(tensors))}
     left = {number: sum(1 for _ in blocks(tensor.shape)) for number, tensor in enumerate(tensors)}
 
@@ -128,9 +128,9 @@ def stats(
         parts[number].add(part)
         left[number] -= 1
         if not left[number]:  # only the tensors that are being read keep their counts
-            found[number] = _statistics(tensors[number], parts.pop(number))
+            finished[number] = _statistics(tensors[number], parts.pop(number))
     reading.check_unchanged(checkpoint.files, checkpoint.index)
-    measured = tuple(found.get(number) or _statistics(tensor, ValueDistribution()) for number, tensor in enumerate(tensors))
+    measured = tuple(finished.get(number) or _statistics(tensor, ValueDistribution()) for number, tensor in enumerate(tensors))
     return StatisticsReport(measured, reading.checks)
 
 

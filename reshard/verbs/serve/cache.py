@@ -86,11 +86,11 @@ def cache(plan: Plan, *, root: PathLike | None = None, max_size: int | None = No
     store, effort = Cache(root), effort_of(plan, options)
     identity, request = plan.identity(), request_digest(plan)
     asked = content_digest(f"{identity} {request}".encode()).rpartition(":")[2]
-    if found := store.linked(asked):
-        return found
+    if entry := store.linked(asked):
+        return entry
     with store.locked(identity):
-        if found := store.linked(asked):  # another process has converted it
-            return found
+        if entry := store.linked(asked):  # another process has converted it
+            return entry
         return store.add(plan, asked, request, max_size, effort)
 
 
@@ -177,7 +177,7 @@ class Cache:
         for link in _listed(self.root / "links"):
             if about := self._link(link.name):
                 used[about["entry"]] = max(used.get(about["entry"], (0.0, "")), (link.lstat().st_mtime, about["source"]))
-        found = []
+        entries = []
         for folder in _listed(self.root / "entries"):
             manifest = usable_manifest(LocalFiles(folder)) if record_of(folder) else None
             if manifest is None:
@@ -185,12 +185,12 @@ class Cache:
                 continue
             when, source = used.get(folder.name, (folder.stat().st_mtime, ""))
             what = f"{manifest.format} {manifest.summary}"
-            found.append(CacheEntry(str(folder), manifest.fingerprint, what, _nbytes(folder), source, max(time.time() - when, 0.0), True))
+            entries.append(CacheEntry(str(folder), manifest.fingerprint, what, _nbytes(folder), source, max(time.time() - when, 0.0), True))
         for path, layout in Library(self.root / "layouts").layouts():
             what = f"{layout.engine} {layout.engine_version} layout, {coverage(layout)}"
             looks = path.stat()
-            found.append(CacheEntry(str(path), "", what, looks.st_size, layout.model_class, max(time.time() - looks.st_mtime, 0.0), True))
-        return sorted(found, key=lambda entry: entry.age)
+            entries.append(CacheEntry(str(path), "", what, looks.st_size, layout.model_class, max(time.time() - looks.st_mtime, 0.0), True))
+        return sorted(entries, key=lambda entry: entry.age)
 
     def remove(self, entry: CacheEntry) -> None:
         """Remove an entry and its links."""
@@ -209,12 +209,12 @@ class Cache:
     def _link(self, name: str) -> dict[str, str]:
         """What a link says; empty for none, and for one that is not as reshard writes it, which is told."""
         try:
-            found = json_object(read_own(self.root, f"links/{name}", limit=_MOST_OF_LINK))
+            record = json_object(read_own(self.root, f"links/{name}", limit=_MOST_OF_LINK))
         except FileNotFoundError:
             return {}
         except (OSError, TargetError):
-            found = {}
-        entry, source = found.get("entry"), found.get("source")
+            record = {}
+        entry, source = record.get("entry"), record.get("source")
         if not isinstance(entry, str) or not isinstance(source, str) or entry != os.path.basename(entry) or entry in ("", ".", ".."):
             left(f"{self.root / 'links' / name} is no link that reshard wrote, and is passed over", self.root / "links" / name)
             return {}

@@ -42,9 +42,9 @@ class WatchEvent:
 
 def happened(name: str, step: Step, target: str, detail: str) -> WatchEvent:
     """An event of now, which is logged."""
-    found = WatchEvent(name, step.order, step.path, target, detail, round(time.time(), 3))
-    event(f"watch-{name}", f"step {step.order}: {name}: {detail}", step=step.order, source=step.path, target=found.target)
-    return found
+    happening = WatchEvent(name, step.order, step.path, target, detail, round(time.time(), 3))
+    event(f"watch-{name}", f"step {step.order}: {name}: {detail}", step=step.order, source=step.path, target=happening.target)
+    return happening
 
 
 def among_newest(steps: Sequence[Step], keep: int | None) -> list[Step]:

@@ -135,7 +135,7 @@ class Kept:
 
     def _base(self, number: int) -> tuple[tuple[str, ...], str]:
         """What makes the kept step before this one, and what is to be said about that. Empty if this step becomes a full checkpoint."""
-        earlier = max((each for each in self._numbers() if each < number), default=None)
+        earlier = max((kept_number for kept_number in self._numbers() if kept_number < number), default=None)
         if earlier is None:
             return (), ""
         try:
@@ -148,20 +148,20 @@ class Kept:
         """Write a delta, and compare what it makes with the step. Returns the fingerprint, and what was written in words."""
         base, before = open("+".join(chain)), step_of(chain[-1])
         made = delta(_as_of(base, before), _as_of(self._opened(source), step.number), new, encoding=self.encoding, cast=True)
-        found = fingerprint("+".join([*chain, str(new)])).root
-        if found != made.result.root:
-            raise DifferenceFound(f"the delta makes {found}, and the step has {made.result.root}", where=str(new), do="Run again")
+        root = fingerprint("+".join([*chain, str(new)])).root
+        if root != made.result.root:
+            raise DifferenceFound(f"the delta makes {root}, and the step has {made.result.root}", where=str(new), do="Run again")
         share = made.changed_elements / max(1, made.elements)
-        return found, f"{made.nbytes:,} bytes to step {before}, {share:.2%} of the elements changed"
+        return root, f"{made.nbytes:,} bytes to step {before}, {share:.2%} of the elements changed"
 
     def _opened(self, source: str) -> Checkpoint:
         """A checkpoint of the run, with what the user says about its model."""
-        about_model: Any = {name: each for name, each in self.options.items() if name in ModelOptions.__annotations__}
+        about_model: Any = {name: given for name, given in self.options.items() if name in ModelOptions.__annotations__}
         return open_one_of_several(source, about_model)
 
     def _full(self, source: Checkpoint, new: Path) -> tuple[str, str]:
         """Write a full checkpoint and verify it. Returns the fingerprint, and what was written in words."""
-        others = {name: each for name, each in self.options.items() if name not in ModelOptions.__annotations__}
+        others = {name: given for name, given in self.options.items() if name not in ModelOptions.__annotations__}
         result = convert(plan(source, to=self.to, **others), new)
         check_written(new)
         return result.fingerprint.root, f"{sum(result.files.values()):,} bytes in {plural(len(result.files), 'file')}"
@@ -207,7 +207,7 @@ def kept(run: PathLike, to: str, folder: Path, pattern: str, options: dict[str, 
     if "{part}" in pattern or step_of(pattern.replace("{step}", "1")) != 1:
         what = f"`into=` {folder / pattern}: the name of a folder does not tell that it is a step"
         raise RequestError(what, do="Use `into=KEPT/step-{step}`, and `part=` to choose one checkpoint of each step")
-    given = {name: each for name, each in options.items() if each is not None}
+    given = {name: option for name, option in options.items() if option is not None}
     encoding, full_every = given.pop("encoding", "xor"), given.pop("full_every", FULL_EVERY)
     check_word("`encoding=`", encoding, ("xor", "overwrite"))
     if full_every < 1:
