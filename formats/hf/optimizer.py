@@ -38,7 +38,7 @@ def add_optimizer(builder: IndexBuilder, files: Files, path: str, weights: Seque
             states.add(*state_kind(names.get(parameter), parameter, kind), local, path)
         index = states.build(RunFacts())
     except ReshardError as error:
-        builder.add_notes([f"the optimizer is left out: {error.what} ({error.where or path})"])
+        builder.add_notes([f"{path} lies beside the weights; it is not read here: {error.what}"])
         return
     for tensor in index.tensors:
         builder.add_tensor(tensor)

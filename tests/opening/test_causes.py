@@ -236,7 +236,7 @@ def test_an_optimizer_beside_a_hugging_face_folder_is_not_denied(tmp_path):
     shutil.copytree(LLAMA, tmp_path / "ckpt", copy_function=shutil.copyfile)
     denied = reshard("convert", tmp_path / "ckpt", tmp_path / "out", "--to", "dcp", "--optimizer")
     assert denied.code == 2 and "the checkpoint has no optimizer state" in denied.err
-    torch.save({"state": {}, "param_groups": []}, tmp_path / "ckpt" / "optimizer.pt")
+    torch.save({"scaler": 3}, tmp_path / "ckpt" / "optimizer.pt")
     done = reshard("convert", tmp_path / "ckpt", tmp_path / "out", "--to", "dcp", "--optimizer")
     assert done.code == 2 and "optimizer.pt lies beside the weights; it is not read here" in done.err
     assert "has no optimizer state" not in done.err
