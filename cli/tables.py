@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -155,10 +155,11 @@ def _print(text: str, on_stderr: bool) -> None:
         Shown.lines += text.count("\n") + 1
 
 
-def show_verbatim(*lines: str) -> None:
-    """Print lines that are to be copied as they are, such as a file's."""
+def show_verbatim(*lines: str, shown: Callable[[str], str] = printable) -> None:
+    """Print lines that are to be copied as they are, such as a file's. shown: what a terminal may show of a line; `visible` for lines of
+    our own in which a variable with the name of a credential holds none."""
     with standard_output():
-        click.echo("\n".join(map(printable, lines)), color=True)
+        click.echo("\n".join(map(shown, lines)), color=True)
 
 
 @contextmanager

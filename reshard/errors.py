@@ -228,8 +228,13 @@ def nearest(word: str, known: Collection[str]) -> str | None:
 
 
 def printable(text: str) -> str:
-    """The text with control characters escaped, as names come from files and must not control a terminal, and with credentials masked."""
-    return "".join(char if char.isprintable() or char == " " else ascii(char)[1:-1] for char in masked(text))
+    """The text as a terminal may show it: `visible`, and with credentials masked."""
+    return visible(masked(text))
+
+
+def visible(text: str) -> str:
+    """The text with control characters escaped, as names come from files and must not control a terminal."""
+    return "".join(char if char.isprintable() or char == " " else ascii(char)[1:-1] for char in text)
 
 
 def _shortened(text: str) -> str:

@@ -3,11 +3,16 @@
 import base64
 import http.client
 import json
+import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -358,3 +363,19 @@ def test_many_clients_at_once_get_their_bytes(llama):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("token", ["", SECRET])
+def test_the_command_prints_lines_to_copy(token):
+    """One line for each program, with every variable as a shell takes it; the token is named, and never printed. Ctrl-C ends it."""
+    command = [Path(sys.executable).with_name("reshard"), "hub", HF / "llama", "--name", "org/m", "--port", "0"]
+    process = subprocess.Popen(command, env={**os.environ, TOKEN: token}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first = [process.stdout.readline() for _ in range(9)]
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=30)
+    assert first[0].startswith("http://127.0.0.1:") and first[0].endswith(" serves org/m\n") and not rest
+    programs = [line.split()[0] for line in first[2:]]
+    assert programs == ["transformers", "vLLM", "SGLang", "Run:ai", "hf", "aws", "curl"]
+    assert "***" not in "".join(first) and "\\n" not in "".join(first) and SECRET not in "".join(first)
+    secret = f"${TOKEN}" if token else "none"
+    assert f"AWS_ACCESS_KEY_ID=reshard AWS_SECRET_ACCESS_KEY={secret} " in first[7]

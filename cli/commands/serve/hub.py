@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.errors import visible
+
 from ... import options
 from ...invocation import current
 from ...tables import show_verbatim
@@ -53,7 +55,7 @@ def command(sources: tuple[str, ...], to: str | None, **given: Any) -> None:
     metrics = current().metrics
     served = hub(sources, to=(to or "hf").split(","), **given)
     metrics.label(target=served.url, format=to or "hf")
-    show_verbatim(_lines(served))
+    show_verbatim(*_lines(served), shown=visible)
     if served.is_made:
         sys.stderr.write(f"The token of this server, shown once: {TOKEN}={served.access.token}\n")
     sys.stdout.flush()
@@ -64,7 +66,7 @@ def command(sources: tuple[str, ...], to: str | None, **given: Any) -> None:
         metrics.record(bytes_served=served.sent, requests=served.requests)
 
 
-def _lines(served: Hub) -> str:
-    """What is served, and commands to copy."""
+def _lines(served: Hub) -> list[str]:
+    """What is served, and commands to copy. They name the variable of the token, and not the token."""
     names = ", ".join(served.catalogue.by_name)
-    return "\n".join((f"{served.url} serves {names}", "", *(f"  {program:12}  {line}" for program, line in served.lines())))
+    return [f"{served.url} serves {names}", "", *(f"  {program:12}  {line}" for program, line in served.lines())]
