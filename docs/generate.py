@@ -47,10 +47,7 @@ def software() -> str:
     import yaml
 
     rows = yaml.safe_load((HERE.parent / "reshard" / "adapter" / "software.yaml").read_text())
-    cells = (
-        (row["software"], row["version"], ", ".join(f"[{name}](../formats/{name}.md)" for name in row["formats"]), ", ".join(row["done"]))
-        for row in rows
-    )
+    cells = ((row["software"], row["version"], ", ".join(row["formats"]), ", ".join(row["done"])) for row in rows)
     dates = (str(row["date"])[:7] for row in rows)
     table = ["| software | version | formats | compared | date |", "| --- | --- | --- | --- | --- |"]
     table += [f"| {' | '.join(cell)} | {date} |" for cell, date in zip(cells, dates, strict=True)]

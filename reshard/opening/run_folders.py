@@ -29,6 +29,7 @@ Without such a file, a checkpoint counts as complete when nothing has changed in
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
@@ -61,6 +62,8 @@ _MOST_FOLDERS = 20_000
 _FILES = (".ckpt", ".pt", ".pth", ".nemo")
 HERE = "."
 """The part, and the last name of the path, of a model that lies in the folder of a run itself, beside its steps."""
+# What a run keeps beside its steps, in files that may end as a model's do: Muon's layer_wise_optimizer_0.pt, a Trainer's rng_state.pth.
+_OF_A_RUN = re.compile(r"optim|sched|rng_state|trainer_state|training_args|dataloader")
 _UNCHANGED = "unchanged for"
 # The Hub's cache keeps each revision in a folder of models--ORG--NAME/snapshots/; refs/main beside it names the newest one.
 _SNAPSHOTS = "snapshots"
@@ -179,7 +182,8 @@ class RunFolder:
         folders = [path for path in self._files.list() if path.endswith("/") and self._step_of(path) is not None]
         if not folders or all(format_of(self.tree(path)) is None for path in folders):
             return False
-        return format_of(_Without(self._files, [path for path in self._files.list() if path.endswith("/")])) is not None
+        others = [path for path in self._files.list() if path.endswith("/") or _OF_A_RUN.search(path)]
+        return format_of(_Without(self._files, others)) is not None
 
     def is_run(self) -> bool:
         """Whether the folder is meant as a run: it holds several steps, or steps lie below it and no checkpoint in it."""

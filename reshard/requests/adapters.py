@@ -17,7 +17,7 @@ from reshard.geometry.sections import whole
 from reshard.index.index import Tensor
 from reshard.index.shards import Relocation
 from reshard.opening.checkpoint import Checkpoint
-from reshard.requests.draft import Draft
+from reshard.requests.request import Draft
 from reshard.storage.trees import JoinedFiles
 
 if TYPE_CHECKING:

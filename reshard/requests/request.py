@@ -1,4 +1,4 @@
-"""What a caller asks for, as values: a verb turns its keywords into these first, and passes them on."""
+"""What a caller asks for, as values: a verb turns its keywords into a request first, and planning makes a draft of it, step by step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.adapter import registry
 from reshard.adapter.format import ADAPTER, Format, Option
-from reshard.canonical.content import Selection
+from reshard.adapter.model_files import ModelFiles
+from reshard.canonical.content import Content, Selection
 from reshard.canonical.globs import as_globs
 from reshard.errors import RequestError, choices
 from reshard.geometry import dtypes
@@ -22,8 +23,9 @@ from reshard.index.index import Index
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import CombiningOptions, ManyPlanOptions, PathLike, SelectionOptions, take, unknown_keyword
 from reshard.opening.open import adapter_of
-from reshard.plans.layout import Target
+from reshard.plans.layout import Layout, Target
 from reshard.plans.summary import kinds as kinds_of
+from reshard.storage.files import Files
 
 if TYPE_CHECKING:
     from reshard.canonical.combining import Formula
@@ -90,6 +92,67 @@ class ConversionRequest:
     def adapters_for(self, base: Checkpoint) -> tuple[Checkpoint, ...]:
         """The adapters to merge into a base, opened, without the one that the base holds."""
         return tuple(adapter_of(base, path) for path in self.merge_adapter if path != OWN_ADAPTER)
+
+
+@value(eq=False)
+class Draft:
+    """A conversion that is being planned."""
+
+    source: Checkpoint
+    """The opened source."""
+    request: ConversionRequest
+    """What is asked for."""
+    adapters: tuple[Checkpoint, ...]
+    """The LoRA adapters to merge, without the source's own."""
+    others: tuple[Checkpoint, ...]
+    """The checkpoints that the source is combined with."""
+    selection: Selection
+    """Which tensors are taken."""
+    companions: ModelFiles
+    """The config, the tokenizer and the adapter's settings that go with the target."""
+    index: Index
+    """What is read, under the names that the target has."""
+    files: Files
+    """The files of `index`."""
+    content: Content
+    """The tensors to be written, and those that are left out; empty until `select`."""
+    kept_for: frozenset[str] = frozenset()
+    """Names of tensors that are never cast: quantized weights and their scales."""
+    notes: tuple[str, ...] = ()
+    """Sentences for a reader of the plan."""
+    layout: Layout | None = None
+    """The files of the target; None until `lay_out`."""
+
+    @staticmethod
+    def of(source: Checkpoint, request: ConversionRequest, adapters: Sequence[Checkpoint] = (), others: Sequence[Checkpoint] = ()) -> Draft:
+        """The draft before its first step. adapters: the opened ones of `merge_adapter`. others: what the source is combined with."""
+        content, files = Content({}, (), source.model), source.model_files
+        return Draft(
+            source,
+            request,
+            tuple(adapters),
+            tuple(others),
+            request.selection,
+            files,
+            source.index,
+            source.files,
+            content,
+            notes=files.notes,
+        )
+
+    @property
+    def target(self) -> Target:
+        """What the format lays out."""
+        return replace(self.request.target, dtype_kept_for=self.kept_for)
+
+    def noting(self, *notes: str) -> Draft:
+        """The draft with further notes."""
+        return replace(self, notes=(*self.notes, *notes))
+
+    def __repr__(self) -> str:
+        made = f"laid out in {plural(len(self.layout.files), 'file')}" if self.layout else "not laid out"
+        chosen = f"{plural(len(self.content.tensors), 'tensor')} of {len(self.index.tensors)}"
+        return f"Draft({self.source.format} -> {self.request.to.name}, {chosen}, {plural(len(self.notes), 'note')}, {made})"
 
 
 def _adapters(

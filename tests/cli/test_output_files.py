@@ -48,6 +48,8 @@ RUNS: dict[str, tuple[object, ...]] = {
     "degrees": (LLAMA, "--to", "vllm"),
     "learn": (LLAMA, "--engine", "vllm"),
     "estimate": (LLAMA,),
+    "hub": (FIXTURES / "deepspeed" / "absent",),  # one that serves does not end
+    "versions": (),
     "formats": (),
     "versions": (),
     "architectures": (),
@@ -59,7 +61,7 @@ RUNS: dict[str, tuple[object, ...]] = {
 READ = {"--adapter-config", "--architecture", "--compare", "--engine-python", "--layout", "--like", "--merge-adapter", "--model", "--plan"}
 # Commands whose own result needs room, too.
 WRITING = ("convert", "cache", "delta", "apply")
-DIRECTORIES = {"--cache", "--into", "--layout-dir", "--work"}
+DIRECTORIES = {"--cache", "--into", "--layout-dir", "--shared-dir", "--work"}
 
 
 def options() -> list[tuple[str, str]]:

@@ -276,7 +276,7 @@ def test_names_with_a_prefix_are_told_to_be_stripped(hf, tmp_path):
 
     tensors = safetensors.torch.load_file(hf / "model.safetensors")
     safetensors.torch.save_file({f"policy.{name}": tensor for name, tensor in tensors.items()}, hf / "model.safetensors")
-    refused(hf, tmp_path, "--strip-prefix policy.")
+    refused(hf, tmp_path, "--strip-prefix 'policy.'")
     assert reshard("convert", hf, tmp_path / "out", "--to", "vllm", "--strip-prefix", "policy.").code == 0
     assert reshard("verify", HF / "llama", tmp_path / "out").code == 0
 

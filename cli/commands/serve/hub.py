@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "reshard hub base policy --name my-org/base --name my-org/policy --port 9000",
     has_json=False,
 )
-@click.argument("sources", nargs=-1, required=True, metavar="CKPT|RUN...")
+@options.checkpoint("sources", nargs=-1, required=True, metavar="CKPT|RUN...")
 @click.option("--name", multiple=True, metavar="ORG/NAME", help="What clients call it; once for each source (default: local/FOLDER).")
 @click.option("--port", type=click.IntRange(0, 65535), default=8787, show_default=True, help="The port; 0 for a free one.")
 @click.option(

@@ -33,9 +33,8 @@ from reshard.opening.models import model_of
 from reshard.opening.steps import classify
 from reshard.plans.layout import ALIGNMENT, Layout
 from reshard.plans.layout_index import index_of_layout
-from reshard.requests.draft import Draft
 from reshard.requests.planning import CONTENT_STEPS
-from reshard.requests.request import ConversionRequest
+from reshard.requests.request import ConversionRequest, Draft
 from reshard.storage.files import VirtualFiles
 
 
