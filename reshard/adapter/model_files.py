@@ -170,7 +170,10 @@ class ModelFiles:
         if named and its_class and named != its_class:
             files, changed = files.with_keys({"architectures": [its_class]}, f"in place of {named}, as engines choose the class by it")
             notes += changed
-        return files._without_dense_sparsity(notes)
+        keys = {key for dimension in model.architecture.dimensions.values() for key in dimension.keys} if model else ()
+        numbers = {key: int(text) for key in sorted(keys) if isinstance(text := config.get(key), str) and text.isdecimal()}
+        files, changed = files.with_keys(numbers, "in place of a text, as engines take numbers alone")
+        return files._without_dense_sparsity(notes + changed)
 
     def _without_dense_sparsity(self, notes: tuple[str, ...]) -> tuple[ModelFiles, tuple[str, ...]]:
         """The files without settings of compressed-tensors that say that the weights are dense, which vLLM 0.32 and SGLang 0.5 refuse as

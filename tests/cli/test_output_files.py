@@ -51,7 +51,6 @@ RUNS: dict[str, tuple[object, ...]] = {
     "hub": (FIXTURES / "deepspeed" / "absent",),  # one that serves does not end
     "versions": (),
     "formats": (),
-    "versions": (),
     "architectures": (),
     "env": (),
     "clean": (FIXTURES / "learned",),

@@ -177,11 +177,14 @@ def test_what_is_not_known_is_not_refused(keys, folder):
 
 
 def test_what_convert_writes_is_taken_whatever_wrapped_the_model(folder, tmp_path):
-    changed(folder, architectures=["FSDPLlamaForCausalLM"], model_type="llama")
+    heads = json.loads((folder / "config.json").read_text())["num_attention_heads"]
+    changed(folder, architectures=["FSDPLlamaForCausalLM"], model_type="llama", num_attention_heads=str(heads))
+    assert {"no-class", "unlike-value"} <= found_in(folder)[1].keys()
     for target in ({"to": "hf"}, {"to": "vllm", "tp": 2}):
         out = tmp_path / target["to"]
         library.convert(library.plan(folder, **target), out)
-        assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+        config = json.loads((out / "config.json").read_text())
+        assert config["architectures"] == ["LlamaForCausalLM"] and config["num_attention_heads"] == heads
         assert found_in(out)[0] == 0
 
 
