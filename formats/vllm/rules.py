@@ -25,6 +25,8 @@ from reshard.models.weights import ModelWeight
 from reshard.plans.layout import Target
 from reshard.serving.legality import about_version, refused
 
+from .heads import SINCE, notes_on_head, pooling_rules
+
 NEWEST = "0.32.0"
 # The variable by which vLLM takes the layers of each stage (distributed/utils.py, get_pp_indices).
 _PARTITION = "VLLM_PP_LAYER_PARTITION"
@@ -177,12 +179,12 @@ def notes(model: Model, target: Target) -> tuple[str, ...]:
     notes = about_version("vLLM", target.engine_version or NEWEST, NEWEST, model, is_known="vllm" in model.architecture.engines)
     if model.quantization and any(scale.element_type is None for scale in model.quantization.cache_scales):
         notes = (*notes, _ROUNDED)
-    notes = (*notes, *_about_stages(model, target))
+    notes = (*notes, *_about_stages(model, target), *notes_on_head(model))
     if _rules(model, OLDEST).unset_input_scales:
         notes = (*notes, _UNSET)
     declared = model.architecture
     quirks = declared.engines.get("vllm")
-    if quirks is None or declared.class_name in (None, model.class_name) or model.quirks_of("vllm") is not quirks:
+    if quirks is None or declared.head or declared.class_name in (None, model.class_name) or model.quirks_of("vllm") is not quirks:
         return notes
     return (*notes, f"the config names the class {model.class_name}; the tensors are those of vLLM's class for {declared.class_name}")
 
@@ -195,7 +197,8 @@ def all_rules(model: Model) -> dict[Version, EngineRules]:
 def _changes(model: Model) -> list[Version]:
     """The versions that changed something in the rules for the model, oldest first."""
     quirks = model.quirks_of("vllm") or EngineRules()
-    first = max(quirks.since, QUANTIZED if model.quantization else OLDEST)
+    of_head = SINCE if model.architecture.head else OLDEST
+    first = max(quirks.since, of_head, QUANTIZED if model.quantization else OLDEST)
     return [since for since in sorted({first, *quirks.changes, *CHANGES}) if since >= first]
 
 
@@ -272,7 +275,7 @@ def _rules(model: Model, version: Version) -> EngineRules:
         scales_kept_once=frozenset() if is_modelopt_nvfp4 else frozenset({"input_scale"}),
         refuses={"ep > 1": _GLOBAL_SCALES} if is_modelopt_nvfp4 else {},
     )
-    return rules.with_quirks(model.quirks_of("vllm") or EngineRules()).at(version)
+    return pooling_rules(model).with_quirks(rules).with_quirks(model.quirks_of("vllm") or EngineRules()).at(version)
 
 
 # ModelOptNvFp4FusedMoE.create_weights, use_global_sf.

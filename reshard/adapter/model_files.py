@@ -57,6 +57,8 @@ _LOOKED_AT_APART, _STORED_APART = (CONFIG, "huggingface/"), (".safetensors", ".b
 _MODULES, _CHAT_TEMPLATES = "modules.json", "additional_chat_templates/"
 # A folder with more files, or below this depth, is not carried.
 _MOST_FILES, _DEPTH = 1000, 3
+# The number of labels where a config states none (transformers 5, PreTrainedConfig).
+_USUAL_LABELS = 2
 # Where trainers put the settings of a LoRA adapter (verl: lora_adapter/).
 _ADAPTER_FOLDERS = ("", "lora_adapter/", "huggingface/")
 # verl saves r, lora_alpha and task_type here, and trains with alpha / r (utils/checkpoint/fsdp_checkpoint_manager.py since 0.5).
@@ -169,6 +171,11 @@ class ModelFiles:
         files, notes = self.with_keys({} if other_type else added, "as engines choose the class by it")
         if named and its_class and named != its_class:
             files, changed = files.with_keys({"architectures": [its_class]}, f"in place of {named}, as engines choose the class by it")
+            notes += changed
+        head = model.architecture.head if model else None
+        labels = model.dimensions["labels"] if model and head and head.module and not head.beside else _USUAL_LABELS
+        if labels != _USUAL_LABELS and not config.get("id2label") and not config.get("num_labels"):
+            files, changed = files.with_keys({"num_labels": labels}, f"as the head has {labels} rows, and {_USUAL_LABELS} are usual")
             notes += changed
         return files._without_dense_sparsity(notes)
 

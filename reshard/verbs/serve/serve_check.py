@@ -134,7 +134,7 @@ def _of_folder(
     if release and format.needs_model_files:
         hints = Hints(config, architecture=checkpoint.architecture)
         yield from names_of_release([tensor.name for tensor in format.read(checkpoint.files, hints).tensors], release, model)
-    if model.architecture.head is None:
+    if model.architecture.head is None and not config.get("classifier_from_token"):
         laid_out = _planned(checkpoint, engine.name, {**given, **({"engine_version": version} if version else {})})
         yield from () if isinstance(laid_out, Layout) else (laid_out,)
         return
