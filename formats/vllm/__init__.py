@@ -71,6 +71,11 @@ class Vllm(ServingFormat):
 
         check_head(model)
 
+    def not_loaded(self, model: Model) -> tuple[str, str] | None:
+        from .heads import not_loaded
+
+        return not_loaded(model)
+
     def keys_for_ranks(self, config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, object]:
         from .rules import quantized_modules
 

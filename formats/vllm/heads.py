@@ -94,9 +94,23 @@ def _refusals(model: Model, head: ClassHead) -> Iterator[str]:
         yield f"vLLM takes no head_dtype {_head_dtype(model)!r}"
 
 
+def not_loaded(model: Model) -> tuple[str, str] | None:
+    """What vLLM's loader of files of ranks has no place for, and what to do; None if it has one for every tensor.
+
+    Its class gets a bias only while a Hugging Face folder is loaded (auto_set_score_bias in models/adapters.py).
+    """
+    head = model.architecture.head
+    if head is None or head.module != "score" or "bias" not in head.parts:
+        return None
+    what = "vLLM 0.32's own loader of such files has no place for score.bias, and ends with a KeyError"
+    return what, "Serve them with --load-format reshard, which makes one, or serve the Hugging Face folder"
+
+
 def notes_on_head(model: Model) -> tuple[str, ...]:
     """How vLLM is told to serve the files."""
     head = model.architecture.head
+    if refusal := not_loaded(model):
+        return (". ".join(refusal),)
     if head is None or head.module or head.class_name not in _OF_LANGUAGE:
         return ()
     told = "start vLLM with --runner pooling, which it does by itself where modules.json of sentence-transformers is there"

@@ -23,6 +23,7 @@ HEADS = {
     "reward": ("LlamaForSequenceClassification", {"id2label": {"0": "LABEL_0"}}, SCORE, "a reward model: score, 1 label"),
     "labels-in-a-number": ("LlamaForSequenceClassification", {"num_labels": 1}, SCORE, "a reward model: score, 1 label"),
     "labels-nowhere": ("LlamaForSequenceClassification", {}, SCORE, "a reward model: score, 1 label"),
+    "biased": ("LlamaForSequenceClassification", {"num_labels": 3}, BIASED, "a classifier: score, 3 labels"),
     "tokens": ("LlamaForTokenClassification", {"id2label": {"0": "a", "1": "b", "2": "c"}}, BIASED, "a token classifier: score, 3 labels"),
     "critic-of-verl": ("LlamaForCausalLM", {}, {"score.weight": (1, 64), "score.bias": (1,)}, "a critic: score, 1 label"),
     "mlp": ("LlamaForSequenceClassification", {"num_labels": 1}, MLP, "a reward model: score, 1 label"),
@@ -247,6 +248,16 @@ def test_files_of_ranks_are_checked_by_the_class(tmp_path):
     write(path, {name: tensor for name, tensor in stored(path).items() if name != "score.weight"})
     checked = reshard("serve-check", tmp_path / "ranks")
     assert checked.code == 1 and "score.weight" in checked.out
+
+
+def test_a_bias_that_the_loader_of_vllm_has_no_place_for_is_said(tmp_path):
+    folder, _ = made("tokens", tmp_path / "model")
+    plan = library.plan(folder, to="vllm", tp=2)
+    assert any("score.bias" in note and "--load-format reshard" in note for note in plan.layout.notes)
+    library.convert(plan, tmp_path / "ranks")
+    checked = reshard("serve-check", tmp_path / "ranks")
+    assert checked.code == 1 and "score.bias" in checked.out and "KeyError" in checked.out
+    assert reshard("serve-check", folder, "--engine", "vllm").code == 0, "the Hugging Face folder is served"
 
 
 def test_labels_that_no_config_states_are_written(tmp_path):

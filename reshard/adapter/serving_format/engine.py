@@ -120,6 +120,10 @@ class ServingEngine(Format):
         """Raises UnsupportedError for another head than that of language models (declared/heads.py), unless the rules are about it."""
         model.architecture.check_head(f"{self.engine}'s files of ranks are")
 
+    def not_loaded(self, model: Model) -> tuple[str, str] | None:
+        """What a rank of the model holds and the engine's own loader of such files refuses, and what to do; None if it takes all."""
+        return None
+
     # Reading: what a subclass may override.
 
     def stored_config(self, files: Files, hints: Hints) -> Mapping[str, Any] | None:

@@ -93,6 +93,8 @@ def _of_engine(checkpoint: Checkpoint, engine: str | None, asked: Mapping[str, i
         given = {"layout": f"{checkpoint.path}/{_LAYOUT}"}
     laid_out = _planned(checkpoint, format.name, given | ({"engine_version": version} if version else {}))
     yield from _of_ranks(checkpoint, format, laid_out) if isinstance(laid_out, Layout) else (laid_out,)
+    if checkpoint.model and (refusal := format.not_loaded(checkpoint.model)):
+        yield found("not-served", refusal[0], do=refusal[1])
 
 
 def _of_whole_model(
