@@ -412,7 +412,7 @@ def _make_bias(model: Any, view: Mapping[str, Any]) -> None:
     models/adapters.py, auto_set_score_bias)."""
     import torch
 
-    head = getattr(model, "score", None)
+    head: Any = getattr(model, "score", None)
     if "score.bias" in view and getattr(head, "bias", "") is None:
         made = torch.empty(view["score.bias"].shape, dtype=head.weight.dtype, device=head.weight.device)
         head.bias, head.skip_bias_add = torch.nn.Parameter(made, requires_grad=False), False

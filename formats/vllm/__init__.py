@@ -67,14 +67,17 @@ class Vllm(ServingFormat):
         return f"model-{rank}-part-{part}.safetensors"
 
     def check_head(self, model: Model) -> None:
-        from .heads import check_head
+        if model.architecture.head or model.setting("classifier_from_token"):
+            from .heads import check_head
 
-        check_head(model)
+            check_head(model)
 
     def not_loaded(self, model: Model) -> tuple[str, str] | None:
+        if model.architecture.head is None:
+            return None
         from .heads import not_loaded
 
-        return not_loaded(model)
+        return not_loaded(model.architecture.head)
 
     def keys_for_ranks(self, config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, object]:
         from .rules import quantized_modules

@@ -34,15 +34,13 @@ _HEAD_DTYPES: dict[object, DType | None] = {"model": None, "float32": F32, "floa
 _TIED = "its class holds the embedding on the last stage as well where the config ties it to a head, which was not compared"
 
 
-def pooling_rules(model: Model) -> EngineRules:
+def pooling_rules(model: Model, head: ClassHead) -> EngineRules:
     """What a head that is not a language model's adds to the rules for the model."""
-    head = model.architecture.head
-    if head is None:
-        return EngineRules()
     if head.beside:  # the class of the language model, which has no slot for it
         return EngineRules(unsupported=frozenset({("class_head", "weight"), ("class_head", "bias")}))
     old, new = head.front
     return EngineRules(
+        since=SINCE,
         names=(Rename(rf"^{re.escape(new)}(?!{re.escape(old)})", old),) if old and not head.module else (),
         dtypes={"class_head": _HEAD_DTYPES.get(_head_dtype(model), F32)},
         every_stage=frozenset({"class_head"}),
@@ -94,24 +92,22 @@ def _refusals(model: Model, head: ClassHead) -> Iterator[str]:
         yield f"vLLM takes no head_dtype {_head_dtype(model)!r}"
 
 
-def not_loaded(model: Model) -> tuple[str, str] | None:
+def not_loaded(head: ClassHead) -> tuple[str, str] | None:
     """What vLLM's loader of files of ranks has no place for, and what to do; None if it has one for every tensor.
 
     Its class gets a bias only while a Hugging Face folder is loaded (auto_set_score_bias in models/adapters.py).
     """
-    head = model.architecture.head
-    if head is None or head.module != "score" or "bias" not in head.parts:
+    if head.module != "score" or "bias" not in head.parts:
         return None
     what = "vLLM 0.32's own loader of such files has no place for score.bias, and ends with a KeyError"
     return what, "Serve them with --load-format reshard, which makes one, or serve the Hugging Face folder"
 
 
-def notes_on_head(model: Model) -> tuple[str, ...]:
+def notes_on_head(head: ClassHead) -> tuple[str, ...]:
     """How vLLM is told to serve the files."""
-    head = model.architecture.head
-    if refusal := not_loaded(model):
+    if refusal := not_loaded(head):
         return (". ".join(refusal),)
-    if head is None or head.module or head.class_name not in _OF_LANGUAGE:
+    if head.module or head.class_name not in _OF_LANGUAGE:
         return ()
     told = "start vLLM with --runner pooling, which it does by itself where modules.json of sentence-transformers is there"
     return (f"vLLM takes {head.class_name} for a language model, whose head the files do not have: {told}",)
