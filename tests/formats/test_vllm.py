@@ -331,10 +331,10 @@ def test_weights_that_the_engine_does_not_know_are_refused_by_name(tmp_path):
 
     copy = shutil.copytree(HF / "llama", tmp_path / "m")
     tensors = safetensors.torch.load_file(copy / "model.safetensors")
-    safetensors.torch.save_file({**tensors, "value_head.weight": torch.zeros(1, 32)}, copy / "model.safetensors")
-    with pytest.raises(RequestError, match=r"value_head\.weight.*has no slot for it"):
+    safetensors.torch.save_file({**tensors, "probe.weight": torch.zeros(1, 32)}, copy / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"probe\.weight.*has no such weight"):
         reshard.plan(copy, to="vllm", keep_unknown=True)
-    reshard.convert(reshard.plan(copy, to="vllm", keep_unknown=True, exclude=("value_head*",)), tmp_path / "out")
+    reshard.convert(reshard.plan(copy, to="vllm", keep_unknown=True, exclude=("probe*",)), tmp_path / "out")
     assert reshard.verify(HF / "llama", tmp_path / "out").equal
 
 
