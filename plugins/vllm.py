@@ -247,6 +247,7 @@ def load(model: Any, model_config: Any, options: Options) -> None:
     tied = checkpoint.model.architecture.tied if checkpoint.model and checkpoint.model.is_tied else None
     if reason is None:
         way = "read by rank by a learned layout" if layout else "read by rank"
+        _make_bias(model, view)
         fill(_parameters(model), view, options.threads, tied)
     else:
         way = "read whole"
@@ -404,6 +405,17 @@ def _parameters(model: Any) -> dict[str, Any]:
 
     parameters: dict[str, Any] = ShardedStateLoader._filter_subtensors(model.state_dict())
     return parameters
+
+
+def _make_bias(model: Any, view: Mapping[str, Any]) -> None:
+    """Give the head of a classifier the bias that the checkpoint has, as vLLM does while its own loader meets one (0.32,
+    models/adapters.py, auto_set_score_bias)."""
+    import torch
+
+    head: Any = getattr(model, "score", None)
+    if "score.bias" in view and getattr(head, "bias", "") is None:
+        made = torch.empty(view["score.bias"].shape, dtype=head.weight.dtype, device=head.weight.device)
+        head.bias, head.skip_bias_add = torch.nn.Parameter(made, requires_grad=False), False
 
 
 def _config_folder(model_config: Any) -> str:

@@ -10,6 +10,7 @@ stored once per stage.
 
     rules.py             the differences between the model classes and between versions, and the rules of a version
     stored_version.py    the versions that a checkpoint's keys belong to
+    heads.py             classifiers, reward models and embedding models
     weight_checker.py    how a live server tells the digests of its parameters
 
 Measured on vLLM 0.32.0 (every key and bit against real ranks, fixtures/vllm); vLLM's loader is model_loader/sharded_state_loader.py.
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from reshard.adapter.format import Hints
     from reshard.geometry.meshes import Parallel
     from reshard.index.index import Index
+    from reshard.models.model import Model
     from reshard.storage.files import Files
 
 
@@ -63,6 +65,19 @@ class Vllm(ServingFormat):
     def file_name(self, parallel: Parallel, pp_rank: int, tp_rank: int, part: int) -> str:
         rank = f"pp-{pp_rank}-tp-{tp_rank}" if parallel.pp > 1 else f"rank-{tp_rank}"
         return f"model-{rank}-part-{part}.safetensors"
+
+    def check_head(self, model: Model) -> None:
+        if model.architecture.head or model.setting("classifier_from_token"):
+            from .heads import check_head
+
+            check_head(model)
+
+    def not_loaded(self, model: Model) -> tuple[str, str] | None:
+        if model.architecture.head is None:
+            return None
+        from .heads import not_loaded
+
+        return not_loaded(model.architecture.head)
 
     def keys_for_ranks(self, config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, object]:
         from .rules import quantized_modules

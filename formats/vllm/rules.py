@@ -177,12 +177,12 @@ def notes(model: Model, target: Target) -> tuple[str, ...]:
     notes = about_version("vLLM", target.engine_version or NEWEST, NEWEST, model, is_known="vllm" in model.architecture.engines)
     if model.quantization and any(scale.element_type is None for scale in model.quantization.cache_scales):
         notes = (*notes, _ROUNDED)
-    notes = (*notes, *_about_stages(model, target))
+    notes = (*notes, *_about_stages(model, target), *_notes_on_head(model))
     if _rules(model, OLDEST).unset_input_scales:
         notes = (*notes, _UNSET)
     declared = model.architecture
     quirks = declared.engines.get("vllm")
-    if quirks is None or declared.class_name in (None, model.class_name) or model.quirks_of("vllm") is not quirks:
+    if quirks is None or declared.head or declared.class_name in (None, model.class_name) or model.quirks_of("vllm") is not quirks:
         return notes
     return (*notes, f"the config names the class {model.class_name}; the tensors are those of vLLM's class for {declared.class_name}")
 
@@ -195,7 +195,7 @@ def all_rules(model: Model) -> dict[Version, EngineRules]:
 def _changes(model: Model) -> list[Version]:
     """The versions that changed something in the rules for the model, oldest first."""
     quirks = model.quirks_of("vllm") or EngineRules()
-    first = max(quirks.since, QUANTIZED if model.quantization else OLDEST)
+    first = max(quirks.since, _rules_of_head(model).since, QUANTIZED if model.quantization else OLDEST)
     return [since for since in sorted({first, *quirks.changes, *CHANGES}) if since >= first]
 
 
@@ -272,7 +272,24 @@ def _rules(model: Model, version: Version) -> EngineRules:
         scales_kept_once=frozenset() if is_modelopt_nvfp4 else frozenset({"input_scale"}),
         refuses={"ep > 1": _GLOBAL_SCALES} if is_modelopt_nvfp4 else {},
     )
-    return rules.with_quirks(model.quirks_of("vllm") or EngineRules()).at(version)
+    return _rules_of_head(model).with_quirks(rules).with_quirks(model.quirks_of("vllm") or EngineRules()).at(version)
+
+
+def _rules_of_head(model: Model) -> EngineRules:
+    """What a head that is not a language model's adds to the rules."""
+    if model.architecture.head is None:
+        return EngineRules()
+    from .heads import pooling_rules
+
+    return pooling_rules(model, model.architecture.head)
+
+
+def _notes_on_head(model: Model) -> tuple[str, ...]:
+    if model.architecture.head is None:
+        return ()
+    from .heads import notes_on_head
+
+    return notes_on_head(model.architecture.head)
 
 
 # ModelOptNvFp4FusedMoE.create_weights, use_global_sf.

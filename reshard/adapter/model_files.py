@@ -57,6 +57,8 @@ _LOOKED_AT_APART, _STORED_APART = (CONFIG, "huggingface/"), (".safetensors", ".b
 _MODULES, _CHAT_TEMPLATES = "modules.json", "additional_chat_templates/"
 # A folder with more files, or below this depth, is not carried.
 _MOST_FILES, _DEPTH = 1000, 3
+# The number of labels where a config states none (transformers 5, PreTrainedConfig).
+_USUAL_LABELS = 2
 # Where trainers put the settings of a LoRA adapter (verl: lora_adapter/).
 _ADAPTER_FOLDERS = ("", "lora_adapter/", "huggingface/")
 # verl saves r, lora_alpha and task_type here, and trains with alpha / r (utils/checkpoint/fsdp_checkpoint_manager.py since 0.5).
@@ -173,7 +175,13 @@ class ModelFiles:
         keys = {key for dimension in model.architecture.dimensions.values() for key in dimension.keys} if model else ()
         numbers = {key: int(text) for key in sorted(keys) if isinstance(text := config.get(key), str) and text.isdecimal()}
         files, changed = files.with_keys(numbers, "in place of a text, as engines take numbers alone")
-        return files._without_dense_sparsity(notes + changed)
+        notes += changed
+        head = model.architecture.head if model else None
+        labels = model.dimensions["labels"] if model and head and head.module and not head.beside else _USUAL_LABELS
+        if labels != _USUAL_LABELS and not config.get("id2label") and not config.get("num_labels"):
+            files, changed = files.with_keys({"num_labels": labels}, f"as the head has {labels} rows, and {_USUAL_LABELS} are usual")
+            notes += changed
+        return files._without_dense_sparsity(notes)
 
     def _without_dense_sparsity(self, notes: tuple[str, ...]) -> tuple[ModelFiles, tuple[str, ...]]:
         """The files without settings of compressed-tensors that say that the weights are dense, which vLLM 0.32 and SGLang 0.5 refuse as

@@ -30,6 +30,7 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Tensor
+from reshard.models.model import Model
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords
 from reshard.opening.open import look, open_both, opened
@@ -99,10 +100,20 @@ def sides_of(left: Checkpoint | PathLike, right: Checkpoint | PathLike, selectio
         a, b = open_both(left, right)
     selections = _selections((a, b), selection)
     # Each by its own config: under another model's config its weights would be unknown, and not compared.
-    contents = (side.content(chosen, model=side.model or a.model or b.model) for side, chosen in zip((a, b), selections, strict=True))
+    models = _models_of(a, b)
+    contents = (side.content(chosen, model=model) for side, chosen, model in zip((a, b), selections, models, strict=True))
     left_side, right_side = (Side(side.files, side.index, content) for side, content in zip((a, b), contents, strict=True))
     check_selected(left_side.content, right_side.content)
     return compared_once(left_side, right_side)
+
+
+def _models_of(left: Checkpoint, right: Checkpoint) -> tuple[Model | None, Model | None]:
+    """The model by which each side is named: its own. Embedding models that differ in the first word of their names alone are one: files
+    of ranks, for example, do not tell whether the model's own names have it."""
+    heads = [model.architecture.head for model in (left.model, right.model) if model and model.architecture.head]
+    if len(heads) == 2 and replace(heads[0], front=heads[1].front) == heads[1]:
+        return left.model, left.model
+    return left.model or right.model, right.model or left.model
 
 
 def _held_as(left: Side, right: Side) -> dict[str, DType]:

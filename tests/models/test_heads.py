@@ -1,4 +1,5 @@
-"""A model is what its class says: every head is carried by every format that keeps names, and no other target writes it."""
+"""A model is what its class says: every head is carried by every format that keeps names and by vLLM's files of ranks, as the class that
+vLLM makes of it holds it (compared with real ranks by tests/serving/head_ranks.py); no other target writes it."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ HEADS = {
     "reward": ("LlamaForSequenceClassification", {"id2label": {"0": "LABEL_0"}}, SCORE, "a reward model: score, 1 label"),
     "labels-in-a-number": ("LlamaForSequenceClassification", {"num_labels": 1}, SCORE, "a reward model: score, 1 label"),
     "labels-nowhere": ("LlamaForSequenceClassification", {}, SCORE, "a reward model: score, 1 label"),
+    "biased": ("LlamaForSequenceClassification", {"num_labels": 3}, BIASED, "a classifier: score, 3 labels"),
     "tokens": ("LlamaForTokenClassification", {"id2label": {"0": "a", "1": "b", "2": "c"}}, BIASED, "a token classifier: score, 3 labels"),
     "critic-of-verl": ("LlamaForCausalLM", {}, {"score.weight": (1, 64), "score.bias": (1,)}, "a critic: score, 1 label"),
     "mlp": ("LlamaForSequenceClassification", {"num_labels": 1}, MLP, "a reward model: score, 1 label"),
@@ -97,7 +99,7 @@ def test_inspect_and_doctor_judge_by_the_class(case):
     assert not [finding for finding in library.doctor(folder).findings if finding.severity != "info"]
 
 
-@pytest.mark.parametrize("target", ["vllm", "sglang", "trtllm", "megatron", "megatron-dist", "nanotron", "consolidated"])
+@pytest.mark.parametrize("target", ["sglang", "trtllm", "megatron", "megatron-dist", "nanotron", "consolidated"])
 def test_targets_that_cut_by_role_refuse_it_with_the_truth(case, target):
     name, folder, _ = case
     with pytest.raises(ReshardError) as refused:
@@ -107,12 +109,163 @@ def test_targets_that_cut_by_role_refuse_it_with_the_truth(case, target):
     assert not library.open(folder).model.is_tied or name == "trl"
 
 
-def test_views_and_the_sizes_of_engines_refuse_it(case):
-    _, folder, _ = case
-    with pytest.raises(ReshardError, match="language models"):
-        library.open(folder).view(to="vllm", tp=2)
+# Heads that vLLM's classes do not have, and what the refusal says.
+NOT_IN_VLLM = {
+    "mlp": "one matrix, score.weight, where the model has score.0.weight",
+    "openrlhf": "has no class RewardModel",
+    "trl": "no slot for it",
+}
+
+
+def widened(raw, dtype):
+    """The bytes of bfloat16 as float32."""
+    return raw if dtype == "F32" else b"".join(b"\0\0" + raw[place : place + 2] for place in range(0, len(raw), 2))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_each_rank_of_vllm_holds_the_whole_head_in_float32(case, tp, tmp_path):
+    name, folder, tensors = case
+    if name in NOT_IN_VLLM:
+        with pytest.raises(ReshardError, match=NOT_IN_VLLM[name]):
+            library.plan(folder, to="vllm", tp=tp)
+        return
+    library.convert(library.plan(folder, to="vllm", tp=tp), tmp_path / "ranks")
+    head = {tensor for tensor in tensors if tensor.startswith("score.")}
+    for rank in range(tp):
+        held = stored(tmp_path / "ranks" / f"model-rank-{rank}-part-0.safetensors")
+        assert {tensor for tensor in held if not tensor.startswith("model.")} == head, "under model., and no lm_head"
+        for tensor in head:
+            dtype, shape, raw = tensors[tensor]
+            assert held[tensor] == ("F32", list(shape), widened(raw, dtype))
+    assert library.verify(folder, tmp_path / "ranks").equal
+    library.convert(library.plan(tmp_path / "ranks", to="hf"), tmp_path / "hf")
+    again = stored(tmp_path / "hf" / "model.safetensors")
+    front = "model." if not HEADS[name][2] else ""  # as transformers names the weights of such a class
+    assert {tensor: value for tensor, value in again.items() if tensor not in head} == {
+        tensor.removeprefix(front): (dtype, list(shape), raw) for tensor, (dtype, shape, raw) in tensors.items() if tensor not in head
+    }
+
+
+def test_every_stage_of_vllm_holds_the_head_and_a_tied_one_is_refused(tmp_path):
+    folder, _ = made("tokens", tmp_path / "model")
+    library.convert(library.plan(folder, to="vllm", tp=1, pp=2), tmp_path / "ranks")
+    stages = [stored(tmp_path / "ranks" / f"model-pp-{stage}-tp-0-part-0.safetensors") for stage in (0, 1)]
+    assert all({"score.weight", "score.bias"} <= stage.keys() for stage in stages)
+    assert library.verify(folder, tmp_path / "ranks").equal
+    tied, _ = made("embedding-tied", tmp_path / "tied")
+    with pytest.raises(ReshardError, match="the embedding on the last stage"):
+        library.plan(tied, to="vllm", tp=1, pp=2)
+
+
+def test_the_head_of_trl_is_left_out_on_purpose(tmp_path):
+    folder, _ = made("trl", tmp_path / "model")
+    library.convert(library.plan(folder, to="vllm", tp=2, exclude="v_head.*"), tmp_path / "ranks")
+    assert "lm_head.weight" in stored(tmp_path / "ranks" / "model-rank-0-part-0.safetensors")
+
+
+def rewritten(folder, **keys):
+    """A folder whose config has other values; None takes a key out."""
+    config = json.loads((folder / "config.json").read_text()) | keys
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("base", "keys", "message"),
+    [
+        ("reward", {"architectures": ["JambaForSequenceClassification"]}, "own class JambaForSequenceClassification was not compared"),
+        ("reward", {"architectures": ["NoSuchForSequenceClassification"]}, "has no class NoSuchForSequenceClassification"),
+        ("reward", {"architectures": ["Qwen2ForRewardModel"]}, "is an MLP, where the model has one matrix"),
+        ("mlp", {"architectures": ["Qwen2ForProcessRewardModel"]}, "has 2 labels, where the model has 1"),
+        ("reward", {"head_dtype": "int8"}, "head_dtype 'int8'"),
+        ("embedding", {"architectures": ["Gemma3TextModel"]}, "own class Gemma3TextModel was not compared"),
+    ],
+)
+def test_what_vllm_does_not_take_is_refused_by_name(base, keys, message, tmp_path):
+    folder = rewritten(made(base, tmp_path / "model")[0], **keys)
+    with pytest.raises(ReshardError, match=message):
+        library.plan(folder, to="vllm", tp=2)
+
+
+def test_a_classifier_out_of_rows_of_the_head_is_refused_and_its_folder_is_served(tmp_path):
+    config = {"architectures": ["LlamaForSequenceClassification"], "classifier_from_token": ["no", "yes"], "method": "from_2_way_softmax"}
+    folder, _ = made("trl", tmp_path / "model")
+    tensors = stored(folder / "model.safetensors")
+    write(folder / "model.safetensors", {name: tensor for name, tensor in tensors.items() if not name.startswith("v_head")})
+    rewritten(folder, **config)
+    with pytest.raises(ReshardError, match="classifier_from_token names"):
+        library.plan(folder, to="vllm", tp=2)
+    assert reshard("serve-check", folder, "--engine", "vllm").code == 0
+
+
+def test_the_mlp_of_a_reward_model_is_shared_by_ranks(tmp_path):
+    folder, tensors = made("mlp", tmp_path / "model")
+    rewritten(folder, architectures=["Qwen2ForRewardModel"])
+    library.convert(library.plan(folder, to="vllm", tp=2), tmp_path / "ranks")
+    held = [stored(tmp_path / "ranks" / f"model-rank-{rank}-part-0.safetensors") for rank in (0, 1)]
+    width = tensors["score.0.weight"][1][0]
+    shapes = {"score.0.weight": [width // 2, width], "score.0.bias": [width // 2], "score.2.weight": [1, width // 2], "score.2.bias": [1]}
+    assert [{name: held[rank][name][1] for name in shapes} for rank in (0, 1)] == [shapes, shapes]
+    assert library.verify(folder, tmp_path / "ranks").equal
+
+
+def test_views_and_the_sizes_of_engines_know_what_vllm_serves(case):
+    name, folder, _ = case
     document = reshard("inspect", folder, "--json").document
-    assert document["outlook"]["engines"] == {} and document["outlook"]["problem"] is None
+    is_served = name not in NOT_IN_VLLM or name == "trl"
+    assert [*document["outlook"]["engines"]] == (["vllm"] if is_served else []) and document["outlook"]["problem"] is None
+    if name in NOT_IN_VLLM:
+        with pytest.raises(ReshardError, match=NOT_IN_VLLM[name]):
+            library.open(folder).view(to="vllm", tp=2)
+        return
+    view = library.open(folder).view(to="vllm", tp=2, rank=1)
+    assert "model.norm.weight" in view and "lm_head.weight" not in view
+    assert "model.norm.weight" in library.open(folder).view(to="vllm", tp=2)[0] if False else True
+    assert reshard("degrees", folder, "--to", "vllm").code == 0
+
+
+@pytest.mark.parametrize("format", ["dcp", "fsdp"])
+@pytest.mark.parametrize("name", ["critic-of-verl", "openrlhf-critic", "embedding-bare"])
+def test_a_checkpoint_of_the_trainer_gives_the_same_ranks(name, format, tmp_path):
+    folder, _ = made(name, tmp_path / "model")
+    library.convert(library.plan(folder, to="vllm", tp=2), tmp_path / "ranks")
+    library.convert(library.plan(folder, to=format), tmp_path / format)
+    library.convert(library.plan(tmp_path / format, to="vllm", tp=2, model=folder), tmp_path / f"{format}-ranks")
+    for rank in (0, 1):
+        file = f"model-rank-{rank}-part-0.safetensors"
+        assert stored(tmp_path / "ranks" / file) == stored(tmp_path / f"{format}-ranks" / file)
+    config = json.loads((tmp_path / f"{format}-ranks" / "config.json").read_text())
+    expected = {"critic-of-verl": "LlamaForTokenClassification", "openrlhf-critic": "LlamaForSequenceClassification"}
+    assert config["architectures"] == [expected.get(name, "LlamaModel")]
+
+
+def test_files_of_ranks_are_checked_by_the_class(tmp_path):
+    folder, _ = made("reward", tmp_path / "model")
+    library.convert(library.plan(folder, to="vllm", tp=2), tmp_path / "ranks")
+    assert reshard("serve-check", tmp_path / "ranks").code == 0
+    (tmp_path / "ranks" / "reshard.json").unlink()  # whose digests would speak first
+    path = tmp_path / "ranks" / "model-rank-1-part-0.safetensors"
+    write(path, {name: tensor for name, tensor in stored(path).items() if name != "score.weight"})
+    checked = reshard("serve-check", tmp_path / "ranks")
+    assert checked.code == 1 and "score.weight" in checked.out
+
+
+def test_a_bias_that_the_loader_of_vllm_has_no_place_for_is_said(tmp_path):
+    folder, _ = made("tokens", tmp_path / "model")
+    plan = library.plan(folder, to="vllm", tp=2)
+    assert any("score.bias" in note and "--load-format reshard" in note for note in plan.layout.notes)
+    library.convert(plan, tmp_path / "ranks")
+    checked = reshard("serve-check", tmp_path / "ranks")
+    assert checked.code == 1 and "score.bias" in checked.out and "KeyError" in checked.out
+    assert reshard("serve-check", folder, "--engine", "vllm").code == 0, "the Hugging Face folder is served"
+
+
+def test_labels_that_no_config_states_are_written(tmp_path):
+    folder, _ = made("labels-nowhere", tmp_path / "model")
+    plan = library.plan(folder, to="vllm", tp=2)
+    library.convert(plan, tmp_path / "ranks")
+    assert json.loads((tmp_path / "ranks" / "config.json").read_text())["num_labels"] == 1
+    assert any("num_labels" in note for note in plan.layout.notes)
 
 
 def test_the_class_that_is_written_is_the_one_that_loads_the_weights(tmp_path):
@@ -162,13 +315,25 @@ def test_an_adapter_of_a_reward_model_merges(tmp_path):
         "modules_to_save": ["score"],
     }
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
-    front, size = "base_model.model.", 4 if dtype == "F32" else 2
+    front, size, one = "base_model.model.", 4 if dtype == "F32" else 2, bytes((0, 0, 128, 63)[-4 if dtype == "F32" else -2 :])
     score = bytes(range(1, 1 + width * size))[: width * size] if width * size < 255 else bytes(5 for _ in range(width * size))
     parts = {
-        f"{front}model.layers.0.self_attn.q_proj.lora_A.weight": (dtype, [2, width], bytes(2 * width * size)),
-        f"{front}model.layers.0.self_attn.q_proj.lora_B.weight": (dtype, [q[1][0], 2], bytes(2 * q[1][0] * size)),
+        f"{front}model.layers.0.self_attn.q_proj.lora_A.weight": (dtype, [2, width], one * (2 * width)),
+        f"{front}model.layers.0.self_attn.q_proj.lora_B.weight": (dtype, [q[1][0], 2], one * (2 * q[1][0])),
         f"{front}score.weight": (dtype, [1, width], score),
     }
     write(adapter / "adapter_model.safetensors", parts)
     library.convert(library.plan(folder, to="hf", merge_adapter=adapter), tmp_path / "merged")
-    assert same(tmp_path / "merged", tensors | {"score.weight": (dtype, [1, width], score)})
+    untouched = {name: tensor for name, tensor in tensors.items() if name != "model.layers.0.self_attn.q_proj.weight"}
+    merged = stored(tmp_path / "merged" / "model.safetensors")
+    changed = merged.pop("model.layers.0.self_attn.q_proj.weight")
+    assert changed[2] != q[2], "the update was added"
+    assert {name: (dtype, list(shape), raw) for name, (dtype, shape, raw) in merged.items()} == {
+        name: (dtype, list(shape), raw)
+        for name, (dtype, shape, raw) in (untouched | {"score.weight": (dtype, [1, width], score)}).items()
+    }  # fmt: skip
+    library.convert(library.plan(folder, to="vllm", tp=2, merge_adapter=adapter), tmp_path / "ranks")
+    for rank in (0, 1):
+        held = stored(tmp_path / "ranks" / f"model-rank-{rank}-part-0.safetensors")
+        assert held["score.weight"] == ("F32", [1, width], widened(score, dtype)), "what the adapter trained, on each rank"
+    assert library.verify(tmp_path / "merged", tmp_path / "ranks").equal

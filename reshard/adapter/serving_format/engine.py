@@ -116,6 +116,14 @@ class ServingEngine(Format):
         the model's tensors."""
         return {}
 
+    def check_head(self, model: Model) -> None:
+        """Raises UnsupportedError for another head than that of language models (declared/heads.py), unless the rules are about it."""
+        model.architecture.check_head(f"{self.engine}'s files of ranks are")
+
+    def not_loaded(self, model: Model) -> tuple[str, str] | None:
+        """What a rank of the model holds and the engine's own loader of such files refuses, and what to do; None if it takes all."""
+        return None
+
     # Reading: what a subclass may override.
 
     def stored_config(self, files: Files, hints: Hints) -> Mapping[str, Any] | None:
@@ -145,7 +153,7 @@ class ServingEngine(Format):
         """
         from reshard.serving.legality import check_served
 
-        model.architecture.check_head(f"{self.engine}'s files of ranks are")
+        self.check_head(model)
         self.check_sizes(target.parallel)
         rules = self.rules(model, target)
         check_served(model, rules)

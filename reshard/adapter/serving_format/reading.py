@@ -50,6 +50,9 @@ def read(serving_format: ServingEngine, files: Files, hints: Hints) -> Index:
         placed = _placed(headers, partial(layout.rank_tensors, parallel, dtypes={}), {})
     else:
         assert model is not None
+        if head := model.architecture.head:  # whose bias no class tells
+            of_head = {name: entry.shape for name, (_, entry) in headers[0, 0].items() if name.startswith(f"{head.module}.")}
+            model = find_model(config, hints.architecture, of_head) or model
         if stated is None:
             parallel = _with_stored_experts(parallel, model, headers)
         rules, version = serving_format.stored_rules(model, parallel, headers)

@@ -22,6 +22,7 @@ from typing import Any
 
 from reshard.models.architecture import Architecture, ClassHead, Dimension, Weight
 from reshard.models.config_values import stated_class
+from reshard.models.roles import COLUMN, ROW
 
 _MLP = ("0.weight", "0.bias", "2.weight", "2.bias")
 _PARTS = ("weight", "bias", *_MLP)
@@ -41,6 +42,8 @@ _ROWS: tuple[tuple[str, tuple[str, str], str, tuple[str, ...]], ...] = (
     (".*ForQuestionAnswering", ("a model that answers questions", "a model that answers questions"), "qa_outputs", ("weight", "bias")),
     (".*(?:Model|ForEmbedding|ForTextEncoding)", ("an embedding model", "an embedding model"), "", ()),
 )
+# OpenRLHF makes these classes while it runs. With a head under this name, the class of transformers has the same weights.
+_OF_OPENRLHF = ("RewardModel", "CriticModel", "LLMForSequenceRegression")
 _OF_LANGUAGE = re.compile(r"ForCausalLM$|LMHeadModel$|ForConditionalGeneration$|ChatModel$")
 # The modules of heads, as the row's class, a value of value_head_prefix, or the code of a trainer names them.
 _MODULES = ("score", "classifier", "value_head", "v_head.summary", "qa_outputs")
@@ -84,6 +87,8 @@ def head_of(config: Mapping[str, Any], declared: Architecture, stored: Mapping[s
         usual = _prefix(config) or row[2] if "value" in row[2] else row[2]
         module, parts = (module, parts) if module and usual else (usual, row[3])
         is_usual = module == usual and (len(parts) > 2) == (len(row[3]) > 2)
+        if named in _OF_OPENRLHF and (module, parts) == ("score", ("weight",)) and declared.class_name:
+            named = _stem(declared.class_name) + "ForSequenceClassification"
         return ClassHead(named, what, module, parts, is_usual, labels, front=_front(declared, stored, module))
     if not module:
         return None
@@ -162,7 +167,11 @@ def _with_head(declared: Architecture, head: ClassHead) -> Architecture:
     of_language = [weight for weight in declared.weights if weight.role == "head"]
     hidden = next((weight.shape[1] for weight in of_language if len(weight.shape) == 2), "hidden")
     shapes = {"0.weight": (hidden, hidden), "0.bias": (hidden,), "2.bias": ("labels",), "bias": ("labels",)}
-    own = [Weight(f"{head.module}.{part}", "class_head", shapes.get(part, ("labels", hidden))) for part in head.parts]
+    splits = {"0": COLUMN, "2": ROW}  # of an MLP (vLLM 0.32, models/qwen2_rm.py)
+    own = [
+        Weight(f"{head.module}.{part}", "class_head", shapes.get(part, ("labels", hidden)), split=splits.get(part[0]))
+        for part in head.parts
+    ]
     old, new = head.front
 
     def renamed(text: str, spelled: Callable[[str], str] = str) -> str:

@@ -93,6 +93,8 @@ def _of_engine(checkpoint: Checkpoint, engine: str | None, asked: Mapping[str, i
         given = {"layout": f"{checkpoint.path}/{_LAYOUT}"}
     laid_out = _planned(checkpoint, format.name, given | ({"engine_version": version} if version else {}))
     yield from _of_ranks(checkpoint, format, laid_out) if isinstance(laid_out, Layout) else (laid_out,)
+    if checkpoint.model and (refusal := format.not_loaded(checkpoint.model)):
+        yield found("not-served", refusal[0], do=refusal[1])
 
 
 def _of_whole_model(
@@ -134,7 +136,7 @@ def _of_folder(
     if release and format.needs_model_files:
         hints = Hints(config, architecture=checkpoint.architecture)
         yield from names_of_release([tensor.name for tensor in format.read(checkpoint.files, hints).tensors], release, model)
-    if model.architecture.head is None:
+    if model.architecture.head is None and not config.get("classifier_from_token"):
         laid_out = _planned(checkpoint, engine.name, {**given, **({"engine_version": version} if version else {})})
         yield from () if isinstance(laid_out, Layout) else (laid_out,)
         return
