@@ -4,6 +4,10 @@ The server is a stand-in with the routes, answers and refusals of vLLM 0.32 (ent
 """
 
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +19,7 @@ from helpers.reshard_command import reshard as run
 
 import reshard
 from reshard.errors import CheckpointError, RequestError, SystemRefusal, UnsupportedError
+from reshard.live import Sender
 
 CONFIG = {
     "model_type": "qwen3_moe", "hidden_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
@@ -29,7 +34,7 @@ class Vllm(ThreadingHTTPServer):
     def __init__(self, folder, most_rank=8, key=None, is_vllm=True, answers=True):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder, self.most_rank, self.key, self.is_vllm, self.answers = folder, most_rank, key, is_vllm, answers
-        self.adapters, self.asked = {}, []
+        self.adapters, self.asked, self.refusal = {}, [], None
 
     @property
     def address(self):
@@ -64,6 +69,8 @@ class Handler(BaseHTTPRequestHandler):
         if server.key and self.headers.get("Authorization") != f"Bearer {server.key}":
             return self.say(401, {"error": "Unauthorized"})
         name = question.get("lora_name")
+        if server.refusal and server.refusal.exists():
+            return self.say(500, {"error": {"message": "refused on purpose"}})
         if self.path == "/v1/load_lora_adapter":
             config = json.loads((Path(question["lora_path"]) / "adapter_config.json").read_text())
             if config["r"] > server.most_rank:
@@ -283,3 +290,59 @@ def test_verify_cannot_tell_where_the_form_of_the_experts_follows_from_a_base_th
     server.folder = Path("/elsewhere")
     assert reshard.verify(tmp_path / "stacked", server.address).equal is None
     assert reshard.verify(reshard.open(tmp_path / "stacked", model=tmp_path / "base"), server.address).equal
+
+
+def test_the_ranks_of_a_trainer_send_the_adapter_alone(tmp_path, serving):
+    """FSDP2 on two ranks (gloo): what the server reads is the gathered adapter, in the form of the engine, bit by bit."""
+    server, shared = serving(), tmp_path / "shared"
+    server.refusal = tmp_path / "refuse"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, Path(__file__).with_name("adapter_ranks.py")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([*command, str(rank), port, server.address, shared, tmp_path], stdout=subprocess.PIPE, text=True, env=environment)
+        for rank in range(2)
+    ]
+    try:
+        said = [[json.loads(line) for line in rank.communicate(timeout=120)[0].splitlines()] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0] and said[0][:2] == said[1][:2]
+    (first, nbytes), (second, _), refused = said[0]
+    assert list(server.adapters) == [second] and first != second
+    assert "refused on purpose" in refused and "rank 0 could not send the adapter" in said[1][2] and "refused on purpose" in said[1][2]
+    config = {
+        "peft_type": "LORA", "r": 2, "lora_alpha": 6, "peft_version": "0.21.2", "base_model_name_or_path": "x", "task_type": "CAUSAL_LM",
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "target_modules": ["q_proj"],
+    }  # fmt: skip
+    gathered = tmp_path / "gathered"
+    gathered.mkdir()
+    (gathered / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "1.safetensors").rename(gathered / "adapter_model.safetensors")
+    reshard.convert(reshard.plan(gathered, to="peft", experts="split", model=tmp_path / "base"), tmp_path / "split")
+    written, wanted = (
+        safetensors.numpy.load_file(folder / "adapter_model.safetensors") for folder in (shared / second, tmp_path / "split")
+    )
+    assert written.keys() == wanted.keys() and all(written[name].tobytes() == wanted[name].tobytes() for name in wanted)
+    settings = {"model": tmp_path / "base", "adapter_config": gathered / "adapter_config.json"}
+    reshard.convert(reshard.plan(tmp_path / "step", to="peft", **settings), tmp_path / "of-step")
+    of_step, fused = (safetensors.numpy.load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "of-step", gathered))
+    assert of_step.keys() == fused.keys() and all(of_step[name].tobytes() == fused[name].tobytes() for name in fused)
+    assert nbytes == sum(tensor.nbytes for tensor in wanted.values())
+    assert json.loads((shared / second / "adapter_config.json").read_text())["lora_alpha"] == 6
+
+
+@pytest.mark.parametrize(
+    "keywords, message",
+    [
+        ({"adapter": True, "verify": True}, "sends no weights"),
+        ({"name": "x"}, "only with `adapter=True`"),
+        ({"adapter": True}, "no single LoRA"),
+    ],
+)
+def test_a_sender_of_an_adapter_refuses_what_it_cannot_do(keywords, message):
+    with pytest.raises(RequestError, match=message):
+        Sender({}, engine="http://127.0.0.1:1", **keywords)

@@ -16,7 +16,6 @@ from reshard.errors import CheckpointError, RequestError, SystemRefusal, Unsuppo
 from reshard.geometry.value import value
 from reshard.live.engines.control import AskedServer
 from reshard.live.wire.transport import SECONDS
-from reshard.storage.server import Server
 
 KEY = "RESHARD_SERVER_KEY"
 """The environment variable with the key of a server that asks for one (--api-key of vLLM)."""
@@ -37,8 +36,8 @@ class ServedModels:
 class AdapterServer(AskedServer):
     """A server of vLLM that takes adapters."""
 
-    engine: ClassVar[str] = "vllm"
-    """The engine, as the format of adapters calls it."""
+    engine: ClassVar[str] = "vLLM"
+    """The engine."""
     prefix: ClassVar[str] = "/v1"
     """What its routes for adapters begin with."""
     routes = (
@@ -90,7 +89,7 @@ class AdapterServer(AskedServer):
 class SglangAdapterServer(AdapterServer):
     """A server of SGLang that takes adapters."""
 
-    engine = "sglang"
+    engine = "SGLang"
     prefix = ""
     routes = ("SGLang has had these routes since 0.5", "Start it with --enable-lora, --max-lora-rank and --lora-target-modules")
 
@@ -104,13 +103,14 @@ class SglangAdapterServer(AdapterServer):
 
 def adapter_server(address: str) -> AdapterServer:
     """The server at an address. Raises UnsupportedError if its engine is not known."""
-    server = Server(Server.at(address).address, os.environ.get(KEY))
-    for path, of_engine in (("/version", AdapterServer), ("/model_info", SglangAdapterServer)):
-        if server.answer(path)[0] not in (404, 405):
-            return of_engine(address)
+    server = AdapterServer(address)
+    if server.has("/version"):
+        return server
+    if server.has("/model_info"):
+        return SglangAdapterServer(address)
     raise UnsupportedError(
         "it is no server of vLLM or SGLang",
-        where=server.address,
+        where=server.name,
         why="Adapters alone go to vLLM and SGLang",
         do="Write the adapter with `to=peft`, and load it with the server's own route",
     )

@@ -117,7 +117,7 @@ def push_adapter(
 def plan_of_adapter(opened: Checkpoint, control: AdapterServer, served: ServedModels, lora_alpha: str | None) -> Plan:
     """The plan of an adapter as a server reads it: with its engine's form of experts, if the base is known."""
     format = next(known for known in registry.formats().values() if known.holds_adapters)
-    asked: dict[str, Any] = {} if opened.model_files.config is None else {"engine": control.engine}
+    asked: dict[str, Any] = {} if opened.model_files.config is None else {"engine": control.engine.lower()}
     asked |= {"lora_alpha": lora_alpha, "base_model": served.folder or served.base}
     return plan(opened, to=format.name, **asked)
 
