@@ -66,7 +66,8 @@ def command(source: str, servers: tuple[str, ...], dry_run: bool, full: bool, **
     have kept no copy of it, get all weights.
 
     With --adapter, SOURCE is a LoRA adapter, or a training step that holds one. It alone is sent, and requests ask for it by NAME@ and 12
-    digits of its fingerprint. vLLM takes it if it was started with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora.
+    digits of its fingerprint (of SGLang for BASE:NAME@ and these). vLLM takes it if it was started with
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora, SGLang with --enable-lora.
 
     vLLM takes weights if it was started with VLLM_SERVER_DEV_MODE=1 in its environment and --weight-transfer-config '{"backend":
     "reshard"}', and reshard is installed beside it. This command needs torch.

@@ -47,15 +47,23 @@ def with_adapter_merged(content: Content, path: str, settings: LoraSettings, ten
             why="A weight is a factor of updates, and these are no updates",
             do="Give this adapter the weight 1",
         )
+    return with_updates(content, base, adapter, MergedAdapter(path, settings.config, 0, weight, content.merged))
+
+
+def with_updates(content: Content, base: AdaptedBase, adapter: Adapter, merged: MergedAdapter) -> Content:
+    """The same for an adapter that is read. merged: the record of it, without the number of weights.
+
+    Raises: CheckpointError or RequestError, as `with_adapter_merged`.
+    """
     merge = _Merge(content, base)
     for name, (array, tensor) in adapter.replaced.items():
         merge.replace(name, array, tensor)
     for update in adapter.updates:
-        for tile, product in update.products(weight):
+        for tile, product in update.products(merged.weight):
             merge.add(tile, product)
     for array, tensor, rows in adapter.trained_rows.values():
         merge.replace_rows(array, tensor, rows)
-    return merge.content(adapter, MergedAdapter(path, settings.config, len(merge.tensors), weight, content.merged))
+    return merge.content(adapter, replace(merged, weights=len(merge.tensors)))
 
 
 @mutable

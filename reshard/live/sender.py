@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.errors import RequestError, check_word
+from reshard.live.adapter_updates import AdapterUpdates
 from reshard.live.agreement import agreed_plan
 from reshard.live.arrangement import Arrangement, Link, Planned
 from reshard.live.engines.choice import controls
@@ -26,14 +27,26 @@ from reshard.live.session import opened
 from reshard.live.trainers import Trainers
 from reshard.live.wire.exchange import Exchange
 from reshard.live.wire.transport import reason
-from reshard.opening.keywords import LinkOptions
+from reshard.opening.keywords import LinkOptions, PathLike
 
 if TYPE_CHECKING:
     import torch
 
 
+class SenderOptions(LinkOptions, total=False):
+    """Further keywords of `Sender`."""
+
+    adapter: bool
+    name: str
+    shared_dir: PathLike
+    keep: int
+
+
+_OF_ADAPTER = ("name", "shared_dir", "keep")
+
+
 class Sender:
-    """The rank of a trainer that this process is, joined with engines."""
+    """The rank of a trainer that this process is, joined with engines; with `adapter=True` it joins none."""
 
     def __init__(
         self,
@@ -45,7 +58,7 @@ class Sender:
         verify: bool = False,
         fallback: str | None = None,
         changes: bool = False,
-        **reach: Unpack[LinkOptions],
+        **reach: Unpack[SenderOptions],
     ) -> None:
         """Join the engines, plan, and check both sides; nothing is sent yet.
 
@@ -60,18 +73,29 @@ class Sender:
         changes: send what changed since the last update, where that is less. This rank then keeps a copy of the tensors that it has sent.
         reach: `take_over`: take the engine over from a Sender or push of another process that has joined it; by default this one is refused
         by the name of that process. `bind` and `port`: where source rank 0 listens. `trust_network`: whether the secret of the update may
-        go over HTTP to an engine that is not asked at a loopback address.
+        go over HTTP to an engine that is not asked at a loopback address. `adapter`: send the model's LoRA adapter alone, as one that
+        requests ask for by name, with `name`, `shared_dir` and `keep` of `push_adapter`; the other keywords are then left out.
 
         Raises: RequestError or SystemRefusal on every rank; trainer and engines stay as they were.
         """
+        given: dict[str, Any] = dict(reach)
+        trainers = Trainers.of(group)
+        self.plan: Planned | None = None
+        """The plan, on source rank 0."""
+        of_adapter = {name: given.pop(name) for name in _OF_ADAPTER if name in given}
+        self._adapter: AdapterUpdates | None = None
+        if given.pop("adapter", False):
+            if plan or verify or fallback or changes or given or transport != "gloo":
+                raise RequestError("`adapter=True` sends no weights", do=f"Give only `group` and {', '.join(_OF_ADAPTER)} with it")
+            self._adapter = AdapterUpdates(model, engine, trainers, of_adapter)
+            return
+        if of_adapter:
+            raise RequestError(f"`{next(iter(of_adapter))}=` has a meaning only with `adapter=True`")
         if fallback is not None:
             check_word("fallback", fallback, ["whole"])
             if plan is not None:
                 raise RequestError("`fallback=` is about a plan that Sender makes, and `plan=` gives one", do="Leave out one of them")
-        link = replace(transport if isinstance(transport, Link) else Link(transport), **reach)
-        trainers = Trainers.of(group)
-        self.plan: Planned | None = None
-        """The plan, on source rank 0."""
+        link: Link = replace(transport if isinstance(transport, Link) else Link(transport), **given)
         descriptions = trainers.gather(_described(model, trainers.rank)) if plan is None else []
 
         def arrange(hellos: Sequence[Hello]) -> Arrangement:
@@ -96,10 +120,15 @@ class Sender:
     def update(self, version: str | None = None) -> UpdateReport:
         """Send what the model's tensors hold now, and let the engines answer with it.
 
-        version: what the engines call these weights; None: a number, one more than that of the first engine.
+        version: what the engines call these weights; None: a number, one more than that of the first engine. The version of an adapter is
+        its name with its fingerprint.
 
         Raises: SystemRefusal on every rank if the update failed. The message says what the engines hold.
         """
+        if self._adapter is not None:
+            if version is not None:
+                raise RequestError("`version=`: the version of an adapter is its name with its fingerprint", do="Leave it out")
+            return self._adapter.update()
         tensors: dict[str, torch.Tensor] = {}
 
         def ready() -> None:
@@ -116,7 +145,8 @@ class Sender:
 
     def close(self) -> None:
         """Leave the engines. They go on with the weights that they have."""
-        self._session.close()
+        if self._adapter is None:
+            self._session.close()
 
 
 def _described(model: Any, rank: int) -> RankDescription | str:

@@ -73,21 +73,29 @@ def form_adapter(draft: Draft) -> Draft:
     ).noting(f"the adapter of the experts is written in the form {form}", *made.notes)
 
 
-def _with_adapter(draft: Draft, adapter: Checkpoint, weight: float) -> Draft:
-    """The draft with the adapter of a directory merged, and its tensors and files beside the base's."""
+def adapter_in(adapter: Checkpoint, keyword: str) -> tuple[LoraSettings, dict[str, Tensor]]:
+    """The settings of the adapter of a directory, and its tensors with the paths that its files have beside those of a base (JoinedFiles).
+
+    Raises: RequestError, naming the keyword, if it is not in PEFT's form.
+    """
     from reshard.canonical.lora import LoraSettings
 
     config = adapter.model_files.adapter_config
     if config is None or not all(map(is_of_adapter, adapter.index.tensors)):
         raise RequestError(
-            f"`merge_adapter=`: there is no adapter in PEFT's form: {ADAPTER_CONFIG} and adapter_model.safetensors",
+            f"`{keyword}=`: there is no adapter in PEFT's form: {ADAPTER_CONFIG} and adapter_model.safetensors",
             where=adapter.path,
             why="The scale of an adapter is in that file, or in the args.json of ms-swift",
             do="Write the adapter of a training checkpoint with `to=peft` first, and name its directory",
         )
     relocation = Relocation(partial(JoinedFiles.path_in, adapter.files))
-    tensors = {tensor.name: replace(tensor, shards=relocation.of(tensor.shards)) for tensor in adapter.index.tensors}
-    draft = _merged(draft, LoraSettings(config), tensors, weight, adapter.path)
+    return LoraSettings(config), {tensor.name: replace(tensor, shards=relocation.of(tensor.shards)) for tensor in adapter.index.tensors}
+
+
+def _with_adapter(draft: Draft, adapter: Checkpoint, weight: float) -> Draft:
+    """The draft with the adapter of a directory merged, and its tensors and files beside the base's."""
+    settings, tensors = adapter_in(adapter, "merge_adapter")
+    draft = _merged(draft, settings, tensors, weight, adapter.path)
     files = (replace(file, path=JoinedFiles.path_in(adapter.files, file.path)) for file in adapter.index.files)
     both = replace(draft.index, tensors=(*draft.index.tensors, *tensors.values()), files=(*draft.index.files, *files))
     return replace(draft, index=both, files=JoinedFiles(draft.files, [adapter.files]))

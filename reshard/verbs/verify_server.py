@@ -48,11 +48,16 @@ def verify_server(
 ) -> ServerComparison:
     """Whether a live server holds the weights of a checkpoint: every parameter of every rank, by its digest. The server is asked for its
     engine, its parallel sizes and the digests; the checkpoint is laid out for them. If the version that the server tells is a fingerprint,
-    as `push` sets it, it is compared, too.
+    as `push` sets it, it is compared, too. Of a LoRA adapter, the fingerprint is compared with the names of the server's adapters.
 
     Raises: SystemRefusal if the server cannot be reached, CheckpointError if it has no weight checker or its answer is damaged.
     """
-    held, checkpoint = held_weights(Server.at(address)), opened(source)
+    checkpoint = opened(source)
+    if checkpoint.content(selection).is_adapter:
+        from reshard.verbs.serve.verify_adapter import verify_adapter
+
+        return verify_adapter(checkpoint, address)
+    held = held_weights(Server.at(address))
     asked = ConversionRequest.of(held.format, {"dtype": cast_of_server(checkpoint.index, held.dtype)})
     target, has_adapter = replace(asked.target, parallel=held.parallel), bool(checkpoint.content(selection).adapter)
     request = replace(asked, target=target, selection=selection or Selection(), drop_adapter=has_adapter)

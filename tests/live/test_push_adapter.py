@@ -4,6 +4,10 @@ The server is a stand-in with the routes, answers and refusals of vLLM 0.32 (ent
 """
 
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +19,7 @@ from helpers.reshard_command import reshard as run
 
 import reshard
 from reshard.errors import CheckpointError, RequestError, SystemRefusal, UnsupportedError
+from reshard.live import Sender
 
 CONFIG = {
     "model_type": "qwen3_moe", "hidden_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
@@ -29,7 +34,7 @@ class Vllm(ThreadingHTTPServer):
     def __init__(self, folder, most_rank=8, key=None, is_vllm=True, answers=True):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder, self.most_rank, self.key, self.is_vllm, self.answers = folder, most_rank, key, is_vllm, answers
-        self.adapters, self.asked = {}, []
+        self.adapters, self.asked, self.refusal = {}, [], None
 
     @property
     def address(self):
@@ -51,6 +56,8 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked.append(self.path)
         if self.path == "/version":
             return self.say(200, {"version": "0.32.0"}) if self.server.is_vllm else self.say(404, {})
+        if self.path != "/v1/models":
+            return self.say(404, {})
         base = {"id": "base", "root": str(self.server.folder), "parent": None}
         loras = [{"id": name, "root": path, "parent": "base"} for name, path in self.server.adapters.items()]
         return self.say(200, {"object": "list", "data": [base, *loras]})
@@ -62,6 +69,8 @@ class Handler(BaseHTTPRequestHandler):
         if server.key and self.headers.get("Authorization") != f"Bearer {server.key}":
             return self.say(401, {"error": "Unauthorized"})
         name = question.get("lora_name")
+        if server.refusal and server.refusal.exists():
+            return self.say(500, {"error": {"message": "refused on purpose"}})
         if self.path == "/v1/load_lora_adapter":
             config = json.loads((Path(question["lora_path"]) / "adapter_config.json").read_text())
             if config["r"] > server.most_rank:
@@ -79,12 +88,12 @@ class Handler(BaseHTTPRequestHandler):
 def serving(tmp_path):
     servers = []
 
-    def start(**settings):
+    def start(engine=Vllm, **settings):
         folder = tmp_path / "base"
         if not folder.exists():
             folder.mkdir()
             (folder / "config.json").write_text(json.dumps(CONFIG))
-        server = Vllm(folder, **settings)
+        server = engine(folder, **settings)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers.append(server)
         return server
@@ -93,6 +102,56 @@ def serving(tmp_path):
     for server in servers:
         server.shutdown()
         server.server_close()
+
+
+class Sglang(ThreadingHTTPServer):
+    """Routes of SGLang 0.5.23 for adapters (srt/entrypoints/http_server.py): bodies are checked as by LoadLoRAAdapterReqInput and
+    UnloadLoRAAdapterReqInput (srt/managers/io_struct.py), names as by LoRARegistry, requests as by _parse_model_parameter."""
+
+    def __init__(self, folder, most_rank=8):
+        super().__init__(("127.0.0.1", 0), SglangHandler)
+        self.folder, self.most_rank, self.adapters, self.asked, self.is_enabled = folder, most_rank, {}, [], True
+
+    @property
+    def address(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class SglangHandler(Handler):
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        if self.path == "/model_info":
+            return self.say(200, {"model_path": str(self.server.folder), "served_model_name": "base", "weight_version": "default"})
+        if self.path != "/v1/models":
+            return self.say(404, {"detail": "Not Found"})
+        cards = [{"id": "base", "root": "base", "parent": None}]
+        cards += [{"id": name, "root": path, "parent": "base"} for name, path in self.server.adapters.items()]
+        return self.say(200, {"object": "list", "data": cards})
+
+    def do_POST(self):
+        server = self.server
+        server.asked.append(self.path)
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/v1/completions":
+            base, _, name = question["model"].partition(":")
+            is_known = base == "base" and name in server.adapters and isinstance(question["prompt"], list)
+            return self.say(200, {"choices": [{"text": "x"}]}) if is_known else self.say(400, {"message": "not loaded"})
+        fields = {"/load_lora_adapter": {"lora_name", "lora_path", "pinned", "lora_id"}, "/unload_lora_adapter": {"lora_name", "lora_id"}}
+        needed = {"/load_lora_adapter": {"lora_name", "lora_path"}, "/unload_lora_adapter": {"lora_name"}}[self.path]
+        if not needed <= question.keys() <= fields[self.path]:
+            return self.say(400, {"message": "wrong fields"})
+        problem = None if server.is_enabled else "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
+        if self.path == "/unload_lora_adapter":
+            del server.adapters[question["lora_name"]]
+        elif problem is None:
+            config = json.loads((Path(question["lora_path"]) / "adapter_config.json").read_text())
+            problem = f"rank {config['r']} is incompatible with the current LoRA memory pool" if config["r"] > server.most_rank else None
+            if problem is None and question["lora_name"] in server.adapters:
+                problem = "it is already loaded"
+        if problem is None and self.path == "/load_lora_adapter":
+            server.adapters[question["lora_name"]] = question["lora_path"]
+        loaded = {"success": problem is None, "error_message": problem, "loaded_adapters": server.adapters}
+        return self.say(400 if problem else 200, loaded)
 
 
 def adapter(folder, seed=0, rank=RANK, experts=range(3), hidden=20):
@@ -169,7 +228,7 @@ def test_a_server_that_asks_for_a_key_and_one_of_another_engine_are_named(tmp_pa
         reshard.push_adapter(source, server.address, shared_dir=tmp_path / "shared")
     monkeypatch.setenv("RESHARD_SERVER_KEY", "secret")
     assert reshard.push_adapter(source, server.address, shared_dir=tmp_path / "shared").adapter in server.adapters
-    with pytest.raises(UnsupportedError, match=r"no server of vLLM.*SGLang"):
+    with pytest.raises(UnsupportedError, match=r"no server of vLLM or SGLang"):
         reshard.push_adapter(source, serving(is_vllm=False).address, shared_dir=tmp_path / "shared")
 
 
@@ -185,3 +244,105 @@ def test_a_server_that_asks_for_a_key_and_one_of_another_engine_are_named(tmp_pa
 def test_options_that_do_not_go_together_are_refused(words, message, tmp_path):
     done = run("push", adapter(tmp_path / "a"), "http://localhost:1", *words)
     assert done.code == 2 and message in done.err
+
+
+def test_sglang_takes_an_adapter_by_its_own_routes(tmp_path, serving):
+    server, shared = serving(Sglang), tmp_path / "shared"
+    first = reshard.push_adapter(adapter(tmp_path / "1", 1), server.address, name="tutor", shared_dir=shared)
+    posted = [path for path in server.asked if path.startswith(("/load", "/v1/load", "/v1/completions"))]
+    assert posted == ["/load_lora_adapter", "/v1/completions"]
+    second = reshard.push_adapter(adapter(tmp_path / "2", 2), server.address, name="tutor", shared_dir=shared)
+    assert list(server.adapters) == [second.adapter] and second.unloaded == (first.adapter,)
+    written = safetensors.numpy.load_file(Path(second.folder) / "adapter_model.safetensors")
+    assert "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_A.weight" in written
+    with pytest.raises(SystemRefusal, match=r"rank 16 is incompatible.*goes on with the adapters that it had"):
+        reshard.push_adapter(adapter(tmp_path / "3", 3, rank=16), server.address, name="tutor", shared_dir=shared)
+    server.is_enabled = False
+    with pytest.raises(SystemRefusal, match=r"--enable-lora"):
+        reshard.push_adapter(adapter(tmp_path / "4", 4), server.address, name="tutor", shared_dir=shared)
+    assert list(server.adapters) == [second.adapter] and [path.name for path in shared.iterdir()] == [second.adapter]
+
+
+@pytest.mark.distinct
+@pytest.mark.parametrize("engine", [Vllm, Sglang])
+def test_verify_compares_the_fingerprint_with_the_names_of_the_servers_adapters(engine, tmp_path, serving):
+    server, source = serving(engine), adapter(tmp_path / "a", 1)
+    reshard.convert(reshard.plan(source, to="peft", experts="tinker", model=tmp_path / "base", base_model="x"), tmp_path / "stacked")
+    none = reshard.verify(source, server.address)
+    assert none.equal is False and "the server's adapters: none" in none.verdict()
+    pushed = reshard.push_adapter(source, server.address, name="tutor", shared_dir=tmp_path / "shared")
+    for form in (source, tmp_path / "stacked", Path(pushed.folder)):
+        result = reshard.verify(form, server.address)
+        assert result.equal and result.version == pushed.adapter and result.fingerprint == pushed.fingerprint
+    other = run("verify", adapter(tmp_path / "b", 2), server.address)
+    assert other.code == 1 and "does not list this adapter: its fingerprint begins with" in other.out and pushed.adapter in other.out
+    server.adapters["sql"] = "/loras/sql"
+    told = run("verify", adapter(tmp_path / "c", 3), server.address, "--json")
+    assert told.code == 1 and told.document["server"]["equal"] is None and told.document["server"]["not_comparable"] == ["sql"]
+    assert "cannot tell: 1 name of its adapters, such as sql" in run("verify", tmp_path / "c", server.address).out
+    assert reshard.verify(source, server.address).equal
+
+
+def test_verify_cannot_tell_where_the_form_of_the_experts_follows_from_a_base_that_is_not_here(tmp_path, serving):
+    server, source = serving(), adapter(tmp_path / "a", 1)
+    reshard.push_adapter(source, server.address, shared_dir=tmp_path / "shared")
+    reshard.convert(reshard.plan(source, to="peft", experts="tinker", model=tmp_path / "base", base_model="x"), tmp_path / "stacked")
+    server.folder = Path("/elsewhere")
+    assert reshard.verify(tmp_path / "stacked", server.address).equal is None
+    assert reshard.verify(reshard.open(tmp_path / "stacked", model=tmp_path / "base"), server.address).equal
+
+
+def test_the_ranks_of_a_trainer_send_the_adapter_alone(tmp_path, serving):
+    """FSDP2 on two ranks (gloo): what the server reads is the gathered adapter, in the form of the engine, bit by bit."""
+    server, shared = serving(), tmp_path / "shared"
+    server.refusal = tmp_path / "refuse"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, Path(__file__).with_name("adapter_ranks.py")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([*command, str(rank), port, server.address, shared, tmp_path], stdout=subprocess.PIPE, text=True, env=environment)
+        for rank in range(2)
+    ]
+    try:
+        said = [[json.loads(line) for line in rank.communicate(timeout=120)[0].splitlines()] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0] and said[0][:2] == said[1][:2]
+    (first, nbytes), (second, _), refused = said[0]
+    assert list(server.adapters) == [second] and first != second
+    assert "refused on purpose" in refused and "rank 0 could not send the adapter" in said[1][2] and "refused on purpose" in said[1][2]
+    config = {
+        "peft_type": "LORA", "r": 2, "lora_alpha": 6, "peft_version": "0.21.2", "base_model_name_or_path": "x", "task_type": "CAUSAL_LM",
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "target_modules": ["q_proj"],
+    }  # fmt: skip
+    gathered = tmp_path / "gathered"
+    gathered.mkdir()
+    (gathered / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "1.safetensors").rename(gathered / "adapter_model.safetensors")
+    reshard.convert(reshard.plan(gathered, to="peft", experts="split", model=tmp_path / "base"), tmp_path / "split")
+    written, wanted = (
+        safetensors.numpy.load_file(folder / "adapter_model.safetensors") for folder in (shared / second, tmp_path / "split")
+    )
+    assert written.keys() == wanted.keys() and all(written[name].tobytes() == wanted[name].tobytes() for name in wanted)
+    settings = {"model": tmp_path / "base", "adapter_config": gathered / "adapter_config.json"}
+    reshard.convert(reshard.plan(tmp_path / "step", to="peft", **settings), tmp_path / "of-step")
+    of_step, fused = (safetensors.numpy.load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "of-step", gathered))
+    assert of_step.keys() == fused.keys() and all(of_step[name].tobytes() == fused[name].tobytes() for name in fused)
+    assert nbytes == sum(tensor.nbytes for tensor in wanted.values())
+    assert json.loads((shared / second / "adapter_config.json").read_text())["lora_alpha"] == 6
+
+
+@pytest.mark.parametrize(
+    "keywords, message",
+    [
+        ({"adapter": True, "verify": True}, "sends no weights"),
+        ({"name": "x"}, "only with `adapter=True`"),
+        ({"adapter": True}, "no single LoRA"),
+    ],
+)
+def test_a_sender_of_an_adapter_refuses_what_it_cannot_do(keywords, message):
+    with pytest.raises(RequestError, match=message):
+        Sender({}, engine="http://127.0.0.1:1", **keywords)

@@ -128,8 +128,25 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
                 folder.mkdir()
                 try:
                     yield from checks_of_forms(f"{family}, {variant}", config, settings_of(family, variant), reshard, peft, folder)
+                    if variant == "two parameters" and "vision_config" not in config:
+                        yield check_of_ranks(family, settings_of(family, variant), reshard, python, peft, folder)
                 except RuntimeError as error:
                     yield f"{family}, {variant}", False, str(error)[:400]
+
+
+def check_of_ranks(family: str, settings: dict[str, Any], reshard: Path, python: Path, peft: Peft, folder: Path) -> tuple[str, bool, str]:
+    """What FSDP2 saves on two ranks becomes, bit by bit, the adapter that PEFT saves after a gather."""
+    ranks = [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", ROOT / "tests/peft/dcp_ranks.py"]
+    of_adapter = ["--to", "peft", "--model", folder / "base", "--adapter-config", folder / "gathered/adapter_config.json", "-q"]
+    for command in (
+        [*ranks, folder / "base", json.dumps(settings), folder],
+        [reshard, "convert", folder / "checkpoint", folder / "of-ranks", *of_adapter],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip()[-400:])
+    differ = peft.ask("compare", folder / "of-ranks", folder / "gathered")[2:]
+    return f"from two ranks of FSDP2: {family}", not any(differ), "other bits than those gathered"
 
 
 def checks_of_forms(

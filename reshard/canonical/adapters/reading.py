@@ -41,14 +41,15 @@ _GATED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _UNGATED = {"w1": "up_proj", "w2": "down_proj"}
 
 
-def read_adapter(base: AdaptedBase, settings: LoraSettings, tensors: Mapping[str, Tensor]) -> Adapter:
-    """The adapter whose tensors these are. tensors: by their names in the file of PEFT.
+def read_adapter(base: AdaptedBase, settings: LoraSettings, tensors: Mapping[str, Tensor], *, expert_slowest: bool = False) -> Adapter:
+    """The adapter whose tensors these are. tensors: by their names in the file of PEFT. expert_slowest: read lora_B of the fused form as
+    (out, E, r), as Unsloth did before September 2026, in place of PEFT's (out, r, E).
 
     Raises: UnsupportedError for an adapter whose update is not the product of its factors; CheckpointError if the adapter and the base do
     not fit together; RequestError if factors can be read in two ways.
     """
     settings.check_mergeable()
-    reading = _Reading(base, settings)
+    reading = _Reading(base, settings, expert_slowest)
     modules: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         factor = adapter_name(name)
@@ -90,8 +91,8 @@ def check_whole(adapter: Adapter, model: Model) -> None:
 class _Reading:
     """An adapter that is being read."""
 
-    def __init__(self, base: AdaptedBase, settings: LoraSettings) -> None:
-        self.base, self.settings = base, settings
+    def __init__(self, base: AdaptedBase, settings: LoraSettings, expert_slowest: bool) -> None:
+        self.base, self.settings, self.expert_slowest = base, settings, expert_slowest
         self.updates: list[Update | BiasUpdate] = []
         self.replaced: dict[str, tuple[Mosaic, Tensor]] = {}
         self.rows: dict[str, tuple[Mosaic, Tensor, tuple[int, ...]]] = {}
@@ -236,7 +237,8 @@ class _Reading:
         rank = a.shape[0] // experts
         for number, matrix in enumerate(by_expert(array)):
             own_a = part(a, (number * rank, 0), ((rank, 0, 1), (a.shape[1], 1, 1)))
-            own_b = part(b, (0, number), ((b.shape[0], 0, 1), (rank, 1, experts)))
+            first, step = (number * rank, 1) if self.expert_slowest else (number, experts)
+            own_b = part(b, (0, first), ((b.shape[0], 0, 1), (rank, 1, step)))
             if flipped:
                 matrix = matrix.transposed()
             if bool(is_in_out) != flipped:  # A meets the output features: the product is that of exchanged, transposed factors

@@ -1,14 +1,16 @@
-"""A server that takes LoRA adapters while it runs: vLLM, whose routes read an adapter from a folder. Run with vLLM 0.32.
+"""A server that takes LoRA adapters while it runs, from a folder that it sees. Run with vLLM 0.32; of SGLang 0.5.23 the source was read.
 
-POST /v1/load_lora_adapter    {"lora_name", "lora_path"}
-POST /v1/unload_lora_adapter  {"lora_name"}
-GET  /v1/models               the base, and the adapters in the order in which they were loaded
+vLLM                            SGLang
+POST /v1/load_lora_adapter      /load_lora_adapter      {"lora_name", "lora_path"}
+POST /v1/unload_lora_adapter    /unload_lora_adapter    {"lora_name"}
+GET  /v1/models                 the same                the base, and the adapters: as loaded; SGLang: those used last at the end
+"model": ADAPTER                "model": BASE:ADAPTER   how a request asks for an adapter
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 from reshard.errors import CheckpointError, RequestError, SystemRefusal, UnsupportedError
 from reshard.geometry.value import value
@@ -28,12 +30,16 @@ class ServedModels:
     folder: str | None
     """The path or name from which the server opened the base; None if it does not say."""
     adapters: tuple[str, ...]
-    """The names of its adapters, in the order in which they were loaded."""
+    """The names of its adapters: in the order in which they were loaded, or last used (SGLang)."""
 
 
 class AdapterServer(AskedServer):
     """A server of vLLM that takes adapters."""
 
+    engine: ClassVar[str] = "vLLM"
+    """The engine."""
+    prefix: ClassVar[str] = "/v1"
+    """What its routes for adapters begin with."""
     routes = (
         "vLLM has routes for adapters only if its environment allows it",
         "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, and with --enable-lora and --max-lora-rank",
@@ -41,13 +47,6 @@ class AdapterServer(AskedServer):
 
     def __init__(self, address: str) -> None:
         super().__init__(address, SECONDS, os.environ.get(KEY))
-        if self._server.ask("/version") is None:
-            raise UnsupportedError(
-                "it is no server of vLLM",
-                where=self.name,
-                why="Adapters alone go to vLLM; the routes of SGLang were not run",
-                do="Write the adapter with `to=peft`, and load it with the server's own route (/load_lora_adapter of SGLang)",
-            )
 
     @property
     def is_on_this_machine(self) -> bool:
@@ -60,27 +59,67 @@ class AdapterServer(AskedServer):
             cards: Any = self._asked("/v1/models")["data"]
             (base,) = [card for card in cards if not card.get("parent")][:1]
             adapters = tuple(str(card["id"]) for card in cards if card.get("parent"))
-            return ServedModels(str(base["id"]), base.get("root") and str(base["root"]), adapters)
+            return ServedModels(str(base["id"]), self._folder_of(base), adapters)
         except (AttributeError, KeyError, TypeError, ValueError):
             raise CheckpointError("the server does not say which models it serves", where=self.name) from None
 
     def load(self, adapter: str, folder: str) -> None:
         """Load an adapter from a folder. Raises SystemRefusal with what the server says, such as that its rank is too large."""
-        self._post("/v1/load_lora_adapter", {"lora_name": adapter, "lora_path": folder})
+        self._post(f"{self.prefix}/load_lora_adapter", {"lora_name": adapter, "lora_path": folder})
 
     def unload(self, adapter: str) -> None:
         """Forget an adapter. Requests that run with it end first."""
-        self._post("/v1/unload_lora_adapter", {"lora_name": adapter})
+        self._post(f"{self.prefix}/unload_lora_adapter", {"lora_name": adapter})
 
     def one_token(self, adapter: str) -> None:
         """Let the server generate a token with an adapter. Raises SystemRefusal if it does not."""
-        answer = self._post("/v1/completions", {"model": adapter, "prompt": [1], "max_tokens": 1, "temperature": 0})
+        answer = self._post("/v1/completions", {"model": self.asked_as(adapter), "prompt": [1], "max_tokens": 1, "temperature": 0})
         if not answer.get("choices"):
             raise SystemRefusal("the server generated no token with the adapter", where=self.name)
+
+    def asked_as(self, adapter: str) -> str:
+        """The model that a request names to be answered with an adapter."""
+        return adapter
+
+    def _folder_of(self, base: dict[str, Any]) -> str | None:
+        """The path or name from which the server opened the base. base: what it lists of the base."""
+        return base.get("root") and str(base["root"])
+
+
+class SglangAdapterServer(AdapterServer):
+    """A server of SGLang that takes adapters."""
+
+    engine = "SGLang"
+    prefix = ""
+    routes = ("SGLang has had these routes since 0.5", "Start it with --enable-lora, --max-lora-rank and --lora-target-modules")
+
+    def asked_as(self, adapter: str) -> str:
+        """The model that a request names to be answered with an adapter."""
+        return f"{self.models().base}:{adapter}"
+
+    def _folder_of(self, base: dict[str, Any]) -> str | None:
+        return str(self._asked("/model_info")["model_path"])
+
+
+def adapter_server(address: str) -> AdapterServer:
+    """The server at an address. Raises UnsupportedError if its engine is not known."""
+    server = AdapterServer(address)
+    if server.has("/version"):
+        return server
+    if server.has("/model_info"):
+        return SglangAdapterServer(address)
+    raise UnsupportedError(
+        "it is no server of vLLM or SGLang",
+        where=server.name,
+        why="Adapters alone go to vLLM and SGLang",
+        do="Write the adapter with `to=peft`, and load it with the server's own route",
+    )
 
 
 def refusal(error: SystemRefusal, server: str) -> SystemRefusal | RequestError:
     """The error of a server that did not take an adapter, which then serves what it served before."""
     if " 401 " in f" {error.what} ":
-        return RequestError("the server asks for a key", where=server, do=f"Set {KEY} in the environment to the server's --api-key")
+        return RequestError(
+            "the server asks for a key", where=server, do=f"Set {KEY} in the environment to the server's --api-key, or its --admin-api-key"
+        )
     return SystemRefusal(error.what, where=server, why="It goes on with the adapters that it had", do=error.do)

@@ -78,6 +78,10 @@ class AskedServer:
         """This machine's address on the way to the server."""
         return self._server.own_address()
 
+    def has(self, path: str) -> bool:
+        """Whether it has a path, even if it asks for a key there."""
+        return self._server.answer(path)[0] not in (404, 405)
+
     def look(self) -> bool:
         """Whether it answers now. Raises SystemRefusal if nobody listens at its address, or its engine has ended."""
         with suppress(Silent, CheckpointError):

@@ -20,6 +20,8 @@ from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.mistakes import column_mistake, row_mistake, shape_mistake, stale_part, value_mistakes
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import EffortOptions, PathLike, checked_keywords
+from reshard.opening.open import opened
+from reshard.storage.trees import JoinedFiles
 from reshard.verbs.look.diff import diff
 from reshard.verbs.verify import sides_of
 
@@ -72,7 +74,12 @@ class Explanation:
 
 @checked_keywords
 def explain(
-    bad: Checkpoint | PathLike, good: Checkpoint | PathLike, *, selection: Selection | None = None, **options: Unpack[EffortOptions]
+    bad: Checkpoint | PathLike,
+    good: Checkpoint | PathLike,
+    *,
+    adapter: Checkpoint | PathLike | None = None,
+    selection: Selection | None = None,
+    **options: Unpack[EffortOptions],
 ) -> Explanation:
     """The mistakes that explain why `bad` does not hold the weights of `good`, whatever their formats: tensors, rows or columns permuted,
     interleaved, exchanged or copied, matrices transposed, padding, a cast too many, norms off by one, a rank from another save.
@@ -80,6 +87,10 @@ def explain(
     A mistake is named only if it explains every bit of a tensor. Memory is bounded by the largest tensor, not by a layer or a model:
     mistakes in values are found in parts of 2 million elements; those of rows with both sides of the tensor and one other tensor of its
     layer in memory; those of columns with both sides of the tensor and their transposes.
+
+    adapter: `bad` is `good` with the LoRA adapter of this directory merged, by any program. The weights that it changes are compared with
+    the right merge, within the roundings of their element type, and with wrong ones: scale forgotten, rsLoRA ignored, gate and up
+    exchanged, experts read in another order, applied twice or never. An update that is smaller than the rounding tells nothing.
     """
     compared = diff(bad, good, selection=selection, **options)
     wrong_side, right_side = sides_of(bad, good, selection)
@@ -87,6 +98,13 @@ def explain(
     different = list(dict.fromkeys(difference.name for difference in compared.differences if difference.kind in _DIFFERENT))
     result = Explanation(compared.tensors, missing=[lost.name for lost in compared.differences if lost.kind in ("missing", "extra")])
     by_text: dict[str, list[str]] = {}
+    for name, text in ({} if adapter is None else _of_merge(wrong_side, right_side, opened(adapter))).items():
+        if name in different:
+            different.remove(name)
+        if text is None:
+            result.unexplained.append(name)
+        elif text:
+            by_text.setdefault(text, []).append(name)
     stale: dict[tuple[int, int], list[str]] = {}
     moved = _moved_tensors(different, wrong, right)
     for name in different:
@@ -106,6 +124,15 @@ def explain(
             result.unexplained += names
     result.mistakes = sorted((Mistake(text, tuple(names)) for text, names in by_text.items()), key=lambda mistake: -len(mistake.tensors))
     return result
+
+
+def _of_merge(wrong: Side, base: Side, adapter: Checkpoint) -> dict[str, str | None]:
+    """The mistake by which each weight that an adapter changes was merged: "" for none, None for one that is not known."""
+    from reshard.measures.adapter_mistakes import adapter_mistakes
+    from reshard.requests.adapters import adapter_in
+
+    settings, tensors = adapter_in(adapter, "adapter")
+    return adapter_mistakes(wrong, base, adapter.path, settings, tensors, JoinedFiles(base.files, [adapter.files]))
 
 
 def _view(side: Side) -> View:

@@ -22,11 +22,12 @@ from reshard.canonical.lora import LoraSettings
 from reshard.errors import CheckpointError, RequestError, SystemRefusal
 from reshard.geometry.documents import document
 from reshard.geometry.value import value
-from reshard.live.engines.adapters import AdapterServer, refusal
+from reshard.live.engines.adapters import AdapterServer, ServedModels, adapter_server, refusal
 from reshard.models.lookup import find_model
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import OpenOptions, PathLike, checked_keywords
 from reshard.opening.open import open
+from reshard.plans.plan import Plan
 from reshard.storage.tar import open_tree
 from reshard.verbs.convert import convert
 from reshard.verbs.plan import plan
@@ -73,29 +74,29 @@ def push_adapter(
     lora_alpha: str | None = None,
     **options: Unpack[OpenOptions],
 ) -> AdapterPushed:
-    """Send a LoRA adapter, or that of a training step, to a running server of vLLM.
+    """Send a LoRA adapter, or that of a training step, to a running server of vLLM or SGLang.
 
-    name: what the adapter is called; requests ask for NAME@ and 12 digits of its fingerprint. shared_dir: a folder that this machine and
-    the server both see (default: a folder in /dev/shm, if the server runs on this machine). keep: how many versions stay loaded.
+    name: what the adapter is called; requests ask for NAME@ and 12 digits of its fingerprint, of SGLang for BASE:NAME@ and these.
+    shared_dir: a folder that this machine and the server both see (default: a folder in /dev/shm, if the server runs on this machine).
+    keep: how many versions stay loaded.
 
     Raises: CheckpointError or RequestError, before the server is asked to load anything, if the adapter does not fit the server's base or
     lacks an expert; SystemRefusal if the server does not take it. Then the server goes on with the adapters that it had.
     """
-    began, control = time.monotonic(), AdapterServer(server)
+    began, control = time.monotonic(), adapter_server(server)
     served = control.models()
     folder = _folder(control, shared_dir)
     given: dict[str, Any] = dict(options)
-    if given.get("model") is None and served.folder and Path(served.folder, "config.json").is_file():
-        given["model"] = served.folder
+    if given.get("model") is None:
+        given["model"] = base_here(served)
     opened = source if isinstance(source, Checkpoint) else open(source, **given)
     written = Path(tempfile.mkdtemp(prefix=".new-", dir=folder)) / "adapter"
     try:
-        asked = {**_form(opened), "lora_alpha": lora_alpha, "base_model": served.folder or served.base}
-        planned = plan(opened, **asked)
+        planned = plan_of_adapter(opened, control, served, lora_alpha)
         result = convert(planned, written)
         _check_fits(written, given.get("model"), control.name)
         fingerprint = result.fingerprint.root
-        adapter = f"{name}@{fingerprint.rpartition(':')[2][:12]}"
+        adapter = f"{name}@{digits_of(fingerprint)}"
         target = Path(folder, adapter)
         if adapter not in served.adapters:
             shutil.rmtree(target, ignore_errors=True)
@@ -113,11 +114,22 @@ def push_adapter(
     return AdapterPushed(control.name, adapter, fingerprint, nbytes, str(target), unloaded, seconds, planned.layout.notes)
 
 
-def _form(opened: Checkpoint) -> dict[str, Any]:
-    """The format that holds adapters, and the engine whose form of experts is written if the base is known: the first that it knows."""
-    format = next(found for found in registry.formats().values() if found.holds_adapters)
-    (engines,) = (option.choices for option in format.options if option.name == "engine")
-    return {"to": format.name, **({} if opened.model_files.config is None else {"engine": engines[0]})}
+def plan_of_adapter(opened: Checkpoint, control: AdapterServer, served: ServedModels, lora_alpha: str | None) -> Plan:
+    """The plan of an adapter as a server reads it: with its engine's form of experts, if the base is known."""
+    format = next(known for known in registry.formats().values() if known.holds_adapters)
+    asked: dict[str, Any] = {} if opened.model_files.config is None else {"engine": control.engine.lower()}
+    asked |= {"lora_alpha": lora_alpha, "base_model": served.folder or served.base}
+    return plan(opened, to=format.name, **asked)
+
+
+def base_here(served: ServedModels) -> str | None:
+    """The folder of the server's base, if this machine sees it."""
+    return served.folder if served.folder and Path(served.folder, "config.json").is_file() else None
+
+
+def digits_of(fingerprint: str) -> str:
+    """The digits of a fingerprint that stand in the name of an adapter."""
+    return fingerprint.rpartition(":")[2][:12]
 
 
 def _folder(control: AdapterServer, shared_dir: PathLike | None) -> str:
@@ -126,7 +138,7 @@ def _folder(control: AdapterServer, shared_dir: PathLike | None) -> str:
         raise RequestError(
             "the server runs on another machine, or there is no /dev/shm here",
             where=control.name,
-            why="vLLM loads an adapter from a folder that it sees",
+            why="Servers load an adapter from a folder that it sees",
             do="Name a folder that both machines see with `shared_dir=DIR`",
         )
     folder = os.path.abspath(_SHARED if shared_dir is None else shared_dir)

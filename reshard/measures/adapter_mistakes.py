@@ -1,0 +1,147 @@
+"""Mistakes of a merge of a LoRA adapter: which other reading of the adapter gives the wrong weights.
+
+Each mistake is an adapter like the right one, or none, merged into the same base and compared with the wrong weights. A program that merges
+rounds the product, the sum, or both, and adds the terms in its own order. So a tensor fits a reading if each element lies within these
+roundings of it. Where an update is smaller than the rounding, several readings fit a tensor. Then the reading is taken that fits most
+tensors, and of those the nearest one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from reshard.canonical.adapters.base import AdaptedBase
+from reshard.canonical.adapters.reading import read_adapter
+from reshard.canonical.adapters.updates import Adapter, BiasUpdate, Update
+from reshard.canonical.content import Content
+from reshard.canonical.lora import LoraSettings
+from reshard.canonical.merging import with_updates
+from reshard.engine.compare import Side
+from reshard.engine.views import LazyTensor, View
+from reshard.geometry.dtypes import BF16, F16, F32, DType
+from reshard.geometry.low_rank import Float32
+from reshard.geometry.sections import whole
+from reshard.index.index import Tensor
+from reshard.index.provenance import MergedAdapter
+from reshard.storage.files import Files
+
+RIGHT = ""
+"""The reading that is no mistake."""
+_OTHER_HALF = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
+# The largest relative error of one rounding.
+_ROUNDING = {BF16.name: 2.0**-8, F16.name: 2.0**-11, F32.name: 2.0**-24}
+# The largest error of the terms of B x A, added in float32 in another order, in parts of the largest element of the update.
+_ORDER = 2.0**-20
+
+
+def adapter_mistakes(
+    wrong: Side, base: Side, path: str, settings: LoraSettings, tensors: Mapping[str, Tensor], files: Files
+) -> dict[str, str | None]:
+    """The mistake by which each weight that an adapter changes was merged: RIGHT for none, None for one that is not known.
+
+    wrong: the weights after the merge. base: the weights before it. path, settings, tensors: the adapter. files: those of base and adapter.
+    """
+    content = base.content
+    merges = {text: _merged(content, path, settings, adapter) for text, adapter in readings(content, path, settings, tensors)}
+    changed = [name for name, tensor in merges[RIGHT].tensors.items() if tensor is not content.tensors.get(name)]
+    held = wrong.content.tensors
+    names = [name for name in changed if name in held and held[name].shape == merges[RIGHT].tensors[name].shape]
+    bad, before = _view(held, names, wrong.files), _view(content.tensors, names, base.files)
+    views = {text: _view(merge.tensors, names, files) for text, merge in merges.items()} | {"the adapter was never applied": before}
+    fits = {name: _fitting(bad[name], before, {text: view[name] for text, view in views.items()}, held[name].dtype) for name in names}
+    return _explained(fits)
+
+
+def readings(content: Content, path: str, settings: LoraSettings, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Adapter]]:
+    """The right reading of an adapter, and the wrong ones with what was done."""
+    base = AdaptedBase(content.model, content, path, settings.config.get("base_model_name_or_path"))
+    right = read_adapter(base, settings, tensors)
+    updates = right.updates
+    yield RIGHT, right
+    yield "the scale was forgotten: B x A was added without alpha / r", _scaled(right, lambda update: 1.0)
+    if settings.config.get("use_rslora"):
+        yield "rsLoRA was ignored: the scale is alpha / r instead of alpha / sqrt(r)", _scaled(right, lambda own: own.alpha / own.rank)
+    else:
+        text = "the scale is that of rsLoRA, alpha / sqrt(r), and use_rslora is not set"
+        yield text, _scaled(right, lambda update: update.alpha / math.sqrt(update.rank))
+    yield "the adapter was applied twice", replace(right, updates=(*updates, *updates))
+    yield "gate and up were exchanged", replace(right, updates=tuple(_exchanged(updates, base)))
+    slowest = read_adapter(base, settings, tensors, expert_slowest=True)
+    yield "lora_B of the experts was read expert-slowest, as by Unsloth before September 2026; PEFT has the expert fastest", slowest
+
+
+def _scaled(adapter: Adapter, scale_of: Callable[[Update], float]) -> Adapter:
+    """The adapter with other scales of its matrices."""
+    scaled = (replace(update, scale=scale_of(update)) if isinstance(update, Update) else update for update in adapter.updates)
+    return replace(adapter, updates=tuple(scaled))
+
+
+def _exchanged(updates: Iterable[Update | BiasUpdate], base: AdaptedBase) -> Iterator[Update | BiasUpdate]:
+    """The updates with those of gate and up in each other's place."""
+    by_module = {update.module: update for update in updates if isinstance(update, Update)}
+    for update in updates:
+        before, _, name = update.module.rpartition(".") if isinstance(update, Update) else ("", "", "")
+        other = by_module.get(f"{before}.{_OTHER_HALF.get(name)}")
+        if isinstance(update, Update) and name == "gate_up_proj":
+            half = update.b.shape[0] // 2
+            firsts, step = ((0, 1), 2) if base.alternates(update.array) else ((0, half), 1)
+            for first, place in zip(firsts, reversed(firsts), strict=True):
+                yield replace(update.rows(first, half, step, update.module), first_row=place)
+        elif isinstance(update, Update) and other is not None and other.b.shape == update.b.shape:
+            yield replace(update, array=other.array, first_row=other.first_row, row_step=other.row_step)
+        else:
+            yield update
+
+
+def _merged(content: Content, path: str, settings: LoraSettings, adapter: Adapter) -> Content:
+    base = AdaptedBase(content.model, content, path, None)
+    return with_updates(content, base, adapter, MergedAdapter(path, settings.config, 0))
+
+
+def _view(tensors: Mapping[str, Tensor], names: Iterable[str], files: Files) -> View:
+    """The values of tensors in float32, not rounded to the element type."""
+    return View({name: whole(name, F32, tensors[name].shape) for name in names}, tensors, files)
+
+
+def _fitting(bad: LazyTensor, before: View, readings: Mapping[str, LazyTensor], dtype: DType) -> dict[str, float]:
+    """The readings that a tensor fits, each with the sum of the squares of the differences; without those that equal the right one here."""
+    fits, same = dict.fromkeys(readings, 0.0), set(readings) - {RIGHT}
+    rounding = _ROUNDING.get(dtype.name, 0.0) * 1.01
+    parts = zip(bad.parts(), before[bad.name].parts(), *(tensor.parts() for tensor in readings.values()), strict=True)
+    for held, base, *candidates in parts:
+        wrong, start = _numbers(held), _numbers(base)
+        right = _numbers(candidates[0])
+        for text, candidate in zip(readings, candidates, strict=True):
+            expected = _numbers(candidate)
+            if text != RIGHT and not np.array_equal(expected, right):
+                same.discard(text)
+            if text in fits:
+                update, error = np.abs(expected - start), np.abs(wrong - expected)
+                allowed = rounding * (np.abs(expected) + update) + _ORDER * update.max(initial=0)
+                fits[text] += float(np.square(error, dtype=np.float64).sum())
+                if not (error <= allowed).all():
+                    del fits[text]
+    return {text: error for text, error in fits.items() if text not in same}
+
+
+def _numbers(tensor: LazyTensor) -> Float32:
+    return tensor.words().view(np.float32)
+
+
+def _explained(fits: Mapping[str, Mapping[str, float]]) -> dict[str, str | None]:
+    """The reading by which each tensor was made: again and again the one that fits most of the tensors that are left."""
+    result: dict[str, str | None] = dict.fromkeys(fits)
+    left = dict(fits)
+    while texts := {text for own in left.values() for text in own}:
+        own = {text: [name for name in left if text in left[name]] for text in texts}
+        rank = {text: (-len(names), sum(left[name][text] for name in names)) for text, names in own.items()}
+        best = min(rank.values())
+        chosen = sorted(text for text in texts if rank[text] == best)
+        names = own[chosen[0]]
+        result |= dict.fromkeys(names, RIGHT if RIGHT in chosen else "; or ".join(chosen))
+        left = {name: tensor for name, tensor in left.items() if name not in names}
+    return result

@@ -1,0 +1,45 @@
+"""Ranks of FSDP2 save a model with the adapters of its experts by torch.distributed.checkpoint; check.py compares what reshard writes.
+
+    torchrun --nproc-per-node 2 dcp_ranks.py BASE SETTINGS FOLDER
+
+BASE: a folder. SETTINGS: the JSON of LoraConfig's. FOLDER gets checkpoint/ (the model, DCP) and gathered/ (PEFT's own save of the same
+values, gathered in this process). Environment: that of requirements.txt.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+
+def main(base: str, settings: str, folder: str) -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(7)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), LoraConfig(task_type="CAUSAL_LM", **json.loads(settings))
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    state = get_model_state_dict(model)
+    dcp.save({"model": state}, checkpoint_id=Path(folder) / "checkpoint")
+    whole = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in state.items()}
+    if dist.get_rank() == 0:
+        model.save_pretrained(Path(folder) / "gathered", state_dict=whole)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
