@@ -2,10 +2,11 @@
 
     python tests/megatron/fsdp.py [--python PATH] [--reshard PATH]
 
-PATH is a Python with the environment of fixtures/megatron_0_19/make.py; without it .venv-megatron-0.19 is made. The load is that
-of Megatron-LM (training/checkpointing.py): the state dicts of a new run, its handlers, torch.distributed.checkpoint, and load_state_dict of
-model and optimizer, on CPU ranks over gloo. Then the live optimizer tells its main weights and moments, which have to have the bits of the run that saved the fixture. With one
-parameter's moment for another's the check fails.
+PATH is a Python with the environment of fixtures/megatron_0_19/make.py; without it .venv-megatron-0.19 is made.
+
+The load is that of Megatron-LM (training/checkpointing.py): the state dicts of a new run, its handlers, torch.distributed.checkpoint, and
+load_state_dict of model and optimizer, on CPU ranks over gloo. Then the live optimizer tells its main weights and moments, which have to
+have the bits of the run that saved the fixture. With one parameter's moment for another's the check fails.
 """
 
 from __future__ import annotations
