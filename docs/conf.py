@@ -51,7 +51,7 @@ CONTENTS = {
     "Evidence": "verification benchmarks",
     "Reference": """
         reference/cli reference/python reference/json reference/logs reference/fingerprint reference/exit-codes reference/errors
-        reference/models reference/megatron-models reference/software reference/traced-models
+        reference/models reference/megatron-models reference/software reference/trainers reference/traced-models
         reference/versions glossary
     """,
     "Why": "why/no-conversion-code why/own-unpickler why/files-not-dump why/live",

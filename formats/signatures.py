@@ -32,8 +32,8 @@ USUAL_ENGINE = "vllm"
 
 SIGNATURES: dict[str, tuple[str, ...]] = {
     "consolidated": ("consolidated*.pth", "consolidated*.safetensors"),
-    "dcp": (".metadata", "__*.metadata", "*.distcp", "*.distcp/", "*/.metadata", "weights/model/"),
-    "dcp-safetensors": ("shard-*-model-*.safetensors", "sharded/shard-*-model-*.safetensors"),
+    "dcp": (".metadata", "__*.metadata", "*.distcp", "*.distcp/", "*/.metadata", "weights/model/", "pretrained_model/"),
+    "dcp-safetensors": ("shard-*-model-*.safetensors", "*/shard-*-model-*.safetensors", "weights/model/"),
     "deepspeed": ("latest", "*_states.pt", "*/*_states.pt"),
     "delta": ("model.safetensors.index.json",),
     "fsdp": _RANK_FILES,

@@ -4,7 +4,6 @@
     __{rank}_{i}.distcp      the byte ranges, each a torch.save zip of one tensor, packed without padding
     pytorch_model_fsdp_0/, optimizer_0/     accelerate's save_state: two such directories in one
     step-{n}/                torchtitan: one such directory per step
-keys.py                      what the keys of the saved state dict mean; the optimizer's parameter names and param groups
 
 A file's number is the rank that wrote it. Other ranks may hold the same tensor: torch lets the rank with the least to write store each
 replicated entry. Names are flattened; the planner's data in .metadata holds their parts. An entry's own zip directory tells where
@@ -16,6 +15,7 @@ from __future__ import annotations
 import re
 
 from reshard.adapter.format import MAX_SHARD_SIZE, Format
+from reshard.adapter.save_folders import OPTIMIZERS, WEIGHTS, below, shards_of_ranks
 from reshard.storage.files import Files
 
 METADATA, DATA = ".metadata", ".distcp"
@@ -34,23 +34,22 @@ class Dcp(Format):
 
     def detect(self, files: Files) -> str | None:
         here = (path for path in files.list() if ANY_METADATA.fullmatch(path) or path.endswith((DATA, DATA + "/")))
-        return next(here, None) or next((folder + METADATA for folder in folders_below(files)), None)
-
-
-# NeMo RL saves the model and its optimizer side by side, since 0.4 one level deeper.
-_WEIGHTS, _OPTIMIZER = ("weights/", "weights/model/"), ("optimizer/", "optimizer/optim/")
+        if (path := next(here, None)) is not None:
+            return path
+        folders = folders_below(files)
+        is_beside_shards = set(folders) <= set(OPTIMIZERS) and bool(shards_of_ranks(files))
+        return None if is_beside_shards else next((folder + METADATA for folder in folders), None)
 
 
 def folders_below(files: Files) -> list[str]:
     """The folders in this one that are DCP directories."""
-    below = [path for path in files.list() if path.endswith("/")]
-    nested = [path for path in (*_WEIGHTS, *_OPTIMIZER) if path not in below and f"{path.split('/')[0]}/" in below]
-    return [path for path in (*below, *nested) if files.size(path + METADATA) is not None]
+    direct = [path for path in files.list() if path.endswith("/") and files.size(path + METADATA) is not None]
+    return list(dict.fromkeys([*direct, *below(files, (*WEIGHTS, *OPTIMIZERS), METADATA)]))
 
 
 def weights_and_optimizer(folders: list[str]) -> list[str]:
     """Of such folders, that of the weights and that of their optimizer, which are one checkpoint; empty if they are anything else."""
-    weights, optimizer = ([path for path in folders if path in names] for names in (_WEIGHTS, _OPTIMIZER))
+    weights, optimizer = ([path for path in folders if path in names] for names in (WEIGHTS, OPTIMIZERS))
     return [*weights, *optimizer] if len(weights) == len(optimizer) == 1 and len(folders) == 2 else []
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from reshard.adapter.dcp_keys import ModelRoots, add_folder, kind_and_name, number_names, param_groups, stored_path
 from reshard.adapter.dcp_reader import DcpFolder, KeyedFolder
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
@@ -13,11 +14,9 @@ from reshard.adapter.save_folders import step_of, the_one_save
 from reshard.canonical.tensor_classes import RUN_ROOTS, root_of
 from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
-from reshard.index.shards import Shards
 from reshard.storage.files import Files
 
 from . import ANY_METADATA, DATA, METADATA, folders_below, weights_and_optimizer
-from .keys import ModelRoots, NumberNames, is_setting, key_path, kind_and_name, may_be_array, number_names, param_groups, stored_path
 
 Shape = tuple[int, ...]
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+/")
@@ -31,19 +30,7 @@ def read(files: Files, hints: Hints) -> Index:
     beside: dict[str, None] = {}
     for folder in folders:
         parameters.update(parameters_of(folder, hints))
-        names, notes = number_names(folder, parameters)
-        roots = ModelRoots.of(folder.metadata)
-        for fqn, item in folder.metadata.tensors.items():
-            if is_setting(key_path(folder.metadata, fqn), item):
-                continue
-            kind, name, root = kind_and_name(stored_path(folder.metadata, fqn), names, roots)
-            dtype = folder.dtype_of(item)
-            builder.add_tensor(Tensor(name, dtype, item.shape, kind, Shards.of(()) if dtype.is_unread else folder.shards(item)))
-            beside.update({root: None} if root else {})
-        builder.add_notes(notes)
-        arrays = set(add_arrays(builder, folder, names, roots))
-        builder.add_objects(folder.prefix + name for name in folder.metadata.objects if name not in arrays)
-        builder.add_files(folder.paths)
+        beside.update(dict.fromkeys(add_folder(builder, folder, parameters)))
     facts = RunFacts(
         producer="torch.distributed.checkpoint",
         version=folders[-1].metadata.version,
@@ -91,22 +78,6 @@ def _folders(files: Files) -> list[str]:
     if folder is None:
         raise IncompleteError(f"there is no {METADATA}", where=files.root, do="Give the directory that holds it, or another `format=`")
     return [folder]
-
-
-def add_arrays(builder: IndexBuilder, folder: DcpFolder, names: NumberNames, roots: ModelRoots) -> Iterator[str]:
-    """Add the arrays among the objects that stand beside the weights or in the state of a parameter. Returns the names of these objects."""
-    placed = {fqn: kind_and_name(stored_path(folder.metadata, fqn), names, roots) for fqn in folder.metadata.objects}
-    chosen = [fqn for fqn, place in placed.items() if may_be_array(key_path(folder.metadata, fqn), place)]
-    if not chosen:
-        return
-    from reshard.adapter.state_dicts import decoded  # few checkpoints have such objects
-
-    for fqn, value in zip(chosen, folder.values([folder.metadata.objects[fqn] for fqn in chosen]), strict=True):
-        path, (kind, name, _) = folder.prefix + folder.metadata.objects[fqn].path, placed[fqn]
-        arrays, _ = decoded({name: value}, path)
-        for full_name, local in arrays:
-            builder.add(kind, full_name, local, path)
-        yield from [fqn] if arrays else []
 
 
 def read_memory(memory: KeyedFolder, settings: Mapping[str, Any], hints: Hints) -> Index:

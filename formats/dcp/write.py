@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from reshard.adapter.dcp_keys import KeyPath
 from reshard.adapter.dcp_writer import DcpFile, written_metadata
 from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content
@@ -12,8 +13,6 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.sections import part, step_count
 from reshard.index.index import ParamGroup
 from reshard.plans.layout import Layout, Sidecar, Target, row_shard
-
-from .keys import KeyPath
 
 METADATA, DATA = ".metadata", ".distcp"
 

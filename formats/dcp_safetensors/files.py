@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
+from reshard.adapter.save_folders import shards_of_ranks
 from reshard.geometry.value import value
 from reshard.storage.files import Files
 
-_NAME = re.compile(r"(?:.*/)?shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
-_SHARDED = "sharded/"
+_SHARDED = ("sharded/",)
 
 
 @value
@@ -26,18 +24,12 @@ class ShardFile:
 
 
 def shard_files(files: Files) -> list[ShardFile]:
-    """The ranks' files of the folder, or else of sharded/ below it.
+    """The ranks' files of the folder, or else of sharded/ or a trainer's folder of weights below it.
 
     sharded/ is ignored if whole files lie in the folder, because they hold the same values.
     """
-    listing = files.list()
-    shards = _shard_files_in(listing)
-    has_whole_files = sum(path.endswith(".safetensors") for path in listing) > len(shards)
-    if shards or has_whole_files or _SHARDED not in listing:
-        return shards
-    return _shard_files_in(files.list(_SHARDED))
-
-
-def _shard_files_in(listing: tuple[str, ...]) -> list[ShardFile]:
-    matches = ((path, match) for path in listing if (match := _NAME.fullmatch(path)))
-    return [ShardFile(path, int(match[1]) - 1, int(match[2]), int(match[3])) for path, match in matches]
+    names = shards_of_ranks(files)
+    if not names or "/" in names[0][0]:
+        has_whole_files = any(path.endswith(".safetensors") for path in files.list())
+        names = [] if has_whole_files else shards_of_ranks(files, _SHARDED) or names
+    return [ShardFile(match[0], int(match[1]) - 1, int(match[2]), int(match[3])) for match in names]

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from reshard.adapter.dcp_keys import add_folder, number_names, param_groups
+from reshard.adapter.dcp_reader import DcpFolder
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.rank_files import first_missing
-from reshard.adapter.save_folders import step_of
+from reshard.adapter.save_folders import OPTIMIZERS, below, step_of
 from reshard.adapter.state_dicts import stored_entry
 from reshard.containers import safetensors
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import LocatedTensor
-from reshard.errors import CheckpointError, MissingFile
+from reshard.errors import CheckpointError, MissingFile, ReshardError
 from reshard.geometry.boxes import Box
 from reshard.index.coverage import check_coverage
-from reshard.index.index import Index, RunFacts, Tensor
+from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
 from reshard.models.model import Model
 from reshard.storage.files import Files
 from reshard.storage.json_input import parsed
 
 from .files import ShardFile, shard_files
 
-_INFO = "DCP_SHARDING_INFO"
+_METADATA, _INFO = ".metadata", "DCP_SHARDING_INFO"
 # Offsets beyond this are damage: no tensor has as many elements along an axis.
 _MOST_ELEMENTS = 1 << 40
 
@@ -50,11 +52,31 @@ def read(files: Files, hints: Hints) -> Index:
         parallel={"writing ranks": len({file.rank for file in shards})},
         config=hints.config,
     )
-    index = builder.build(facts)
+    param_groups = _add_optimizer(builder, files)
+    index = builder.build(facts, param_groups=param_groups)
     _check_files(files, shards, index.tensors)
     if hints.model is not None:
         _check_shapes(index.tensors, hints.model)
     return index
+
+
+def _add_optimizer(builder: IndexBuilder, files: Files) -> Callable[[], tuple[ParamGroup, ...]]:
+    """Add the optimizer of a DCP folder beside the weights. Returns a reader of its param groups.
+
+    If it cannot be read, a note says why: the weights do not need it.
+    """
+    prefix = next(iter(below(files, OPTIMIZERS, _METADATA)), None)
+    if prefix is None:
+        return tuple
+    parameters = {tensor.name: tensor.shape for tensor in builder.tensors() if tensor.dtype.floating}
+    try:
+        folder, states = DcpFolder(files, prefix), IndexBuilder(builder.format_name, files)
+        add_folder(states, folder, parameters)
+    except ReshardError as error:
+        builder.add_notes([f"the optimizer is left out: {error.what} ({error.where or prefix})"])
+        return tuple
+    builder.join(states)
+    return lambda: tuple(param_groups(folder, number_names(folder, parameters)[0]))
 
 
 def _boxes(files: Files, shards: Sequence[ShardFile]) -> dict[str, list[tuple[ShardFile, Box, LocatedTensor]]]:

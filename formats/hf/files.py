@@ -18,8 +18,9 @@ OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 """The optimizer that transformers' Trainer and accelerate save beside the weights."""
 _INDEX = re.compile(r"\.index(\.\w+)?\.json$")  # with a variant: model.safetensors.index.fp16.json
 _INDEX_LIMIT = 1 << 28
-# Weights that a serving engine or a distributed saver has sharded: they end in .safetensors, too, but hold parts of tensors.
-_SHARDED = re.compile(r"(model-rank-\d+-part-|model-pp-\d+-tp-\d+-part-|shard-\d+-model-|rank\d+\.safetensors$)")
+# Weights that a serving engine or a distributed saver has sharded: they end in .safetensors, too, but hold parts of tensors. LeRobot's
+# training state: neither is of a model.
+_SHARDED = re.compile(r"(optimizer_state|rng_state|model-rank-\d+-part-|model-pp-\d+-tp-\d+-part-|shard-\d+-model-|rank\d+\.safetensors$)")
 _PICKLE = re.compile(r"(pytorch_model|adapter_model|model)[-.\w]*\.bin$")
 _STEMS = ("model", "diffusion_pytorch_model")
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.\w+)")

@@ -14,14 +14,19 @@ from collections.abc import Mapping, Sequence
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.state_dicts import read_optimizer
+from reshard.canonical.name_variants import Names, with_canonical_names
 from reshard.canonical.optimizer_state import state_kind
 from reshard.errors import ReshardError
 from reshard.index.index import RunFacts, Tensor
+from reshard.models.model import Model
+from reshard.models.weights import ModelWeight
 from reshard.storage.files import Files
 
 from .files import SAFETENSORS
 
 Shape = tuple[int, ...]
+# In this order (transformers/integrations/moe.py, 5.23).
+_STACKS = ("gate_up_proj", "down_proj")
 
 
 def add_optimizer(builder: IndexBuilder, files: Files, path: str, weights: Sequence[Tensor], hints: Hints) -> None:
@@ -32,11 +37,15 @@ def add_optimizer(builder: IndexBuilder, files: Files, path: str, weights: Seque
     states = IndexBuilder(builder.format_name, files)
     try:
         optimizer = read_optimizer(files, path)
-        parameters = _parameters(weights, hints)
+        orders = _orders(weights, hints)
+        fitting = [order for order in orders if optimizer.names(list(order.items()))[0]] or orders[:1]
+        parameters = fitting[0] if len(fitting) == 1 else {}
         names = optimizer.add_groups(states, parameters)
         for parameter, kind, local in optimizer.tensors:
             states.add(*state_kind(names.get(parameter), parameter, kind), local, path)
         index = states.build(RunFacts())
+        if parameters and hints.model and parameters.keys() - hints.model.weights.keys():
+            index = with_canonical_names(index, hints.model)  # the experts of stacks, one by one
     except ReshardError as error:
         builder.add_notes([f"{path} lies beside the weights; it is not read here: {error.what}"])
         return
@@ -48,13 +57,37 @@ def add_optimizer(builder: IndexBuilder, files: Files, path: str, weights: Seque
     builder.add_files([path])
 
 
-def _parameters(weights: Sequence[Tensor], hints: Hints) -> Mapping[str, Shape]:
-    """The shapes of the model's parameters in its order; empty if the order is not known."""
+def _orders(weights: Sequence[Tensor], hints: Hints) -> list[Mapping[str, Shape]]:
+    """The shapes of the model's parameters in the orders that it can have; empty if none is known."""
     shapes = {tensor.name: tensor.shape for tensor in weights if tensor.dtype.floating}
     if not weights[0].shards.path(0).endswith(SAFETENSORS):
-        return shapes
-    model = hints.model
-    # transformers 5 has the experts of a layer in two arrays, and earlier versions in an order that no declaration follows.
-    is_ordered = model is not None and not any(weight.expert is not None for weight in model.weights.values())
-    declared = [name for name in model.weights if name in shapes] if model and is_ordered else []
-    return {name: shapes[name] for name in declared} if len(declared) == len(shapes) else {}
+        return [shapes]
+    declared = {name: weight for name, weight in hints.model.weights.items() if name in shapes} if hints.model else {}
+    if hints.model is None or len(declared) != len(shapes):
+        return []
+    if all(weight.expert is None for weight in declared.values()):
+        return [{name: shapes[name] for name in declared}]
+    return _stacked_orders(hints.model, declared, shapes)
+
+
+def _stacked_orders(model: Model, declared: Mapping[str, ModelWeight], shapes: Mapping[str, Shape]) -> list[Mapping[str, Shape]]:
+    """The orders of a model whose experts transformers 5 has in two arrays of three axes, at some place in the module of their router.
+
+    mixtral has them after `mlp.gate`, qwen3_moe before it; the class decides, and their shapes tell. Before transformers 5 the parameters
+    of each expert were numbered, in an order that no declaration follows: their number fits none of these orders.
+    """
+    # A router's correction is a buffer, or not trained.
+    dense = [name for name, weight in declared.items() if weight.expert is None and weight.role != "router.correction"]
+    modules = dict.fromkeys(name.partition(".experts.")[0] for name, weight in declared.items() if weight.expert is not None)
+    members = {module: [at for at, name in enumerate(dense) if name.startswith(f"{module}.")] for module in modules}
+    arrays, orders = Names(model), list[Mapping[str, Shape]]()
+    for place in range(1 + max(map(len, members.values()))):
+        placed = [((at, 0), name, shapes[name]) for at, name in enumerate(dense)]
+        for module, inside in members.items():
+            at = (inside[place], -2) if place < len(inside) else (max(inside, default=0), 1)
+            stacks = ((name, arrays.array(f"{module}.experts.{name}")) for name in _STACKS)
+            placed += [
+                ((at[0], at[1] + 1 * (name == _STACKS[-1])), f"{module}.experts.{name}", array.shape) for name, array in stacks if array
+            ]
+        orders.append({name: shape for _, name, shape in sorted(placed)})
+    return orders

@@ -37,11 +37,12 @@ def candidates(files: Files) -> tuple[list[str], list[str]]:
     if len(listing) > 1:
         fitting = [path for path in fitting if not _NO_WEIGHTS.fullmatch(path)]
     models = [path for path in fitting if "optim" not in path]
-    if len(models) > 1 or any(path.endswith("/") for path in listing):
+    is_alone = not any(path.endswith("/") for path in listing)
+    if len(models) > 1 or not is_alone:
         from reshard.adapter.state_dicts import holds_tensors
 
         # Trainers put samplers and loop states beside the weights, under any name.
-        models = [path for path in models if holds_tensors(files, path)] or models[: len(models) if len(models) > 1 else 0]
+        models = [path for path in models if holds_tensors(files, path)] or (models if is_alone and len(models) > 1 else [])
     if not models and len(listing) > 1:
         return [], []
     return models, [path for path in fitting if path not in models]

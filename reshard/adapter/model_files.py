@@ -49,8 +49,8 @@ CARRIED = (
     "added_tokens.json", "chat_template*", "preprocessor_config.json", "processor_config.json", "configuration_*.py", "modeling_*.py",
 )  # fmt: skip
 _MOST_DECLARED = 1 << 20
-# Where trainers put the Hugging Face files of a run: in the checkpoint's folder, or in this folder below it (verl).
-_FOLDERS = ("", "huggingface/")
+# Where trainers put the Hugging Face files of a run: in the checkpoint's folder, or in one below it (verl, AutoModel, NeMo RL, LeRobot).
+_FOLDERS = ("", "huggingface/", ".hf_metadata/", "model/.hf_metadata/", "weights/model/.hf_metadata/", "pretrained_model/")
 # Files and folders that are looked at by themselves, and the endings of files with tensors.
 _LOOKED_AT_APART, _STORED_APART = (CONFIG, "huggingface/"), (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 # The modules of sentence-transformers 6, and the folder of further chat templates of transformers 5 (CHAT_TEMPLATE_DIR).

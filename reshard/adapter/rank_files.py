@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # The most missing ranks that a message names.
 _NAMED = 8
+# Folders of other state of a run: prime-rl's dataloader/rank_0.pt.
+_OF_RUN = re.compile(r"rng|random|sched|dataloader|sampler")
 _NAME = re.compile(r"(?P<kind>.*?)(_world_size_(?P<world>\d{1,6}))?[_.-]?rank[_.-]?(?P<rank>\d{1,6})\.(pt|pth|bin|ckpt)")
 
 
@@ -119,7 +121,8 @@ def rank_file_sets(listing: Sequence[str]) -> list[RankFiles]:
 def first_rank_file(files: Files) -> str | None:
     """The lowest rank's file of a model in this folder; else of an optimizer; else of a model in a folder below; else None."""
     here = rank_file_sets(files.list())
-    below = [rank_files for folder in _folders(files) for rank_files in rank_file_sets(files.list(folder)) if rank_files.is_model]
+    folders = [folder for folder in _folders(files) if not _OF_RUN.search(folder)]
+    below = [rank_files for folder in folders for rank_files in rank_file_sets(files.list(folder)) if rank_files.is_model]
     models = [rank_files for rank_files in here if rank_files.is_model]
     candidates = models or [rank_files for rank_files in here if rank_files.is_optimizer] or below
     return candidates[0].first if candidates else None

@@ -19,8 +19,32 @@ from reshard.errors import IncompleteError, RequestError
 if TYPE_CHECKING:
     from reshard.storage.files import Files
 
-# global_step_20, step-20, checkpoint-20, iter_0000020; and of Lightning and NeMo: epoch=0-step=20, m--val_loss=1.23-step=20-last.
-_STEP = re.compile(r"(?:global_)?(?:step|checkpoint|iter)[-_]?(\d+)|(?:.*-)?step=(\d+)(?:[-.].*)?")
+# The folders in the folder of a step that hold the weights and the optimizer by torch.distributed.checkpoint: NeMo RL before and since 0.4
+# and NeMo AutoModel, whose weights can be safetensors files of ranks; transformers' save_pretrained(distributed_checkpoint=True), whose
+# weights lie in the folder itself; LeRobot, for accelerate.
+WEIGHTS = ("weights/", "weights/model/", "model/", "pretrained_model/pytorch_model_fsdp_0/")
+OPTIMIZERS = ("optimizer/", "optimizer/optim/", "optim/", "training_state/optimizer_0/")
+_SHARD = re.compile(r"(?:.*/)?shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
+
+# global_step_20, step-20, epoch_0_step_20, checkpoint-20, iter_0000020; Lightning, NeMo: epoch=0-step=20, m--val_loss=1.23-step=20-last.
+_STEP = re.compile(r"(?:epoch[-_]\d+_)?(?:global_)?(?:step|checkpoint|iter)[-_]?(\d+)|(?:.*-)?step=(\d+)(?:[-.].*)?")
+
+
+def shards_of_ranks(files: Files, folders: Sequence[str] = WEIGHTS) -> list[re.Match[str]]:
+    """The safetensors files of ranks in a folder, or else in one of these folders below it, as torch's HuggingFaceStorageWriter names them.
+
+    The path is the whole match; its groups are the rank, the part of the model, and the number of parts, from 1 on.
+    """
+    listings = (files.list(folder) for folder in ("", *below(files, folders)))
+    matches = ([match for path in listing if (match := _SHARD.fullmatch(path))] for listing in listings)
+    return next(filter(None, matches), [])
+
+
+def below(files: Files, folders: Sequence[str], name: str = "") -> list[str]:
+    """Which of such folders are there; with a name, those in which a file has it."""
+    listing = files.list()
+    there = [path for path in folders if f"{path.split('/')[0]}/" in listing]
+    return [path for path in there if files.size(path + name) is not None] if name else there
 
 
 def the_one_save(

@@ -148,6 +148,10 @@ MODULES = (("self_attn.", "attention."),)
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
+# Kinds of tensors that have the name and the shape of a weight. transformers publishes experts one by one, and its optimizer has stacks.
+_OF_WEIGHTS = ("weight", "master", "moment1")
+
+
 class Names:
     """What stored names mean for one model: the canonical tensors that the array under a name holds."""
 
@@ -272,7 +276,7 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
     if model is None:
         return _without_peft(index)
     index = _with_declared_axes(_without_padding(index, model), model)
-    of_model = (tensor.name.removeprefix(prefix) for tensor in index.tensors if tensor.kind in ("weight", "master"))
+    of_model = (tensor.name.removeprefix(prefix) for tensor in index.tensors if tensor.kind in _OF_WEIGHTS)
     if all(map(_declared(model).fullmatch, of_model)):
         return index
     from reshard.canonical.trainer_names import with_published_names

@@ -5,6 +5,8 @@
     RUN/step-100/                                    torchtitan
     RUN/checkpoint-100/                              transformers, also with pytorch_model_fsdp_0/ inside
     RUN/ppo/global_step_100/actor/, critic/          verl
+    RUN/epoch_0_step_100/                            NeMo AutoModel
+    RUN/checkpoints/000100/                          LeRobot
     RUN/100/                                         nanotron, with latest.txt beside it
     RUN/epoch=0-step=100.ckpt                        Lightning: a file, or a folder
     RUN/m--val_loss=1.23-step=100-last/              NeMo
@@ -47,6 +49,8 @@ from reshard.storage.trees import FilesElsewhere, FolderFiles
 
 _NUMBER_TRACKER = "latest.txt"
 """Beside folders that are called by the number of the step alone."""
+_CHECKPOINTS = "checkpoints"
+"""The folder above such folders that has no tracker (LeRobot)."""
 _TRACKERS = ("latest_checkpointed_iteration.txt", "latest", _NUMBER_TRACKER)
 _MARKERS = (".metadata", MANIFEST)
 # Files that are never complete without a marker.
@@ -198,7 +202,8 @@ class RunFolder:
             ending = os.path.splitext(name)[1]
             return step_of(name.removesuffix(ending)) if ending in _FILES else None
         if name.isascii() and name.isdecimal() and len(name) < 18:
-            return int(name) if self._files.size(f"{above}/{_NUMBER_TRACKER}".lstrip("/")) else None
+            is_step = (above or self._root).rpartition("/")[2] == _CHECKPOINTS or self._files.size(f"{above}/{_NUMBER_TRACKER}".lstrip("/"))
+            return int(name) if is_step else None
         return step_of(name)
 
     def _step_places(self) -> Iterator[str]:

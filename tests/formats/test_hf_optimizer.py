@@ -13,6 +13,7 @@ import reshard
 from reshard.errors import RequestError
 
 TRAINER, ADAFACTOR = FIXTURES / "hf_trainer" / "trainer", FIXTURES / "hf_trainer" / "accelerate"
+EXPERTS = FIXTURES / "hf_trainer" / "experts"
 
 
 def content(checkpoint):
@@ -64,11 +65,22 @@ def test_without_a_declared_order_numbers_get_no_names(tmp_path):
     reshard.convert(reshard.plan(folder, to="hf"), tmp_path / "out")
 
 
-def test_experts_have_no_declared_order(tmp_path):
-    """transformers 5 numbers the experts of a layer as two arrays; before, w1, w2 and w3 in turn, where w2 can have the shape of w3."""
+def test_experts_of_a_stack_get_their_state(tmp_path):
+    """transformers 5 numbers the experts of a layer as two arrays, which qwen3_moe has before the router, and mixtral after it."""
+    reshard.convert(reshard.plan(EXPERTS / "checkpoint", to="dcp", optimizer=True), tmp_path / "out")
+    arrived, told = content(reshard.open(tmp_path / "out", model=EXPERTS / "model")), truth(EXPERTS)
+    assert told.items() <= arrived.items() and sum(".experts.1." in name and kind == "moment2" for name, kind in told) == 3
+    decayed, others = reshard.open(EXPERTS / "checkpoint").index.param_groups()
+    assert sum(".experts." in name for name in decayed.names) == 6 and all("norm" in name for name in others.names)
+
+
+def test_experts_in_an_order_of_transformers_4_get_no_names(tmp_path):
+    """Before, w1, w2 and w3 were numbered in turn, where w2 can have the shape of w3."""
     folder = shutil.copytree(FIXTURES / "hf" / "mixtral-2", tmp_path / "in")
     shutil.copy(TRAINER / "checkpoint" / "optimizer.pt", folder)
-    assert any("is not known" in note for note in reshard.open(folder).index.facts.notes)
+    opened = reshard.open(folder)
+    assert any("their names are not certain: the optimizer has" in note for note in opened.index.facts.notes)
+    assert {tensor.kind for tensor in opened.index.tensors} == {"weight", "state"}
 
 
 def test_an_optimizer_beside_an_adapter_is_left(tmp_path):

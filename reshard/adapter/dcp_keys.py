@@ -8,7 +8,7 @@
     ("train_state", "step")                             neither; tensor_classes.py decides
     ("ema", "layers.0.weight")                          beside ("model", ...): another model, whose names keep their root
 
-These are the forms of get_state_dict, of Optimizer.state_dict and of torchtitan (fixtures/dcp).
+`add_folder` adds what a folder holds to an index. The forms are those of get_state_dict, Optimizer.state_dict and torchtitan.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.adapter.dcp_reader import DcpFolder
+from reshard.adapter.index_builder import IndexBuilder
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import STEP, names_for, parameter_and_kind, plain_groups, plain_settings, state_kind
 from reshard.canonical.tensor_classes import MODEL_ROOTS, RUN_ROOTS
 from reshard.containers.dcp_metadata import BytesItem, DcpMetadata, TensorItem
 from reshard.geometry.value import value
-from reshard.index.index import Kind, ParamGroup
+from reshard.index.index import Kind, ParamGroup, Tensor
+from reshard.index.shards import Shards
 
 KeyPath = tuple[str | int, ...]
 # (an optimizer's root key, the parameter's number there) -> the parameter's name
@@ -257,3 +259,40 @@ def _grouped(settings_by_parameter: Mapping[str, Mapping[str, Any]]) -> Iterator
         plain = plain_settings(settings)
         groups.setdefault(repr(sorted(plain.items())), ([], plain))[0].append(name)
     yield from (ParamGroup(tuple(names), settings) for names, settings in groups.values())
+
+
+def add_folder(builder: IndexBuilder, folder: DcpFolder, parameters: Mapping[str, Shape]) -> list[str]:
+    """Add the tensors of a folder to an index, under the names of the model's parameters. Returns the roots beside the main model.
+
+    parameters: name -> shape of the model's parameters, in the model's order.
+    """
+    names, notes = number_names(folder, parameters)
+    roots, beside = ModelRoots.of(folder.metadata), dict[str, None]()
+    for fqn, item in folder.metadata.tensors.items():
+        if is_setting(key_path(folder.metadata, fqn), item):
+            continue
+        kind, name, root = kind_and_name(stored_path(folder.metadata, fqn), names, roots)
+        dtype = folder.dtype_of(item)
+        builder.add_tensor(Tensor(name, dtype, item.shape, kind, Shards.of(()) if dtype.is_unread else folder.shards(item)))
+        beside.update({root: None} if root else {})
+    builder.add_notes(notes)
+    arrays = set(_add_arrays(builder, folder, names, roots))
+    builder.add_objects(folder.prefix + name for name in folder.metadata.objects if name not in arrays)
+    builder.add_files(folder.paths)
+    return list(beside)
+
+
+def _add_arrays(builder: IndexBuilder, folder: DcpFolder, names: NumberNames, roots: ModelRoots) -> Iterator[str]:
+    """Add the arrays among the objects that stand beside the weights or in the state of a parameter. Returns the names of these objects."""
+    placed = {fqn: kind_and_name(stored_path(folder.metadata, fqn), names, roots) for fqn in folder.metadata.objects}
+    chosen = [fqn for fqn, place in placed.items() if may_be_array(key_path(folder.metadata, fqn), place)]
+    if not chosen:
+        return
+    from reshard.adapter.state_dicts import decoded  # few checkpoints have such objects
+
+    for fqn, value in zip(chosen, folder.values([folder.metadata.objects[fqn] for fqn in chosen]), strict=True):
+        path, (kind, name, _) = folder.prefix + folder.metadata.objects[fqn].path, placed[fqn]
+        arrays, _ = decoded({name: value}, path)
+        for full_name, local in arrays:
+            builder.add(kind, full_name, local, path)
+        yield from [fqn] if arrays else []

@@ -1,0 +1,151 @@
+"""The folders of trainers: where each puts the weights, the optimizer, the config and what is neither, around the files of one saver.
+
+The layouts are those of the trainers' sources (docs/reference/trainers.md); the files are by torch and transformers themselves.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.fixture_places import FIXTURES, described, truth
+from helpers.reshard_command import reshard as run
+from safetensors.torch import save_file
+
+import reshard
+from reshard.opening.run_folders import find_steps
+
+TRANSFORMERS, ACCELERATE = FIXTURES / "trainer_folders" / "transformers", FIXTURES / "dcp" / "accelerate"
+ZSTD, VERL = FIXTURES / "dcp" / "zstd", FIXTURES / "fsdp" / "verl"
+
+
+def transformers_run(folder: Path) -> Path:
+    shutil.copytree(TRANSFORMERS / "checkpoint", step := folder / "checkpoint-2")
+    torch.save({"last_epoch": 2}, step / "scheduler.pt")
+    (step / "trainer_state.json").write_text('{"global_step": 2}')
+    return step
+
+
+def automodel(folder: Path) -> Path:
+    step = folder / "epoch_0_step_2"
+    _shards(step / "model")
+    shutil.copytree(TRANSFORMERS / "checkpoint" / "optimizer", step / "optim")
+    for name in ("rng/rng_dp_rank_0", "dataloader/dataloader_dp_rank_0", "step_scheduler"):
+        (step / name).parent.mkdir(exist_ok=True)
+        torch.save({"state": torch.get_rng_state()}, step / f"{name}.pt")
+    (step / "config.yaml").write_text("model: {}\n")
+    (folder / "LATEST").symlink_to(step.name)
+    return step
+
+
+def nemo_rl(folder: Path) -> Path:
+    step = folder / "step_2"
+    _shards(step / "policy" / "weights" / "model")
+    shutil.copytree(TRANSFORMERS / "checkpoint" / "optimizer", step / "policy" / "optimizer" / "optim")
+    (step / "policy" / "tokenizer").mkdir()
+    torch.save({"epoch": 1}, step / "train_dataloader.pt")
+    return step
+
+
+def lerobot(folder: Path) -> Path:
+    step = folder / "checkpoints" / "000002"
+    shutil.copytree(ACCELERATE / "checkpoint" / "pytorch_model_fsdp_0", step / "pretrained_model" / "pytorch_model_fsdp_0")
+    shutil.copytree(ACCELERATE / "checkpoint" / "optimizer_0", step / "training_state" / "optimizer_0")
+    shutil.copy(ACCELERATE / "model" / "config.json", step / "pretrained_model")
+    save_file({"state": torch.get_rng_state()}, step / "training_state" / "rng_state.safetensors")
+    (step.parent / "last").symlink_to(step.name)
+    return step
+
+
+def prime_rl(folder: Path) -> Path:
+    step = folder / "checkpoints" / "step_2"
+    shutil.copytree(ZSTD / "checkpoint", step / "trainer")
+    (step / "trainer" / "dataloader").mkdir()
+    torch.save({"state": {"epoch": 1}}, step / "trainer" / "dataloader" / "rank_0.pt")
+    return step
+
+
+def skyrl(folder: Path) -> Path:
+    step = folder / "global_step_2"
+    shutil.copytree(VERL / "checkpoint", step / "policy")
+    torch.save({"epoch": 1}, step / "data.pt")
+    torch.save({"global_step": 2, "config": {}}, step / "trainer_state.pt")
+    (folder / "latest_ckpt_global_step.txt").write_text("2")
+    return step
+
+
+def _shards(folder: Path) -> None:
+    """The weights of AutoModel: shards, the files that its consolidation needs, and the script for that."""
+    shutil.copytree(TRANSFORMERS / "checkpoint", folder, ignore=lambda *_: ["optimizer", "config.json", "generation_config.json"])
+    (folder / ".hf_metadata").mkdir()
+    shutil.copy(TRANSFORMERS / "checkpoint" / "config.json", folder / ".hf_metadata")
+    (folder / ".hf_metadata" / "fqn_to_file_index_mapping.json").write_text("{}")
+    (folder / "consolidate.sh").write_text("#!/usr/bin/env bash\n")
+
+
+LAYOUTS = [
+    (transformers_run, TRANSFORMERS),
+    (automodel, TRANSFORMERS),
+    (nemo_rl, TRANSFORMERS),
+    (lerobot, ACCELERATE),
+    (prime_rl, ZSTD),
+    (skyrl, VERL),
+]
+
+
+def content(checkpoint):
+    return {(tensor.name, tensor.kind): described(tensor, checkpoint.files) for tensor in checkpoint.index.tensors}
+
+
+@pytest.mark.parametrize(("lay", "case"), LAYOUTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_step_is_one_checkpoint_with_its_optimizer(tmp_path, lay, case):
+    step = lay(tmp_path)
+    for place in (step, tmp_path):
+        opened = reshard.open(place, model=case / "model")
+        assert truth(case).items() <= content(opened).items()
+        assert {tensor.kind for tensor in opened.index.tensors} >= {"weight", "moment1", "moment2"}
+    assert [(found.number, found.complete) for found in find_steps(tmp_path, quiet=0)] == [(2, True)]
+    assert run("doctor", tmp_path, "--model", case / "model").code == 0
+    assert "2" in run("log", tmp_path).out
+
+
+@pytest.mark.parametrize(("lay", "case"), LAYOUTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_the_state_arrives(tmp_path, lay, case):
+    reshard.convert(reshard.plan(lay(tmp_path / "run"), to="dcp", optimizer=True, model=case / "model"), tmp_path / "out")
+    arrived = content(reshard.open(tmp_path / "out", model=case / "model"))
+    assert {key: value for key, value in truth(case).items() if key[1] != "state"}.items() <= arrived.items()
+
+
+@pytest.mark.parametrize("lay", [transformers_run, automodel, nemo_rl, lerobot], ids=lambda lay: lay.__name__)
+def test_the_config_of_the_trainer_is_used(tmp_path, lay):
+    assert reshard.open(lay(tmp_path)).model_files.config["model_type"] == "llama"
+
+
+def test_groups_of_a_flattened_optimizer(tmp_path):
+    decayed, others = reshard.open(transformers_run(tmp_path)).index.param_groups()
+    assert [group.settings["weight_decay"] for group in (decayed, others)] == [0.01, 0.0]
+    assert set(decayed.names) == {"model.layers.0.self_attn.q_proj.weight"} and all("norm" in name for name in others.names)
+
+
+@pytest.mark.parametrize("lay", [transformers_run, automodel, nemo_rl], ids=lambda lay: lay.__name__)
+def test_weights_alone_do_not_need_the_optimizer(tmp_path, lay):
+    """Neither a damaged one, nor one whose names are those of another form of the model."""
+    metadata = next(path for path in lay(tmp_path / "run").rglob(".metadata"))
+    metadata.write_bytes(metadata.read_bytes()[:-200])
+    opened = reshard.open(tmp_path / "run")
+    assert {tensor.kind for tensor in opened.index.tensors} == {"weight"}
+    assert any("the optimizer is left out" in note for note in opened.index.facts.notes)
+    reshard.convert(reshard.plan(tmp_path / "run", to="hf"), tmp_path / "out")
+    weights = {key: value for key, value in truth(TRANSFORMERS).items() if key[1] == "weight"}
+    assert content(reshard.open(tmp_path / "out")) == weights
+
+
+def test_an_optimizer_alone_is_not_a_model_of_lerobot(tmp_path):
+    """Runs without shards have safetensors of both; only one of the folders holds weights."""
+    step = tmp_path / "checkpoints" / "000002"
+    for folder, name in (("pretrained_model", "model"), ("training_state", "optimizer_state"), ("training_state", "rng_state")):
+        (step / folder).mkdir(parents=True, exist_ok=True)
+        save_file({"state/0/exp_avg": torch.ones(2)} if name != "model" else {"w": torch.ones(2)}, step / folder / f"{name}.safetensors")
+    (step / "pretrained_model" / "config.json").write_text(json.dumps({"type": "act"}))
+    assert [tensor.name for tensor in reshard.open(step).index.tensors] == ["w"]
