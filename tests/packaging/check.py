@@ -89,11 +89,14 @@ def sdist_is_small(sdist: Path) -> Iterator[Check]:
     """It has what a build needs, and neither tests nor fixtures."""
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
+        modules = [file.read() for each in archive if each.name.endswith(".py") and (file := archive.extractfile(each))]
+    per_line = sdist.stat().st_size / sum(content.count(b"\n") for content in modules)
     expected = {path for folder in INSTALLED_AS for path in tracked(folder)} | {"pyproject.toml", "setup.py", "README.md", "LICENSE"}
     yield "the source distribution has what a build needs", expected <= names, ", ".join(sorted(expected - names))
     extra = sorted(name for name in names if name.split("/")[0] in ("tests", "fixtures", "docs", "benchmarks"))
     yield "the source distribution has no fixtures", not extra, ", ".join(extra[:5])
-    yield "the source distribution is below 1.2 MB", sdist.stat().st_size < 1_200_000, f"{sdist.stat().st_size:,} bytes"
+    # Beside its modules there is little: data that are read, and the licence. What does not belong there costs more than a line does.
+    yield "the source distribution has at most 17 bytes for each line of Python", per_line <= 17, f"{per_line:.1f} bytes"
 
 
 def provenance_is_true(dist: Path) -> Iterator[Check]:
