@@ -57,7 +57,18 @@ RUNS: dict[str, tuple[object, ...]] = {
     "completion": ("bash",),
 }
 # Paths that are read, and directories that are made: every other option with such a placeholder is an output file.
-READ = {"--adapter-config", "--architecture", "--compare", "--engine-python", "--layout", "--like", "--merge-adapter", "--model", "--plan"}
+READ = {
+    "--adapter",
+    "--adapter-config",
+    "--architecture",
+    "--compare",
+    "--engine-python",
+    "--layout",
+    "--like",
+    "--merge-adapter",
+    "--model",
+    "--plan",
+}
 # Commands whose own result needs room, too.
 WRITING = ("convert", "cache", "delta", "apply")
 DIRECTORIES = {"--cache", "--into", "--layout-dir", "--shared-dir", "--work"}

@@ -2,7 +2,7 @@
 
     python tests/torch/check.py [--reshard COMMAND] [--python INTERPRETER]
 
-The environment is that of tests/peft/check.py, .venv-peft, which has transformers.
+The environment is that of tests/peft/check.py, .venv-peft, which has transformers and what reshard needs.
 """
 
 from __future__ import annotations
