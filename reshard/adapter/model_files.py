@@ -369,7 +369,9 @@ def find_model_files(files: Files) -> ModelFiles:
     if files.is_file and (name := files.list()[0]).endswith(".json") and name != CONFIG:
         config = read_json(files, name)
         return ModelFiles(files, "", config if names_a_model(config) else None)
-    folder = next((folder for folder in _FOLDERS if files.size(folder + CONFIG) is not None), None)
+    entries = {"", *files.list()}
+    folders = [folder for folder in _FOLDERS if folder[: folder.find("/") + 1] in entries]
+    folder = next((folder for folder in folders if files.size(folder + CONFIG) is not None), None)
     if folder is None:
         return ModelFiles(files, "", None)
     config = read_json(files, folder + CONFIG)
