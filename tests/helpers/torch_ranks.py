@@ -23,24 +23,10 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fixtures"))
 
 import free_ports
+from module_trees import tree
 
 KINDS = {"exp_avg": "moment1", "exp_avg_sq": "moment2", "step": "step"}
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
-
-
-def build(tensors):
-    """Nested modules with a parameter of zeros for every weight."""
-    root = torch.nn.Module()
-    for name, roles in tensors.items():
-        *path, last = name.split(".")
-        module = root
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, torch.nn.Module())
-            module = module._modules[part]
-        weight = roles["weight"]
-        module.register_parameter(last, torch.nn.Parameter(torch.zeros(weight["shape"], dtype=DTYPES[weight["dtype"]])))
-    return root
 
 
 def digest(tensor):
@@ -76,7 +62,8 @@ def rank_process(rank, folder, kind, ranks, truth, port):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     tensors = json.loads(Path(truth).read_text())["tensors"]
-    model = build(tensors)
+    weights = {name: roles["weight"] for name, roles in tensors.items()}
+    model = tree({name: torch.zeros(weight["shape"], dtype=DTYPES[weight["dtype"]]) for name, weight in weights.items()})
     fully_shard(model, mesh=init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",)))
     parameters = in_trained_order(model, folder, ranks) if kind == "fsdp-optimizer" else model.parameters()
     optimizer = torch.optim.AdamW(parameters, lr=0.5, foreach=False)

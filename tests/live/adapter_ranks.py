@@ -9,6 +9,7 @@ and in `step` what torch.distributed.checkpoint saves after the second one.
 import json
 import os
 import sys
+from pathlib import Path
 
 import safetensors.torch
 import torch
@@ -17,6 +18,10 @@ import torch.distributed.checkpoint as dcp
 from helpers.expert_adapters import ALPHA, FAMILIES, INNER, SIZES, E, H, R
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fixtures"))
+
+from module_trees import tree
 
 from reshard.errors import ReshardError
 from reshard.live import Sender
@@ -37,26 +42,13 @@ class Said:
         return self._settings
 
 
-def module_of(shapes):
-    """A module with these parameters by dotted name."""
-    root = torch.nn.Module()
-    for name, shape in shapes.items():
-        *folders, last = name.split(".")
-        here = root
-        for folder in folders:
-            if folder not in here._modules:
-                here.add_module(folder, torch.nn.Module())
-            here = here._modules[folder]
-        here.register_parameter(last, torch.nn.Parameter(torch.randn(shape)))
-    return root
-
-
 def main(rank, port, server, shared, truth):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": "2"}
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     adapted = {f"base_model.model.model.layers.0.{name}.default.weight": shape for name, shape in SHAPES.items()}
-    model = module_of({**adapted, "base_model.model.model.norm.weight": (H,)})
+    shapes = {**adapted, "base_model.model.model.norm.weight": (H,)}
+    model = tree({name: torch.randn(shape) for name, shape in shapes.items()})
     fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
     model.config = Said(**SIZES | FAMILIES["qwen3_moe"][0] | {"model_type": "qwen3_moe"})
     model.peft_config = {"default": Said(peft_type="LORA", r=R, lora_alpha=ALPHA, bias="none", task_type="CAUSAL_LM", peft_version="0.21.2",

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fixtures"))
 
 import free_ports
+from module_trees import tree
 
 from reshard.live.memory.describe import describe, local_of, local_tensors
 
@@ -33,20 +34,6 @@ MESHES = {
     "replicas3": ((3,), ("copies",)),
 }
 COLUMN, ROW = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), ("o_proj", "down_proj")
-
-
-def tree(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """Nested modules with these parameters."""
-    root = torch.nn.Module()
-    for name, tensor in tensors.items():
-        *path, last = name.split(".")
-        module = root
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, torch.nn.Module())
-            module = module._modules[part]
-        module.register_parameter(last, torch.nn.Parameter(tensor))
-    return root
 
 
 def placements(name: str) -> list:

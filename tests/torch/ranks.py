@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT / "fixtures")
 
 import free_ports  # noqa: E402
+from module_trees import tree  # noqa: E402
 
 import reshard  # noqa: E402
 from reshard.canonical.content import Selection  # noqa: E402
@@ -64,18 +65,7 @@ def sharded(tensors, kind):
     if "tp" in mesh.mesh_dim_names:
         tensors = {name: distribute_tensor(tensor, mesh["tp"], [placement(name)]) for name, tensor in tensors.items()}
         mesh = mesh["fsdp"]
-    root = torch.nn.Module()
-    for name, tensor in tensors.items():
-        *path, last = name.split(".")
-        module = root
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, torch.nn.Module())
-            module = module._modules[part]
-        if tensor.is_floating_point():
-            module.register_parameter(last, torch.nn.Parameter(tensor))
-        else:
-            module.register_buffer(last, tensor)
+    root = tree(tensors)
     fully_shard(root, mesh=mesh)
     return root
 
