@@ -33,6 +33,7 @@ from reshard.opening.checkpoint import Checkpoint
 from reshard.plans.layout import BesideWeights, Layout
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
+from reshard.requests.adapters import form_adapter, merge_adapter, merge_own_adapter
 from reshard.requests.request import ConversionRequest, Draft
 from reshard.storage.files import inside
 from reshard.storage.system_calls import gc_paused
@@ -265,33 +266,17 @@ def join(draft: Draft) -> Plan:
     return make_plan(draft.index, draft.files, draft.content, draft.target, draft.layout)
 
 
-def about_adapters(draft: Draft, step: str) -> Draft:
-    """A step of requests/adapters.py, which is loaded if there is an adapter in the request, or the target is one."""
-    if not draft.request.merge_adapter and not draft.request.to.holds_adapters:
-        return draft
-    from reshard.requests import adapters
-
-    adapted: Draft = getattr(adapters, step)(draft)
-    return adapted
+def if_about_adapters(step: Callable[[Draft], Draft]) -> Callable[[Draft], Draft]:
+    """A step of requests/adapters.py, which is taken if the request names an adapter, or the target is one."""
+    return lambda draft: step(draft) if draft.request.merge_adapter or draft.request.to.holds_adapters else draft
 
 
-def merge_own_adapter(draft: Draft) -> Draft:
-    """Merge the adapter that the checkpoint itself holds into its weights, if the request asks for it."""
-    return about_adapters(draft, "merge_own_adapter")
-
-
-def merge_adapter(draft: Draft) -> Draft:
-    """Merge the adapters of the directories that the request names into the weights, or into what was combined, one after the other."""
-    return about_adapters(draft, "merge_adapter")
-
-
-def form_adapter(draft: Draft) -> Draft:
-    """Bring an adapter of experts into the canonical form, if the request asks for another one than it has."""
-    return about_adapters(draft, "form_adapter")
-
-
-_READING: tuple[Callable[[Draft], Draft], ...] = (resolve, name, select, keep_names, examine, dequantize, merge_own_adapter)
-STEPS: tuple[Callable[[Draft], Draft], ...] = (*_READING, combine, merge_adapter, form_adapter, quantize, lay_out)
+_READING: tuple[Callable[[Draft], Draft], ...] = (
+    resolve, name, select, keep_names, examine, dequantize, if_about_adapters(merge_own_adapter),
+)  # fmt: skip
+STEPS: tuple[Callable[[Draft], Draft], ...] = (
+    *_READING, combine, if_about_adapters(merge_adapter), if_about_adapters(form_adapter), quantize, lay_out,
+)  # fmt: skip
 """The steps from the first draft to one that can be joined, in order."""
 CONTENT_STEPS = STEPS[:-1]
 """Those before the layout: they settle which tensors are taken."""
