@@ -41,7 +41,7 @@ CLAIMS = {
         "tests/live/test_strangers.py::test_a_secret_goes_to_another_host_only_where_the_network_is_trusted_or_by_the_environment",
         "tests/live/test_strangers.py::test_an_engine_with_another_token_does_not_join_and_nobody_tells_a_token",
     ],
-    "`reshard hub` reads nothing but what it announces, and for whom it should.": [
+    "`reshard hub` serves only what it announces, and only to clients that may read it.": [
         "tests/doors/test_hub.py::test_what_is_not_announced_does_not_exist",
         "tests/doors/test_hub.py::test_another_host_is_refused_without_a_token",
         "tests/doors/test_hub.py::test_another_address_needs_the_token",
