@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.errors import printable, visible
 from reshard.geometry.value import value
 from reshard.pages.sections import Facts, Note, Rows, Section, Share, Tree, Verbatim
 from reshard.pages.texts import bar_text
@@ -99,7 +100,7 @@ def show_sections(sections: Iterable[Section], *, brief: bool = False, on_stderr
         elif brief:
             continue
         elif isinstance(section, Verbatim):
-            show_verbatim(*section.text.split("\n"))
+            show_verbatim(*section.text.split("\n"), shown=visible if section.ours else printable)
         elif isinstance(section, Facts):
             for name, shown in section.lines(section.limit):
                 show(f"  {name.ljust(section.width + 1)} {shown}", on_stderr=on_stderr)

@@ -155,9 +155,8 @@ def _print(text: str, on_stderr: bool) -> None:
         Shown.lines += text.count("\n") + 1
 
 
-def show_verbatim(*lines: str, shown: Callable[[str], str] = printable) -> None:
-    """Print lines that are to be copied as they are, such as a file's. shown: what a terminal may show of a line; `visible` for lines of
-    our own in which a variable with the name of a credential holds none."""
+def show_verbatim(*lines: str, shown: Callable[[str], str]) -> None:
+    """Print lines that are to be copied as they are, such as a file's. shown: what a terminal may show of a line."""
     with standard_output():
         click.echo("\n".join(map(shown, lines)), color=True)
 

@@ -131,11 +131,11 @@ class Choice:
 
 
 def only_checkpoint(root: str) -> str | None:
-    """The path of the only checkpoint below a folder that is none itself; None if there is none below.
+    """The path of the only checkpoint below a folder that is none itself; None if there is none below, or the folder itself is chosen.
 
     Raises: SeveralCheckpoints if there are several.
     """
-    if not is_url(root) and not os.path.isdir(root):
+    if root.endswith(f"/{HERE}") or (not is_url(root) and not os.path.isdir(root)):
         return None
     try:
         checkpoints = [step for step in RunFolder(root).checkpoints() if step.format is not None]

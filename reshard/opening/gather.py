@@ -72,16 +72,20 @@ def _without_steps(path: str) -> Files:
 
 def refuse_unchosen(checkpoint: Checkpoint) -> Checkpoint:
     """Raises SeveralCheckpoints if a model lies here beside the steps of its run, and neither a format nor the path RUN/. chooses it."""
-    path, folders = checkpoint.path, checkpoint.files.list()
-    is_chosen = checkpoint.options.get("format") is not None or path.endswith(_HERE)
-    if not is_chosen and any(folder.endswith("/") and step_of(folder.rstrip("/")) is not None for folder in folders):
+    if checkpoint.options.get("format") is None:
+        refuse_model_beside_steps(checkpoint.path, checkpoint.files)
+    return checkpoint
+
+
+def refuse_model_beside_steps(path: str, files: Files) -> None:
+    """Raises SeveralCheckpoints if a model lies in a folder beside the steps of its run, and the path RUN/. does not choose it."""
+    if not path.endswith(_HERE) and any(folder.endswith("/") and step_of(folder.rstrip("/")) is not None for folder in files.list()):
         from reshard.opening.choice import SeveralCheckpoints
         from reshard.opening.run_folders import RunFolder
 
         run = RunFolder(path)
         if run.has_model():
             raise SeveralCheckpoints(path, run.checkpoints())
-    return checkpoint
 
 
 def remember(checkpoint: Checkpoint) -> Checkpoint:

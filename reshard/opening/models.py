@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from reshard.models.known_models import known_config, with_known_name
 from reshard.models.lookup import find_model, named_architecture, unknown_architecture
 from reshard.models.model import Model
 from reshard.models.quantization import unknown_quantization
+from reshard.opening.gather import refuse_model_beside_steps
 from reshard.opening.keywords import PathLike
 from reshard.opening.open import open
 from reshard.storage.files import Files
@@ -32,10 +34,12 @@ def is_bare(path: PathLike) -> bool:
 
 def model_at(path: PathLike, architecture: Architecture | PathLike | None = None) -> Model:
     """The model of a folder with a config.json, with or without weights; of a checkpoint whose own settings describe the model; or the
-    known model of that name."""
+    known model of that name. Raises SeveralCheckpoints if it lies beside the steps of a run, and is not chosen."""
     if (known := known_config(path)) is not None:
         return model_of(known, architecture)
-    model_files = find_model_files(_files(path))
+    files = _files(path)
+    refuse_model_beside_steps(os.fspath(path), files)
+    model_files = find_model_files(files)
     config = model_files.config or open(path).model_files.config
     return model_of(config, architecture or model_files.declared())
 

@@ -172,6 +172,8 @@ class Verbatim:
     """Text that is to be copied as it is, such as a file's."""
 
     text: str
+    ours: bool = False
+    """Whether it holds no secret, though variables in it have the names of credentials."""
 
 
 @value

@@ -387,7 +387,8 @@ def test_an_option_that_takes_one_value_is_refused_twice_in_every_command():
         (("verify", LLAMA, "--step", "100", LLAMA, "--step", "200"), "'--step' takes one value, and is given 2 times: 100, 200"),
         (("diff", LLAMA, "--step", "100", LLAMA, "--step", "200"), "Two paths and two steps are given. Write RUN@A RUN@B"),
         (("diff", LLAMA, "--step", "1", "--step", "2", "--step", "3"), "1, 2, 3: two steps are compared"),
-        (("diff", LLAMA, "--step", "1"), "Missing argument 'RIGHT'. Write RUN@A RUN@B"),
+        (("diff", LLAMA), "Missing argument 'RIGHT'. Write RUN@A RUN@B"),
+        (("diff", LLAMA, "--step", "1"), "--step 1 chooses a checkpoint, and no step or model lies below this place"),
         (("convert", LLAMA, OUT, "--to", "hf", "--adapter-config", "a", "--adapter-config", "b"), "'--adapter-config' takes one"),
         (
             ("convert", LLAMA, OUT, "--to", "vllm", "-tp", "2", "--tensor-parallel-size=4"),

@@ -58,6 +58,8 @@ def words_of(command, option, value):
     if option is None:
         return [command, *([value] * max(count, 1))]
     more = [] if option == "--to" or command not in ("convert", "plan", "apply", "roundtrip", "digests", "watch") else ["--to", "hf"]
+    if command == "hub" and option != "--port":
+        more += ["--port", "0"]
     if command == "watch" and option != "--into":
         more += ["--into", "out/{step}", "--all"]
     return [command, *given, *more, option, value]
@@ -73,6 +75,7 @@ def test_no_option_lets_a_secret_out(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setattr("reshard.storage.stores.store._ATTEMPTS", 1)
+    monkeypatch.setattr("reshard.doors.hub.Hub.serve", lambda hub: None)
     for place, option in enumerate(option for name, option in OPTIONS if name == command):
         forms = FORMS if option in EVERY_FORM else (FORMS[place % len(FORMS)],)
         for number, form in enumerate(forms):

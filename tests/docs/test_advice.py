@@ -142,7 +142,8 @@ def follow(words, template, steps, given, tmp_path):
     advice = re.search(pattern_of(template), refused.err)
     assert refused.code != 0 and advice, refused.err
     shutil.rmtree(tmp_path / "OUT", ignore_errors=True)
-    again = places(followed(first, refused.err[advice.start() :], steps, given), tmp_path)
+    start = advice.end(1) if template.startswith("{}") else advice.start()
+    again = places(followed(first, refused.err[start:], steps, given), tmp_path)
     done = reshard(*again)
     assert done.code == 0, f"{shlex.join(again)}\n{done.err}"
 

@@ -54,7 +54,7 @@ COMPUTED = {
     "cast": (HF / "llama", {"to": "hf", "dtype": "fp16"}),
     "cast in rank files": (HF / "mixtral", {"to": "vllm", "tp": 2, "dtype": "fp32"}),
     "quantized": (HF / "llama", {"to": "hf", "quantize": "fp8-block"}),
-    "quantized to 4 bits": (HF / "qwen3_moe", {"to": "hf", "quantize": "mxfp4"}),
+    "quantized to 4 bits": (HF / "mixtral", {"to": "hf", "quantize": "nvfp4"}),
     "dequantized": (FIXTURES / "hf_fp8" / "llama-fp8-block", {"to": "hf", "dequantize": True}),
     "merged": (HF / "llama", {"to": "hf", "merge_adapter": FIXTURES / "peft" / "plain" / "adapter"}),
     "averaged": ([HF / "llama-tied", HF / "llama-tied"], {"to": "hf", "average": True, "dtype": "fp32"}),

@@ -195,7 +195,9 @@ def rank_process(rank, port, task, kind, arguments):
     if rank == 0:
         print("DOCUMENT", json.dumps(document), flush=True)
     if task != "die":
-        dist.destroy_process_group()
+        dist.barrier()
+        sys.stdout.flush()
+        os._exit(0)  # gloo's threads of a rank that leaves its groups while others still use them end the process with SIGABRT
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.errors import visible
+from reshard.pages.sections import Verbatim
 
 from ... import options
 from ...invocation import current
-from ...tables import show_verbatim
+from ...replies import show_sections
 
 if TYPE_CHECKING:
     from reshard.doors.hub import Hub
@@ -55,7 +55,7 @@ def command(sources: tuple[str, ...], to: str | None, **given: Any) -> None:
     metrics = current().metrics
     served = hub(sources, to=(to or "hf").split(","), **given)
     metrics.label(target=served.url, format=to or "hf")
-    show_verbatim(*_lines(served), shown=visible)
+    show_sections([Verbatim("\n".join(_lines(served)), ours=True)])
     if served.is_made:
         sys.stderr.write(f"The token of this server, shown once: {TOKEN}={served.access.token}\n")
     sys.stdout.flush()
