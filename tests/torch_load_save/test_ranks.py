@@ -35,7 +35,7 @@ LOADS = [
 
 def asked(task, *arguments, check=True):
     """The document that rank 0 prints, and what all ranks print on stderr."""
-    command = [sys.executable, str(ROOT / "tests" / "torch" / "ranks.py"), task, *map(str, arguments)]
+    command = [sys.executable, str(ROOT / "tests" / "torch_load_save" / "ranks.py"), task, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert not check or done.returncode == 0, done.stderr[-4000:]
     line = next((line for line in done.stdout.splitlines() if line.startswith("DOCUMENT ")), "DOCUMENT null")

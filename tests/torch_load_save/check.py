@@ -1,6 +1,6 @@
 """Runs examples/torch with transformers on gloo: a Megatron run goes on in FSDP2, and each step is saved as shards for vLLM.
 
-    python tests/torch/check.py [--reshard COMMAND] [--python INTERPRETER]
+    python tests/torch_load_save/check.py [--reshard COMMAND] [--python INTERPRETER]
 
 The environment is that of tests/peft/check.py, .venv-peft, which has transformers and what reshard needs.
 """
