@@ -288,7 +288,8 @@ def check_read(tensors: Iterable[Tensor]) -> None:
     """Raises UnsupportedError, naming the class, if one of these is an array-like object that reshard does not read as a tensor."""
     if objects := [tensor for tensor in tensors if tensor.dtype.is_unread]:
         if objects[0].dtype.torch.endswith("meta_tensor_no_storage"):
-            what = f"it lies on the meta device, so no values were saved; so do {plural(len(objects) - 1, 'other tensor')}"
+            others = f"; so do {plural(len(objects) - 1, 'other tensor')}" if len(objects) > 1 else ""
+            what = f"it lies on the meta device ({objects[0].dtype.torch}), so no values were saved{others}"
             raise UnsupportedError(what, where=objects[0].name, do="Save the model after its weights were loaded")
         raise UnsupportedError(
             f"it is stored as {objects[0].dtype.torch}{_NOT_READ}"

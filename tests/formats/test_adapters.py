@@ -409,7 +409,9 @@ def test_an_adapter_is_written_as_peft_wrote_it(case, tmp_path):
     reshard.convert(reshard.plan(PEFT / case / "adapter", to="peft"), tmp_path / "out")
     assert same(load(tmp_path / "out"), load(PEFT / case / "adapter"))
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert config == json.loads((PEFT / case / "adapter" / "adapter_config.json").read_text())
+    own = json.loads((PEFT / case / "adapter" / "adapter_config.json").read_text())
+    added = {"bias", "inference_mode", "target_modules", "use_rslora"} if case == "tinker" else set()  # Tinker's settings lack them
+    assert config.items() >= own.items() and config.keys() - own.keys() == added
     assert reshard.verify(PEFT / case / "adapter", tmp_path / "out").equal
 
 

@@ -65,11 +65,13 @@ def test_delta_then_apply_is_the_identity(name, tmp_path):
         reshard.verify(new, patched, cast=True).raise_if_different()
         for to in [to for number, to in enumerate(SIZES) if number % len(others) == i]:
             try:
-                reshard.plan(base, to=to, **SIZES[to])
+                left_out = reshard.plan(base, to=to, **SIZES[to]).layout.left_out
             except ReshardError:
                 continue  # the base itself is not written in this format
             out = tmp_path / f"{i}-{to}"
             reshard.apply(base.path, delta, out, to=to, **SIZES[to], **base.options)
-            # Some formats hold a router's weight in float32.
-            reshard.verify(reshard.open(out, **base.options), patched, cast=True).raise_if_different()
+            # Some formats hold a router's weight in float32; engines read layers for multi-token prediction from other files.
+            left = tuple(base.content().tensors.keys() & left_out)
+            chosen = reshard.Selection(exclude=left) if left else None
+            reshard.verify(reshard.open(out, **base.options), patched, cast=True, selection=chosen).raise_if_different()
         assert reshard.fingerprint(patched).root == result.result.root

@@ -1,9 +1,9 @@
 """Rank processes of real torch on gloo for the tests of this folder. Each task prints one JSON document.
 
-    python tests/torch_load_save/ranks.py load MESH CHECKPOINT MODEL TRUTH             fill a model and its AdamW by Reader, compare with the truth
-    python tests/torch_load_save/ranks.py train MESH CHECKPOINT MODEL TRUTH DIRECT     two steps after the load; DIRECT: torch itself loads that
-    python tests/torch_load_save/ranks.py save MESH MODEL OUT TARGETS                  save the model of a Hugging Face folder: torch, and by Writer
-    python tests/torch_load_save/ranks.py die MESH MODEL OUT PHASE                     rank 1 is killed at a phase of a save
+    ranks.py load MESH CHECKPOINT MODEL TRUTH             fill a model and its AdamW by Reader, compare with the truth
+    ranks.py train MESH CHECKPOINT MODEL TRUTH DIRECT     two steps after the load; DIRECT: torch itself loads that
+    ranks.py save MESH MODEL OUT TARGETS                  save the model of a Hugging Face folder: torch, and by Writer
+    ranks.py die MESH MODEL OUT PHASE                     rank 1 is killed at a phase of a save
 
 MESH: fsdp4, fsdp3, hsdp2x2, fsdp2xtp2. The model is a tree of empty modules with the weights as its parameters.
 """

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles
+from reshard.canonical.adapters.reading import STACKED
 from reshard.canonical.content import Content
 from reshard.canonical.lora import LoraSettings
 from reshard.canonical.renaming import TRAINED_TOKENS, AdapterName, adapter_name, base_name
 from reshard.errors import CheckpointError, RequestError
+from reshard.index.origin import Tensor
 
 # transformers' classes end in these; peft's TaskType has these names.
 _TASKS = {
@@ -28,7 +30,9 @@ def complete_config(content: Content, options: Mapping[str, Any], companions: Mo
     Raises: RequestError if a setting is in no file and was not given; CheckpointError if the tensors contradict the settings.
     """
     config, notes = dict(companions.adapter_config or {}), list[str]()
-    pairs = {name.module: tensor.shape[0] for name, tensor in _named(content) if name.parameter in ("lora_A.weight", "lora_embedding_A")}
+    pairs = {
+        name.module: _rank(name, tensor) for name, tensor in _named(content) if name.parameter in ("lora_A.weight", "lora_embedding_A")
+    }
     if not pairs:
         raise CheckpointError(
             f"no tensor is lora_A, for example {next(iter(content.tensors))}",
@@ -63,6 +67,11 @@ def _named(content: Content) -> Iterator[tuple[AdapterName, Any]]:
     for name, tensor in content.tensors.items():
         if (parsed := adapter_name(name)) is not None:
             yield parsed, tensor
+
+
+def _rank(name: AdapterName, tensor: Tensor) -> int:
+    """The rank of an update, from its lora_A: [r, in], or [experts, r, in] of stacked experts."""
+    return tensor.shape[-2 if STACKED.fullmatch(name.module) else 0]
 
 
 def _infer_ranks(config: dict[str, Any], ranks: Mapping[str, int]) -> list[str]:

@@ -35,7 +35,7 @@ _BASE_LAYER = ".base_layer"
 WITHOUT_MARK = ("llama4", "llama4_text")
 _OF_LINEAR = frozenset({"lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_magnitude_vector"})
 _OF_EMBEDDING = frozenset({"lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"})
-_STACKED = re.compile(r"(.+\.experts)\.(w1|w2|w3)")
+STACKED = re.compile(r"(.+\.experts)\.(w1|w2|w3)")
 # Projections of stacked factors, for experts with a gate and without one (Nemotron: w3 has no elements).
 _GATED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _UNGATED = {"w1": "up_proj", "w2": "down_proj"}
@@ -157,12 +157,12 @@ class _Reading:
 
     def add_stacked(self, module: str, factors: Mapping[str, Tensor]) -> None:
         """Read the updates of one projection of all experts, whose factors have a first axis of experts; of 1 where all share a factor."""
-        a, b, named = factors.get("lora_A.weight"), factors.get("lora_B.weight"), _STACKED.fullmatch(module)
+        a, b, named = factors.get("lora_A.weight"), factors.get("lora_B.weight"), STACKED.fullmatch(module)
         first = next(iter(factors.values()))
         if named is None or a is None or b is None or len(factors) > 2 or len(a.shape) != 3 or len(b.shape) != 3:
             shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in factors.items())
             raise self.base.misfit(first, f"the adapter needs lora_A [experts, r, in] and lora_B [experts, out, r] here, and has {shapes}")
-        if not a.elements and not b.elements:
+        if named[2] == "w3" and not a.elements and not b.elements:
             self.drops += [Drop.of(tensor, "it has no elements", "adapter") for tensor in (a, b)]
             return
         experts, of_module = max(a.shape[0], b.shape[0]), named[1]
