@@ -55,7 +55,7 @@ from reshard.torch.fused import fused_tensors
 PathLike = str | os.PathLike[str]
 
 
-class StateDictReader(StorageReader):
+class StateDictReader(StorageReader):  # type: ignore[misc,unused-ignore]  # torch may not be installed
     """A `StorageReader` for `dcp.load`: fills the tensors of a state dict from a checkpoint of any format and any parallel sizes.
 
     optimizer: also the moments, steps and settings of the optimizer, under the names of `get_optimizer_state_dict`. prefix: what the
@@ -254,7 +254,7 @@ class _Source:
         for name in (item.dest_index.fqn for item in items if item.type == LoadItemType.BYTE_IO):
             if self._has_value(name) or (parts := self.parts_of(name, planner)) is None:
                 continue
-            tensor = planner.state_dict[name]  # type: ignore[attr-defined]
+            tensor = planner.state_dict[name]  # type: ignore[attr-defined,unused-ignore]
             box, target = held_box(name, tensor).box, local_of(tensor)
             if box.volume:
                 LazyTensor(*parts, files)[box.index].read_into(target)

@@ -63,7 +63,7 @@ from reshard.verbs.convert import Existing, may_replace, target_place
 PathLike = str | os.PathLike[str]
 
 
-class StateDictWriter(StorageWriter):
+class StateDictWriter(StorageWriter):  # type: ignore[misc,unused-ignore]  # torch may not be installed
     """A `StorageWriter` for `dcp.save` and `dcp.async_save`: writes a state dict in the format `to`, as `convert` would.
 
     path: the directory, on a file system that all ranks see. to: the format, such as "hf", "vllm", "megatron-dist" or "dcp". step: the
