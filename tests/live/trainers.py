@@ -9,9 +9,10 @@ a check:
 2. `reshard verify STEP URL` finds no parameter that differs, and the server's version is the one that the trainer was told;
 3. a trainer with another model is refused, and the server goes on (llama alone);
 4. two ranks of Megatron-Core train a llama; a run that starts again and learns nothing brings the first answers back.
-With --long also: a LoRA adapter of PEFT, of which the factors alone travel after the first update, and whose step `verify` merges; FSDP2 with tensor parallelism; servers
-at TP 1 and TP 4; deepseek_v3; Megatron-Core at TP 2 x PP 2, and with experts over two ranks: the server answers as one that was started
-from the weights that the fixtures' own mapping gathered from the live model, and the bytes that the transport counts are those of the plan.
+With --long also: a LoRA adapter of PEFT, of which the factors alone travel after the first update, and whose step `verify` merges; FSDP2
+with tensor parallelism; servers at TP 1 and TP 4; deepseek_v3; Megatron-Core at TP 2 x PP 2, and with experts over two ranks: the server
+answers as one that was started from the weights that the fixtures' own mapping gathered from the live model, and the bytes that the
+transport counts are those of the plan.
 """
 
 from __future__ import annotations
