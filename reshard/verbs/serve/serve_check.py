@@ -89,6 +89,10 @@ def _of_engine(checkpoint: Checkpoint, engine: str | None, asked: Mapping[str, i
     yield from _of_sizes(stored, asked)
     yield from _of_files(checkpoint)
     given = {axis: size for axis, size in stored.items() if size > 1}
+    options = format.options_of_stages(checkpoint.index.facts.layers_of_stages)
+    if checkpoint.model and (untold := format.not_told(checkpoint.model, Target(format.name, Parallel(**given), options=options))):
+        yield found("not-told", untold)
+    given |= options
     if checkpoint.files.size(_LAYOUT) is not None:
         given = {"layout": f"{checkpoint.path}/{_LAYOUT}"}
     laid_out = _planned(checkpoint, format.name, given | ({"engine_version": version} if version else {}))
