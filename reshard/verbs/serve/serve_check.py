@@ -142,7 +142,10 @@ def _of_folder(
         yield from names_of_release([tensor.name for tensor in format.read(checkpoint.files, hints).tensors], release, model)
     if model.architecture.head is None and not config.get("classifier_from_token"):
         laid_out = _planned(checkpoint, engine.name, {**given, **({"engine_version": version} if version else {})})
-        yield from () if isinstance(laid_out, Layout) else (laid_out,)
+        if isinstance(laid_out, Finding) and "onvert to hf" in laid_out.do:  # it is about files of ranks alone
+            yield found("not-known", f"the sizes were not compared with {engine.engine}'s class, as no files of ranks are laid out for it")
+        elif isinstance(laid_out, Finding):
+            yield laid_out
         return
     parallel = Parallel(**given)
     try:
