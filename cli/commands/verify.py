@@ -47,8 +47,8 @@ def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool
     If RIGHT is the address of a server, such as http://localhost:8000, ask its weight checker for the digest of every parameter of every
     rank, and compare them with those that LEFT has at the server's parallel sizes. vLLM answers if it was started with
     VLLM_SERVER_DEV_MODE=1. Where the engine has repacked weights after loading in a way that is not known, the answer is "cannot tell",
-    with exit code 1; --allow-not-comparable accepts it. If LEFT is a LoRA adapter, its fingerprint is compared with those in the names of
-    the server's adapters, which `push --adapter` sets.
+    with exit code 1; --allow-not-comparable accepts it. A LoRA adapter beside the weights is merged first, as live updates do. If LEFT is a
+    LoRA adapter alone, its fingerprint is compared with those in the names of the server's adapters, which `push --adapter` sets.
     """
     import reshard
     from reshard.engine.pool import Effort

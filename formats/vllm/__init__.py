@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from reshard.geometry.meshes import Parallel
     from reshard.index.index import Index
     from reshard.models.model import Model
+    from reshard.plans.layout import Target
     from reshard.storage.files import Files
 
 
@@ -78,6 +79,17 @@ class Vllm(ServingFormat):
         from .heads import not_loaded
 
         return not_loaded(model.architecture.head)
+
+    def options_of_stages(self, layers_of_stages: tuple[int, ...]) -> Mapping[str, Any]:
+        from .rules import remainder_before_last_stage
+
+        own = remainder_before_last_stage(sum(layers_of_stages), len(layers_of_stages)) if layers_of_stages else ()
+        return {} if layers_of_stages == own else {PP_LAYERS.name: layers_of_stages}
+
+    def not_told(self, model: Model, target: Target) -> str | None:
+        from .rules import stages_not_told
+
+        return stages_not_told(model, target)
 
     def keys_for_ranks(self, config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, object]:
         from .rules import quantized_modules

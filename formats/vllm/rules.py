@@ -227,9 +227,24 @@ def _stages_of(model: Model, target: Target) -> tuple[int, ...] | None:
     return given
 
 
+def stages_not_told(model: Model, target: Target) -> str | None:
+    """Which stages vLLM would take instead of the target's if it were started in this environment; None if it would take these."""
+    own, here = remainder_before_last_stage(model.dimensions["layers"], target.parallel.pp), _partition_here(target)
+    listed = _listed(given := _stages_of(model, target) or own)
+    if here == listed or (given == own and not here):
+        return None
+    start = f"start vLLM with {_PARTITION}={listed}" if given != own else f"start vLLM without {_PARTITION}"
+    return f"the stages have {listed} layers, and {_PARTITION} is {here or 'not set'} here: {start}"
+
+
+def _partition_here(target: Target) -> str:
+    """The layers of the stages that this environment gives to vLLM; empty for none."""
+    return os.environ.get(_PARTITION, "").replace(" ", "") if target.parallel.pp > 1 else ""
+
+
 def _about_stages(model: Model, target: Target) -> Iterator[str]:
     """What vLLM must be told of the stages, and what it is told here."""
-    here = os.environ.get(_PARTITION, "").replace(" ", "") if target.parallel.pp > 1 else ""
+    here = _partition_here(target)
     if given := _stages_of(model, target):
         yield f"the stages have {_listed(given)} layers: start vLLM with {_PARTITION}={_listed(given)}"
     elif here and here != (own := _listed(remainder_before_last_stage(model.dimensions["layers"], target.parallel.pp))):

@@ -151,6 +151,7 @@ _ROWS: tuple[tuple[str, Severity, Needs, str, str], ...] = (
     ("never-applied", "error", "serve-check", "The engine takes the adapter, and never applies a part of it.", ""),
     ("adapter-served", "info", "serve-check", "The engine takes the adapter and applies all of it.", ""),
     ("adapter-not-checked", "info", "serve-check", "What this engine does with the adapter is not known.", ""),
+    ("not-told", "warning", "serve-check", "The engine must be told something at its start, or it refuses the files.", ""),
     ("missing-on-rank", "error", "serve-check", "A rank's files lack a tensor that the engine asks for.",
      "Convert again, with `engine_version=` of the engine that will serve"),
     ("unknown-on-rank", "error", "serve-check", "A rank's files hold a tensor that the engine has no place for.",

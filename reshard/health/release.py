@@ -78,8 +78,11 @@ def names_of_release(stored: Collection[str], release: Release, model: Model) ->
     """Names of weights that the release's class for this model does not take; or that this is not known."""
     head, own = model.architecture.head, [*model.as_published(), *model.aliases]
     forms, taken = forms_of(model, own), release.names.get(model.architecture.model_type)
-    tails = {name: form for form, changed in forms.items() for name in changed.values()}
-    others = [name for name in stored if name not in own and name in tails]
+    forms_by_name: dict[str, set[str]] = {}
+    for form, changed in forms.items():
+        for name in changed.values():
+            forms_by_name.setdefault(name, set()).add(form)
+    others = [name for name in stored if name not in own and name in forms_by_name]
     if head is not None:
         yield from _head(release, model)
     # vLLM's classes for pooling take weights that are relative to `model` (models/adapters.py, _load_pooling_model_weights).
@@ -92,7 +95,11 @@ def names_of_release(stored: Collection[str], release: Release, model: Model) ->
             )
             yield found("not-known", f"{release.engine}: {detail}", tensor=others[0])
         return
-    refused = [name for name in others if tails[name] not in taken]
+    others = [name for name in others if not forms_by_name[name] & taken]
+    refused = [name for name in others if not {f"{form}?" for form in forms_by_name[name]} & taken]
+    if others and not refused:
+        detail = f"takes such names with some configs of a {model.architecture.model_type} model, and not with others"
+        yield found("not-known", f"{release.engine} {detail}", tensor=others[0])
     if refused:
         more = f", and {plural(len(refused) - 1, 'other weight')}" if len(refused) > 1 else ""
         yield found("unknown-name", f"{release.engine}'s class for a {model.architecture.model_type} model takes no such name{more}",

@@ -106,6 +106,8 @@ class RunFacts:
     """The texts in the headers of the files, such as the classes of quantized tensors, by key; None: the files disagree."""
     delta: DeltaFacts | None = None
     """What the files say about themselves if they are a delta, whose tensors are frames; None for a checkpoint."""
+    layers_of_stages: tuple[int, ...] = ()
+    """The number of layers on each pipeline stage, in files of ranks of several stages."""
 
     def __repr__(self) -> str:
         sizes = (f"{name} {size}" for name, size in self.parallel.items())

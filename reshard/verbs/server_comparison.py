@@ -100,7 +100,7 @@ class ServerComparison(Comparison):
             unknown = f"; the checkpoint does not have {len(self.unknown):,} of the server's" if self.unknown else ""
             counts = f"{self.found:,} of {plural(self.parameters, 'parameter')}, {share} of the bytes, are equal"
             return f"cannot tell: {counts}{repacked}{unknown}"
-        if self.same_version is False and len(self.differences) == 1:
+        if [difference.kind for difference in self.differences] == ["version"]:
             holds = "has" if self.not_comparable or self.unknown else "holds these weights under"
             return f"{server} {holds} the version of other weights: {self.found:,} of {plural(self.parameters, 'parameter')} equal"
         counts = f"{plural(self.found, 'parameter')} equal, {len(self.keys('values')):,} different, {len(self.keys('missing')):,} missing"

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from reshard.adapter.save_folders import step_of
 from reshard.adapter.serving_format.weight_checker import ServerFacts, ServingRank, WeightChecker, split_key
 from reshard.canonical.content import Selection
 from reshard.engine.blocks import fingerprint_of_result
 from reshard.engine.compare import Difference
-from reshard.errors import CheckpointError, UnsupportedError, printable
+from reshard.errors import CheckpointError, RequestError, UnsupportedError, printable
 from reshard.geometry.meshes import Parallel
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import PathLike, Progress
@@ -20,7 +21,7 @@ from reshard.plans.digests import is_digest
 from reshard.plans.plan import Plan
 from reshard.plans.summary import casts
 from reshard.requests.planning import plan_conversion
-from reshard.requests.request import ConversionRequest, cast_of_server
+from reshard.requests.request import OWN_ADAPTER, ConversionRequest, cast_of_server
 from reshard.storage.server import Server
 from reshard.verbs.digests import expected_parameters, weight_checkers
 from reshard.verbs.server_comparison import ExpectedParameters, ServerComparison, compare_with_server
@@ -40,36 +41,62 @@ class HeldWeights(NamedTuple):
     dtype: str | None
     """The element type to which the server casts weights, if it says so."""
     version: str | None
-    """The version that was set with the weights, if the server tells one."""
+    """The version that was set with the weights; empty if none was since the server started; None if the server does not tell."""
 
 
 def verify_server(
     source: Checkpoint | PathLike, address: str, *, selection: Selection | None = None, progress: Progress | None = None
 ) -> ServerComparison:
-    """Whether a live server holds the weights of a checkpoint: every parameter of every rank, by its digest. The server is asked for its
-    engine, its parallel sizes and the digests; the checkpoint is laid out for them. If the version that the server tells is a fingerprint,
-    as `push` sets it, it is compared, too. Of a LoRA adapter, the fingerprint is compared with the names of the server's adapters.
+    """Whether a live server holds the weights of a checkpoint: every parameter of every rank, by its digest.
 
-    Raises: SystemRefusal if the server cannot be reached, CheckpointError if it has no weight checker or its answer is damaged.
+    The server is asked for its engine, its parallel sizes and the digests; the checkpoint is laid out for them. A LoRA adapter beside the
+    weights is merged, as `Sender` merges it; `selection` can leave it out. If the version that the server tells is a fingerprint, as `push`
+    sets it, it is compared, and so is a step that it names, where the bytes do not decide. Of a LoRA adapter alone, the fingerprint is
+    compared with the names of the server's adapters.
+
+    Raises: SystemRefusal if the server cannot be reached, CheckpointError if it has no weight checker or its answer is damaged,
+    RequestError if nothing tells the scale of the adapter beside the weights.
     """
     checkpoint = opened(source)
-    if checkpoint.content(selection).is_adapter:
+    if (content := checkpoint.content(selection)).is_adapter:
         from reshard.verbs.serve.verify_adapter import verify_adapter
 
         return verify_adapter(checkpoint, address)
     held = held_weights(Server.at(address))
     asked = ConversionRequest.of(held.format, {"dtype": cast_of_server(checkpoint.index, held.dtype)})
-    target, has_adapter = replace(asked.target, parallel=held.parallel), bool(checkpoint.content(selection).adapter)
-    request = replace(asked, target=target, selection=selection or Selection(), drop_adapter=has_adapter)
+    request = replace(asked, target=replace(asked.target, parallel=held.parallel), selection=selection or Selection())
+    if content.adapter:
+        _check_settings(checkpoint)
+        request = replace(request, merge_adapter=(OWN_ADAPTER,), adapter_weights=(1.0,))
+
+    def compared(planned: Plan) -> ServerComparison:
+        expected = expected_parameters(planned, held.digests, held.checker, progress)
+        return compare_with_server(_on_replicas(expected, held.digests, address), held.digests, held.checker)
+
     planned = plan_conversion(checkpoint, request)
-    expected = expected_parameters(planned, held.digests, held.checker, progress)
-    result = compare_with_server(_on_replicas(expected, held.digests, address), held.digests, held.checker)
+    result = compared(planned)
+    values_differ = bool(result.differences)
     _compare_versions(result, planned, held.version)
+    _compare_steps(result, checkpoint, held.version)
     result.notes.append(f"the server runs {held.format} on {held.parallel}")
-    if planned.content.adapter:
-        result.notes.append("the LoRA adapter of the checkpoint was not compared: the base weights were")
+    if content.adapter:
+        result.notes.append("compared with the LoRA adapter of the checkpoint merged into its weights")
+        base = replace(request, merge_adapter=(), adapter_weights=(), drop_adapter=True)
+        if values_differ and not compared(plan_conversion(checkpoint, base)).differences:
+            result.notes.append("what could be compared is the base of the checkpoint: the server holds it without the LoRA adapter")
     result.notes += [f"compared after a cast of {count} from {a} to {b}, as the server casts" for a, b, count in casts(planned)]
     return result
+
+
+def _check_settings(checkpoint: Checkpoint) -> None:
+    """Raises RequestError if nothing tells by which factor the adapter beside the weights is merged."""
+    if (checkpoint.model_files.adapter_config or {}).get("lora_alpha") is None:
+        raise RequestError(
+            "the checkpoint has a LoRA adapter, and nothing tells its lora_alpha",
+            where=checkpoint.path,
+            why="The weights that a server holds with the adapter depend on it",
+            do="Put the adapter_config.json of the training into that directory; or compare the base alone with `exclude='*lora_*'`",
+        )
 
 
 def held_weights(server: Server) -> HeldWeights:
@@ -104,7 +131,7 @@ def _parallel(server: Server, facts: ServerFacts, digests: Mapping[str, str]) ->
 
 
 def _version(server: Server, checker: WeightChecker) -> str | None:
-    """The version that was set with a server's weights; None if it tells none."""
+    """The version that was set with a server's weights; empty if none was since it started; None if it does not tell."""
     try:
         return checker.version(server.ask(checker.version_path) or {}) if checker.version_path else None
     except (CheckpointError, KeyError, TypeError, ValueError):
@@ -113,10 +140,8 @@ def _version(server: Server, checker: WeightChecker) -> str | None:
 
 def _compare_versions(result: ServerComparison, planned: Plan, version: str | None) -> None:
     """Compare the server's version with the fingerprint of the checkpoint, if it is one."""
-    result.version = version
+    result.version = version or None
     if version is None or not is_digest(version):
-        if version is not None:
-            result.notes.append(f"the server's version is {printable(version)[:80]}, which says nothing about this checkpoint")
         return
     result.fingerprint = fingerprint_of_result(planned).root
     if result.same_version:
@@ -124,6 +149,31 @@ def _compare_versions(result: ServerComparison, planned: Plan, version: str | No
     else:
         detail = f"the server's version is {version}, and this checkpoint's fingerprint is {result.fingerprint}"
         result.differences.append(Difference("weight_version", "version", detail))
+
+
+def _compare_steps(result: ServerComparison, checkpoint: Checkpoint, version: str | None) -> None:
+    """Compare the step that the server's version names, such as step-300, with that of the checkpoint. A number alone may count updates, as
+    that of `Sender` does, and a name of a step counts less than the bytes: it decides only where these do not."""
+    if version is None or is_digest(version):
+        return
+    if not version:
+        result.notes.append("no update has set a version since the server started")
+        return
+    told = f"the server's version is {printable(version)[:80]}"
+    step = step_of(checkpoint.path) if checkpoint.index.facts.step is None else checkpoint.index.facts.step
+    named = step_of(version)
+    is_number = version.isascii() and version.isdecimal() and len(version) < 19
+    if step is None:
+        result.notes.append(f"{told}, which says nothing about this checkpoint")
+    elif named == step or (is_number and int(version) == step):
+        result.notes.append(f"{told}, and this checkpoint is of step {step}")
+    elif named is not None and not result.equal:
+        result.differences.append(Difference("weight_version", "version", f"{told}, and this checkpoint is of step {step}"))
+    elif named is not None:
+        result.notes.append(f"{told}, and this checkpoint, whose weights it holds, is of step {step}")
+    else:
+        why = "a number that may count updates" if is_number else "which names no step"
+        result.notes.append(f"{told}, {why}: it says nothing about this checkpoint, which is of step {step}")
 
 
 def _on_replicas(expected: ExpectedParameters, held: Mapping[str, str], address: str) -> ExpectedParameters:

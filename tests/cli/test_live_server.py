@@ -26,9 +26,9 @@ from reshard.storage.stores import http_answer
 EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
 
-def verified(model, answers, *options):
+def verified(model, answers, *options, folder=None):
     with server(answers) as (address, asked):
-        return reshard("verify", HF / model, address, *options), asked, address
+        return reshard("verify", folder or HF / model, address, *options), asked, address
 
 
 @pytest.mark.parametrize("tp, pp, dp", [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 3)])
@@ -215,6 +215,28 @@ def test_a_version_that_is_no_fingerprint_is_told_and_not_compared(version):
     expected = version if isinstance(version, str) and version != "default" else None
     assert (result.code, about["version"], about["fingerprint"], about["same_version"]) == (0, expected, None, None)
     assert ("the server's version is" in said.out) == (expected is not None) and "\x1b" not in said.out
+
+
+@pytest.mark.parametrize(
+    ("version", "hidden", "code", "said"),
+    [
+        ("step-300", False, 0, "the server's version is step-300, and this checkpoint is of step 300"),
+        ("300", False, 0, "the server's version is 300, and this checkpoint is of step 300"),
+        ("global_step_200", False, 0, "and this checkpoint, whose weights it holds, is of step 300"),
+        ("global_step_200", True, 1, "has the version of other weights: 7 of 15"),
+        ("step-300", True, 1, "cannot tell: 7 of 15"),
+        ("2", False, 0, "the server's version is 2, a number that may count updates: it says nothing"),
+        ("mine", False, 0, "the server's version is mine, which names no step"),
+        ("default", False, 0, "no update has set a version since the server started"),
+    ],
+)
+def test_the_step_that_a_version_names_decides_where_bytes_do_not(version, hidden, code, said, tmp_path):
+    (tmp_path / "step-300").symlink_to(HF / "llama")
+    digests = with_linears_emptied(held("llama")) if hidden else held("llama")
+    result = verified("llama", vllm(digests, **with_version(version)), folder=tmp_path / "step-300")[0]
+    assert result.code == code and said in result.out, result.out
+    accepted = verified("llama", vllm(digests, **with_version(version)), "--allow-not-comparable", folder=tmp_path / "step-300")[0]
+    assert accepted.code == (1 if "other weights" in said else 0)
 
 
 def test_sglang_is_asked_likewise():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.fixture_places import HF
 from helpers.reshard_command import reshard
+from safetensors.torch import load_file, save_file
 
 import reshard as library
 from reshard.health.findings import KINDS
@@ -61,6 +62,48 @@ def test_a_tensor_of_another_type_than_this_version_asks_for(tmp_path):
     unlike = [each for each in result.document["findings"] if each["id"] == "unlike-on-rank"]
     assert unlike and all(each["tensor"].endswith("e_score_correction_bias") and "F32" in each["detail"] for each in unlike)
     assert len(unlike) == 2 * len({each["tensor"] for each in unlike}), "both ranks"
+
+
+@pytest.mark.parametrize(("stages", "own"), [("1,2", False), ("2,1", True), ("1,1,1", True)])
+def test_stages_are_judged_as_they_were_cut_and_the_engine_must_be_told(stages, own, tmp_path, monkeypatch):
+    """A llama of three layers: vLLM's own two stages have 2 and 1 of them."""
+    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
+    pp, source = stages.count(",") + 1, of_three_layers(tmp_path / "three")
+    library.convert(library.plan(source, to="vllm", pp=pp, tp=2, pp_layers=stages), tmp_path / "out")
+
+    def judged(*options):
+        result = reshard("serve-check", tmp_path / "out", "--json", *options)
+        return result.code, {each["id"]: each["detail"] for each in result.document["findings"]}
+
+    code, findings = judged()
+    assert code == 0 and findings.keys() == (set() if own else {"not-told"}), findings
+    assert own or "VLLM_PP_LAYER_PARTITION is not set here: start vLLM with VLLM_PP_LAYER_PARTITION=1,2" in findings["not-told"]
+    assert judged("--fail-on", "warning")[0] == (0 if own else 1)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", stages.replace(",", ", "))
+    assert judged() == (0, {})
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,0")
+    expected = "start vLLM without VLLM_PP_LAYER_PARTITION" if own else f"start vLLM with VLLM_PP_LAYER_PARTITION={stages}"
+    assert "VLLM_PP_LAYER_PARTITION is 3,0 here" in judged()[1]["not-told"] and expected in judged()[1]["not-told"]
+
+
+def test_a_weight_that_an_uneven_stage_lacks_is_named(tmp_path):
+    library.convert(library.plan(of_three_layers(tmp_path / "three"), to="vllm", pp=2, pp_layers="1,2"), tmp_path / "out")
+    (tmp_path / "out" / "reshard.json").unlink()
+    path = tmp_path / "out" / "model-pp-1-tp-0-part-0.safetensors"
+    weights = load_file(path)
+    save_file({name: value for name, value in weights.items() if "layers.1." not in name}, path)
+    result = reshard("serve-check", tmp_path / "out", "--json")
+    assert result.code == 1 and "1, 1 layers, which are not the model's 3" in json.dumps(result.document)
+
+
+def of_three_layers(folder):
+    shutil.copytree(HF / "llama", folder)
+    (folder / "tokenizer.json").write_text("{}")
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    third = {name.replace("layers.1.", "layers.2."): value for name, value in weights.items() if "layers.1." in name}
+    save_file({**weights, **{name: value.clone() for name, value in third.items()}}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    return folder
 
 
 def test_every_finding_of_the_check_is_tested():

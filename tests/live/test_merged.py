@@ -1,16 +1,19 @@
 """A trainer with a LoRA adapter: what each target rank holds after an update is the merged weights, computed here by plain numpy."""
 
+import hashlib
 import json
 
 import numpy as np
 import pytest
 import torch
+from helpers.weight_servers import server, vllm
 from live.in_memory import updated
 from live.test_quantized import by_columns, copies
 from live.test_transfers import HF, assert_equal, by_rows, hellos, of_rank, stored
 from safetensors.torch import save_file
 
 import reshard
+from reshard.canonical.content import Selection
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import from_safetensors
 from reshard.live.agreement import agreed_plan
@@ -73,6 +76,81 @@ def test_ranks_hold_the_merged_weights(held, ranks, tp, trained, tmp_path):
     for rank in range(tp):
         assert_equal(staged[rank], of_rank(tmp_path / "out", rank))
     assert nbytes == plan.nbytes == sum(plan.report.bytes_out) == sum(plan.report.bytes_in)
+
+
+@pytest.fixture
+def saved(trained, tmp_path):
+    """A function that saves what the trainer holds, with some tensors exchanged, as torch.save does in step-300; returns the folder."""
+
+    def save(**changed):
+        folder = tmp_path / f"{len([*tmp_path.iterdir()])}" / "step-300"
+        folder.mkdir(parents=True)
+        held = {name: tensor_of(*tensor) for name, tensor in {**trained[0], **changed}.items()}
+        torch.save(held, folder / "model.pt")
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        (folder / "adapter_config.json").write_text(json.dumps(SETTINGS))
+        return folder
+
+    return save
+
+
+def tensor_of(dtype, words):
+    """Words as a torch tensor."""
+    signed = torch.from_numpy(words.view(f"<i{words.itemsize}").copy())
+    return signed.view({"BF16": torch.bfloat16, "F32": torch.float32}[dtype.name])
+
+
+def held_after_update(tensors, tp):
+    """What a server answers about its weights after an update by a trainer of two ranks that hold these tensors: by plain hashes."""
+    said, arrays = by_rows(tensors, 2)
+    staged, _ = updated(agreed_plan(with_settings(said), hellos({**CONFIG, "dtype": "bfloat16"}, tp)), arrays)
+    return {
+        f"dp0:pp0:pcp0:tp{rank}:{name}": hashlib.sha256(words.tobytes()).hexdigest()
+        for rank, held in enumerate(staged)
+        for name, words in held.items()
+    }
+
+
+def verified(folder, digests, version, **options):
+    with server(vllm(digests, **{"/weight_info": (200, json.dumps({"weight_version": version}).encode(), {})})) as (address, _):
+        return reshard.verify(folder, address, **options)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_server_holds_the_merged_weights_of_the_step_that_was_sent(tp, trained, saved):
+    result = verified(saved(), held_after_update(trained[0], tp), "7")
+    assert result.equal and result.matching == result.parameters and any("merged into its weights" in note for note in result.notes)
+    assert any("the server's version is 7, a number that may count updates" in note and "step 300" in note for note in result.notes)
+
+
+def test_a_server_of_an_older_step_of_another_base_or_never_updated_holds_other_weights(trained, saved):
+    def with_other_words(part):
+        return {name: (dtype, words ^ np.uint8(1).astype(words.dtype)) for name, (dtype, words) in trained[0].items() if part in name}
+
+    older = verified(saved(), held_after_update({**trained[0], **with_other_words("lora_B")}, 2), "step-200")
+    assert older.equal is False and {row.kind for row in older.differences} == {"values", "version"}
+    assert "the server's version is step-200, and this checkpoint is of step 300" in [row.detail for row in older.differences]
+    base = "layers.1.mlp.down_proj.base_layer"
+    other = verified(saved(**with_other_words(base)), held_after_update(trained[0], 2), "8")
+    assert {row.name.split(":")[-1] for row in other.differences} == {"model.layers.1.mlp.down_proj.weight"}
+    started = verified(saved(), reshard.digests(HF / "llama", to="vllm", tp=2), "default")
+    assert started.equal is False and "no update has set a version since the server started" in started.notes
+    assert any("the server holds it without the LoRA adapter" in note for note in started.notes)
+    assert not any("without the LoRA adapter" in note for note in other.notes + older.notes)
+
+
+def test_the_base_alone_is_compared_where_the_adapter_is_left_out(saved):
+    selection = Selection(exclude=("*lora_*",))
+    digests = reshard.digests(HF / "llama", to="vllm", tp=2)
+    assert verified(saved(), digests, "default", selection=selection).equal
+
+
+def test_without_the_scale_of_the_adapter_nothing_is_said(trained, saved):
+    folder = saved()
+    (folder / "adapter_config.json").unlink()
+    with pytest.raises(RequestError, match="nothing tells its lora_alpha") as caught:
+        verified(folder, held_after_update(trained[0], 1), "1")
+    assert "adapter_config.json" in caught.value.do and "exclude='*lora_*'" in caught.value.do
 
 
 def test_only_changed_values_of_an_adapter_travel(trained, tmp_path):

@@ -9,9 +9,10 @@ a check:
 2. `reshard verify STEP URL` finds no parameter that differs, and the server's version is the one that the trainer was told;
 3. a trainer with another model is refused, and the server goes on (llama alone);
 4. two ranks of Megatron-Core train a llama; a run that starts again and learns nothing brings the first answers back.
-With --long also: a LoRA adapter of PEFT, of which the factors alone travel after the first update; FSDP2 with tensor parallelism; servers
-at TP 1 and TP 4; deepseek_v3; Megatron-Core at TP 2 x PP 2, and with experts over two ranks: the server answers as one that was started
-from the weights that the fixtures' own mapping gathered from the live model, and the bytes that the transport counts are those of the plan.
+With --long also: a LoRA adapter of PEFT, of which the factors alone travel after the first update, and whose step `verify` merges; FSDP2
+with tensor parallelism; servers at TP 1 and TP 4; deepseek_v3; Megatron-Core at TP 2 x PP 2, and with experts over two ranks: the server
+answers as one that was started from the weights that the fixtures' own mapping gathered from the live model, and the bytes that the
+transport counts are those of the plan.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -141,9 +143,10 @@ def trained_adapter(reshard: Path, python: Path, site: Path, work: Path) -> Iter
     peft = PEFT.python()
     install_beside(peft, work)
     start, adapter, merged = made(python, ROOT / "fixtures" / "hf" / "llama", work / "adapted-start", 0), work / "adapter", work / "merged"
+    step = work / "step-3"
     with served(python, start, TP, site, work / "adapted.log", *BACKEND) as server:
         before = server.answers()
-        said, code = train(peft, RANKS, site, work, HERE / "adapted_ranks.py", start, server.address, adapter)
+        said, code = train(peft, RANKS, site, work, HERE / "adapted_ranks.py", start, server.address, adapter, step)
         counted = [[*map(int, each)] for each in re.findall(r"(\d+) bytes sent, (\d+) planned", said)]
         yield "a LoRA adapter of PEFT on FSDP2 trains, and updates the server three times", code == 0 and len(counted) == 3, said[-2000:]
         if code:
@@ -152,6 +155,12 @@ def trained_adapter(reshard: Path, python: Path, site: Path, work: Path) -> Iter
         only = planned <= first and all(sent < planned / 2 for sent, _ in others)
         yield "of the adapter's updates the first one sends the base, the others do not", only, said
         found = server.answers()
+        shutil.copy(adapter / "adapter_config.json", step)
+        passed, told = verified(reshard, step, server, "--model", start)
+        yield "of a LoRA adapter: verify finds nothing that differs, and the step", passed and "is of step 3" in told, told
+        older = shutil.copytree(step, work / "step-2")
+        passed, told = verified(reshard, older, server, "--model", start)
+        yield "of a LoRA adapter: verify names the other step", not passed and "this checkpoint is of step 2" in told, told
     command = [reshard, "convert", start, merged, "--to", "hf", "--merge-adapter", adapter]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     with served(python, merged, TP, site, work / "reference.log") as server:

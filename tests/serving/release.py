@@ -3,7 +3,8 @@ transformers beside reshard/adapter/serving_format/release.py, or compares them.
 
     python tests/serving/release.py [--check] [--sglang WHEEL] [--only MODEL ...]
 
-With --only, the models of these fixtures alone are tried, and what is known of other types stays.
+With --only, these models of tests/helpers/declared_models.py alone are tried, and what is known of other types stays. All of them take 20
+minutes of two idle cores; a few take seconds each.
 
 vLLM is asked itself (takes_names.py): its own loader gets each declared model under the names of `FORMS`. SGLang's wheel is read as text,
 and no name of a weight was tried with it: its loaders leave unknown names out without a word.
@@ -32,41 +33,41 @@ FIXTURES = ROOT / "fixtures"
 sys.path[:0] = [str(HERE), str(HERE.parent), str(FIXTURES), str(FIXTURES / "vllm_declared")]
 
 import named_weights  # noqa: E402
+from helpers.declared_models import declared_models, type_of_model  # noqa: E402
 from recipes import READ_AS  # noqa: E402
 
 from reshard.adapter.serving_format.release import forms_of  # noqa: E402
 from reshard.models.lookup import find_model  # noqa: E402
-from reshard.models.quantization import quantization_settings  # noqa: E402
 
-OF_HF = ("llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2", "gpt_neox", "gemma2", "phi3")
+# Without a class in vLLM 0.32, or one that takes other files or names.
+NOT_ASKED = ("dbrx", "deepseekocr", "internlm", "longcat_flash_ngram", "minimax_m1", "qwen", "refinedweb", "refinedwebmodel")
+# What vLLM reads as another type, as its config comes with the checkpoint; keys that published configs have and the fixture lacks.
+READ = {**READ_AS, "internlm2": {"model_type": "llama"}, "sarvam_mla": {"model_type": "deepseek_v3"},
+        "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"}}  # fmt: skip
 OF_TRANSFORMERS = ("transformers_classes", "config_types", "config_values")
 RELEASES = ROOT / "reshard" / "adapter" / "serving_format"
 PYTHON = Path(os.environ.get("RESHARD_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 
 
-def models(only: list[str]) -> Iterator[tuple[str, dict[str, Any], dict[str, str]]]:
-    """The small declared models: name, config, and element types of weights that are not BF16."""
-    configs = [(name, json.loads((FIXTURES / "hf" / name / "config.json").read_text()), {}) for name in OF_HF]
-    for path in sorted((FIXTURES / "vllm_declared").glob("*.json")):
-        reference = json.loads(path.read_text())
-        if not quantization_settings(reference["config"]) and not reference.keys() & {"class_sizes", "config_class"}:
-            configs.append((path.stem, reference["config"], reference.get("types", {})))
-    for name, config, types in configs:
-        if not only or name in only:
-            yield name, config, types
+def models(only: list[str]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """The small declared models that vLLM can be asked about without the code of a checkpoint."""
+    for name, config, about in declared_models():
+        if (not only or name in only) and name not in NOT_ASKED and "config_class" not in about:
+            yield name, config, about
 
 
 def requests(folder: Path, only: list[str]) -> dict[str, dict[str, Any]]:
     """A request for each model, by its name."""
     asked = {}
-    for name, config, types in models(only):
+    for name, config, about in models(only):
         model, place = find_model(config), folder / name
         assert model is not None
         weights = {weight.name: weight.shape for weight in model.weights.values() if not weight.optional}
         place.mkdir()
-        (place / "config.json").write_text(json.dumps({**config, **READ_AS.get(name.partition("-")[0], {}), "torch_dtype": "bfloat16"}))
-        sources = {key: [named_weights.type_of(key, types), list(shape)] for key, shape in weights.items()}
-        asked[name] = {"model": str(place), "sources": sources, "forms": forms_of(model, list(weights))}
+        (place / "config.json").write_text(json.dumps({**config, **READ.get(type_of_model(name), {}), "torch_dtype": "bfloat16"}))
+        sources = {key: [named_weights.type_of(key, about.get("types", {})), list(shape)] for key, shape in weights.items()}
+        asked[name] = {"model": str(place), "sources": sources, "forms": forms_of(model, list(weights)),
+                       "class_sizes": about.get("class_sizes", {})}  # fmt: skip
     return asked
 
 
@@ -77,17 +78,23 @@ def of_vllm(python: Path, only: list[str]) -> dict[str, Any]:
         (Path(work) / "requests.json").write_text(json.dumps(list(asked.values())))
         subprocess.run([python, HERE / "takes_names.py", f"{work}/requests.json", f"{work}/answer.json"], check=True)
         answer = json.loads((Path(work) / "answer.json").read_text())
-    names: dict[str, list[str]] = {}
-    for (name, request), taken in zip(asked.items(), answer["taken"], strict=True):
-        model_type = (
-            json.loads((FIXTURES / "hf" / name / "config.json").read_text())["model_type"] if name in OF_HF else name.partition("-")[0]
-        )
-        if "failed" in taken:
-            print(f"{name}: not traced: {taken['failed']}", file=sys.stderr)
+    return {**answer["facts"], "names": taken_names(asked, answer["taken"])}
+
+
+def taken_names(asked: dict[str, dict[str, Any]], taken: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """By model type the forms of names that are taken; with a question mark those that some models of the type take."""
+    by_type: dict[str, dict[str, set[bool]]] = {}
+    for (name, request), answer in zip(asked.items(), taken, strict=True):
+        if "failed" in answer:
+            print(f"{name}: not traced: {answer['failed']}", file=sys.stderr)
             continue
-        forms = [form for form in taken["forms"] if form in request["forms"]]
-        names[model_type] = [form for form in names.get(model_type, forms) if form in forms]
-    return {**answer["facts"], "names": dict(sorted(names.items()))}
+        forms = by_type.setdefault(type_of_model(name), {})
+        for form in request["forms"]:
+            forms.setdefault(form, set()).add(form in answer["forms"])
+    return {
+        model_type: [form + "?" * (len(is_taken) - 1) for form, is_taken in forms.items() if True in is_taken]
+        for model_type, forms in sorted(by_type.items())
+    }
 
 
 def of_sglang(wheel: Path, vllm: dict[str, Any]) -> dict[str, Any]:

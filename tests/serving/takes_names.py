@@ -2,7 +2,8 @@
 
     python tests/serving/takes_names.py REQUESTS ANSWER
 
-REQUESTS is a JSON list of {"model": folder with config.json, "sources": {name: [dtype, shape]}, "forms": {form: {name: other}}}.
+REQUESTS is a JSON list of {"model": folder with config.json, "sources": {name: [dtype, shape]}, "forms": {form: {name: other}}}, and
+"class_sizes": {function or class of vLLM: {argument: value}}, what towers get in place of the sizes that vLLM's code gives them.
 ANSWER gets one JSON document: the facts of the release, and for each request the forms of names with which vLLM's own loader fills the
 same elements of the same tensors as with the names in `sources`, or why it does not take those.
 
@@ -11,7 +12,9 @@ Environment: that of tests/serving/requirements.txt.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import json
 import multiprocessing
@@ -128,16 +131,29 @@ def forms_taken(request: dict[str, Any]) -> dict[str, Any]:
     """The forms of names with which a model is filled as with its own names; "failed" if it is not with these."""
     case = Case(tp=1, pp=1, ep=1)
     sources = {name: (dtype, tuple(shape)) for name, (dtype, shape) in request["sources"].items()}
-    try:
-        config = engine.engine_config(request["model"], case, trust_remote_code=False)
-    except Exception as error:
-        return {"failed": tracer._reason(error)}
     forms = {"": {name: name for name in sources}, **request["forms"]}
-    held = {
-        form: _held(config, case, {renames[name]: header for name, header in sources.items()}, renames) for form, renames in forms.items()
-    }
+    with contextlib.ExitStack() as until:
+        try:
+            config = engine.engine_config(request["model"], case, trust_remote_code=False)
+            _give_sizes(request["class_sizes"], until)
+        except Exception as error:
+            return {"failed": tracer._reason(error)}
+        held = {
+            form: _held(config, case, {renames[name]: header for name, header in sources.items()}, renames)
+            for form, renames in forms.items()
+        }
     own = held.pop("")
     return {"failed": own} if isinstance(own, str) else {"forms": [form for form, tensors in held.items() if tensors == own]}
+
+
+def _give_sizes(given: dict[str, dict[str, Any]], until: contextlib.ExitStack) -> None:
+    """Let functions and classes be called with other sizes than vLLM's code gives them, until `until` ends."""
+    for path, sizes in given.items():
+        module, _, name = path.rpartition(".")
+        owner = importlib.import_module(module)
+        real = getattr(owner, name)
+        until.callback(setattr, owner, name, real)
+        setattr(owner, name, lambda *args, real=real, sizes=sizes, **names: real(*args, **{**names, **sizes}))
 
 
 def _held(config: Any, case: Case, sources: Any, renames: dict[str, str]) -> Any:

@@ -126,6 +126,14 @@ class ServingEngine(Format):
 
     # Reading: what a subclass may override.
 
+    def options_of_stages(self, layers_of_stages: tuple[int, ...]) -> Mapping[str, Any]:
+        """The options with which files of these stages are written; empty for stages that the engine makes itself."""
+        return {}
+
+    def not_told(self, model: Model, target: Target) -> str | None:
+        """What the engine must be told at its start to take files that were written so, and is not told here; None if there is nothing."""
+        return None
+
     def stored_config(self, files: Files, hints: Hints) -> Mapping[str, Any] | None:
         """The Hugging Face config of a checkpoint; None if there is none. Raises CheckpointError for an unreadable engine config."""
         return hints.config

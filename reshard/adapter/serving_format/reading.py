@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from reshard.adapter.format import Hints
 from reshard.adapter.serving_format import learned
@@ -35,6 +36,7 @@ def read(serving_format: ServingEngine, files: Files, hints: Hints) -> Index:
     """
     config, layout = serving_format.stored_config(files, hints), learned.stored_layout(files, hints)
     model, stated, left_out = None, None, dict[str, str]()
+    stages: tuple[int, ...] = ()
     if layout is None:
         can_learn = serving_format.tracer is not None
         model = require_model(find_model(config, hints.architecture), config, serving_format.engine, can_learn=can_learn)
@@ -57,13 +59,15 @@ def read(serving_format: ServingEngine, files: Files, hints: Hints) -> Index:
             parallel = _with_stored_experts(parallel, model, headers)
         rules, version = serving_format.stored_rules(model, parallel, headers)
         check_degrees(model, rules, parallel)
+        stages = rules.layers_per_stage(model.dimensions["layers"], parallel.pp) if parallel.pp > 1 else ()
         left_out = left_out_by_class(model, rules.left_out)
         shapes = {weight.name: weight.shape for weight in model.weights.values() if weight.name not in left_out}
         expected = partial(rank_tensors, model, placeholder_dtypes(model, rules), rules, parallel)
         placed = _placed(headers, expected, {stored: name for name, stored in scale_aliases(model, rules).items()})
     sizes = {size: getattr(parallel, size) for size in serving_format.sizes if size != "ep" or parallel.ep > 1}
     notes = tuple(about_left_out(left_out))
-    facts = RunFacts(serving_format.producer, version, parallel=sizes, config=config, notes=notes, left_out=left_out)
+    about: dict[str, Any] = {"config": config, "notes": notes, "left_out": left_out}
+    facts = RunFacts(serving_format.producer, version, parallel=sizes, layers_of_stages=stages, **about)
     stored_files = {file.path: file for rank_headers in headers.values() for file, _ in rank_headers.values()}
     return index_of(serving_format.name, iter(placed), shapes, files=tuple(stored_files.values()), facts=facts)
 

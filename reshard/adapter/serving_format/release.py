@@ -70,8 +70,8 @@ class Release:
     config_values: Mapping[str, frozenset[str]]
     """Key of a config -> the kinds of JSON values that the config classes of transformers allow."""
     names: Mapping[str, frozenset[str]]
-    """Declared model type -> the forms of names that the engine's loader takes beside the published ones; types that are missing were not
-    tried."""
+    """Declared model type -> the forms of names that the engine's loader takes beside the published ones, with a question mark those that
+    it takes with some configs only; types that are missing were not tried."""
 
     def has_class(self, name: str) -> bool | None:
         """Whether it serves a class; None if only its code for transformers' classes could tell."""

@@ -157,13 +157,13 @@ class WeightChecker(ABC):
     def about(self, info: Mapping[str, Any]) -> ServerFacts:
         """What the weights depend on, in the server's description of itself. Raises as `read` does."""
 
-    def version(self, answer: Mapping[str, Any]) -> str | None:
-        """The version that was set with the server's weights; None if none was. Raises as `read` does."""
+    def version(self, answer: Mapping[str, Any]) -> str:
+        """The version that was set with the server's weights; empty if none was. Raises as `read` does."""
         version = answer["weight_version"]
         if not isinstance(version, str):
             raise TypeError(version)
         # What servers of vLLM 0.32 (v1/engine/core.py) and SGLang 0.5.23 say that loaded their weights at the start.
-        return None if version == "default" else version
+        return "" if version == "default" else version
 
     @abstractmethod
     def document(self, digests: Mapping[str, str]) -> dict[str, Any]:

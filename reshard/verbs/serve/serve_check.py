@@ -89,6 +89,10 @@ def _of_engine(checkpoint: Checkpoint, engine: str | None, asked: Mapping[str, i
     yield from _of_sizes(stored, asked)
     yield from _of_files(checkpoint)
     given = {axis: size for axis, size in stored.items() if size > 1}
+    options = format.options_of_stages(checkpoint.index.facts.layers_of_stages)
+    if checkpoint.model and (untold := format.not_told(checkpoint.model, Target(format.name, Parallel(**given), options=options))):
+        yield found("not-told", untold)
+    given |= options
     if checkpoint.files.size(_LAYOUT) is not None:
         given = {"layout": f"{checkpoint.path}/{_LAYOUT}"}
     laid_out = _planned(checkpoint, format.name, given | ({"engine_version": version} if version else {}))
@@ -138,7 +142,10 @@ def _of_folder(
         yield from names_of_release([tensor.name for tensor in format.read(checkpoint.files, hints).tensors], release, model)
     if model.architecture.head is None and not config.get("classifier_from_token"):
         laid_out = _planned(checkpoint, engine.name, {**given, **({"engine_version": version} if version else {})})
-        yield from () if isinstance(laid_out, Layout) else (laid_out,)
+        if isinstance(laid_out, Finding) and "onvert to hf" in laid_out.do:  # it is about files of ranks alone
+            yield found("not-known", f"the sizes were not compared with {engine.engine}'s class, as no files of ranks are laid out for it")
+        elif isinstance(laid_out, Finding):
+            yield laid_out
         return
     parallel = Parallel(**given)
     try:
