@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
@@ -12,9 +14,10 @@ from reshard.adapter.state_dicts import decoded, model_part
 from reshard.canonical.trainer_names import axis_of
 from reshard.containers import safetensors, torch_zip
 from reshard.containers.distributed_tensors import LocalTensor
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.errors import CheckpointError, MissingFile, UnsupportedError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.extents import Extent, Piece
+from reshard.geometry.quantities import plural
 from reshard.index.index import Index, RunFacts, Tensor
 from reshard.index.shards import Shards
 from reshard.storage.files import Files, missing
@@ -42,13 +45,32 @@ def read(files: Files, hints: Hints) -> Index:
     else:
         _read_safetensors(builder, paths)
     facts = RunFacts("torch.save" if is_ranks else "safetensors", parallel={"tp": len(paths)} if is_ranks else {}, config=hints.config)
-    if hints.config is None and files.size(PARAMS) is not None:
-        params = read_json(files, PARAMS)
-        params = params["model"] if isinstance(params.get("model"), dict) else params
+    params = read_json(files, PARAMS) if files.size(PARAMS) is not None else {}
+    params = params["model"] if isinstance(params.get("model"), dict) else params
+    if is_ranks:
+        _check_last_ranks({tensor.name: tensor.shape for tensor in builder.tensors()}, params, paths)
+    if hints.config is None and params:
         derived = config_of(params, {tensor.name: tensor.shape for tensor in builder.tensors()})
         builder.add_notes(derived.notes)
         facts = replace(facts, config=derived.config, unanswered=derived.unanswered)
     return builder.build(facts)
+
+
+def _check_last_ranks(shapes: Mapping[str, tuple[int, ...]], params: Mapping[str, Any], paths: list[str]) -> None:
+    """Raises MissingFile if the output of the attention has a fraction of the columns that the model has: the files of the last ranks are
+    lost. shapes: those of the ranks that are there, joined."""
+    hidden, columns = shapes.get("norm.weight", (0,))[0], shapes.get("layers.0.attention.wo.weight", (0, 0))[-1]
+    heads, size = params.get("n_heads"), params.get("head_dim")
+    expected = heads * size if isinstance(heads, int) and isinstance(size, int) else hidden
+    of_rank = columns // len(paths)
+    if 0 < columns < expected and expected % of_rank == 0:
+        raise MissingFile(
+            "the file is not there",
+            where=f"consolidated.{len(paths):02d}.pth",
+            why=f"The model was saved by {expected // of_rank} ranks: each file holds {of_rank} of {expected} columns of attention.wo, and "
+            f"there {'is' if len(paths) == 1 else 'are'} {plural(len(paths), 'file')}",
+            do="Copy the missing files from where the checkpoint was written",
+        )
 
 
 def _read_ranks(builder: IndexBuilder, paths: list[str]) -> None:

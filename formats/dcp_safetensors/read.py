@@ -56,7 +56,7 @@ def read(files: Files, hints: Hints) -> Index:
     index = builder.build(facts, param_groups=param_groups)
     _check_files(files, shards, index.tensors)
     if hints.model is not None:
-        _check_shapes(index.tensors, hints.model)
+        _check_shapes(index.tensors, hints.model, 1 + max(file.rank for file in shards))
     return index
 
 
@@ -162,8 +162,8 @@ def _check_files(files: Files, shards: Sequence[ShardFile], tensors: Sequence[Te
             ) from None
 
 
-def _check_shapes(tensors: Sequence[Tensor], model: Model) -> None:
-    """Raises CheckpointError if a tensor is smaller than the config says: then its last box is lost."""
+def _check_shapes(tensors: Sequence[Tensor], model: Model, ranks: int) -> None:
+    """ranks: up to which there are files. Raises CheckpointError if a tensor is smaller than the config says: then its last box is lost."""
     for tensor in tensors:
         weight = model.weights.get(tensor.name)
         if weight and len(weight.shape) == len(tensor.shape) and any(a < b for a, b in zip(tensor.shape, weight.shape, strict=True)):
@@ -171,5 +171,6 @@ def _check_shapes(tensors: Sequence[Tensor], model: Model) -> None:
                 f"the stored boxes reach to {list(tensor.shape)}, the config says {list(weight.shape)}",
                 where=tensor.name,
                 why="No file tells the shape of a tensor, so the file of the last rank may be lost; or the config is of another model",
-                do="Copy the missing shard-<rank>-... file from where the checkpoint was written",
+                do=f"Copy the file of rank {ranks}, shard-{ranks + 1:05d}-model-..., from where the checkpoint was written; rank 0 to "
+                f"{ranks - 1} have theirs",
             )

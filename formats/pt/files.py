@@ -60,8 +60,10 @@ def _is_whole_model(files: Files, listing: tuple[str, ...]) -> bool:
 
 
 def _has_a_file_per_rank(files: Files, listing: tuple[str, ...]) -> bool:
-    """Whether torch_checkpointing's file of rank 0 lies here. It holds a part of each tensor."""
-    first = next((path for path in listing if path.endswith("_0.pt")), None)
+    """Whether torch_checkpointing's file of a rank lies here. It holds a part of each tensor. Without the file of rank 0, its metadata
+    tells."""
+    numbered = (path for path in listing if path.endswith("_0.pt") or ("metadata.pkl" in listing and re.search(r"_\d+\.pt$", path)))
+    first = next(numbered, None)
     if first is None:
         return False
     from reshard.adapter.state_dicts import holds_sharded_tensors

@@ -19,7 +19,7 @@ from reshard.geometry.boxes import Box
 from reshard.index.index import Index, Kind, RunFacts
 from reshard.storage.files import Files, missing
 
-from .files import METADATA, SAFETENSORS, TORCH, ItemFile, default_file, numbered_items
+from .files import METADATA, SAFETENSORS, TORCH, ItemFile, numbered_items
 from .metadata import DescribedItem, KeyPath, RankBoxes, read_metadata
 
 Shape = tuple[int, ...]
@@ -67,7 +67,8 @@ def add_item(
     names: Mapping[Any, str] = {}
     for rank in range(ranks):
         if rank not in item.files:
-            raise missing(builder.files, default_file(name, rank).path)
+            ending = next((file.path[file.path.rindex(".") :] for file in item.files.values() if "." in file.path), ".pt")
+            raise missing(builder.files, f"{name}_{rank}{ending}")
         file = item.files[rank]
         root, held = read_rank_item(builder, name, file, item.tensors.get(rank, {}))
         if rank == 0 and is_model:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.errors import RequestError, UnsupportedError
-from reshard.geometry.dtypes import F32
+from reshard.geometry.dtypes import F32, I32
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.quantities import plural
 from reshard.models.engine_rules import EngineRules, ExtraTensor, Fusion, Rename, Version, version_numbers
@@ -278,7 +278,8 @@ def _rules(model: Model, version: Version) -> EngineRules:
         layers_per_stage=remainder_before_last_stage,
         names=(Rename(r"(?<!\.attn)(?:\.[kv]_proj)?\.([kv]_scale)$", r".attn.\1"),),
         splits=_GROUPS,
-        dtypes={"scale": F32, "router.correction": F32 if version >= WIDE_CORRECTION else None} | dict.fromkeys(_CACHE_SCALES),
+        dtypes={"scale": F32, "router.table": I32, "router.correction": F32 if version >= WIDE_CORRECTION else None}
+        | dict.fromkeys(_CACHE_SCALES),
         # Experts by GPTQ have them even where the model has none (layers/quantization/auto_gptq.py).
         zero_expert_biases=method == "gptq",
         without_axes=frozenset(_CACHE_SCALES) if method == "fp8" else frozenset(),  # layers/quantization/kv_cache.py

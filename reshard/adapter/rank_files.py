@@ -9,12 +9,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field, replace
-from itertools import islice
+from itertools import islice, product
+from math import prod
 from typing import TYPE_CHECKING, NoReturn
 
-from reshard.errors import CheckpointError, MissingFile, MixedSaves, RequestError
+from reshard.errors import (
+    CheckpointError,
+    IncompleteError,
+    MissingFile,
+    MixedSaves,
+    RequestError,
+    ReshardError,
+    TruncatedFile,
+    WrongChecksum,
+)
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
 
@@ -26,6 +37,15 @@ if TYPE_CHECKING:
 _NAMED = 8
 # Folders of other state of a run: prime-rl's dataloader/rank_0.pt.
 _OF_RUN = re.compile(r"rng|random|sched|dataloader|sampler")
+# Deeper folders belong to something else; a message needs no more paths.
+_DEPTH, _MOST_PATHS = 8, 20_000
+# Not those of steps and of element types.
+_NUMBER = re.compile(r"(?<!step)(?<!step[-_])(?<!iter_)(?<!checkpoint-)(?<!bf)(?<!fp)(?<!\d)\d+")
+_PATH = re.compile(r"[\w./*-]*\w")
+_OF_RANKS = re.compile(r"rank|expert|consolidated\.|shard-|[^/.\d]_\d+\.(pt|json)$")
+_FROM_ONE = re.compile(r"shard-\d|-of-\d")
+_SPARSE = re.compile(r"shard-\d|expert")
+_RANK = re.compile(r"((?<![a-z])[a-z]{2,3}_)?rank[_.-]?$")
 _NAME = re.compile(r"(?P<kind>.*?)(_world_size_(?P<world>\d{1,6}))?[_.-]?rank[_.-]?(?P<rank>\d{1,6})\.(pt|pth|bin|ckpt)")
 
 
@@ -204,7 +224,8 @@ def with_notes_on_missing_ranks(index: Index, run: RunFiles, ranks: int) -> Inde
                 do="Copy the missing files from where the checkpoint was written",
             )
         have = f"rank {listed(missing)} of {ranks} has" if len(missing) == 1 else f"ranks {listed(missing)} of {ranks} have"
-        notes.append(f"{have} no file beside {rank_files.first}; the files of other ranks hold copies of all their data")
+        copies = "; the files of other ranks hold copies of all their data" if held else ""
+        notes.append(f"{have} no file beside {rank_files.first}{copies}")
     return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, *notes)))
 
 
@@ -227,6 +248,153 @@ def check_progress(files: Files, others: Sequence[RankFiles]) -> None:
                     why="The ranks' files are from different steps of the run, so their weights are from different moments",
                     do="Keep the files of one save only",
                 )
+
+
+def add_what_is_there(error: CheckpointError, files: Files) -> None:
+    """Add to an error about missing or contradicting files which of the ranks' files are there, and which one is not.
+
+    The files are compared with one another by the numbers in their names. Adds nothing where these tell nothing.
+    """
+    if isinstance(error, TruncatedFile | WrongChecksum):
+        return
+    paths, is_incomplete = list[str](), isinstance(error, IncompleteError)
+    with suppress(ReshardError):  # the first error tells more
+        paths = list(islice(_below(files, "", _DEPTH), _MOST_PATHS))
+    families = _families(paths)
+    mentioned = set(_PATH.findall(f"{error.where} {error.what} {error.why}"))
+    masks = {_mask(path) for path in mentioned}
+    lacking = [family for family in families if any(map(family.lacks, mentioned))]
+    with_gaps = [family for family in families if family.gaps and (is_incomplete or family.is_line)]
+    of_ranks = [family for family in families if is_incomplete and family.is_of_ranks]
+    meant = [family for family in of_ranks if _mask(next(iter(family.paths.values()))) in masks]
+    if not (chosen := lacking or with_gaps or meant or of_ranks):
+        return
+    family = chosen[0]
+    told = f"{family.told} {'is' if len(family.paths) == 1 else 'are'} there"
+    if lacking or not with_gaps:
+        told += f", {family.after} is not" if family.is_line and meant and not lacking else ""
+        error.why = f"{error.why}; {told}" if error.why else told
+        return
+    gap, others = family.gaps[0], " and its like" if len(family.gaps) > 1 else ""
+    error.why = f"{f'{error.why}. ' if error.why else ''}There is no {gap}; {told}"
+    error.do = f"Copy {gap}{others} from where the checkpoint was written"
+
+
+@value
+class _Family:
+    """Files whose names differ in their numbers only, in folders and names."""
+
+    paths: dict[tuple[int, ...], str]
+    """The numbers -> the path, sorted."""
+    last: int = 0
+    """The largest number of a rank of this kind in the folder."""
+    beside: frozenset[tuple[int, ...]] = frozenset()
+    """The numbers of the folders that hold files of another name."""
+
+    @property
+    def is_of_ranks(self) -> bool:
+        """Whether the numbers are those of ranks, experts or parts, so that the first is 0 or 1."""
+        return bool(_OF_RANKS.search(next(iter(self.paths.values()))))
+
+    @property
+    def told(self) -> str:
+        """The paths: the first ones, and how many others."""
+        first = list(self.paths.values())[:_NAMED]
+        return ", ".join(first) + (f" and {len(self.paths) - len(first):,} more" if len(self.paths) > len(first) else "")
+
+    @property
+    def is_line(self) -> bool:
+        """Whether a single number varies, and it is that of a rank."""
+        return self.is_of_ranks and sum(len(set(axis)) > 1 for axis in zip(*self.paths, strict=True)) < 2
+
+    @property
+    def axis(self) -> int:
+        """Which number varies first; the last one, if there is one file."""
+        first, last = next(iter(self.paths)), tuple(map(max, zip(*self.paths, strict=True)))
+        return next((number for number, pair in enumerate(zip(first, last, strict=True)) if pair[0] != pair[1]), len(first) - 1)
+
+    @property
+    def after(self) -> str:
+        """The path behind the last one."""
+        *_, numbers = self.paths
+        return self._path(tuple(number + (at == self.axis) for at, number in enumerate(numbers)))
+
+    @property
+    def is_of_folders(self) -> bool:
+        """Whether the numbers are those of the folder, a rank's."""
+        folder, _, name = next(iter(self.paths.values())).rpartition("/")
+        return not _NUMBER.search(name) and "rank" in folder
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """The folder, and what the number that varies counts, such as "pp_rank"; empty if it is no rank."""
+        folder, _, name = next(iter(self.paths.values())).rpartition("/")
+        if self.is_of_folders:
+            return _NUMBER.sub("#", folder), ""
+        before = _NUMBER.split(name)[max(0, self.axis - len(_NUMBER.findall(folder)))]
+        match = _RANK.search(before)
+        return folder, match[0] if match else ""
+
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        """Paths that the others let expect: each number up to the largest if a single one varies, or all combinations of the numbers.
+
+        Not of files that are there only if something is in them: those of DCP, parts of shards, experts of several layers.
+        """
+        first, at = next(iter(self.paths.values())), self.axis
+        axes = [sorted(set(axis)) for axis in zip(*self.paths, strict=True)]
+        if self.is_line:
+            axes[at] = list(range(min(_FROM_ONE.search(first) is not None, axes[at][0]), max(axes[at][-1], self.last) + 1))
+        elif _SPARSE.search(first):
+            return ()
+        if first.endswith(".distcp") or prod(map(len, axes)) > 2 * len(self.paths):
+            return ()
+        return tuple(self._path(numbers) for numbers in sorted({*product(*axes), *self.beside}) if numbers not in self.paths)
+
+    def lacks(self, path: str) -> bool:
+        """Whether `path` is that of a file of this family that is not there."""
+        first = next(iter(self.paths.values()))
+        return path not in self.paths.values() and _NUMBER.sub("#", path) == _NUMBER.sub("#", first)
+
+    def _path(self, numbers: tuple[int, ...]) -> str:
+        """The path with these numbers, each as long as those of the others."""
+        left = iter(numbers)
+        return _NUMBER.sub(lambda match: f"{next(left):0{len(match[0])}d}", next(iter(self.paths.values())))
+
+
+def _mask(path: str) -> str:
+    """The name of a file without its numbers."""
+    return _NUMBER.sub("*", path.rpartition("/")[2])
+
+
+def _families(paths: Iterable[str]) -> list[_Family]:
+    """The families of numbered files, those with gaps first, then those of ranks."""
+    families: dict[str, dict[tuple[int, ...], str]] = {}
+    for path in paths:
+        if numbers := tuple(map(int, _NUMBER.findall(path))):
+            families.setdefault(_NUMBER.sub("#", path), {})[numbers] = path
+    listed = [_Family(dict(sorted(family.items()))) for family in families.values()]
+    last: dict[tuple[str, str], int] = {}
+    folders: dict[str, set[tuple[int, ...]]] = {}
+    for family in listed:
+        last[family.kind] = max(last.get(family.kind, 0), *(numbers[family.axis] for numbers in family.paths))
+        if family.is_of_folders:
+            folders.setdefault(family.kind[0], set()).update(family.paths)
+    listed = [
+        replace(family, last=last[family.kind]) if family.kind[1]
+        else replace(family, beside=frozenset(folders[family.kind[0]])) if family.is_of_folders
+        else family
+        for family in listed
+    ]  # fmt: skip
+    return sorted(listed, key=lambda family: (not family.gaps, not family.is_of_ranks))
+
+
+def _below(files: Files, folder: str, depth: int) -> Iterator[str]:
+    for path in files.list(folder):
+        if not path.endswith("/"):
+            yield path
+        elif depth:
+            yield from _below(files, path, depth - 1)
 
 
 def first_missing(paths: Container[int], ranks: int) -> list[int]:

@@ -232,12 +232,15 @@ def _quantized(
     quantization = quantization_of(config)
     assert quantization is not None, "it is a form that reshard reads"
     (stored_form,) = quantization.forms
-    sets = _fused_sets(content, chosen) if FORMS[form].has_shared_scale else {}
+    sets = fused_sets(content.model, chosen) if FORMS[form].has_shared_scale and content.model else {}
     tensors: dict[str, Tensor] = {}
     for name, tensor in content.tensors.items():
         if name in chosen:
             tensors |= _components(
-                tensor, stored_form, FORMS[form], partial(Encoded, recipe=recipe, dtype=chosen[name][1], sharing=sets.get(name, ()))
+                tensor,
+                stored_form,
+                FORMS[form],
+                partial(Encoded, recipe=recipe, dtype=chosen[name][1], sharing=tuple(content.tensors[each] for each in sets.get(name, ()))),
             )
         else:
             tensors[name] = tensor
@@ -245,18 +248,17 @@ def _quantized(
     return replace(content, tensors=tensors, model=model), config
 
 
-def _fused_sets(content: Content, chosen: Iterable[str]) -> dict[str, tuple[Tensor, ...]]:
+def fused_sets(model: Model, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Weight -> the weights that an engine joins into one tensor, itself among them: those of one module, such as an attention or an
-    expert, whose roles are fused."""
-    model = content.model
-    assert model is not None, "the linear layers are those of a model"
+    expert, whose roles are fused. names: the weights to consider."""
     quirks = [model.quirks_of(engine) for engine in model.architecture.engines]
     fusions = [*FUSED, *(fusion.roles for rules in quirks if rules for fusion in rules.fusions)]
     set_of = {role: roles for roles in fusions for role in roles}
-    keys = {name: (name.rsplit(".", 2)[0], set_of.get(model.weights[name].role, (name,))) for name in chosen}
-    sets: dict[tuple[str, tuple[str, ...]], list[Tensor]] = {}
+    weights = model.weights
+    keys = {name: (name.rsplit(".", 2)[0], set_of.get(weights[name].role, (name,))) for name in names if name in weights}
+    sets: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name, key in keys.items():
-        sets.setdefault(key, []).append(content.tensors[name])
+        sets.setdefault(key, []).append(name)
     return {name: tuple(sets[key]) for name, key in keys.items()}
 
 

@@ -251,7 +251,7 @@ def comparable(
         elif {x.dtype.function, y.dtype.function} - {"", *INVERTIBLE} and x.dtype.function != y.dtype.function and _both_floating(x, y):
             yield x, y  # the function's type follows from the function, not from the weight
         elif not are_same_bytes(x.dtype.of(y.dtype.function), y.dtype) and not (
-            (with_cast or is_master_key(name) or name in held_as) and _both_floating(x, y)
+            name in held_as or ((with_cast or is_master_key(name)) and _both_floating(x, y))
         ):
             hint = " (`cast=True` compares the values after a cast)" if _both_floating(x, y) else ""
             result.differences.append(Difference(name, "dtype", f"it is {x.dtype} on the left, {y.dtype} on the right{hint}"))

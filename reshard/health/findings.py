@@ -127,6 +127,9 @@ _ROWS: tuple[tuple[str, Severity, Needs, str, str], ...] = (
      "Check the load balance of the router"),
     # Quantization.
     ("missing-scale", "error", "", "A weight is quantized, and a scale or zero point of it is not stored.", _COPY),
+    ("unequal-scales", "warning", "", "Weights that engines join, such as gate and up, have different global scales.",
+     "An engine applies one scale to all of them, so it serves other values. Quantize the original weights with one global scale for "
+     "each set, as `quantize=nvfp4` does. The files are right by themselves: `dequantize=True` gives values that engines serve"),
     ("zero-groups", "warning", "deep", "All elements that share a scale are zero.", "Check the weights that were quantized"),
     ("bad-scale", "error", "deep", "A scale is NaN, infinite, zero or negative.", "Quantize the model again"),
     # Two saves.

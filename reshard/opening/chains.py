@@ -11,11 +11,13 @@ matter. Whether the weights of the base are those that the delta was made of is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reshard.adapter import registry
 from reshard.adapter.format import Hints
-from reshard.errors import CheckpointError, IncompleteError, RequestError
+from reshard.adapter.save_folders import step_of
+from reshard.errors import CheckpointError, IncompleteError, RequestError, ReshardError
 from reshard.opening.run_folders import Step
 from reshard.storage.tar import open_tree
 
@@ -74,6 +76,23 @@ def chain_to(path: str, number: int, places: Callable[[int], Sequence[str]]) -> 
         chain.insert(0, bases[0])
         number = base
     return tuple(chain)
+
+
+def delta_alone(path: str, facts: DeltaFacts) -> RequestError:
+    """The error for a delta at `path` where a checkpoint is expected: it is read on top of its base only."""
+    named = f"{facts.base or 'BASE'}+{path}"
+    folder, _, _ = path.rstrip("/").rpartition("/")
+    with suppress(ReshardError, ValueError):
+        beside = [entry.rstrip("/") for entry in open_tree(folder or ".").list()]
+        places = [(step_of(entry), f"{folder}/{entry}" if folder else entry) for entry in beside]
+        named = "+".join(chain_to(path, int(facts.version), lambda number: [place for step, place in places if step == number]))
+    return RequestError(
+        f"it is a delta, and does not say the weights of its base, {facts.base or facts.base_version}",
+        where=path,
+        why="It holds only what changed since",
+        do=f"Give both, as BASE+DELTA: {named}",
+        id="ambiguous",
+    )
 
 
 def delta_at(path: str) -> DeltaFacts | None:

@@ -123,6 +123,10 @@ class Checkpoint(Drawn):
         """
         from reshard.canonical.content import Selection, content_of
 
+        if self.index.facts.delta is not None:
+            from reshard.opening.chains import delta_alone
+
+            raise delta_alone(self.path, self.index.facts.delta)
         named = index or self.named(selection, model=model)
         content = content_of(named, model or self.model, selection or Selection(), adapter)
         return replace(

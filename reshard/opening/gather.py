@@ -127,9 +127,21 @@ def read(checkpoint: Checkpoint) -> Checkpoint:
     model_files, layout = checkpoint.model_files, checkpoint.options.get("stored_layout")
     vocab_size = checkpoint.options.get("vocab_size")
     hints = Hints(model_files.config, vocab_size, checkpoint.architecture, None if layout is None else os.fspath(layout))
-    with _read_as_claims(checkpoint.path), gc_paused(), blaming_the_parent(model_files):
+    with _read_as_claims(checkpoint.path), gc_paused(), blaming_the_parent(model_files), naming_what_is_there(checkpoint.files):
         index = without_wrappers(registry.named(checkpoint.format).read(checkpoint.files, hints))
     return replace(checkpoint, index=index)
+
+
+@contextmanager
+def naming_what_is_there(files: Files) -> Iterator[None]:
+    """A context in which an error about missing files says which of the ranks' files are there."""
+    try:
+        yield
+    except CheckpointError as error:
+        from reshard.adapter.rank_files import add_what_is_there
+
+        add_what_is_there(error, files)
+        raise
 
 
 def _unfinished(checkpoint: Checkpoint) -> Unfinished | None:

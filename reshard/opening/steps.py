@@ -20,6 +20,7 @@ from reshard.geometry.quantities import plural
 from reshard.index.coverage import check_gathered, check_index
 from reshard.models.quantization import with_stored_modules
 from reshard.opening.checkpoint import Checkpoint
+from reshard.opening.gather import naming_what_is_there
 
 
 def recall(checkpoint: Checkpoint) -> Checkpoint:
@@ -54,7 +55,8 @@ def settle(checkpoint: Checkpoint) -> Checkpoint:
 
 def cover(checkpoint: Checkpoint) -> Checkpoint:
     """Check that tensors are whole, and hold values."""
-    check_index(checkpoint.index)
+    with naming_what_is_there(checkpoint.files):
+        check_index(checkpoint.index)
     check_gathered(checkpoint.index.tensors)
     return checkpoint
 

@@ -284,6 +284,10 @@ CONTENT_STEPS = STEPS[:-1]
 
 def check_nothing_unanswered(source: Checkpoint) -> None:
     """Raises RequestError if the user has not given a fact that is in no file of the checkpoint, such as the vocabulary size."""
+    if source.index.facts.delta is not None:
+        from reshard.opening.chains import delta_alone
+
+        raise delta_alone(source.path, source.index.facts.delta)
     if source.index.facts.unanswered:
         raise RequestError(
             f"{source.path} does not say {'; nor '.join(source.index.facts.unanswered)}",

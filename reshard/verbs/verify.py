@@ -76,12 +76,9 @@ def verify(
     left_side, right_side = sides_of(left, right, selection)
     result = Comparison()
     result.notes.extend(check_digests(effort, *((side.files, side.index.tensors) for side in (left_side, right_side))).notes())
-    held_as = {} if cast else _held_as(left_side, right_side)
+    held_as = {} if cast else types_of_engine(left_side, right_side)
     compare(left_side, right_side, result, with_cast=cast, held_as=held_as, effort=effort)
-    if held_as:
-        first = next(iter(held_as))
-        what = f"{plural(len(held_as), 'tensor')}, such as {first}"
-        result.notes.append(f"compared after a cast to {held_as[first]}, in which the engine holds them: {what}")
+    result.notes.extend(about_types_of_engine(held_as))
     compare_counts(left_side, right_side, result)
     _forgive_implied(result, left_side, right_side)
     result.notes.extend(notes_on_masters(left_side, right_side))
@@ -116,7 +113,7 @@ def _models_of(left: Checkpoint, right: Checkpoint) -> tuple[Model | None, Model
     return left.model or right.model, right.model or left.model
 
 
-def _held_as(left: Side, right: Side) -> dict[str, DType]:
+def types_of_engine(left: Side, right: Side) -> dict[str, DType]:
     """The tensors that a serving engine holds in an element type of its own, such as scales of the KV cache, and that one side has in this
     type for that reason alone."""
     for engine, other in ((left, right), (right, left)):
@@ -129,9 +126,20 @@ def _held_as(left: Side, right: Side) -> dict[str, DType]:
         except RequestError:  # a layout that the engine's loader showed: it casts nothing
             return {}
         stored = stored_dtypes(model, rules, given)
-        differing = {name: dtype for name, dtype in stored.items() if name in held and not dtype.function and dtype != given[name]}
+        differing = {
+            name: dtype
+            for name, dtype in stored.items()
+            if name in held and not dtype.function and dtype != given[name] and dtype.floating == given[name].floating
+        }
         return {name: dtype for name, dtype in differing.items() if held[name].dtype == dtype}
     return {}
+
+
+def about_types_of_engine(held_as: Mapping[str, DType]) -> Iterator[str]:
+    """A note for each element type. held_as: as `types_of_engine` has them."""
+    for dtype in dict.fromkeys(held_as.values()):
+        names = [name for name in held_as if held_as[name] == dtype]
+        yield f"compared after a cast to {dtype}, in which the engine holds them: {plural(len(names), 'tensor')}, such as {names[0]}"
 
 
 def _forgive_implied(result: Comparison, left: Side, right: Side) -> None:

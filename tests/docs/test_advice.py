@@ -56,7 +56,7 @@ CASES = [
     (("inspect", RUN, "--by", "rank"), "Choose one, such as with --step latest or by its path, or leave the option out", ["-by"], None),
     (("roundtrip", LLAMA, "--to", "hf", "--work", "EMPTY"), "Add --materialize, or leave it out", ["+materialize"], None),
     (("plan", LLAMA), "Did you mean `reshard degrees {}`, which lists the parallel sizes that a model can be served at?", ["`"], None),
-    (("convert", LLAMA, "OUT"), "{}Give one, such as --to vllm, --to hf or --to megatron; `reshard formats` lists all", ["+to"], None),
+    (("convert", LLAMA, "OUT"), "{}Give one, such as --to vllm, --to hf or --to megatron; `reshard formats` lists all", ["`"], None),
     (("convert", LLAMA, "OUT", "--to", "vllm", "--ep", 2), "Leave out `ep=`", ["-ep"], None),
     (("convert", LLAMA, "OUT", "--to", "vllm", "--pp", 2, "--engine-version", "0.8.5"), "Use `pp=1`, or vLLM {} or newer", ["+pp"], None),
     (("convert", LLAMA, "OUT", "--to", "vllm", "--pp", 2, "--pp-layers", "3,3"), "Give the layers of each stage, such as `pp_layers={}`",

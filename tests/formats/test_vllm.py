@@ -297,9 +297,13 @@ def test_the_last_rank_missing_shows_in_the_shapes_of_the_others(tmp_path):
     reshard.convert(reshard.plan(HF / "llama", to="vllm", tp=4), tmp_path / "out")
     (tmp_path / "out" / "model-rank-3-part-0.safetensors").unlink()
     (tmp_path / "out" / "reshard.json").unlink()
-    with pytest.raises((CheckpointError, RequestError)):
+    with pytest.raises(CheckpointError, match="the file of rank 3 is not there"):
         reshard.open(tmp_path / "out")
     (tmp_path / "out" / "model-rank-2-part-0.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"the file of rank 2 is not there.* written for TP 4"):
+        reshard.open(tmp_path / "out")
+    config = tmp_path / "out" / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 88', '"intermediate_size": 176'))
     with pytest.raises(CheckpointError, match=r"\[\d+, 32\] is expected"):
         reshard.open(tmp_path / "out")
 

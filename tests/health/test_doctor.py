@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +39,8 @@ assert len(GOOD) > 200
 SPECIAL = {("error", "nan", "special_values"), ("error", "inf", "special_values")}
 # Optimizer state of a class of torchao, which is not read: nothing is damaged, and it is not hidden either.
 UNREAD = {FIXTURES / "torchao" / "adamw8bit" / "checkpoint": {("warning", "unread-state", "weight")}}
+# Made by hand, each weight with a global scale of its own.
+UNEQUAL = {FIXTURES / "hf_packed" / name for name in ("llama-ct-nvfp4", "llama-modelopt-nvfp4", "qwen3_moe-ct-nvfp4")}
 
 
 def model_of(checkpoint: Path) -> Path | None:
@@ -50,6 +54,8 @@ def test_no_good_checkpoint_is_accused(deep: bool):
         report = reshard.doctor(path, deep=deep, model=model_of(path))
         named = {(finding.severity, finding.id, finding.tensor) for finding in report.findings if finding.severity != "info"}
         findings = named - {("warning", "missing-tokenizer", None)}  # no fixture has one
+        assert any(id == "unequal-scales" for _, id, _ in findings) == (path in UNEQUAL), path
+        findings = {finding for finding in findings if finding[1] != "unequal-scales"}
         special = deep and any(tensor.name == "special_values" for tensor in reshard.open(path, model=model_of(path)).index.tensors)
         assert findings == (SPECIAL if special else set()) | UNREAD.get(path, set()), path
         assert report.tensors and report.format
@@ -285,6 +291,12 @@ def group_of_zeros(to: Path) -> Path:
     return folder
 
 
+def other_global_scale(to: Path) -> Path:
+    folder = copied("hf_packed/llama-modelopt-nvfp4-weights", to)
+    overwrite(folder, "model.layers.0.self_attn.k_proj.weight_scale_2", np.float32(0.25).tobytes())
+    return folder
+
+
 def no_scale(tensors: dict[str, Any]) -> None:
     del tensors["model.layers.0.mlp.up_proj.weight_scale_inv"]
 
@@ -335,6 +347,7 @@ DAMAGES: dict[str, Callable[[Path], Path]] = {
     "dead-expert": dead_expert,
     "missing-scale": lambda to: rewritten(to, no_scale, "hf_fp8/llama-fp8-block"),
     "bad-scale": scale_of_zero,
+    "unequal-scales": other_global_scale,
     "zero-groups": group_of_zeros,
 }
 # What is true of these copies besides.
@@ -369,6 +382,23 @@ def test_damage_is_found_and_nothing_else(id: str, tmp_path: Path):
     assert finding.severity == KINDS[id].severity and finding.detail
     if id not in DEEP:
         assert any(finding.id == id for finding in reshard.doctor(folder).findings)
+
+
+@pytest.mark.parametrize("target", ["hf", "vllm"])
+def test_experts_whose_gate_and_up_have_unequal_global_scales(target: str, tmp_path: Path):
+    subprocess.run([sys.executable, FIXTURES / "hf_packed" / "seeded_models.py", "qwen3_moe", tmp_path / "model"], check=True)
+    sizes = {"tp": 2} if target == "vllm" else {}
+    reshard.convert(reshard.plan(tmp_path / "model", to=target, quantize="nvfp4", **sizes), tmp_path / "good")
+
+    def unequal(folder: Path) -> list[tuple[str | None, str]]:
+        findings = reshard.doctor(folder).findings
+        return [(finding.tensor, finding.detail) for finding in findings if finding.id == "unequal-scales"]
+
+    assert not unequal(tmp_path / "good")
+    name = "model.layers.0.mlp.experts.1.up_proj.weight_global_scale"
+    overwrite(tmp_path / "good", name, np.float32(3.5).tobytes())
+    ((tensor, detail),) = unequal(tmp_path / "good")
+    assert tensor == name and "up_proj 3.5" in detail and "1 of 2 such sets differ" in detail
 
 
 @pytest.mark.parametrize("target", ["hf", "dcp", "vllm"])

@@ -323,3 +323,22 @@ def test_uneven_stages_are_written_and_the_variable_is_not_ignored(tmp_path, mon
     for words in (("--pp", 2, "--pp-layers", "2,2"), ("--pp", 2, "--pp-layers", "5,0"), ("--pp-layers", "2,3")):
         done = reshard("convert", source, tmp_path / "no", "--to", "vllm", *words)
         assert done.code == 2 and "the model has 5 layers" in done.err and not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("words", [
+    "diff BASE DELTA", "verify BASE DELTA", "diff DELTA BASE", "convert DELTA OUT --to hf", "fingerprint DELTA", "stats DELTA",
+    "serve-check DELTA", "roundtrip DELTA --to hf", "digests DELTA --to vllm", "explain DELTA BASE", "degrees DELTA --to vllm --tp 2",
+    "convert BASE DELTA OUT --to hf --average",
+])  # fmt: skip
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "moved"])
+def test_a_delta_alone_names_what_to_give(words, is_kept, tmp_path):
+    """A delta beside its base, as in a kept run, names this base; one that was moved names the base that it was made of."""
+    base = tmp_path / "kept" / "step-100"
+    shutil.copytree(FIXTURES / "delta" / "step-100", base)
+    delta = tmp_path / "kept" / "step-200" if is_kept else tmp_path / "mine"
+    assert reshard("delta", base, FIXTURES / "delta" / "step-200", delta).code == 0
+    places = {"BASE": base, "DELTA": delta, "OUT": tmp_path / "out"}
+    result = reshard(*(places.get(word, word) for word in words.split()))
+    assert result.code == 2 and f"{delta}: it is a delta" in result.err and f"{base}+{delta}" in result.err, result.err
+    assert reshard("fingerprint", f"{base}+{delta}").code == 0
+    assert reshard("inspect", delta).code == 0 and reshard("doctor", delta).code == 0

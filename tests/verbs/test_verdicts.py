@@ -1,6 +1,7 @@
 """A verdict is as good as the cases in which it is bad: each test shows both."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +11,10 @@ from helpers.slime_deltas import folder_of, load_folder
 
 import reshard as library
 from reshard.errors import CheckpointError, RequestError
+from reshard.models.lookup import find_model
+
+sys.path.insert(0, str(FIXTURES))
+import named_weights
 
 KV = FIXTURES / "hf_fp8" / "llama-ct-kv"
 INDEX = "model.safetensors.index.json"
@@ -43,6 +48,36 @@ def test_what_an_engine_holds_in_a_type_of_its_own_is_equal_with_a_note(kv, tmp_
         assert done.code == 1 and f"{name}  values" in done.out, done.out
     cast = reshard("verify", kv, FIXTURES / "hf_fp8" / "llama-ct-kv")
     assert cast.code == 1 and cast.out.count("  dtype  ") == 2, "of two folders none is an engine's"
+
+
+def test_a_table_of_experts_is_held_in_32_bits_as_vllm_holds_it(tmp_path):
+    """deepseek_v4's tid2eid is int64 in transformers 5, int32 in published files and in vLLM 0.32 (models/deepseek_v4/cpu/model.py)."""
+    config = json.loads((FIXTURES / "vllm_declared" / "deepseek_v4.json").read_text())["config"]
+    shapes = {weight.name: weight.shape for weight in find_model(config).weights.values() if not weight.optional}
+    name = "layers.1.ffn.gate.tid2eid"
+    for bits in (64, 32):
+        named_weights.write(tmp_path / f"int{bits}", config, shapes, types={r".*\.tid2eid": f"I{bits}"})
+        done = reshard("convert", tmp_path / f"int{bits}", tmp_path / f"ranks{bits}", "--to", "vllm", "--tp", 2)
+        assert done.code == 0, done.err
+    stored = [value for key, value in load_folder(tmp_path / "ranks64").items() if key.endswith("1.ffn.experts.gate.tid2eid")]
+    assert stored == [load_folder(tmp_path / "int32")[name]] and stored[0][0] == "I32"
+    assert library.fingerprint(tmp_path / "ranks64") == library.fingerprint(tmp_path / "ranks32")
+    for pair in ((tmp_path / "int64", tmp_path / "ranks64"), (tmp_path / "ranks64", tmp_path / "int64")):
+        for command in ("verify", "diff"):
+            done = reshard(command, *pair)
+            assert done.code == 0 and "compared after a cast to I32, in which the engine holds them: 2 tensors" in done.out, done.out
+        assert reshard("explain", *pair).code == 0
+    two_folders = reshard("verify", tmp_path / "int64", tmp_path / "int32")
+    assert two_folders.code == 1 and two_folders.out.count("  dtype  ") == 2, "of two folders none is an engine's"
+    for value, code in ((9, 1), (1 << 40, 3)):
+        other = load_folder(tmp_path / "int64")
+        dtype, shape, data = other[name]
+        other[name] = dtype, shape, value.to_bytes(8, "little") + data[8:]
+        folder_of(tmp_path / f"other{value}", other, tmp_path / "int64")
+        done = reshard("verify", tmp_path / f"other{value}", tmp_path / "ranks64")
+        assert done.code == code and (f"{name}  values" in done.out or "holds -2147483648 to 2147483647" in done.err), done.out + done.err
+    refused = reshard("convert", tmp_path / f"other{1 << 40}", tmp_path / "none", "--to", "vllm", "--tp", 2)
+    assert refused.code == 3 and "1099511627776" in refused.err, "no value is changed without a word"
 
 
 @pytest.mark.parametrize(

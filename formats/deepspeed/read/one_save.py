@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -175,7 +176,9 @@ def check_weights_of_masters(parts: Parts) -> None:
     weights = parts.shapes("weight").keys() | parts.shapeless
     if missing := [name for name in parts.shapes("master") if name not in weights and not name.startswith(TIED_PREFIX)]:
         layer = missing[0].partition(".")[0]
+        expert = re.search(r"experts\.(\d+)\.", missing[0])
         file = f"layer_{int(layer):02d}-model_states.pt is not there" if layer.isdigit() else "a file of a layer or an expert is not there"
+        file = f"layer_*_expert_{expert[1]}_mp_rank_*_model_states.pt of one of the layers is not there" if expert else file
         raise MissingFile(
             f"the optimizer holds its master, but none of the model's files holds its weight: {file}",
             where=missing[0],

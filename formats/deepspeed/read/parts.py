@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from reshard.adapter.index_builder import IndexBuilder
+from reshard.adapter.rank_files import first_missing, listed
 from reshard.canonical.optimizer_state import is_plain, is_unnamed, state_kind
 from reshard.containers.distributed_tensors import Decoder
 from reshard.containers.torch_zip import AnyTensor, Locations
@@ -117,9 +118,12 @@ class Parts:
             return replace(first, shards=_copies([*shards.values()]))
         shapes = {**self._empty_parts(name), **{rank: of_rank[0].shape for rank, of_rank in stage.items()}}
         if len(shapes) < tp:
+            lacking = first_missing(shapes, tp)
             raise CheckpointError(
-                f"of {tp} tensor-parallel ranks only {', '.join(map(str, stage))} {'hold' if len(stage) > 1 else 'holds'} it",
+                f"of {tp} tensor-parallel ranks only {listed([*stage])} {'hold' if len(stage) > 1 else 'holds'} it, {listed(lacking)} "
+                + ("does not" if len(lacking) == 1 else "do not"),
                 where=name,
+                why=f"It is in {', '.join(sorted({part.shards.path(0) for part in parts if len(part.shards)})[:4])}",
                 do="Copy the missing ranks' files from where the checkpoint was written",
             )
         joined = rules.joined(name, [shapes[rank] for rank in range(tp)])

@@ -18,6 +18,7 @@ from ..layout.partitions import zero3_part_size, zero3_slice
 from ..layout.states import ModelStates
 from ..layout.tag import ModelRank, model_rank, of_model_rank
 from .flat_buffers import FlatBuffer, pieces_of_copies
+from .one_save import check_ranks
 from .parts import Parts
 from .run_states import RunStates
 
@@ -95,6 +96,10 @@ def _frozen_weights(models: Mapping[int, ModelStates], locations: Locations) -> 
                 why="zero_quantized_nontrainable_weights keeps the scales in an attribute that is not saved: the values are lost",
                 do="Take this frozen weight from the model that the run started from, and save with exclude_frozen_parameters",
             )
+        held = buffer.rows[0].shape[0]
+        if 0 < held < zero3_part_size(shape, ranks) and zero3_part_size(shape, saved := -(-math.prod(shape) // held)) == held:
+            why = f"The part of {name} in {buffer.paths[0]}, {held:,} elements, is that of one of {saved} ranks"
+            check_ranks({dp: models[dp].path for dp in fragments}, saved, "data-parallel", why=why)
         buffer.check_size([zero3_part_size(shape, ranks)] * ranks, f"part of {name}")
         yield Tensor(name, buffer.dtype, shape, "weight", buffer.shards(zero3_slice(name, shape, ranks)))
 

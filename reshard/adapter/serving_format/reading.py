@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from reshard.adapter.format import Hints
 from reshard.adapter.serving_format import learned
 from reshard.adapter.serving_format.engine import Headers, RankHeaders, ServingEngine, StageRank
 from reshard.containers import safetensors
-from reshard.errors import CheckpointError, IncompleteError
+from reshard.errors import CheckpointError, IncompleteError, ReshardError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel
 from reshard.geometry.sections import Sections, StoredTensor
@@ -58,12 +59,18 @@ def read(serving_format: ServingEngine, files: Files, hints: Hints) -> Index:
         if stated is None:
             parallel = _with_stored_experts(parallel, model, headers)
         rules, version = serving_format.stored_rules(model, parallel, headers)
-        check_degrees(model, rules, parallel)
-        stages = rules.layers_per_stage(model.dimensions["layers"], parallel.pp) if parallel.pp > 1 else ()
         left_out = left_out_by_class(model, rules.left_out)
         shapes = {weight.name: weight.shape for weight in model.weights.values() if weight.name not in left_out}
-        expected = partial(rank_tensors, model, placeholder_dtypes(model, rules), rules, parallel)
-        placed = _placed(headers, expected, {stored: name for name, stored in scale_aliases(model, rules).items()})
+        expected = partial(rank_tensors, model, placeholder_dtypes(model, rules), rules)
+        try:
+            check_degrees(model, rules, parallel)
+            placed = _placed(headers, partial(expected, parallel), {stored: name for name, stored in scale_aliases(model, rules).items()})
+        except ReshardError:
+            if stated is None:
+                legal = partial(check_degrees, model, rules)
+                _check_complete(serving_format, paths, _written_for(headers[0, 0], expected, legal, parallel))
+            raise
+        stages = rules.layers_per_stage(model.dimensions["layers"], parallel.pp) if parallel.pp > 1 else ()
     sizes = {size: getattr(parallel, size) for size in serving_format.sizes if size != "ep" or parallel.ep > 1}
     notes = tuple(about_left_out(left_out))
     about: dict[str, Any] = {"config": config, "notes": notes, "left_out": left_out}
@@ -125,6 +132,27 @@ def _check_complete(serving_format: ServingEngine, paths: Mapping[StageRank, lis
         )
 
 
+def _written_for(
+    held: Headers,
+    expected: Callable[[Parallel, int, int], tuple[StoredTensor, ...]],
+    check: Callable[[Parallel], None],
+    parallel: Parallel,
+) -> Parallel:
+    """The sizes for which the files were written, of which those of the last ranks are lost; `parallel` if none fit.
+
+    held: what the first rank's files hold. expected: the tensors of a rank at sizes that `check` allows. parallel: the sizes by the names
+    of the files that are there.
+    """
+    shapes = {name: entry.shape for name, (_, entry) in held.items()}
+    for tp in range(parallel.tp + 1, _MOST_RANKS + 1):
+        written = replace(parallel, tp=tp)
+        with suppress(ReshardError):
+            check(written)
+            if {tensor.name: tensor.shape for tensor in expected(written, 0, 0)} == shapes:
+                return written
+    return parallel
+
+
 def _headers(files: Files, paths: list[str]) -> Headers:
     """What one rank's files hold. Raises CheckpointError if two of them hold the same name."""
     headers: Headers = {}
@@ -138,6 +166,8 @@ def _headers(files: Files, paths: list[str]) -> Headers:
     return headers
 
 
+# Ranks of one stage for which the files of fewer ranks may have been written.
+_MOST_RANKS = 64
 # Packed experts have no w2_weight, but w2_weight_packed, for example.
 _OF_EXPERTS = re.compile(r"\bw2_weight[^.]*$")
 

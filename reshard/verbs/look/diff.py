@@ -8,6 +8,7 @@ from dataclasses import field
 from typing import Unpack
 
 from reshard.canonical.content import Selection
+from reshard.engine.casts import cast
 from reshard.engine.checks.reading import Reading
 from reshard.engine.checks.recorded_digests import check_digests
 from reshard.engine.compare import Comparison, Difference, Side, comparable
@@ -22,7 +23,7 @@ from reshard.measures.changes import Change, change_of, sum_of
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import EffortOptions, PathLike, checked_keywords
 from reshard.verbs.resumed import compare_counts
-from reshard.verbs.verify import log_compared, not_compared, sides_of
+from reshard.verbs.verify import about_types_of_engine, log_compared, not_compared, sides_of, types_of_engine
 
 
 @value
@@ -136,7 +137,9 @@ def diff(
     sides = sides_of(left, right, selection)
     result = Diff()
     result.notes.extend(check_digests(effort, *((side.files, side.index.tensors) for side in sides)).notes())
-    pairs = list(comparable(*sides, result, with_cast=not headers))
+    held_as = {} if headers else {name: dtype for name, dtype in types_of_engine(*sides).items() if not dtype.floating}
+    pairs = list(comparable(*sides, result, with_cast=not headers, held_as=held_as))
+    result.notes.extend(about_types_of_engine(held_as))
     compare_counts(*sides, result)
     if not headers:
         _measure(result, pairs, sides, effort)
@@ -153,6 +156,11 @@ def _measure(result: Diff, pairs: Sequence[tuple], sides: tuple[Side, Side], eff
     def measure(place: BlockPlace, read: Read) -> Change:
         dtypes, change = [tensor.dtype for tensor in pairs[place[0]]], Change()
         for _, (left, right) in read:
+            if not dtypes[0].floating and dtypes[0] != dtypes[1]:  # an engine's integers are narrower
+                common = min(dtypes, key=lambda dtype: dtype.itemsize)
+                left, right = (cast(values, dtype, common) for values, dtype in zip((left, right), dtypes, strict=True))
+                change.add(change_of(left, right, common, common))
+                continue
             change.add(change_of(left, right, *dtypes))
         return change
 

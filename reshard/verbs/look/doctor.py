@@ -144,6 +144,11 @@ def _missing_scales(patient: Patient) -> Iterator[Finding]:
     return structure.missing_scales(patient.weights, patient.config, of_engine=isinstance(patient.format, ServingFormat))
 
 
+def _unequal_scales(patient: Patient) -> Iterator[Finding]:
+    with contextlib.suppress(CheckpointError, RequestError):
+        yield from quantized.unequal_global_scales(patient.checkpoint.content(), patient.config, patient.files)
+
+
 def _faults(patient: Patient) -> Iterator[Finding]:
     return values.faults(patient.measured, patient.tied_head[0].name if patient.tied_head else None)
 
@@ -187,6 +192,7 @@ CHECKS: tuple[tuple[str, Callable[[Patient], Iterator[Finding]]], ...] = (
     ("opened", lambda patient: structure.missing_layers(patient.weights)),
     ("opened", lambda patient: structure.mixed_dtypes(patient.weights)),
     ("opened", _missing_scales),
+    ("opened", _unequal_scales),
     ("opened", lambda patient: structure.uneven_steps(patient.index, patient.files)),
     ("opened", lambda patient: structure.optimizer_state(patient.index)),
     ("", lambda patient: files.integrity(patient.files, patient.paths, deep=patient.deep)),

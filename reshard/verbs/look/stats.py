@@ -17,6 +17,7 @@ from reshard.geometry.table import Table
 from reshard.geometry.value import Tabular, value
 from reshard.index.index import Tensor
 from reshard.measures.distribution import ValueDistribution, measure_distribution
+from reshard.opening.chains import delta_alone
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords, take
 from reshard.opening.open import open
@@ -115,6 +116,8 @@ def stats(
     checkpoint = source if isinstance(source, Checkpoint) else open(source, **given)
     check_digests(effort, (checkpoint.files, checkpoint.index.tensors))
     tensors = wanted(checkpoint, as_globs(globs), optimizer=optimizer)
+    if not tensors and checkpoint.index.facts.delta is not None:
+        raise delta_alone(checkpoint.path, checkpoint.index.facts.delta)
     finished: dict[int, TensorStatistics] = {}
     parts = {number: ValueDistribution() for number in range(len(tensors))}
     left = {number: sum(1 for _ in blocks(tensor.shape)) for number, tensor in enumerate(tensors)}

@@ -24,6 +24,7 @@ from reshard.health.release import config_of_release, names_of_release
 from reshard.models.config_values import component_class
 from reshard.models.lookup import unknown_architecture
 from reshard.models.quantization import unknown_quantization
+from reshard.opening.chains import delta_alone
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import OpenOptions, PathLike, checked_keywords
 from reshard.opening.open import open
@@ -65,6 +66,8 @@ def serve_check(
 
 def _of_engine(checkpoint: Checkpoint, engine: str | None, asked: Mapping[str, int | None], version: str | None) -> Iterator[Finding]:
     format, config = registry.named(checkpoint.format), checkpoint.model_files.config
+    if checkpoint.index.facts.delta is not None:
+        raise delta_alone(checkpoint.path, checkpoint.index.facts.delta)
     if format.holds_adapters:
         settings = checkpoint.model_files.adapter_config or {}
         for kind, text, do in format.about_serving(checkpoint.index, settings, engine, config):
