@@ -261,6 +261,13 @@ def test_the_split_form_of_an_adapter_of_tinker_has_the_tensors_of_tinker_cookbo
     assert len(digests) == truth["tensors"] and hashlib.sha256(json.dumps(digests).encode()).hexdigest() == truth["split"]
 
 
+def test_an_adapter_of_tinker_is_copied_bit_by_bit(tmp_path):
+    source = FIXTURES / "peft/tinker/adapter"
+    reshard.convert(reshard.plan(source, to="peft"), tmp_path / "out")
+    made, wanted = (safetensors.torch.load_file(folder / WEIGHTS) for folder in (tmp_path / "out", source))
+    assert made.keys() == wanted.keys() and all(torch.equal(made[name], wanted[name]) for name in wanted)
+
+
 def _hostile():
     made = {"split": split(factors(), "qwen3_moe"), "fused": fused(factors(), "qwen3_moe"), "stacked": stacked(factors(), "qwen3_moe")}
     good = {form: {f"{name}.weight": tensor for name, tensor in tensors.items()} for form, tensors in made.items()}

@@ -122,6 +122,7 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
                 yield from checks_of_case(case, base, settings, reshard, peft, folder)
             except RuntimeError as error:
                 yield case, False, str(error)[:400]
+        yield from checks_of_combinations(reshard, peft, work / "combined")
         for family, config in FAMILIES.items():
             for variant in _variants(family):
                 folder = work / f"{family}-{variant.replace(' ', '-')}"
@@ -132,6 +133,26 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
                         yield check_of_ranks(family, settings_of(family, variant), reshard, python, peft, folder)
                 except RuntimeError as error:
                     yield f"{family}, {variant}", False, str(error)[:400]
+
+
+def checks_of_combinations(reshard: Path, peft: Peft, folder: Path) -> Iterator[tuple[str, bool, str]]:
+    """Three adapters become one with the bits of PEFT, and its settings. (The zeros that fill PEFT's cat have signs at random.)"""
+    weights = (0.7, -0.3, 1.1)
+    peft.ask("combine", HF / "llama", weights, folder)
+    adapters = [option for name in ("self", folder / "1", folder / "2") for option in ("--merge-adapter", name)]
+    factors = [option for weight in weights for option in ("--adapter-weight", str(weight))]
+    for how in ("cat", "linear"):
+        command = [reshard, "convert", folder / "0", folder / f"our-{how}", "--to", "peft", *adapters, *factors, "--combine", how, "-q"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip()[-400:])
+        differ = peft.ask("compare", folder / f"our-{how}", folder / how / how)[2:]
+        yield f"three adapters, {how}", not any(differ), "other bits"
+        settings, expected = (
+            json.loads((place / "adapter_config.json").read_text()) | {"target_modules": None}
+            for place in (folder / f"our-{how}", folder / how / how)
+        )
+        yield f"three adapters, {how}: settings", settings == expected, f"{settings} {expected}"
 
 
 def _variants(family: str) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ def complete_config(content: Content, options: Mapping[str, Any], companions: Mo
     Raises: RequestError if a setting is in no file and was not given; CheckpointError if the tensors contradict the settings.
     """
     config, notes = dict(companions.adapter_config or {}), list[str]()
-    pairs = {name.module: tensor.shape[0] for name, tensor in _named(content) if name.parameter in ("lora_A.weight", "lora_embedding_A")}
+    factors = ((name, tensor.shape) for name, tensor in _named(content) if name.parameter in ("lora_A.weight", "lora_embedding_A"))
+    pairs = {name.module: shape[-2] for name, shape in factors if len(shape) > 1}  # [r, in], or [experts, r, in]
     if not pairs:
         raise CheckpointError(
             f"no tensor is lora_A, for example {next(iter(content.tensors))}",
