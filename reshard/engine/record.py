@@ -145,7 +145,8 @@ def _merged_adapters(last: MergedAdapter | None) -> dict[str, object]:
     if last is None:
         return {}
     several = [(dict(adapter.settings), adapter.weight) for adapter in last.all]
-    return {"adapter": dict(last.settings), **({"adapters": several} if last.before or last.weight != 1 else {})}
+    combination = {"combination": last.combination} if last.combination else {}
+    return {"adapter": dict(last.settings), **({"adapters": several} if last.before or last.weight != 1 else {}), **combination}
 
 
 _FixedBytes = dict[str, tuple[Ranges, str]]

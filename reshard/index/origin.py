@@ -6,6 +6,7 @@
     Encoded    the weight whose codes or scales they are
     Merged     the base, and the factors of a LoRA adapter
     Mixed      the same tensor of several checkpoints
+    Weighted   the same factor of several LoRA adapters
 
 An example: the average of two checkpoints, of which the second is quantized. The leaves are what is read.
 
@@ -427,3 +428,47 @@ class Mixed(Origin):
         """A text that differs if the mixture does."""
         inputs = (f"{term.dtype} {len(term.shards)} {[leaf.name for leaf in term.leaves]}{term.origin.identity}" for term in self.tensors)
         return f"{self.rule}\0{self.weights!r}\0" + "\0".join(inputs)
+
+
+@value(eq=False)
+class Term:
+    """A part of a tensor that is computed from a tensor of one adapter, as values * factors[0] * factors[1] ..."""
+
+    box: Box
+    """The part, in the coordinates of the computed tensor."""
+    tensor: Tensor
+    """The values of the part, in its shape."""
+    factors: tuple[float, ...]
+    """Each product is rounded to float32, as are the factors themselves."""
+
+
+@value(eq=False, repr=False)
+class Weighted(Origin):
+    """The sum of weighted parts, in float32 and in their order; zero where no part lies. For two adapters, as PEFT:
+
+    cat      A = [A1 * w1 * s1; A2 * w2 * s2]      B = [B1, B2]          two parts that do not meet
+    linear   A = A1 * c1 + A2 * c2                 B likewise            two parts of the whole tensor
+    """
+
+    terms: tuple[Term, ...]
+    """The parts."""
+    computed_in = (F32,)
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors of the adapters."""
+        return tuple(term.tensor for term in self.terms)
+
+    def with_inputs(self, change: Callable[[Tensor], Tensor]) -> Weighted:
+        """The same sum of other tensors."""
+        return Weighted(tuple(replace(term, tensor=change(term.tensor)) for term in self.terms))
+
+    def of_parts(self, part: Callable[[Tensor], Tensor]) -> Weighted:
+        """The sum of the same part of each tensor, where every term is of the whole tensor."""
+        parts = ((term, part(term.tensor)) for term in self.terms)
+        return Weighted(tuple(Term(Box.whole(tensor.shape), tensor, term.factors) for term, tensor in parts))
+
+    @property
+    def identity(self) -> str:
+        """A text that differs if the sum does."""
+        return "".join(f"{term.box}\0{term.factors!r}\0{term.tensor.name}\0{term.tensor.origin.identity}" for term in self.terms)

@@ -23,6 +23,8 @@ class MergedAdapter:
     """The factor of its updates."""
     before: MergedAdapter | None = None
     """The adapter that was merged before it."""
+    combination: str = ""
+    """How this one and those before it became one adapter, "cat" or "linear"; empty if their updates were added."""
 
     @property
     def all(self) -> tuple[MergedAdapter, ...]:
@@ -33,7 +35,8 @@ class MergedAdapter:
         """What it is, as plain values with stable keys."""
         chosen = {key: self.settings.get(key) for key in ("base_model_name_or_path", "r", "lora_alpha", "use_rslora", "use_dora")}
         several = {"weight": self.weight, "before": self.before and self.before.to_json()} if self.before or self.weight != 1 else {}
-        return {"path": self.path, "weights": self.weights, **chosen, **several}
+        combination = {"combination": self.combination} if self.combination else {}
+        return {"path": self.path, "weights": self.weights, **chosen, **several, **combination}
 
 
 @value

@@ -22,6 +22,7 @@ PathLike = str | os.PathLike[str]
 Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call."""
 Weights = Literal["model", "master"]
+Combination = Literal["cat", "linear"]
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
@@ -89,6 +90,9 @@ class RecipeOptions(TypedDict, total=False):
     adapter_weight: Annotated[
         "float | Sequence[float] | None",
         Keyword("Factor of the updates of each adapter, in order (default: 1).", "FACTOR", several=True),
+    ]
+    combine: Annotated[
+        Combination | None, Keyword("Several adapters: cat (default) adds their updates; linear their factors, with cross terms.")
     ]
     drop_adapter: Annotated[bool, Keyword("Leave out the LoRA adapter that the checkpoint holds.")]
     quantize: Annotated[str | None, Keyword("Quantize linear layers: fp8-block, fp8-channel, mxfp4, mxfp8, nvfp4.", "FORM")]

@@ -26,24 +26,23 @@ if TYPE_CHECKING:
 
 def merge_own_adapter(draft: Draft) -> Draft:
     """Merge the adapter that the checkpoint itself holds into its weights, if the request asks for it."""
-    if not draft.request.merges_own_adapter:
+    request = draft.request
+    if not request.merges_own_adapter or request.to.holds_adapters:
         return draft
-    from reshard.canonical.lora import LoraSettings
-
-    content = draft.content
-    own = {name: tensor for name, tensor in content.adapter.items() if not adapters_of([tensor])}
-    settings = LoraSettings(draft.companions.adapter_config or {}).with_alpha(draft.request.target.options.get("lora_alpha"))
-    settings.check_parameters(found.module for name in own if (found := adapter_name(name)) is not None)
-    drops = tuple(drop for drop in content.drops if drop.name not in own or drop.reason != ADAPTER_LEFT_OUT)
-    draft = replace(draft, content=replace(content, drops=drops))
-    return _merged(draft, settings, own, draft.request.adapter_weights[0]).noting(*settings.notes)
+    draft, settings, own = _own_adapter(draft)
+    return draft if request.combine == "linear" else _merged(draft, settings, own, request.adapter_weights[0]).noting(*settings.notes)
 
 
 def merge_adapter(draft: Draft) -> Draft:
-    """Merge the adapters of the directories that the request names into the weights, or into what was combined, one after the other."""
-    weights = draft.request.adapter_weights[-len(draft.adapters) :]
+    """Merge the adapters of the directories that the request names into the weights, or into what was combined, one after the other; or
+    make one adapter of them first."""
+    request = draft.request
+    if draft.adapters and (request.to.holds_adapters or request.combine == "linear"):
+        return _with_combined(draft)
+    weights = request.adapter_weights[-len(draft.adapters) :]
     for adapter, weight in zip(draft.adapters, weights, strict=False):
-        draft = _with_adapter(draft, adapter, weight)
+        settings, tensors = adapter_in(adapter, "merge_adapter")
+        draft = _beside(_merged(draft, settings, tensors, weight, adapter.path), adapter, tensors)
     return draft
 
 
@@ -92,10 +91,74 @@ def adapter_in(adapter: Checkpoint, keyword: str) -> tuple[LoraSettings, dict[st
     return LoraSettings(config), {tensor.name: replace(tensor, shards=relocation.of(tensor.shards)) for tensor in adapter.index.tensors}
 
 
-def _with_adapter(draft: Draft, adapter: Checkpoint, weight: float) -> Draft:
-    """The draft with the adapter of a directory merged, and its tensors and files beside the base's."""
-    settings, tensors = adapter_in(adapter, "merge_adapter")
-    draft = _merged(draft, settings, tensors, weight, adapter.path)
+def _own_adapter(draft: Draft) -> tuple[Draft, LoraSettings, dict[str, Tensor]]:
+    """The adapter that the checkpoint itself holds, beside weights or alone, and the draft in which it is not left out."""
+    from reshard.canonical.lora import LoraSettings
+
+    content = draft.content
+    stored = content.tensors if content.is_adapter else content.adapter
+    own = {name: tensor for name, tensor in stored.items() if not adapters_of([tensor])}
+    settings = LoraSettings(draft.companions.adapter_config or {}).with_alpha(draft.request.target.options.get("lora_alpha"))
+    settings.check_parameters(found.module for name in own if (found := adapter_name(name)) is not None)
+    drops = tuple(drop for drop in content.drops if drop.name not in own or drop.reason != ADAPTER_LEFT_OUT)
+    return replace(draft, content=replace(content, drops=drops)), settings, own
+
+
+def _with_combined(draft: Draft) -> Draft:
+    """The draft with one adapter made of several: merged into the weights, or as the content of a target that is an adapter.
+
+    Raises: RequestError if the own adapter of such a source is not named, or its form is to change as well; as `combined`.
+    """
+    from reshard.canonical.adapters.combining import Source, combined
+    from reshard.index.provenance import MergedAdapter
+
+    request, into_weights = draft.request, not draft.request.to.holds_adapters
+    _check_can_be_combined(draft)
+    sources = list[Source]()
+    base, names = draft, iter(request.adapter_weights)
+    if request.merges_own_adapter:
+        draft, settings, own = _own_adapter(draft)
+        sources.append(Source(draft.source.path, settings, own, next(names)))
+    for adapter, weight in zip(draft.adapters, names, strict=True):
+        settings, tensors = adapter_in(adapter, "merge_adapter")
+        sources.append(Source(adapter.path, settings, tensors, weight))
+        draft = _beside(draft, adapter, tensors)
+    settings, tensors = combined(sources, request.combine, draft.content.model)
+    last: MergedAdapter | None = None
+    for source in sources:
+        last = MergedAdapter(os.path.abspath(source.path), source.settings.config, len(tensors), source.weight, last, request.combine)
+    if into_weights:
+        draft = _merged(draft, settings, tensors, 1.0, sources[-1].path)
+        assert last is not None and draft.content.merged is not None, "adapters were merged"
+        last = replace(last, weights=draft.content.merged.weights)
+        return replace(draft, content=replace(draft.content, merged=last))
+    content = replace(base.content, tensors=tensors, merged=last, recorded=dict)
+    made = replace(draft, content=content, companions=replace(draft.companions, adapter_config=dict(settings.config)))
+    return made.noting(f"the factors of {plural(len(sources), 'adapter')} are combined in float32, as PEFT's {request.combine} does")
+
+
+def _check_can_be_combined(draft: Draft) -> None:
+    """Raises RequestError if what is asked for besides contradicts the combination of adapters."""
+    request = draft.request
+    if not request.to.holds_adapters:
+        if request.formula and request.merges_own_adapter:
+            raise RequestError(
+                "`combine=linear` with `merge_adapter=self` and several sources", do="Combine the adapters first, with `to=peft`"
+            )
+    elif not request.merges_own_adapter:
+        raise RequestError(
+            "`merge_adapter=` names adapters, and not that of the source",
+            where=draft.source.path,
+            why="The result is one adapter, and the source is one of its parts",
+            do="Name `merge_adapter=self` first, and each further adapter after it",
+        )
+    elif option := next((name for name in ("experts", "engine") if request.target.options.get(name)), None):
+        do = f"Combine them first, then write the result with `to=peft` and `{option}=`"
+        raise RequestError(f"`{option}=` with several adapters", do=do)
+
+
+def _beside(draft: Draft, adapter: Checkpoint, tensors: Mapping[str, Tensor]) -> Draft:
+    """The draft with the tensors and files of an adapter beside those of the source."""
     files = (replace(file, path=JoinedFiles.path_in(adapter.files, file.path)) for file in adapter.index.files)
     both = replace(draft.index, tensors=(*draft.index.tensors, *tensors.values()), files=(*draft.index.files, *files))
     return replace(draft, index=both, files=JoinedFiles(draft.files, [adapter.files]))

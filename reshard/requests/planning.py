@@ -22,7 +22,7 @@ from reshard.adapter.save_folders import step_of
 from reshard.canonical.content import check_against_model, check_counted, check_selected
 from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs
-from reshard.canonical.renaming import adapters_of, is_of_adapter, with_adapter_names
+from reshard.canonical.renaming import adapter_name, adapters_of, is_of_adapter, with_adapter_names
 from reshard.canonical.stacked_experts import by_expert
 from reshard.errors import CheckpointError, RequestError, UnsupportedError, blaming, some
 from reshard.geometry.quantities import plural
@@ -438,6 +438,15 @@ def _chosen_adapter(draft: Draft) -> str | None:
             why="One is written or merged",
             do=f"Choose one, such as `adapter={names[0]}`",
         )
+    if names and chosen is None:
+        parsed = ((tensor.name, adapter_name(tensor.name)) for tensor in draft.source.index.tensors)
+        if unnamed := next((stored for stored, name in parsed if name is not None and name.adapter is None), None):
+            raise RequestError(
+                f"it belongs to an adapter without a name, and other tensors to the adapter {names[0]}",
+                where=unnamed,
+                why="One adapter is written or merged",
+                do=f"Choose that with `adapter={names[0]}`, or leave its tensors out with `exclude=` '*.{names[0]}.*'",
+            )
     return chosen
 
 
@@ -461,7 +470,7 @@ def _check_adapter(draft: Draft) -> None:
             why="Without it the result is the base model, and what was trained is lost",
             do="Merge it with `merge_adapter=self`, leave it out with `drop_adapter=True`, or write it alone with `to=peft`",
         )
-    if (request.drop_adapter or is_merged) and not content.adapter:
+    if (request.drop_adapter or is_merged) and not (content.adapter or format.holds_adapters):
         option = "`drop_adapter=True`" if request.drop_adapter else "`merge_adapter=self`"
         raise RequestError(
             f"{option}: no LoRA adapter is left beside weights",

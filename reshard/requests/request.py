@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from reshard.adapter import registry
 from reshard.adapter.format import ADAPTER, Format, Option
@@ -21,7 +21,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.index.index import Index
 from reshard.opening.checkpoint import Checkpoint
-from reshard.opening.keywords import CombiningOptions, ManyPlanOptions, PathLike, SelectionOptions, take, unknown_keyword
+from reshard.opening.keywords import Combination, CombiningOptions, ManyPlanOptions, PathLike, SelectionOptions, take, unknown_keyword
 from reshard.opening.open import adapter_of
 from reshard.plans.layout import Layout, Target
 from reshard.plans.summary import kinds as kinds_of
@@ -54,6 +54,8 @@ class ConversionRequest:
     """The directories of the LoRA adapters to merge into the weights, in order; "self": the checkpoint's own."""
     adapter_weights: tuple[float, ...] = ()
     """The factor of the updates of each of them."""
+    combine: str = "cat"
+    """How several of them become one: "cat" adds their updates, "linear" their factors."""
     drop_adapter: bool = False
     """Whether the checkpoint's own LoRA adapter is left out."""
     formula: Formula | None = None
@@ -77,11 +79,12 @@ class ConversionRequest:
         requantize = _form(rest.pop("requantize", None), "`requantize=`")
         about = {name: rest.pop(name) for name in ("dequantize", "drop_adapter") if name in rest}
         merged, weights = _adapters(rest.pop("merge_adapter", None), rest.pop("adapter_weight", None))
+        combination = _combination(rest.pop("combine", None), merged)
         formula = formula_of(take(rest, CombiningOptions))
         selection, only_rank = selection_of(rest), rest.pop("only", None) or {}
         options = _options_of(format, rest, ADAPTER if OWN_ADAPTER in merged else ())
         target = replace(target, options=options, only_rank=only_rank)
-        adapters: dict[str, Any] = {"merge_adapter": merged, "adapter_weights": weights}
+        adapters: dict[str, Any] = {"merge_adapter": merged, "adapter_weights": weights, "combine": combination}
         return ConversionRequest(format, target, selection, quantize, requantize, **about, **adapters, formula=formula)
 
     @property
@@ -175,6 +178,18 @@ def _adapters(
             do="Name it first",
         )
     return merged, tuple(map(float, given)) or (1.0,) * len(merged)
+
+
+def _combination(asked: str | None, adapters: Sequence[PathLike]) -> str:
+    """How adapters become one. Raises RequestError for another way, or if there are not several."""
+    if asked not in (None, *get_args(Combination)):
+        others = "PEFT's ways that drop values at random are not repeated, and svd and ties do not have its bits"
+        raise RequestError(f"`combine={asked}`: no such way", why=others, do=choices(str(asked), get_args(Combination)))
+    if asked and len(adapters) < 2:
+        raise RequestError(
+            f"`combine={asked}`: {plural(len(adapters), 'adapter')} cannot be combined", do="Name several with `merge_adapter=`"
+        )
+    return asked or "cat"
 
 
 def cast_of_server(index: Index, served: str | None) -> str | None:

@@ -33,6 +33,7 @@ from helpers.fixture_places import FIXTURES
 
 import reshard
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
+from reshard.models.lookup import find_model
 
 
 def merged(source, folder, out, **options):
@@ -252,13 +253,57 @@ def test_serve_check_says_what_vllm_does_with_an_adapter(family, form, settings,
     assert unknown.id == "adapter-not-checked"
 
 
-def test_the_split_form_of_an_adapter_of_tinker_has_the_tensors_of_tinker_cookbook(tmp_path):
-    """fixtures/peft/make_tinker.py; one factor is shared by all experts, and the head has Tinker's name."""
-    truth = json.loads((FIXTURES / "peft/tinker/truth.json").read_text())
-    out, _ = rewritten(FIXTURES / "peft/tinker/adapter", tmp_path / "out", "split", FIXTURES / "hf" / truth["base"])
+@pytest.mark.parametrize("family", ["", "qwen3_5_moe", "nemotron_h"])
+def test_the_split_form_of_an_adapter_of_tinker_has_the_tensors_of_tinker_cookbook(family, tmp_path):
+    """fixtures/peft/make_tinker.py; one factor is shared by all experts, and the head has Tinker's name. Of Qwen3.5 the language part has
+    another prefix; of Nemotron two modules become one of twice the rank, and empty factors are left out."""
+    folder = FIXTURES / "peft/tinker" / family
+    truth = json.loads((folder / "truth.json").read_text())
+    out, _ = rewritten(folder / "adapter", tmp_path / "out", "split", FIXTURES / "hf" / truth["base"] if "base" in truth else folder)
     made = safetensors.torch.load_file(out / WEIGHTS)
     digests = {n: hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in sorted(made.items())}
     assert len(digests) == truth["tensors"] and hashlib.sha256(json.dumps(digests).encode()).hexdigest() == truth["split"]
+    config = json.loads((out / "adapter_config.json").read_text())
+    if family == "nemotron_h":
+        assert config["rank_pattern"] == {"mixer.in_proj": 4} and config["alpha_pattern"] == {"mixer.in_proj": 12}
+    if family == "qwen3_5_moe":  # and back
+        back, _ = rewritten(out, tmp_path / "back", "tinker", folder)
+        again, first = (safetensors.torch.load_file(place / WEIGHTS) for place in (back, folder / "adapter"))
+        assert again.keys() == first.keys() and all(torch.equal(again[name], first[name]) for name in first)
+
+
+SPLIT = {
+    "qwen3_5_moe": (
+        "model.language_model.layers.0.linear_attn.in_proj_qkv",
+        "layers.0.linear_attn",
+        ("in_proj_q", "in_proj_k", "in_proj_v"),
+    ),
+    "nemotron_h": ("backbone.layers.0.mixer.in_proj", "layers.0.mixer", ("gate_proj", "x_proj")),
+}
+
+
+@pytest.mark.parametrize("family", SPLIT)
+def test_projections_that_tinker_adapts_apart_change_their_rows_of_the_fused_weight(family, tmp_path):
+    folder, (fused_name, module, parts) = FIXTURES / "peft/tinker" / family, SPLIT[family]
+    config = json.loads((folder / "config.json").read_text())
+    before = {name: numbers(i, *weight.shape) for i, (name, weight) in enumerate(find_model(config).weights.items())}
+    model = write(tmp_path / "base", before, "model.safetensors", "config.json", config)
+    after = merged(model, folder / "adapter", tmp_path / "out")[f"{fused_name}.weight"]
+    held = safetensors.torch.load_file(folder / "adapter" / WEIGHTS)
+    a, b = ([held[f"base_model.model.model.{module}.{part}.lora_{which}.weight"].float().numpy() for part in parts] for which in "AB")
+    wanted = before[f"{fused_name}.weight"].copy()
+    rows = np.concatenate([3 * (right @ left) for left, right in zip(a, b, strict=True)])
+    wanted[: len(rows)] += rows
+    assert np.allclose(after, wanted, rtol=0, atol=1e-5) and not np.array_equal(
+        after[: len(rows)], before[f"{fused_name}.weight"][: len(rows)]
+    )
+
+
+def test_an_adapter_of_tinker_is_copied_bit_by_bit(tmp_path):
+    source = FIXTURES / "peft/tinker/adapter"
+    reshard.convert(reshard.plan(source, to="peft"), tmp_path / "out")
+    made, wanted = (safetensors.torch.load_file(folder / WEIGHTS) for folder in (tmp_path / "out", source))
+    assert made.keys() == wanted.keys() and all(torch.equal(made[name], wanted[name]) for name in wanted)
 
 
 def _hostile():

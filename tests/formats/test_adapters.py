@@ -35,7 +35,7 @@ import seeded_models
 PEFT, HF = FIXTURES / "peft", FIXTURES / "hf"
 WEIGHTS = "adapter_model.safetensors"
 CASES = sorted({path.parent.name for path in PEFT.glob("*/truth.json")} - {"tinker"})  # whose truth is of another library
-SINGLE = sorted({path.parent.parent.name for path in PEFT.glob("*/adapter/adapter_config.json")} - {"fsdp2", "zero3"})
+SINGLE = sorted({path.parent.parent.name for path in PEFT.glob("*/adapter/adapter_config.json")} - {"fsdp2", "zero3", "tinker"})
 
 
 def truth(case):

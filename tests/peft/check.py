@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from families import FAMILIES, VARIANTS, settings_of
 from helpers.framework_environments import LONG, ROOT, Environment, run_checks
 
-ENVIRONMENT = Environment("peft", ROOT / "tests" / "peft" / "requirements.txt")
+ENVIRONMENT = Environment("peft", ROOT / "tests" / "peft" / "requirements.txt", variables={"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"})
 HF = ROOT / "fixtures" / "hf"
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 6}
 GPT_OSS = {
@@ -84,6 +84,8 @@ CASES: dict[str, tuple[str | dict[str, Any], dict[str, Any]]] = {
 _NOT_MERGED = {"trained tokens"}
 # PEFT saves the base's embeddings beside these adapters; in a trainer's state dict they are the base's.
 _WITH_EMBEDDINGS = {"saved embeddings"}
+# The families that ZeRO-3 trains where the time is short: experts [out, in] and [in, out].
+_WITH_ZERO = {"qwen3_moe", "gpt_oss"}
 # What the state dict of a trainer whose biases were trained does not hold any more.
 _BASE_CHANGES = {"trained biases", "all biases"}
 
@@ -122,6 +124,7 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
                 yield from checks_of_case(case, base, settings, reshard, peft, folder)
             except RuntimeError as error:
                 yield case, False, str(error)[:400]
+        yield from checks_of_combinations(reshard, peft, work / "combined")
         for family, config in FAMILIES.items():
             for variant in _variants(family):
                 folder = work / f"{family}-{variant.replace(' ', '-')}"
@@ -129,9 +132,26 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
                 try:
                     yield from checks_of_forms(f"{family}, {variant}", config, settings_of(family, variant), reshard, peft, folder)
                     if variant == "two parameters" and "vision_config" not in config:
-                        yield check_of_ranks(family, settings_of(family, variant), reshard, python, peft, folder)
+                        yield from checks_of_ranks(family, settings_of(family, variant), reshard, python, peft, folder)
                 except RuntimeError as error:
                     yield f"{family}, {variant}", False, str(error)[:400]
+
+
+def checks_of_combinations(reshard: Path, peft: Peft, folder: Path) -> Iterator[tuple[str, bool, str]]:
+    """Three adapters become one with the bits of PEFT, and its settings. (The zeros that fill PEFT's cat have signs at random.)"""
+    weights = (0.7, -0.3, 1.1)
+    peft.ask("combine", HF / "llama", weights, folder)
+    adapters = [option for name in ("self", folder / "1", folder / "2") for option in ("--merge-adapter", name)]
+    factors = [option for weight in weights for option in ("--adapter-weight", str(weight))]
+    for how in ("cat", "linear"):
+        _run(reshard, "convert", folder / "0", folder / f"our-{how}", "--to", "peft", *adapters, *factors, "--combine", how, "-q")
+        differ = peft.ask("compare", folder / f"our-{how}", folder / how / how)[2:]
+        yield f"three adapters, {how}", not any(differ), "other bits"
+        settings, expected = (
+            json.loads((place / "adapter_config.json").read_text()) | {"target_modules": None}
+            for place in (folder / f"our-{how}", folder / how / how)
+        )
+        yield f"three adapters, {how}: settings", settings == expected, f"{settings} {expected}"
 
 
 def _variants(family: str) -> tuple[str, ...]:
@@ -141,19 +161,29 @@ def _variants(family: str) -> tuple[str, ...]:
     return tuple(VARIANTS) if LONG else ("two parameters", "patterns")
 
 
-def check_of_ranks(family: str, settings: dict[str, Any], reshard: Path, python: Path, peft: Peft, folder: Path) -> tuple[str, bool, str]:
-    """What FSDP2 saves on two ranks becomes, bit by bit, the adapter that PEFT saves after a gather."""
-    ranks = [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", ROOT / "tests/peft/dcp_ranks.py"]
-    of_adapter = ["--to", "peft", "--model", folder / "base", "--adapter-config", folder / "gathered/adapter_config.json", "-q"]
-    for command in (
-        [*ranks, folder / "base", json.dumps(settings), folder],
-        [reshard, "convert", folder / "checkpoint", folder / "of-ranks", *of_adapter],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(done.stderr.strip()[-400:])
-    differ = peft.ask("compare", folder / "of-ranks", folder / "gathered")[2:]
-    return f"from two ranks of FSDP2: {family}", not any(differ), "other bits than those gathered"
+def checks_of_ranks(
+    family: str, settings: dict[str, Any], reshard: Path, python: Path, peft: Peft, folder: Path
+) -> Iterator[tuple[str, bool, str]]:
+    """What FSDP2 and ZeRO-3 save on two ranks becomes, bit by bit, the adapter that PEFT saves after a gather."""
+    for program, saves in (("dcp_ranks.py", ("checkpoint",)), ("zero_ranks.py", ("checkpoint", "excluded"))):
+        if program == "zero_ranks.py" and not (LONG or family in _WITH_ZERO):
+            continue
+        of_program = folder / program.removesuffix(".py")
+        of_program.mkdir()
+        _run(python, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", ROOT / "tests/peft" / program,
+             folder / "base", json.dumps(settings), of_program)  # fmt: skip
+        for save in saves:
+            _run(reshard, "convert", of_program / save, of_program / f"of-{save}", "--to", "peft", "--model", folder / "base",
+                 "--adapter-config", of_program / "gathered/adapter_config.json", "-q")  # fmt: skip
+            differ = peft.ask("compare", of_program / f"of-{save}", of_program / "gathered")[2:]
+            yield f"two ranks of {program}, {save}: {family}", not any(differ), "other bits than those gathered"
+
+
+def _run(*command: object) -> None:
+    """Run a command. Raises RuntimeError, with the end of what it says, if it fails."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip()[-400:])
 
 
 def checks_of_forms(

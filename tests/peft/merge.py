@@ -7,6 +7,8 @@ is a line on stdout: {"result": ...} or {"error": ...}.
                                  the base. BASE: a fixture, or the JSON of a config; SETTINGS: those of LoraConfig, and
                                  save_embedding_layers of the save
     merge_exactly CONFIG SETTINGS FOLDER   the same of a base in float32 with that config
+    combine BASE WEIGHTS FOLDER  makes an adapter for each weight, and what PEFT's add_weighted_adapter makes of them: FOLDER/0, 1, ..., and
+                                 FOLDER/cat/cat, FOLDER/linear/linear. The second one is in bfloat16
     distance OURS THEIRS         the largest difference of two folders of weights, in parts of the largest element of its tensor
     load BASE ADAPTER            loads an adapter into its base; an error if PEFT misses or ignores a tensor
     compare OURS THEIRS          the answer is the number of tensors, of elements, of elements that differ by one unit in the last place,
@@ -75,6 +77,27 @@ def merge_exactly(config: dict, settings: dict, into: str) -> str:
     return str(folder / "base")
 
 
+def combine(base: str, weights: list[float], into: str) -> None:
+    modules = (["q_proj", "v_proj"], ["v_proj", "down_proj"], ["v_proj", "embed_tokens"])
+    for number, own in enumerate(modules[: len(weights)]):
+        torch.manual_seed(number)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        settings = LoraConfig(r=4, lora_alpha=5 + number, use_rslora=number == 1, target_modules=own, task_type="CAUSAL_LM")
+        model = get_peft_model(model, settings)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(torch.randn(parameter.shape) * 0.3)
+        model.to(torch.bfloat16 if number == 1 else torch.float32).save_pretrained(f"{into}/{number}", save_embedding_layers=False)
+    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), f"{into}/0", adapter_name="of-0")
+    names = [f"of-{number}" for number in range(len(weights))]  # PEFT takes an adapter's name out of "layers.0" as well
+    for number, name in enumerate(names[1:], 1):
+        whole.load_adapter(f"{into}/{number}", adapter_name=name)
+    for how in ("cat", "linear"):
+        whole.add_weighted_adapter(names, weights, how, combination_type=how)
+        whole.save_pretrained(f"{into}/{how}", selected_adapters=[how], save_embedding_layers=False)
+
+
 def distance(ours: str, theirs: str) -> float:
     """The largest difference, in parts of the largest element of its tensor. Experts may be stored with exchanged axes."""
     found, wanted = weights(ours), weights(theirs)
@@ -116,7 +139,7 @@ def compare(ours: str, theirs: str) -> tuple[int, int, int, int]:
     return len(found), elements, one, more
 
 
-REQUESTS = {"merge": merge, "merge_exactly": merge_exactly, "distance": distance, "load": load, "compare": compare}
+REQUESTS = {"merge": merge, "merge_exactly": merge_exactly, "combine": combine, "distance": distance, "load": load, "compare": compare}
 
 if __name__ == "__main__":
     for line in sys.stdin:

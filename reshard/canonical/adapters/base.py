@@ -18,7 +18,20 @@ _GATE_OR_UP = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj)\.weight")
 ALTERNATING = "expert.gate_up"
 """The role of a tensor in which the rows of gate and up alternate."""
 # Names of Tinker's adapters (tinker-cookbook 0.6.1, weights/_merge_utils.py and _merge_gpt_oss.py), and those of the model in their place.
-_OF_TINKER = ((".attn.", ".self_attn."), ("model.unembed_tokens.", "lm_head."), ("model.unembed_tokens.", "model.embed_tokens."))
+_OF_TINKER = (
+    (".attn.", ".self_attn."), ("model.unembed_tokens.", "lm_head."), ("model.unembed_tokens.", "model.embed_tokens."),
+    ("model.", "model.language_model."), ("model.", "language_model.model."), ("model.unembed_tokens.", "language_model.lm_head."),
+    ("model.unembed_tokens.", "model.language_model.embed_tokens."), ("model.unembed_tokens.", "language_model.model.embed_tokens."),
+)  # fmt: skip
+# Modules that Tinker adapts one by one, as rows of a matrix that the model stores fused: the module, and the role of its rows (the same,
+# _merge_qwen3_5.py and _merge_nemotron.py).
+_ROWS_OF = {
+    "linear_attn.in_proj_q": ("linear_attn.in_proj_qkv", "delta.q"),
+    "linear_attn.in_proj_k": ("linear_attn.in_proj_qkv", "delta.k"),
+    "linear_attn.in_proj_v": ("linear_attn.in_proj_qkv", "delta.v"),
+    "mixer.gate_proj": ("mixer.in_proj", "ssm.z"),
+    "mixer.x_proj": ("mixer.in_proj", "ssm.x"),
+}
 
 
 @value(eq=False)
@@ -53,7 +66,17 @@ class AdaptedBase:
             both = self._names.array(f"{match[1]}.gate_up_proj")
             if both is not None and both.tiles and self._role(both) == ALTERNATING and int(match[2]) < both.shape[0]:
                 return Place(both.item(int(match[2])), int(match[3] == "up_proj"), 2)
+        if array is None:
+            array = self._rows(name)
         return None if array is None else Place(array)
+
+    def _rows(self, name: str) -> Mosaic | None:
+        """The rows of a fused matrix that a module of Tinker's adapters stands for."""
+        before, *last = name.removesuffix(".weight").rsplit(".", 2)
+        fused, role = _ROWS_OF.get(".".join(last), (None, None))
+        whole = self._names.array(f"{before}.{fused}.weight") if self._names and fused else None
+        weight = self.model.weights.get(whole.names[0]) if self.model and whole is not None else None
+        return next((part.array for part in self.model.parts_of([weight]) if part.role == role), None) if self.model and weight else None
 
     def weight(self, name: str, tensor: Tensor) -> Place:
         """The canonical weights that the base has under a name. Raises CheckpointError if it has none."""
@@ -76,12 +99,19 @@ class AdaptedBase:
             do=f"Give the base that the adapter was trained on{self._named()}",
         )
 
-    def renamed(self, module: str) -> str:
-        """The model's name for a module that Tinker's adapters have under another one."""
-        if self._names is None or self.find(f"{module}.weight") is not None:
+    def renamed(self, module: str, inner: str = "") -> str:
+        """The model's name for a module that Tinker's adapters have under another one. inner: the name of a part that has a weight."""
+        if self._names is None or self.find(f"{module}{inner}.weight") is not None:
             return module
-        names = ((f"{module}.".replace(old, new), old) for old, new in _OF_TINKER if old in f"{module}.")
-        return next((name[:-1] for name, _ in names if self.find(f"{name}weight") is not None), module)
+        names = (f"{module}.".replace(old, new, 1)[:-1] for old, new in _OF_TINKER if old in f"{module}.")
+        return next((name for name in names if self.find(f"{name}{inner}.weight") is not None), module)
+
+    def joined(self, module: str) -> str:
+        """The fused module in which engines adapt a module of Mamba that Tinker adapts alone, as tinker-cookbook joins them; the module
+        itself for others."""
+        before, *last = module.rsplit(".", 2)
+        fused, role = _ROWS_OF.get(".".join(last), ("", ""))
+        return f"{before}.{fused}" if role.startswith("ssm.") and self.find(f"{module}.weight") else module
 
     def is_in_out(self, array: Mosaic) -> bool | None:
         """Whether an array is [..., in, out], as a Conv1D, by the declaration of its weight; None if that is not declared."""

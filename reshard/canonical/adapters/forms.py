@@ -28,7 +28,7 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import grouped, plural
 from reshard.geometry.sections import Section, Sections, StoredTensor, whole
 from reshard.geometry.value import value
-from reshard.index.origin import Tensor
+from reshard.index.origin import Tensor, Term, Weighted
 
 _FACTOR = re.compile(rf"{re.escape(PREFIX)}(.+\.experts)\.(\d+)\.(\w+)\.lora_(A|B)\.weight")
 # The names of the projections of experts, in the order of the rows of their fused tensor.
@@ -87,13 +87,21 @@ def formed(content: Content, settings: LoraSettings, path: str, form: str, read:
             do="Name its directory with `model=DIR`",
         )
     base = AdaptedBase(content.model, None, path, settings.config.get("base_model_name_or_path"))
-    updates = [update for update in read_adapter(base, settings, content.tensors).updates if isinstance(update, Update)]
+    adapter = read_adapter(base, settings, content.tensors)
+    updates = [update for update in adapter.updates if isinstance(update, Update)]
     split = [part for update in updates if update.expert is not None for part in _split(update, base)]
     if not split:
         raise RequestError(f"`experts={form}`: the adapter changes no routed experts", where=path, do="Leave it out")
-    used = {factor.name for update in updates if update.expert is not None for factor in (update.a, update.b)}
+    alone = [update for update in updates if update.expert is None]
+    rest = alone if form == "tinker" else list(_joined(alone, base))
+    used = {factor.name for update in updates if update.expert is not None or update not in rest for factor in (update.a, update.b)}
+    used |= {drop.name for drop in adapter.drops}
     others = {_renamed(name, base, form): tensor for name, tensor in content.tensors.items() if name not in used}
-    factors = {f"{PREFIX}{part.module}.lora_{which}.weight": tensor for part in split for which, tensor in (("A", part.a), ("B", part.b))}
+    factors = {
+        f"{PREFIX}{part.module}.lora_{which}.weight": tensor
+        for part in (*split, *(one for one in rest if one not in alone))
+        for which, tensor in (("A", part.a), ("B", part.b))
+    }
     tensors = {name: replace(tensor, name=name) for name, tensor in {**others, **factors}.items()}
     kept = _Kept(tensors, read)
     if form == "fused":
@@ -102,11 +110,10 @@ def formed(content: Content, settings: LoraSettings, path: str, form: str, read:
         kept.drop_shared(path)
     drops = tuple(Drop.of(tensors[name], reason, "adapter") for name, reason in kept.left_out.items())
     left = {name: tensor for name, tensor in tensors.items() if name not in kept.left_out}
-    rest = [update for update in updates if update.expert is None]
     modules = {update.module: update for update in (*rest, *_as_parameters(split, form, kept, base))}
     config, notes = _config(settings, form, modules)
-    made = replace(content, tensors=left, drops=(*content.drops, *drops))
-    return Formed(made, tuple(tensors.values()), config, (*notes, *kept.notes))
+    made = replace(content, tensors=left, drops=(*content.drops, *adapter.drops, *drops))
+    return Formed(made, tuple(leaf for tensor in tensors.values() for leaf in tensor.leaves), config, (*notes, *kept.notes))
 
 
 def stored_as(content: Content, form: str, dtype_of: Callable[[Tensor], DType]) -> list[StoredTensor]:
@@ -121,7 +128,7 @@ def stored_as(content: Content, form: str, dtype_of: Callable[[Tensor], DType]) 
         if form == "fused":
             made += layout.fused(module, target, pieces)
         else:
-            made += layout.stacked(module if form == "shared" else layout.memory(module), target, pieces)
+            made += layout.stacked(module if form == "shared" else _in_tinker(layout.memory(module)), target, pieces)
     return sorted([*others, *made], key=lambda tensor: tensor.name)
 
 
@@ -144,6 +151,23 @@ def _split(update: Update, base: AdaptedBase) -> Iterator[Update]:
     yield replace(update, module=_published(update.module, base))
 
 
+def _joined(updates: Sequence[Update], base: AdaptedBase) -> Iterator[Update]:
+    """The updates of modules, those of the rows of one fused module as one: A has the ranks of all, B has zeros outside of their rows."""
+    for module, parts in grouped(updates, lambda update: base.joined(update.module)).items():
+        place = base.find(f"{module}.weight")
+        if parts[0].module == module or place is None or len({part.scale for part in parts}) > 1:
+            yield from parts
+            continue
+        of_a, of_b, rank = list[Term](), list[Term](), 0
+        for part in sorted(parts, key=lambda part: part.array.tiles[0].box.offsets[0]):
+            of_a.append(Term(Box((rank, 0), part.a.shape), part.a, ()))
+            of_b.append(Term(Box((part.array.tiles[0].box.offsets[0], rank), part.b.shape), part.b, ()))
+            rank += part.rank
+        a = replace(parts[0].a, shape=(rank, place.array.shape[1]), origin=Weighted(tuple(of_a)))
+        b = replace(parts[0].b, shape=(place.array.shape[0], rank), origin=Weighted(tuple(of_b)))
+        yield replace(parts[0], module=module, array=place.array, a=a, b=b, alpha=parts[0].alpha * _growth(parts[0], rank))
+
+
 def _published(module: str, base: AdaptedBase) -> str:
     """A module of one expert as the model is published with it: mixtral's mlp.experts.0.gate_proj is block_sparse_moe.experts.0.w1."""
     place = base.find(f"{module}.weight")
@@ -163,10 +187,15 @@ def _renamed(name: str, base: AdaptedBase, form: str) -> str:
         return name
     module = base.renamed(parsed.module)
     if form == "tinker":
-        module = "model.unembed_tokens" if module == "lm_head" else module
+        module = "model.unembed_tokens" if module.removeprefix("language_model.") == "lm_head" else _in_tinker(module)
         if base.model is not None and base.model.architecture.model_type == "gpt_oss":
             module = module.replace(".self_attn.", ".attn.")
     return f"{PREFIX}{module}.{parsed.parameter}"
+
+
+def _in_tinker(module: str) -> str:
+    """The name in Tinker's form of a module of the language part of a model."""
+    return re.sub(r"^(model\.language_model|language_model\.model)\.", "model.", module)
 
 
 class _Kept:

@@ -162,11 +162,12 @@ class _Reading:
         if named is None or a is None or b is None or len(factors) > 2 or len(a.shape) != 3 or len(b.shape) != 3:
             shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in factors.items())
             raise self.base.misfit(first, f"the adapter needs lora_A [experts, r, in] and lora_B [experts, out, r] here, and has {shapes}")
-        if named[2] == "w3" and not a.elements and not b.elements:
+        of_module = self.base.renamed(named[1], ".0.down_proj")
+        projections = _GATED if self.base.find(f"{of_module}.0.gate_proj.weight") else _UNGATED
+        if not a.elements and not b.elements and named[2] not in projections:  # where the experts have no gate, w3 holds nothing
             self.drops += [Drop.of(tensor, "it has no elements", "adapter") for tensor in (a, b)]
             return
-        experts, of_module = max(a.shape[0], b.shape[0]), named[1]
-        projections = _GATED if self.base.find(f"{of_module}.0.gate_proj.weight") else _UNGATED
+        experts = max(a.shape[0], b.shape[0])
         is_whole = self.base.find(f"{of_module}.{experts - 1}.down_proj.weight") and not self.base.find(
             f"{of_module}.{experts}.down_proj.weight"
         )

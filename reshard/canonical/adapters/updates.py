@@ -9,7 +9,7 @@ from reshard.canonical.content import Drop
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, Tile
 from reshard.geometry.value import value
-from reshard.index.origin import LowRankProduct, Tensor
+from reshard.index.origin import LowRankProduct, Tensor, Weighted
 
 
 @value(eq=False)
@@ -104,16 +104,19 @@ class Adapter:
 
 
 def part(tensor: Tensor, at: tuple[int, ...], axes: tuple[tuple[int, int, int], ...]) -> Tensor:
-    """A strided part of a stored tensor, as a tensor of the same name. at, axes: as for `Shards.strided`."""
-    return replace(tensor, shape=tuple(size for size, _, _ in axes), shards=tensor.shards.strided(at, axes))
+    """A strided part of a tensor, as a tensor of the same name. at, axes: as for `Shards.strided`."""
+    origin = tensor.origin.of_parts(lambda term: part(term, at, axes)) if isinstance(tensor.origin, Weighted) else tensor.origin
+    return replace(tensor, shape=tuple(size for size, _, _ in axes), shards=tensor.shards.strided(at, axes), origin=origin)
 
 
 def item(tensor: Tensor, number: int) -> Tensor:
-    """A matrix of a stored tensor of three axes, as a tensor of the same name."""
+    """A matrix of a tensor of three axes, as a tensor of the same name."""
+    origin = tensor.origin.of_parts(lambda term: item(term, number)) if isinstance(tensor.origin, Weighted) else tensor.origin
     inner = Box((number, 0, 0), (1, *tensor.shape[1:]))
     moved = tensor.shards.moved(inner, (0, 0, 0))
     rows, columns = tensor.shape[1:]
-    return replace(tensor, shape=(rows, columns), shards=moved.strided((0, 0, 0), ((rows, 1, 1), (columns, 2, 1))))
+    shards = moved.strided((0, 0, 0), ((rows, 1, 1), (columns, 2, 1)))
+    return replace(tensor, shape=(rows, columns), shards=shards, origin=origin)
 
 
 def transposed(tensor: Tensor) -> Tensor:
