@@ -22,6 +22,7 @@ from reshard.opening.keywords import (
     Keyword,
     ModelOptions,
     OpenOptions,
+    PartOptions,
     SelectionOptions,
     TargetOptions,
 )
@@ -53,6 +54,7 @@ class Command(help.HelpfulCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
+        ctx.params |= Chosen.of(ctx).model(ctx.params.get("model"))
         Chosen.of(ctx).check_used()
         return rest
 
@@ -280,6 +282,16 @@ class Chosen:
         self._is_used = True
         return chosen
 
+    def model(self, given: Any) -> dict[str, Any]:
+        """What --model becomes, where it is a pipeline of diffusers and --component names a component of it."""
+        if self.part is None or not isinstance(given, str):
+            return {}
+        from reshard.opening.choice import component_of
+
+        component = component_of(given, self.part)
+        self._is_used = self._is_used or component is not None
+        return {"model": component} if component else {}
+
     def both(self, left: str, right: str | None) -> tuple[str, str]:
         """The paths of two checkpoints: of one run, if --step is given twice. Raises click.UsageError if one is missing."""
         from reshard.opening.choice import Choice
@@ -485,6 +497,7 @@ parts = together(
 )
 
 fail_if_skipped = keywords(ConvertOptions, "fail_if_skipped", section=OUTPUT)
+whole_pipeline = keywords(PartOptions, "whole_pipeline", section=OUTPUT)
 effort = together(
     keywords(EffortOptions, "workers", "memory", "source_checksums", "verify_source", section=EFFORT),
     option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from shlex import join, quote
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ options_of_convert = options.together(
     options.switch("--overwrite", options.OUTPUT, "Replace the checkpoint in TARGET once the new one is complete."),
     options.switch("--if-changed", options.OUTPUT, "Do nothing if TARGET is up to date; otherwise replace what reshard wrote there."),
     options.switch("--checksums", options.OUTPUT, "Also write SHA256SUMS for `sha256sum -c`; reads the result once more."),
+    options.whole_pipeline,
     options.fail_if_skipped,
     options.effort,
     options.parts,
@@ -78,7 +80,16 @@ def convert(name: str, sources: tuple[str, ...], target: str, to: str | None, dr
     from reshard.engine.pool import Effort
     from reshard.engine.record import Provenance
     from reshard.opening.keywords import ConvertOptions
-    from reshard.verbs.convert import conversion, existing_target, part_result, result_of, target_place, unchanged_result
+    from reshard.verbs.convert import (
+        completed,
+        conversion,
+        existing_target,
+        part_result,
+        pipeline_around,
+        result_of,
+        target_place,
+        unchanged_result,
+    )
     from reshard.verbs.plan import effort_of
 
     metrics, arguments = current().metrics, current().arguments
@@ -87,12 +98,14 @@ def convert(name: str, sources: tuple[str, ...], target: str, to: str | None, dr
     provenance = Provenance(tuple(arguments[arguments.index(name) :]), given.pop("checksums"))
     target_place(target)
     sharing, asked = _sharing(given), options.take(given, ConvertOptions)
-    show_progress = given.pop("show_progress")
+    show_progress, is_whole = given.pop("show_progress"), given.pop("whole_pipeline")
     plan = _planned(sources, target, to, given)
     metrics.label(target=target, format=plan.layout.format)
     effort = Effort.of(effort_of(plan, asked))
+    pipeline = pipeline_around(plan, target, existing, sharing) if is_whole else None
     if dry_run:
         return plan_reply(plan, full=full, target=target)
+    target = pipeline.component if pipeline else target
     began = time.monotonic()
     result = unchanged_result(plan, target, provenance) if existing == "update" else None
     metrics.record(tensors=len(plan.routes), dropped=len(plan.drops), unchanged=result is not None)
@@ -103,15 +116,17 @@ def convert(name: str, sources: tuple[str, ...], target: str, to: str | None, dr
                 advance(done.nbytes)
         seconds = time.monotonic() - began
         if sharing.part:
-            return _part(plan, part_result(running, target, sharing.part, seconds))
+            part = part_result(running, target, sharing.part, seconds)
+            return _part(plan, replace(part, result=completed(pipeline, part.result)))
         result = result_of(running, target, seconds)
         totals = plan.totals()
         metrics.record(bytes_read=totals.read, bytes_written=totals.written)
+    result = completed(pipeline, result)
     document = {**result.to_json(), "plan": plan_document(plan, full=True)} if full else result.to_json()
     if not result.unchanged:
         return Reply(document, _result(running, result), brief=True)
     sizes = f"{plural(len(result.files), 'file')}, {nbytes_text(sum(result.files.values()))}"
-    return Reply(document, [f"{target}: unchanged, {sizes}, fingerprint {fingerprint_text(result.fingerprint.root)}"])
+    return Reply(document, [f"{result.path}: unchanged, {sizes}, fingerprint {fingerprint_text(result.fingerprint.root)}"])
 
 
 def _sharing(given: dict[str, Any]) -> Sharing:

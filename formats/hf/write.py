@@ -102,9 +102,10 @@ def _implied(content: Content) -> Iterator[tuple[str, StoredTensor]]:
     for name, weight in content.model.weights.items() if content.model else ():
         if weight.component is not None and weight.component.use == "codes":
             codes = name
-        if weight.implied is not None and name not in content.tensors and codes in content.tensors:
-            assert weight.component is not None and weight.component.element_type is not None
-            dtype = from_safetensors(weight.component.element_type, where=name)
+        component = weight.component
+        if component and not component.may_lack and weight.implied is not None and name not in content.tensors and codes in content.tensors:
+            assert component.element_type is not None
+            dtype = from_safetensors(component.element_type, where=name)
             yield name, constant(name, dtype, weight.shape, weight.implied)
 
 

@@ -62,7 +62,7 @@ _SCALES = tuple(
 # In the attention of a quantized model, -1 or a scale of 1 means "not given" (layers/quantization/kv_cache.py).
 _NOT_GIVEN = tuple(ExtraTensor("attention.o", f"attn.{name}_scale", -1.0, None) for name in ("q", "k", "v", "prob"))
 # Those that a checkpoint gives are kept in the type of the model, like the placeholders.
-_CACHE_SCALES = ("attention.k_scale", "attention.v_scale")
+_CACHE_SCALES = ("attention.k_scale", "attention.v_scale", "attention.k_scales", "attention.v_scales")
 _ROUNDED = (
     "the scales of the KV cache are rounded to the type of the model, in which vLLM holds them; `reshard verify --cast` compares them so"
 )
@@ -70,15 +70,21 @@ _UNSET = (
     "the input scales of experts (w13_input_global_scale, w2_input_global_scale) are written as 1: activations are not quantized, so vLLM "
     "does not use them, and in files of its own they have any value. Comparisons leave them out"
 )
+
+
+def _of_compressed_tensors(each: int | str) -> tuple[ExtraTensor, ...]:
+    """each: how many scales a rank has."""
+    return (
+        *(ExtraTensor("attention.o", f"attn.{name}_scale", 1.0, F32, (each,)) for name in ("q", "k", "v")),
+        *(ExtraTensor("attention.o", f"attn.{name}_zero_point", 0.0, None, (each,)) for name in ("q", "k", "v")),
+    )
+
+
 _PLACEHOLDERS = {
     "fp8": _NOT_GIVEN,
     "quark": _NOT_GIVEN,
     "modelopt": _NOT_GIVEN,
     "modelopt_fp4": _NOT_GIVEN,
-    "compressed-tensors": (
-        *(ExtraTensor("attention.o", f"attn.{name}_scale", 1.0, F32, (1,)) for name in ("q", "k", "v")),
-        *(ExtraTensor("attention.o", f"attn.{name}_zero_point", 0.0, None, (1,)) for name in ("q", "k", "v")),
-    ),
 }
 
 
@@ -121,8 +127,14 @@ def _check_packed(model: Model, version: str, parallel: Parallel) -> None:
     is_modelopt = quantization.method.startswith("modelopt")
     if is_modelopt and any(form.name == "NVFP4" and not _has_input_scales(form) for form in quantization.forms):
         raise UnsupportedError("the weights are stored in NVFP4 without input_scale, which vLLM expects in its files of ranks", do=_TO_HF)
-    if quantization.method == "gptq" and not quantization_settings(model.config).get("sym", True):
+    settings, is_awq = quantization_settings(model.config), "auto_awq" in str(quantization_settings(model.config).get("packing_format"))
+    if quantization.method in ("gptq", "auto-round") and not is_awq and not settings.get("sym", True):
         raise UnsupportedError("the weights are quantized by GPTQ with zero points (sym: false), which vLLM does not load", do=_TO_HF)
+    if quantization.method == "intel/auto-round":
+        raise UnsupportedError("the config names the method intel/auto-round, and vLLM knows it as auto-round alone", do=_TO_HF)
+    heads = {model.dimensions_in(layer).get("kv_heads") for layer in range(model.dimensions["layers"])}
+    if any(scale.is_vector for scale in quantization.cache_scales) and len(heads) > 1:
+        raise UnsupportedError("the KV cache has a scale for each head, and the layers have different numbers of heads", do=_TO_HF)
     experts, quirks = _packed_experts(model), model.quirks_of("vllm") or EngineRules()
     form, ranks = experts[0].form if experts else None, 1 if parallel.ep > 1 else parallel.tp
     is_compared = form is not None and form.unit == "FP8 block" and not is_modelopt
@@ -276,7 +288,10 @@ def _rules(model: Model, version: Version) -> EngineRules:
         extra_tensors=tuple(_extra_tensors(model)),
         vocabulary_multiple=lambda *_: model.architecture.vocabulary_multiple or 64,
         layers_per_stage=remainder_before_last_stage,
-        names=(Rename(r"(?<!\.attn)(?:\.[kv]_proj)?\.([kv]_scale)$", r".attn.\1"),),
+        names=(
+            Rename(r"(?<!\.attn)(?:\.[kv]_proj)?\.([kv]_scale)$", r".attn.\1"),
+            Rename(r"\.([kv])_proj\.output_scale$", r".attn.\1_scale"),  # of Quark
+        ),
         splits=_GROUPS,
         dtypes={"scale": F32, "router.table": I32, "router.correction": F32 if version >= WIDE_CORRECTION else None}
         | dict.fromkeys(_CACHE_SCALES),
@@ -333,4 +348,8 @@ def _extra_tensors(model: Model) -> Iterator[ExtraTensor]:
     # With MIXED_PRECISION vLLM has a method for the KV cache only if it is quantized (ModelOptMixedPrecisionConfig.get_quant_method).
     is_mixed = any(form.modules is not None for form in model.quantization.forms) if model.quantization else False
     if model.quantization and "kv_rank" not in model.dimensions and (model.quantization.cache_scales or not is_mixed):
-        yield from _PLACEHOLDERS.get(model.quantization.method, ())
+        by_head = any(scale.is_vector for scale in model.quantization.cache_scales)
+        is_compressed = model.quantization.method == "compressed-tensors"
+        yield from (
+            _of_compressed_tensors("rank_kv_heads" if by_head else 1) if is_compressed else _PLACEHOLDERS.get(model.quantization.method, ())
+        )

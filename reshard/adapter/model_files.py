@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from reshard.plans.layout import BesideWeights, LeftFile, Sidecar
 
 CONFIG = "config.json"
+PIPELINE = "model_index.json"
+"""Names the components of a diffusers pipeline, which lie in folders beside it."""
 ADAPTER_CONFIG = "adapter_config.json"
 DECLARATION = "reshard.architecture.yaml"
 """Declares the architecture of a model that is not built in. reshard writes it beside config.json, and reads it there."""

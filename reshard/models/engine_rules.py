@@ -89,7 +89,7 @@ class ExtraTensor:
     dtype: DType | None = None
     """Its element type; None for the model's."""
     shape: tuple[int | str, ...] = ()
-    """Its shape; a text is an expression of dimensions."""
+    """Its shape; a text is an expression of dimensions, and of rank_kv_heads: how many KV heads a rank holds."""
     square_root_of: str = ""
     """A dimension whose square root is the value, as for the factor of gemma's embeddings; empty: `value` is."""
     since: Version = ()

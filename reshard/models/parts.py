@@ -128,6 +128,8 @@ def _as_weight(array: Mosaic, component: Component) -> Mosaic:
     """A component of a quantized weight with the axes of the weight, [out, in]."""
     if component.is_single:
         return array
+    if component.is_vector and len(array.shape) == 3:  # of the heads of a KV cache
+        return array.without_axes((1, 2))
     if component.is_vector:
         return array.split(0, array.shape[0]) if component.block_shape[0] is None else array
     if component.unit_axes:

@@ -186,7 +186,8 @@ def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Qua
     entries = [entry for listed in excluded for entry in _entries(str(listed), str(method))]
     dynamic = settings.get("dynamic")  # of GPTQModel, which leaves these modules as they are
     entries += ["re:" + key.removeprefix("-:") for key in dynamic if key.startswith("-:")] if isinstance(dynamic, Mapping) else []
-    scales = _cache_scales(settings, str(method))
+    entries += _left_by_auto_round(settings) if read is _auto_round else ()
+    scales = _cache_scales_of_quark(settings) if method == "quark" else _cache_scales(settings, str(method))
     # compressed-tensors quantizes the modules of linear layers, and its producers make each expert such a module.
     return Quantization(str(method), forms, tuple(entries), scales, by_expert=method == "compressed-tensors")
 
@@ -213,7 +214,22 @@ def _cache_scales(settings: Mapping[str, Any], method: str) -> tuple[Component, 
         return tuple(Component(f"{kind}_scale", "scale", _WHOLE, single_shape=(1,)) for kind in "kv")
     if method.startswith("modelopt"):
         return tuple(Component(f"{kind}_proj.{kind}_scale", "scale", _WHOLE) for kind in "kv")
+    if isinstance(scheme, Mapping) and scheme.get("strategy") == "attn_head":  # stored as [kv_heads, 1, 1]
+        return tuple(Component(f"{kind}_scale", "scale", (1, None), is_vector=True, element_type="F32") for kind in "kv")
     return tuple(Component(f"{kind}_scale", "scale", _WHOLE, single_shape=(1,), element_type="F32") for kind in "kv")
+
+
+def _cache_scales_of_quark(settings: Mapping[str, Any]) -> tuple[Component, ...]:
+    """The scales of the KV cache by Quark, which quantizes the outputs of k_proj and v_proj (vLLM 0.32, quark.py, from_config)."""
+    if not settings["export"].get("kv_cache_group"):
+        return ()
+    outputs = [of_module.get("output_tensors") for of_module in settings["layer_quant_config"].values()]
+    kinds = {
+        (each.get("dtype"), each.get("qscheme"), bool(each.get("is_dynamic"))) if isinstance(each, Mapping) else () for each in outputs
+    }
+    if kinds != {("fp8_e4m3", "per_tensor", False)}:
+        raise UnknownForm(f" with the KV cache in {str(outputs)[:60]}")
+    return tuple(Component(f"{kind}_proj.output_scale", "scale", _WHOLE) for kind in "kv")
 
 
 def _fp8(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
@@ -373,6 +389,61 @@ def _gptq(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     return (StoredForm(f"INT{bits} (GPTQ, {_groups_of(group)})", f"INT{bits} group or word", components, _WORDS, keeps_scale_type=True),)
 
 
+def _auto_round(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+    """AutoRound's own format, whose tensors are those of GPTQ, mostly without g_idx, or of AWQ.
+
+    Source: auto-round 0.16, export_to_autoround; vLLM 0.32, quantization/inc.
+    """
+    packing, bits = str(settings.get("packing_format") or "auto_round:auto_gptq"), settings.get("bits")
+    read = {"auto_round:auto_gptq": _gptq, "auto_round:auto_awq": _awq}.get(packing)
+    if read is None or settings.get("data_type", "int") != "int":
+        raise UnknownForm(f" in the format {packing[:40]} of the type {str(settings.get('data_type', 'int'))[:20]}")
+    if (settings.get("act_bits") or 16) < 16:
+        raise UnknownForm(" with quantized activations")
+    for name, of_module in _extra_config(settings).items():
+        if of_module.get("bits", bits) < 16 and any(
+            of_module.get(key, settings.get(key)) != settings.get(key) for key in ("bits", "group_size", "sym", "data_type")
+        ):
+            raise UnknownForm(f" with settings of single modules (extra_config, {str(name)[:40]})")
+    blocks = settings.get("block_name_to_quantize") or settings.get("to_quant_block_names") or ()
+    listed = blocks.split(",") if isinstance(blocks, str) else blocks
+    if not isinstance(listed, list | tuple) or not all(isinstance(block, str) for block in listed):
+        raise UnknownForm(f" with the blocks {str(blocks)[:40]}")
+    known = {"bits": bits, "group_size": settings.get("group_size")}
+    forms = read(known | ({} if read is _gptq else {"zero_point": True}))
+    targets = tuple(block.strip() for block in listed)
+    return tuple(
+        replace(
+            form,
+            name=form.name.replace("GPTQ", "AutoRound").replace("AWQ", "AutoRound, AWQ"),
+            components=tuple(replace(each, may_lack=each.use == "group index") for each in form.components),
+            targets=targets,
+        )
+        for form in forms
+    )
+
+
+def _extra_config(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What AutoRound says of single modules, by name or regular expression. Raises UnknownForm if it is no such mapping."""
+    extra = settings.get("extra_config") or {}
+    if not isinstance(extra, Mapping) or not all(isinstance(of_module, Mapping) for of_module in extra.values()):
+        raise UnknownForm(f" with the extra_config {str(extra)[:40]}")
+    if not all(isinstance(of_module.get("bits", 4), int) for of_module in extra.values()):
+        raise UnknownForm(" with an extra_config without numbers of bits")
+    return extra
+
+
+_REGEX = re.compile(r"[*+?^$()\[\]{}|\\]")
+
+
+def _left_by_auto_round(settings: Mapping[str, Any]) -> Iterator[str]:
+    """The patterns of the modules that AutoRound leaves as they are. A name may be the end of a longer one, and a regular expression may
+    fit any part of a name (vLLM 0.32, inc/config_parser.py)."""
+    for name, of_module in _extra_config(settings).items():
+        if of_module.get("bits", settings.get("bits")) >= 16:
+            yield from (f"re:.*(?:{name})",) if _REGEX.search(str(name)) else (str(name), f"*.{name}")
+
+
 def _groups_of(group: int | None) -> str:
     return "one scale per output feature" if group is None else f"group {group}"
 
@@ -468,11 +539,17 @@ def _quark(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     of_all, export = settings.get("global_quant_config"), settings.get("export")
     if not isinstance(of_all, Mapping) or not isinstance(export, Mapping):
         raise UnknownForm(" without global_quant_config and export")
-    for key in ("layer_quant_config", "layer_type_quant_config"):
-        if settings.get(key):
-            raise UnknownForm(f" with settings of single modules ({key})")
-    if export.get("kv_cache_group"):
-        raise UnknownForm(" with the KV cache quantized (kv_cache_group)")
+    of_modules, cached = settings.get("layer_quant_config") or {}, export.get("kv_cache_group") or ()
+    # The settings of the KV cache are those of k_proj and v_proj, with the same weights and inputs as all others.
+    of_cache = {"*k_proj", "*v_proj"} if cached else set()
+    is_usual = isinstance(of_modules, Mapping) and all(
+        isinstance(each, Mapping) and all(each.get(key) == of_all.get(key) for key in ("weight", "input_tensors", "bias"))
+        for each in of_modules.values()
+    )
+    if not is_usual or {*of_modules} != of_cache or (cached and {*cached} != of_cache):
+        raise UnknownForm(f" with settings of single modules (layer_quant_config{', kv_cache_group' if cached else ''})")
+    if settings.get("layer_type_quant_config"):
+        raise UnknownForm(" with settings of single modules (layer_type_quant_config)")
     weight, inputs = of_all.get("weight"), of_all.get("input_tensors") or {}
     kinds = [(each.get("dtype"), each.get("qscheme")) for each in (weight, inputs) if isinstance(each, Mapping) and each]
     if not kinds or set(kinds) != {("fp8_e4m3", "per_tensor")}:
@@ -501,6 +578,8 @@ _METHODS = {
     "awq": _awq,
     "gptq": _gptq,
     "quark": _quark,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
 }
 _COMPRESSED_MXFP4 = _microscaled("MXFP4", Component("weight_packed", "codes", packing=fp4()), _exponents("weight_scale", 32))
 _COMPRESSED: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], StoredForm]] = {

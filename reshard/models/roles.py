@@ -113,6 +113,8 @@ _ROWS = (
     # Scales of cached keys and values. They follow from the config's quantization_config and are never declared.
     Role("attention.k_scale", REPLICATE),
     Role("attention.v_scale", REPLICATE),
+    Role("attention.k_scales", _KV_HEADS),
+    Role("attention.v_scales", _KV_HEADS),
     # Multi-head latent attention: q alone, or q_a and q_b through a bottleneck; keys and values through kv_a and kv_b.
     Role("mla.q", heads("heads"), ("heads * qk_dim", "hidden"), saved="in out/tp", quantized=True),
     Role("mla.q_a", REPLICATE, ("q_rank", "hidden"), saved="in", quantized=True),

@@ -56,6 +56,8 @@ class Component:
     read_as: str | None = None
     """The element type whose values its bytes are, whatever their own type says: "F8_E8M0" for exponents e of scales 2^(e - 127). None:
     its own."""
+    may_lack: bool = False
+    """Whether loaders do without it, as it is implied."""
     element_type: str | None = None
     """The element type in which engines hold it; None: in that of the model's other weights, or as it is stored."""
 

@@ -181,8 +181,10 @@ class WeightList:
                     if weight.role == "attention.o" and self._sizes.quantization:
                         module = pattern.removesuffix(".weight").rpartition(".")[0]
                         for component in self._sizes.quantization.cache_scales:
-                            pattern, role = f"{module}.{component.kind}", f"attention.{component.kind.rpartition('.')[2]}"
+                            pattern, role = f"{module}.{component.kind}", f"attention.{component.kind[0]}_scale"
                             name, stored = numbered(pattern, layer, expert), component.single_shape
+                            if component.is_vector:  # one for each head
+                                role, stored = f"{role}s", (self._sizes.dimensions_in(layer)["kv_heads"], 1, 1)
                             yield ModelWeight(name, role, stored, layer, weight, pattern, expert, True, component=component)
 
     def _forms(self, weight: Weight, pattern: str) -> list[StoredForm]:

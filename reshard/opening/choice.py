@@ -130,6 +130,19 @@ class Choice:
         return fitting
 
 
+def component_of(model: str | os.PathLike[str] | None, part: str | None) -> str | None:
+    """The folder of a component of the diffusers pipeline that `model=` names; None if it names no pipeline, or that has none of this
+    name."""
+    if model is None or part is None or part in ("", HERE):
+        return None
+    from reshard.adapter.model_files import CONFIG, PIPELINE
+    from reshard.storage.tar import open_files
+
+    files = open_files(model)
+    is_there = not files.is_file and files.size(PIPELINE) is not None and files.size(f"{part}/{CONFIG}") is not None
+    return f"{os.fspath(model).rstrip('/')}/{part}" if is_there else None
+
+
 def only_checkpoint(root: str) -> str | None:
     """The path of the only checkpoint below a folder that is none itself; None if there is none below, or the folder itself is chosen.
 

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.adapter import registry
 from reshard.adapter.format import Hints
-from reshard.adapter.model_files import CONFIG, ModelFiles, blaming_the_parent, find_adapter_config, find_model_files, find_model_files_near
+from reshard.adapter.model_files import (
+    CONFIG,
+    PIPELINE,
+    ModelFiles,
+    blaming_the_parent,
+    find_adapter_config,
+    find_model_files,
+    find_model_files_near,
+)
 from reshard.adapter.save_folders import step_of
 from reshard.canonical.renaming import without_wrappers
 from reshard.engine.destinations.journal import Unfinished, read_journal
@@ -152,9 +160,6 @@ def _unfinished(checkpoint: Checkpoint) -> Unfinished | None:
         raise CheckpointError(error.what, where=error.where, why="It says whether the checkpoint is complete", do=error.do) from None
 
 
-_PIPELINE = "model_index.json"
-
-
 def _named_by(model: str | os.PathLike[str], own: ModelFiles, architecture: Architecture | None, *, wins: bool) -> ModelFiles:
     """The files in the directory that `model=` names, or beside the config that it names. own: those that are used without it.
 
@@ -168,10 +173,8 @@ def _named_by(model: str | os.PathLike[str], own: ModelFiles, architecture: Arch
         parts = [path for path in place.list() if path.endswith("/") and place.size(f"{path}{CONFIG}") is not None]
         raise RequestError(
             f"there is no {CONFIG} in {os.fspath(model)!r}",
-            why=f"It is a pipeline of diffusers, whose folders have their own: {some(parts)}"
-            if place.size(_PIPELINE) is not None
-            else None,
-            do="Give `model=` the directory that holds the model's config",
+            why=f"It is a pipeline of diffusers, whose folders have their own: {some(parts)}" if place.size(PIPELINE) is not None else None,
+            do="Give `model=` the directory that holds the model's config" + ("; or choose it with `part=`" if parts else ""),
         )
     changed = ", ".join(map(str, changed_keys(own.config, model_files.config, architecture))) if own.config is not None else ""
     if changed and not wins:

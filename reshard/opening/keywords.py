@@ -155,7 +155,15 @@ class WholePlanOptions(ManyPlanOptions, OpenOptions, total=False):
     """Keywords of `plan`, which opens its sources."""
 
 
-class WholeConversionOptions(ConvertOptions, WholePlanOptions, total=False):
+class PartOptions(ConvertOptions, total=False):
+    """Keywords of `convert_part`."""
+
+    whole_pipeline: Annotated[
+        bool, Keyword("Also copy the rest of the diffusers pipeline around `model=`; the target becomes the pipeline.")
+    ]
+
+
+class WholeConversionOptions(PartOptions, WholePlanOptions, total=False):
     """Keywords of `convert`, which plans unless it gets a plan."""
 
 

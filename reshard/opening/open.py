@@ -172,9 +172,16 @@ def _chosen(path: PathLike, options: Mapping[str, Any]) -> tuple[PathLike, Mappi
     step, part = others.pop("step", None), others.pop("part", None)
     if step is None and part is None and named is None:
         return path, others
-    from reshard.opening.choice import Choice
+    from reshard.opening.choice import Choice, NothingToChoose, component_of
 
-    return Choice.of(run, named, step, part).path(run), others
+    component = component_of(others.get("model"), part)
+    others |= {"model": component} if component else {}
+    try:
+        return Choice.of(run, named, step, part).path(run), others
+    except NothingToChoose:
+        if component is None or step is not None or named is not None:
+            raise
+        return path, others
 
 
 def check_used(checkpoints: list[Checkpoint], options: Mapping[str, Any]) -> None:

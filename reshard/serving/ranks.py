@@ -308,7 +308,8 @@ class EngineRank:
             if extra.role == first.role:
                 dtype = extra.dtype or compute_dtype
                 value = self.model.dimensions[extra.square_root_of] ** 0.5 if extra.square_root_of else extra.value
-                shape = tuple(evaluate(str(axis), self.model.dimensions) for axis in extra.shape)
+                held = max(1, self.model.dimensions.get("kv_heads", 1) // self.parallel.tp)
+                shape = tuple(evaluate(str(axis), {**self.model.dimensions, "rank_kv_heads": held}) for axis in extra.shape)
                 for name in self._names_by_use(f"{parent}.{extra.name}", layer):
                     yield constant(name, dtype, shape, dtype.encoded(value))
 

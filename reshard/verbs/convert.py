@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG, DECLARATION
@@ -24,7 +24,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.health.findings import Finding
 from reshard.health.model_files import missing_in_target
-from reshard.opening.keywords import ConvertOptions, PathLike, WholeConversionOptions, checked_keywords, take
+from reshard.opening.keywords import ConvertOptions, PartOptions, PathLike, WholeConversionOptions, checked_keywords, take
 from reshard.plans.digests import Fingerprint
 from reshard.plans.layout import LeftFile, left_by_kind
 from reshard.plans.manifest import MANIFEST, RECORDS, usable_manifest, written_files
@@ -37,6 +37,9 @@ from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import is_url, local_path, system_errors
 from reshard.storage.trees import trees_of
 from reshard.verbs.plan import Source, check_whole, effort_of, plan_to_run
+
+if TYPE_CHECKING:
+    from reshard.requests.pipelines import WholePipeline
 
 Existing = Literal["refuse", "resume", "overwrite", "update"]
 """What happens to what lies in the target: nothing, it is finished, any checkpoint is replaced, or what reshard wrote is."""
@@ -63,6 +66,7 @@ _NO_PROVENANCE = Provenance()
 _IMBALANCE = 0.1
 """From here on, a part says that there are too few tasks."""
 _Make = Callable[..., Conversion]
+_Made = TypeVar("_Made", "Result", "Result | None")
 
 
 @value
@@ -169,7 +173,8 @@ def convert(
     has them.
     resume: finish an interrupted conversion. overwrite: replace the checkpoint in `target` once the new one is complete. if_changed: do
     nothing if `target` holds the result of this plan for the source as it is now; otherwise resume or replace what reshard wrote there.
-    checksums: also write SHA256SUMS for `sha256sum -c`, which reads the result once more.
+    checksums: also write SHA256SUMS for `sha256sum -c`, which reads the result once more. whole_pipeline: `target` becomes the diffusers
+    pipeline that contains the folder of `model`, with the component in that folder's place and its other files byte for byte.
     executor: "ray" for the tasks of a Ray cluster: the one that is connected (`ray.init`), that of RAY_ADDRESS, or a new one on this
     machine; such a conversion always resumes.
 
@@ -177,18 +182,21 @@ def convert(
     and its weights are not those that it wrote. ValuesOverflow if a cast makes finite values infinite, and the plan does not allow it.
     """
     began, given = time.monotonic(), {**options}
-    about_work = take(given, ConvertOptions)
+    about_work, is_whole = take(given, ConvertOptions), given.pop("whole_pipeline", False)
     plan = plan_to_run(source, to, given)
     effort = Effort.of(effort_of(plan, about_work))
     existing, provenance = existing_target(resume=resume, overwrite=overwrite, if_changed=if_changed), Provenance(checksums=checksums)
-    if existing == "update" and (result := unchanged_result(plan, target, provenance)):
-        return result
     check_word("executor", executor, ("threads", "ray"))
     sharing = Sharing(ray=executor == "ray")
-    running = conversion(plan, target, existing=existing, effort=effort, provenance=provenance, sharing=sharing)
-    for done in running.run():
-        effort.report(done.nbytes)
-    return result_of(running, target, time.monotonic() - began)
+    pipeline = pipeline_around(plan, target, existing, sharing) if is_whole else None
+    target = pipeline.component if pipeline else target
+    result = unchanged_result(plan, target, provenance) if existing == "update" else None
+    if result is None:
+        running = conversion(plan, target, existing=existing, effort=effort, provenance=provenance, sharing=sharing)
+        for done in running.run():
+            effort.report(done.nbytes)
+        result = result_of(running, target, time.monotonic() - began)
+    return completed(pipeline, result)
 
 
 @checked_keywords
@@ -200,7 +208,7 @@ def convert_part(
     overwrite: bool = False,
     if_changed: bool = False,
     checksums: bool = False,
-    **options: Unpack[ConvertOptions],
+    **options: Unpack[PartOptions],
 ) -> PartResult:
     """Convert one part of a plan, such as "3/8"; the process that finds all parts done completes the target.
 
@@ -209,13 +217,34 @@ def convert_part(
 
     Raises: as `convert` does.
     """
-    effort, began = Effort.of(effort_of(plan, options)), time.monotonic()
+    about_work, began = {**options}, time.monotonic()
+    is_whole, effort = about_work.pop("whole_pipeline", False), Effort.of(effort_of(plan, about_work))
     existing, provenance = existing_target(resume=False, overwrite=overwrite, if_changed=if_changed), Provenance(checksums=checksums)
     number = PartNumber.parse(part) if isinstance(part, str) else part
+    pipeline = pipeline_around(plan, target, existing, Sharing(number)) if is_whole else None
+    target = pipeline.component if pipeline else target
     running = conversion(plan, target, existing=existing, effort=effort, provenance=provenance, sharing=Sharing(number))
     for done in running.run():
         effort.report(done.nbytes)
-    return part_result(running, target, number, time.monotonic() - began)
+    part_of_target = part_result(running, target, number, time.monotonic() - began)
+    return replace(part_of_target, result=completed(pipeline, part_of_target.result))
+
+
+def pipeline_around(plan: Plan, target: PathLike, existing: Existing, sharing: Sharing) -> WholePipeline:
+    """The pipeline that a conversion writes around its component (`whole_pipeline`). Raises: as `WholePipeline` does."""
+    from reshard.requests.pipelines import WholePipeline
+
+    pipeline = WholePipeline.around(plan, target)
+    pipeline.check_place(is_new=existing == "refuse" and sharing == _ALONE, replaces=existing == "overwrite")
+    return pipeline
+
+
+def completed(pipeline: WholePipeline | None, result: _Made) -> _Made:
+    """The result with the other files of the pipeline, which are copied now; nothing is copied while parts are missing."""
+    if pipeline is None or result is None:
+        return result
+    files = {pipeline.folder + path: nbytes for path, nbytes in result.files.items()}
+    return replace(result, path=pipeline.target, files=files, notes=(*result.notes, pipeline.complete()))
 
 
 def result_of(running: Conversion, target: PathLike, seconds: float) -> Result:

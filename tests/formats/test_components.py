@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from helpers.reshard_command import reshard as run
 
 import reshard
-from reshard.errors import RequestError
+from reshard.errors import RequestError, TargetError, UnsupportedError
 
 FIXTURES = Path(__file__).resolve().parent.parent.parent / "fixtures" / "diffusers"
 CLASSES = sorted(path.parent.name for path in FIXTURES.glob("*/truth.json"))
@@ -162,3 +162,94 @@ def test_a_pipeline_names_its_components(tmp_path):
         reshard.plan(step, to="hf", model=pipeline)
     said = run("convert", pipeline, tmp_path / "out", "--to", "hf", "--component", "unet")
     assert said.code == 0 and files(tmp_path / "out") == [SINGLE]
+
+
+def pipeline_of(folder, name=WAN):
+    """A pipeline with a component of that class, a second one, and files of other kinds."""
+    component(folder / "transformer", name)
+    component(folder / "vae", "AutoencoderKL")
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler" / "scheduler_config.json").write_text('{"_class_name": "DDIMScheduler"}')
+    (folder / "assets").mkdir()
+    (folder / "assets" / "large.bin").write_bytes(bytes(range(256)) * 1000)
+    (folder / "assets" / "empty").touch()
+    (folder / ".git").mkdir()
+    (folder / ".git" / "HEAD").write_text("ref: refs/heads/main")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline", "transformer": ["diffusers", name]}))
+    return folder
+
+
+def others(folder):
+    """The files outside of the component."""
+    paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return {path: (folder / path).read_bytes() for path in paths if not path.startswith(("transformer/", ".git/"))}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_whole_pipeline_is_written_with_the_new_component(name, tmp_path):
+    pipeline, step = pipeline_of(tmp_path / "pipeline", name), tmp_path / "step"
+    new = {key: tensor + 1 for key, tensor in weights(name).items()}
+    dcp.save({"model": {f"transformer.{key}": tensor for key, tensor in new.items()}}, checkpoint_id=str(step), no_dist=True)
+    out = tmp_path / "out"
+    result = reshard.convert(step, out, to="hf", model=pipeline, part="transformer", whole_pipeline=True)
+    assert others(out) == others(pipeline) and not (out / ".git").exists()
+    assert same(stored(out / "transformer"), new)
+    assert (out / "transformer" / "config.json").read_bytes() == (pipeline / "transformer" / "config.json").read_bytes()
+    assert result.path == str(out) and [*result.files] == [f"transformer/{SINGLE}"]
+    assert any("copied from" in note for note in result.notes)
+    assert reshard.verify(out / "transformer").equal
+
+
+def test_the_command_chooses_the_component_of_the_model(tmp_path):
+    pipeline, step, out = pipeline_of(tmp_path / "pipeline"), trained(tmp_path / "step", WAN), tmp_path / "out"
+    asked = ("convert", step, out, "--to", "hf", "--whole-pipeline", "--component", "transformer", "--model", pipeline)
+    assert run(*asked, "--dry-run").code == 0 and not out.exists()
+    assert run(*asked).code == 0
+    assert others(out) == others(pipeline)
+    again = run(*asked, "--if-changed")
+    assert again.code == 0 and "unchanged" in again.out
+    assert "target-exists" in run(*asked).err
+    wrong = run("convert", step, tmp_path / "other", "--to", "hf", "--component", "text_encoder", "--model", pipeline)
+    assert wrong.code == 2 and not (tmp_path / "other").exists()
+
+
+def test_parts_write_a_pipeline_once(tmp_path):
+    pipeline, step, out = pipeline_of(tmp_path / "pipeline"), trained(tmp_path / "step", WAN), tmp_path / "out"
+    plan = reshard.plan(step, to="hf", model=pipeline / "transformer", max_shard_size=40_000)
+    first = reshard.convert_part(plan, out, "0/2", whole_pipeline=True)
+    assert first.result is None and not (out / "model_index.json").exists()
+    second = reshard.convert_part(plan, out, "1/2", whole_pipeline=True)
+    assert second.result is not None and others(out) == others(pipeline)
+
+
+def test_what_lies_in_the_place_of_a_pipeline_is_kept(tmp_path):
+    pipeline, step, out = pipeline_of(tmp_path / "pipeline"), trained(tmp_path / "step", WAN), tmp_path / "out"
+    asked = {"to": "hf", "model": pipeline / "transformer", "whole_pipeline": True}
+    out.mkdir()
+    (out / "model_index.json").write_text("{}")
+    for given in ({}, {"resume": True}, {"if_changed": True}):
+        with pytest.raises(TargetError, match=r"model_index\.json"):
+            reshard.convert(step, out, **asked, **given)
+    assert not (out / "transformer").exists()
+    reshard.convert(step, out, **asked, overwrite=True)
+    assert others(out) == others(pipeline)
+    (tmp_path / "mine" / "assets").mkdir(parents=True)
+    (tmp_path / "mine" / "assets" / "large.bin").write_bytes(b"mine")
+    with pytest.raises(TargetError, match="large"):
+        reshard.convert(step, tmp_path / "mine", **asked, overwrite=True)
+    with pytest.raises(TargetError, match="contain each other"):
+        reshard.convert(step, pipeline, **asked, overwrite=True)
+
+
+def test_without_a_pipeline_nothing_is_written(tmp_path):
+    model, step = component(tmp_path / "model", WAN), trained(tmp_path / "step", WAN)
+    with pytest.raises(RequestError, match=r"no model_index\.json"):
+        reshard.convert(step, tmp_path / "out", to="hf", model=model, whole_pipeline=True)
+    pipeline = pipeline_of(tmp_path / "pipeline")
+    (tmp_path / "secret").write_text("not of the pipeline")
+    (pipeline / "assets" / "link").symlink_to(tmp_path / "secret")
+    with pytest.raises(UnsupportedError, match="leads out of the pipeline"):
+        reshard.convert(step, tmp_path / "out", to="hf", model=pipeline / "transformer", whole_pipeline=True)
+    with pytest.raises(UnsupportedError, match="local directory"):
+        reshard.convert(step, "memory://bucket/out", to="hf", model=model, whole_pipeline=True)
+    assert not (tmp_path / "out").exists()

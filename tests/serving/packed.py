@@ -56,7 +56,7 @@ CASES = ("llama-ct-int4", "llama-ct-int4-asym", "llama-ct-int4-channel", "llama-
          "llama-autofp8-kv", "llama-quark-fp8", "blocks modelopt", "quantized llama4_text",
          "quantized qwen3_vl_moe",
          *(f"quantized {model} {form}" for model in ("llama", "qwen3_moe") for form in ("nvfp4", "mxfp8", "fp8-channel")),
-         *(f"experts {form}" for form in seeded_models.EXPERTS))  # fmt: skip
+         *(f"linear {form}" for form in seeded_models.LINEAR), *(f"experts {form}" for form in seeded_models.EXPERTS))  # fmt: skip
 # Those whose form vLLM's build for CPUs computes.
 DECODED = ("llama-ct-int4", "llama-ct-int4-asym", "llama-ct-int4-channel", "llama-ct-fp8-int4", "llama-awq", "llama-gptq", "llama-gptq-v2",
            "llama-modelopt-fp8-channel")  # fmt: skip
@@ -161,7 +161,7 @@ def prepared(case: str, work: Path) -> Path:
     """A copy of a case, changed where vLLM does not load it as it is; or a model that is made here."""
     if case not in _CHANGES and not (FIXTURES / case).exists():
         kind, _, name = case.partition(" ")
-        {"quantized": _quantized, "experts": _experts, "blocks": _blocks}[kind](name, work / "source")
+        {"quantized": _quantized, "experts": _experts, "linear": _linear, "blocks": _blocks}[kind](name, work / "source")
         return work / "source"
     folder = shutil.copytree(FIXTURES / case, work / "source")
     if case in _CHANGES:
@@ -195,6 +195,14 @@ def _quantized(name: str, folder: Path) -> None:
 def _experts(name: str, folder: Path) -> None:
     """A model with experts in the form of a library. The values of the form are checked on linear layers."""
     seeded_models.write_random(seeded_models.with_experts(name), folder)
+
+
+def _linear(name: str, folder: Path) -> None:
+    """A model with linear layers and scales of the KV cache in the form of a library; AutoRound stores no g_idx."""
+    seeded_models.write_random(seeded_models.with_linear(name), folder)
+    tensors = load_file(folder / "model.safetensors")
+    stored = {key: tensor for key, tensor in tensors.items() if not key.endswith(".g_idx")}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _blocks(name: str, folder: Path) -> None:
