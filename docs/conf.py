@@ -8,6 +8,7 @@ to the width of the site, as a terminal of that width would show it.
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 from typing import Any
 
 project = "reshard"
@@ -21,6 +22,7 @@ html_title = "reshard"
 html_show_sphinx = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "scorer.js")
 # Anchors as on the hosting site, so that links such as page.md#a-heading work in both.
 myst_heading_anchors = 3
 # The output of a command is no code: an apostrophe in it is not an open quotation.
@@ -58,6 +60,50 @@ CONTENTS = {
     "Extending": "design extending/format extending/engine architectures extending/option extending/check extending/storage "
     "extending/transport",
 }
+
+# What people type to find a page, beyond its own words. tests/pictures/search.py asks the built site.
+KEYWORDS = {
+    "for/inference": "deploy production",
+    "formats/index": "which formats are supported, list of formats",
+    "recipes/adapters": "merge lora, peft, qlora, dora",
+    "recipes/averaging": "soup, ema, merge checkpoints, mean of the last steps",
+    "recipes/compare": "same, equal, difference, diff two checkpoints, verify",
+    "recipes/deepspeed": "zero_to_fp32, ds_to_universal, zero stage 3 to hugging face hf safetensors",
+    "recipes/degrees": "which tensor parallel size fits tp pp gpus, vram, out of memory, kv cache",
+    "recipes/doctor": "damaged, broken, corrupt, nan, github action, pre-commit hook, gate",
+    "recipes/fp8": "quantize, dequantize, block scales",
+    "recipes/hf": "safetensors, huggingface, transformers, from_pretrained, fsdp dcp distcp to hf",
+    "recipes/hub": "download, hf_hub, s3 bucket of a checkpoint",
+    "recipes/interrupted": "resume interrupted conversion, killed, crash, continue",
+    "recipes/live": "live weight update, rlhf, rl, sync weights",
+    "recipes/many-machines": "many machines, slurm, ray, cluster, parallel conversion",
+    "recipes/megatron": "megatron to hugging face hf, mcore, nemo, bridge",
+    "recipes/merge-ranks": "consolidate, merge rank files shards, fsdp",
+    "recipes/nightly": "cron, airflow, automate",
+    "recipes/optimizer-state": "adam, resume on more gpus, change world size",
+    "recipes/packed": "gptq, awq, nvfp4, mxfp4, quantized",
+    "recipes/push": "push weights into a running server, reload, hot swap",
+    "recipes/runs": "latest step, list steps, log",
+    "recipes/serving": "serve, deploy, vllm, sglang, tensorrt-llm trtllm",
+    "recipes/stores": "s3, gcs, azure, bucket, object store",
+    "recipes/torch-load": "resume on more gpus, fewer, other number, distributed checkpoint load",
+    "recipes/training-memory": "gpu memory for training, zero, activations, estimate",
+    "recipes/troubleshooting": "error message, fails, out of memory",
+    "recipes/undeclared-model": "unknown, unsupported, own, new model, custom architecture",
+    "reference/exit-codes": "exit code status",
+    "reference/json": "json output, schema, machine readable",
+    "reference/python": "python api, import reshard, notebook, jupyter",
+}
+
+
+def add_keywords(app: Any, name: str, source: list[str]) -> None:
+    """Make a page findable by its search words: they go into its <meta>, which the search reads, and the index, which the scorer reads."""
+    if words := KEYWORDS.get(name):
+        title, _, rest = source[0].partition("\n")
+        entries = ", ".join(f"! {entry.strip()}" for entry in words.split(","))
+        single = ", ".join(dict.fromkeys(words.replace(",", "").lower().replace("-", " ").split()))
+        head = f'---\nmyst:\n  html_meta:\n    keywords: "{single}"\n---\n'
+        source[0] = f"{head}{title}\n\n```{{index}} {entries}\n```\n{rest}"
 
 
 def add_contents(app: Any, name: str, source: list[str]) -> None:
@@ -99,3 +145,4 @@ def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("doctree-read", wrap_output)
     app.connect("source-read", add_contents)
+    app.connect("source-read", add_keywords)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from reshard.errors import CheckpointError, IncompleteError, MissingFile
+from reshard.geometry.quantities import by_numbers
 from reshard.geometry.value import value
 from reshard.storage.files import Files
 
@@ -62,7 +63,7 @@ def files_to_read(files: Files) -> WeightFiles:
         notes = (f"not read, because they lie beside {main} and no index names them: {others}",)
         candidates = [main]
     _check_numbering(files, candidates)
-    return WeightFiles(tuple(sorted(candidates, key=_natural_order)), {}, notes)
+    return WeightFiles(tuple(sorted(candidates, key=by_numbers)), {}, notes)
 
 
 def _index_file(files: Files) -> str | None:
@@ -84,7 +85,7 @@ def _index_file(files: Files) -> str | None:
 def _indexed_files(files: Files, candidates: Sequence[str], index: str) -> WeightFiles:
     """The files that an index names."""
     weight_map = _weight_map(files, index)
-    paths = sorted(set(weight_map.values()), key=_natural_order)
+    paths = sorted(set(weight_map.values()), key=by_numbers)
     for path in paths:
         if files.size(path) is None:
             raise MissingFile(
@@ -126,7 +127,3 @@ def _check_numbering(files: Files, paths: Sequence[str]) -> None:
             other = f"{match['stem']}-{number:05d}-of-{match['count']}{match['ending']}"
             if other not in paths:
                 raise missing(files, other)
-
-
-def _natural_order(path: str) -> list[tuple[int, str]]:
-    return [(int(word), "") if word.isdigit() else (0, word) for word in re.split(r"(\d+)", path)]

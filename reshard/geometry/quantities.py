@@ -30,6 +30,11 @@ def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, l
     return groups
 
 
+def by_numbers(name: str) -> list[tuple[int, str]]:
+    """The key that sorts names as people count: rank 2 before rank 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
 def number_runs(numbers: Iterable[int]) -> list[str]:
     """Ascending numbers as runs of neighbours: ["0-3", "7"]."""
     runs: list[list[int]] = []

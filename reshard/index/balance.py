@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.geometry.quantities import by_numbers
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor
 from reshard.index.name_parts import layer_of
@@ -117,5 +118,4 @@ def _by_piece(index: Index, by: str) -> Iterator[ByteShare]:
             group = counted.setdefault(f"rank {holder}" if by == "rank" else table.paths[holder], [0, 0])
             group[0] += count
             group[1] += size
-    order = sorted(counted, key=lambda name: _number(ByteShare(name, 0, 0))) if by == "rank" else sorted(counted)
-    return (ByteShare(name, *counted[name]) for name in order)
+    return (ByteShare(name, *counted[name]) for name in sorted(counted, key=by_numbers))

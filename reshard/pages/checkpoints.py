@@ -86,7 +86,8 @@ def _answer(opened: Inspection, command: str | None) -> Iterator[Section]:
         ("step", facts.step),
     ]
     verdict, tone = ("partial", "bad") if problem else ("complete", "good")
-    yield Head(opened.checkpoint.path, "checkpoint", verdict, tone, tiles, command)
+    headline = f"{name}, {_size_text(opened)}: {opened.checkpoint.path}" if opened.config else opened.checkpoint.path
+    yield Head(headline, "checkpoint", verdict, tone, tiles, command)
     what = [name, _size_text(opened) + experts_text(opened.experts, active), opened.stored_as]
     where = index.format + (f" of {plural(ranks, 'rank')}" if ranks else "") + step
     yield f"{opened.checkpoint.path}: {', '.join(word for word in what if word)}; {where}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.errors import MOST_NAMES
-from reshard.geometry.quantities import plural
+from reshard.geometry.quantities import by_numbers, plural
 from reshard.pages.sections import Facts, Head, Rows, Section
 from reshard.pages.texts import age_text, count_text, nbytes_text
 
@@ -88,7 +88,7 @@ def damaged_sections(path: str) -> Iterator[Section]:
         paths, config = paths_of(files, ()), find_model_files_near(files).config or {}
     except ReshardError:
         return
-    sizes = {name: files.size(name) or 0 for name in paths}
+    sizes = {name: files.size(name) or 0 for name in sorted(paths, key=by_numbers)}
     stored = f"{plural(len(sizes), 'file')}, {nbytes_text(sum(sizes.values()))}"
     yield f"{path}: {name_of_model(config) or 'unknown model'}; {format.name}, incomplete or damaged; {stored} are here"
     yield Rows(("file", "bytes"), [(name, nbytes_text(nbytes)) for name, nbytes in sizes.items()], limit=_MOST_FILES)

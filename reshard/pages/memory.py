@@ -24,17 +24,21 @@ _COLUMNS = ("weights", "gradients", "optimizer", "states", "activations", "trans
 _bytes = partial(nbytes_text, digits=4)
 
 
-def degree_sections(report: DegreeReport) -> Iterator[Section]:
-    """One row per choice of sizes: what the fullest GPU holds, or why the engine would refuse them."""
+def degree_sections(report: DegreeReport, source: str = "") -> Iterator[Section]:
+    """One row per choice of sizes: what the fullest GPU holds, or why the engine would refuse them. source: the model as the user named
+    it."""
     memory, best = report.memory, report.smallest_that_fits
     verdict, tone = (f"fits: {best.parallel}", "good") if best else ("does not fit", "bad") if memory else ("", "good")
-    title = f"{report.model_type}: what the fullest GPU holds"
+    named = source or report.model_type
+    size = f", {count_text(report.parameters)} parameters" if report.parameters else ""
+    title = f"{named}{size}: what the fullest GPU holds"
     tiles = [
         ("model", report.model_type),
         ("memory of a GPU", nbytes_text(memory.nbytes) if memory else None),
         ("fewest GPUs", best.parallel.tp * best.parallel.pp if best else None),
     ]
     yield Head(title, "degrees", verdict, tone, tiles)
+    yield Drawing("The fullest GPU", "value", (report,))
     yield from (title, "")
     headings = ["TP", "PP", "GPUs", "weights", "replicated", "KV per token"]
     if memory:
@@ -43,7 +47,6 @@ def degree_sections(report: DegreeReport) -> Iterator[Section]:
     headings[2:2] = ["EP"] if has_experts else []
     if legal := [_degree_cells(row, has_experts) for row in report.rows if row.problem is None]:
         yield from (Rows(headings, legal, "Sizes"), "")
-    yield Drawing("The fullest GPU", "value", (report,))
     refused = grouped((row for row in report.rows if row.problem), lambda row: row.problem)
     yield Facts(
         [
@@ -66,16 +69,30 @@ def _degree_cells(row: DegreeRow, has_experts: bool) -> list[object]:
     return cells
 
 
-def estimate_sections(estimates: Sequence[Estimate], fitting: Sequence[Fit], gpu_memory: int | None) -> Iterator[Section]:
-    """What the fullest rank holds in each strategy, at each number of GPUs. gpu_memory: of one GPU, in bytes; None: not said."""
+def estimate_sections(
+    estimates: Sequence[Estimate], fitting: Sequence[Fit], gpu_memory: int | None, source: str | None = None
+) -> Iterator[Section]:
+    """What the fullest rank holds in each strategy, at each number of GPUs. gpu_memory: of one GPU, in bytes; None: not said. source: the
+    model as the user named it; None for a number of parameters."""
     last, parameters = estimates[-1], estimates[0].parameters
     exact, short = f"{parameters:,}", count_text(parameters)
     of = f"{exact} parameters" + (f" ({short})" if short != exact else "")
-    fits = gpu_memory and any(strategy.fullest.total <= gpu_memory for estimate in estimates for strategy in estimate.strategies)
-    verdict, tone = ("", "good") if gpu_memory is None else ("fits", "good") if fits else ("does not fit", "bad")
+    fits = [strategy.zero for estimate in estimates for strategy in estimate.strategies if strategy.fullest.total <= (gpu_memory or 0)]
+    verdict, tone = ("", "good") if gpu_memory is None else ("does not fit", "bad")
+    if fits:
+        verdict, tone = f"fits with {f'ZeRO-{min(fits)}' if min(fits) else 'DDP'}", "good"
     memory = nbytes_text(gpu_memory) if gpu_memory is not None else None
-    tiles = [("parameters", parameters), ("GPUs", " or ".join(dict.fromkeys(f"{estimate.training.gpus:,}" for estimate in estimates)))]
-    yield Head(f"{parameters:,} parameters: training memory", "estimate", verdict, tone, [*tiles, ("memory of a GPU", memory)])
+    tiles = [("parameters", short), ("GPUs", " or ".join(dict.fromkeys(f"{estimate.training.gpus:,}" for estimate in estimates)))]
+    yield Head(
+        f"{f'{source}, ' if source else ''}{short} parameters: training memory",
+        "estimate",
+        verdict,
+        tone,
+        [*tiles, ("memory of a GPU", memory)],
+    )
+    for estimate in estimates:
+        yield Drawing(f"The fullest rank on {estimate.training.parallel}", "memory", (estimate, gpu_memory))
+        yield OnPage(_strategies(estimate))
     yield from _one(of, last) if len(estimates) == 1 else _several(of, estimates)
     fewest = {run.training.schedule.stages: run.fewest_microbatches for run in estimates if run.fewest_microbatches is not None}
     yield Facts(
@@ -87,9 +104,6 @@ def estimate_sections(estimates: Sequence[Estimate], fitting: Sequence[Fit], gpu
         ],
         width=9,
     )
-    for estimate in estimates:
-        yield Drawing(f"The fullest rank on {estimate.training.parallel}", "memory", (estimate, gpu_memory))
-        yield OnPage(_strategies(estimate))
     if waits := _bubbles(estimates):
         yield from (Drawing("Pipeline bubble", "bubbles", (schedules_of(estimates),)), OnPage(waits))
 

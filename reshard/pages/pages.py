@@ -9,12 +9,14 @@ from datetime import UTC, datetime
 from reshard import __version__
 from reshard.geometry.quantities import plural
 from reshard.index.balance import shares
+from reshard.index.index import Index
 from reshard.opening.keywords import PathLike
 from reshard.pages.checkpoints import share_rows
 from reshard.pages.pictures import bubble_curves, memory_bars, picture_of, transfers
+from reshard.pages.readings import share_reading
 from reshard.pages.sections import Drawing, Facts, Head, Note, OnPage, Rows, Section, Share, Tree
 from reshard.pages.shard_maps import layer_map, tensor_map, tree_list
-from reshard.picture.page import Html, Page, element, facts, folded, joined, meter, sentence, table
+from reshard.picture.page import Html, Page, element, facts, folded, joined, meter, said, sentence, table
 from reshard.storage.output_file import OutputFile
 
 # Rows and findings that a page shows, the rest is counted; and rows that are shown unfolded.
@@ -25,7 +27,7 @@ DRAWINGS: dict[str, Callable[..., Html]] = {
     "bubbles": bubble_curves,
     "layers": layer_map,
     "memory": memory_bars,
-    "shares": lambda index, by: _table(share_rows(shares(index, by), by)),
+    "shares": lambda *of: _shares(*of),
     "tensor": tensor_map,
     "transfers": transfers,
     "value": picture_of,
@@ -89,6 +91,11 @@ def _table(section: Rows) -> Html:
     number = section.hidden + len(section.rows)
     content = joined((content, _not_shown(number - len(shown)), *(element("p", note, class_="dim") for note in section.notes)))
     return content if number <= _MOST_UNFOLDED else folded(plural(number, "row"), content)
+
+
+def _shares(index: Index, by: str) -> Html:
+    divided = shares(index, by)
+    return joined((said(share_reading(index, by, divided)), _table(share_rows(divided, by))))
 
 
 def _finding(entry: Note) -> Html:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import singledispatch
 from itertools import islice
 
 from reshard.engine.views import View
-from reshard.geometry.quantities import nbytes_text, plural
+from reshard.geometry.quantities import by_numbers, nbytes_text, plural
 from reshard.geometry.table import Table, cell_text
 from reshard.geometry.value import Tabular
 from reshard.index.fold import fold
 from reshard.live.plan.transfer_plan import TransferPlan
 from reshard.measures.changes import Change, sum_of
 from reshard.opening.checkpoint import Checkpoint
+from reshard.pages.readings import bubble_reading, change_reading, degrees_reading, memory_reading, percent, reads_reading
 from reshard.pages.shard_maps import lanes_of, shard_map, tree_list
 from reshard.picture.drawing import curves, heat_map, in_notebook, shortened, stacked
-from reshard.picture.page import Html, element, folded, joined, table
+from reshard.picture.page import Html, element, folded, joined, said, table
 from reshard.plans.plan import Plan
 from reshard.serving.capacity import DegreeReport
 from reshard.training.memory import Estimate
@@ -103,10 +103,12 @@ def _(plan: TransferPlan) -> Html:
         axes=("from", "to target rank"),
         scale=("0 B", nbytes_text(most)),
     )
-    text = f"{nbytes_text(plan.nbytes)} in all."
+    out = plan.report.bytes_out
+    most_of = percent(float(out.max(initial=0)) / (plan.nbytes or 1))
+    text = said(f"{nbytes_text(plan.nbytes)} in all, {most_of} of it from source rank {int(out.argmax()) if len(out) else 0}.")
     hidden = max(0, len(plan.sources) - _MOST_RANKS), max(0, len(plan.memories) - _MOST_RANKS)
-    more = f" {hidden[0]} source ranks and {hidden[1]} target ranks are not drawn." if any(hidden) else ""
-    return joined((picture, element("p", text + more, class_="dim")))
+    more = f"{hidden[0]} source ranks and {hidden[1]} target ranks are not drawn." if any(hidden) else ""
+    return joined((text, picture, element("p", more, class_="dim") if more else ""))
 
 
 @picture_of.register
@@ -123,7 +125,7 @@ def _(report: DegreeReport) -> Html:
     limit = report.memory.usable if report.memory else None
     names = ("weights", "replicated weights", "room for the KV cache")
     note = element("p", f"The line is the memory that the engine may use: {nbytes_text(limit)}.", class_="dim") if limit else ""
-    return joined((stacked(rows, names, title="Bytes on the fullest GPU", limit=limit), note))
+    return joined((said(degrees_reading(report)), stacked(rows, names, title="Bytes on the fullest GPU", limit=limit), note))
 
 
 @picture_of.register
@@ -138,7 +140,8 @@ def memory_bars(estimate: Estimate, gpu_memory: int | None = None) -> Html:
         after = ", does not fit" if gpu_memory is not None and rank.total > gpu_memory else ""
         rows.append((label, tuple(float(getattr(rank, name) or 0) for name in names), nbytes_text(rank.total) + after))
     note = element("p", f"The line is the memory of one GPU: {nbytes_text(gpu_memory)}.", class_="dim") if gpu_memory else ""
-    return joined((stacked(rows, names, title="Bytes on the fullest rank", limit=gpu_memory), note))
+    sentence = said(memory_reading(estimate, gpu_memory))
+    return joined((sentence, stacked(rows, names, title="Bytes on the fullest rank", limit=gpu_memory), note))
 
 
 @picture_of.register
@@ -152,13 +155,14 @@ def _(diff: Diff) -> Html:
     columns = [*layers, *([None] if any(layer is None for _, layer in cells) else [])]
     roles = list(dict.fromkeys(role for role, _ in cells))
     rows = [(role, [_shade(cells[role, layer]) if (role, layer) in cells else None for layer in columns]) for role in roles]
-    return heat_map(
+    picture = heat_map(
         ["-" if layer is None else str(layer) for layer in columns],
         rows,
         title="Relative L2 change by layer and role",
         axes=("role", "layer; -: in no layer"),
         scale=("equal", "changed by its whole length; each swatch is a factor of 16"),
     )
+    return joined((said(change_reading(diff.changes)), picture))
 
 
 def _shade(change: Change) -> float:
@@ -174,12 +178,14 @@ def transfers(plan: Plan) -> Html:
     itemsizes = {route.name: route.target.dtype.itemsize for route in plan.routes}
     copies = [copy for copy in plan.copies() if not copy.replica]
     paths = ({copy.source for copy in copies}, {copy.target for copy in copies})
-    columns, rows = (lanes_of(sorted(side, key=_by_numbers), _MOST_CELLS) for side in paths)
+    columns, rows = (lanes_of(sorted(side, key=by_numbers), _MOST_CELLS) for side in paths)
     if len(columns) * len(rows) < 2:
         return Html("")
-    sums = Counter[tuple[str, str]]()
+    exact, sums = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for copy in copies:
-        sums[columns[copy.source], rows[copy.target]] += copy.box.volume * itemsizes[copy.name]
+        exact[copy.source, copy.target] += copy.box.volume * itemsizes[copy.name]
+    for (source, target), nbytes in exact.items():
+        sums[columns[source], rows[target]] += nbytes
     names, most = list(dict.fromkeys(columns.values())), max(sums.values()) or 1
     picture = heat_map(
         [str(number) for number in range(1, len(names) + 1)],
@@ -188,14 +194,11 @@ def transfers(plan: Plan) -> Html:
         axes=("target file", "source file"),
         scale=("0 B", nbytes_text(most)),
     )
-    return joined((picture, folded("The columns", table(("column", "source file"), list(enumerate(names, 1))))))
-
-
-def _by_numbers(path: str) -> list[object]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path)]
+    return joined((said(reads_reading(exact)), picture, folded("The columns", table(("column", "source file"), list(enumerate(names, 1))))))
 
 
 def bubble_curves(schedules: Sequence[PipelineSchedule]) -> Html:
     """The share of the time that pipelines wait, against the number of microbatches: a curve of each."""
     points = {f"PP {schedule.stages}": bubbles(schedule) for schedule in schedules}
-    return curves(points, title="Pipeline bubble against microbatches", x_name="microbatches", y_name="bubble")
+    picture = curves(points, title="Pipeline bubble against microbatches", x_name="microbatches", y_name="bubble")
+    return joined((said(bubble_reading(schedules)), picture))

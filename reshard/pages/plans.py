@@ -9,7 +9,7 @@ from reshard.geometry.quantities import plural
 from reshard.health.model_files import missing_in_target
 from reshard.pages.checkpoints import Fact, dropped_facts
 from reshard.pages.sections import Drawing, Facts, Head, Rows, Section
-from reshard.pages.texts import nbytes_text
+from reshard.pages.texts import count_text, nbytes_text
 from reshard.plans import summary
 from reshard.plans.layout import LeftFile, left_by_kind
 
@@ -26,8 +26,17 @@ def plan_sections(plan: Plan, stores: Sequence[StoreForecast] = ()) -> Iterator[
     totals, ranks, layout = plan.totals(), summary.ranks(plan), plan.layout
     title = f"{plan.source.format} -> {layout.format} for {layout.parallel}"
     read, written = nbytes_text(totals.read), nbytes_text(totals.written)
-    tiles = [("tensors", totals.tensors), ("files", totals.files), ("read", read), ("written", written), ("ranks", len(ranks))]
-    yield Head(title, "plan", "proven", facts=tiles)
+    model, elements = plan.content.model, sum(route.target.elements for route in plan.routes if route.target.kind == "weight")
+    named = f"{model.architecture.model_type}, {count_text(elements)} parameters: " if model else ""
+    tiles = [
+        ("source", plan.source_files.root),
+        ("tensors", totals.tensors),
+        ("files", totals.files),
+        ("read", read),
+        ("written", written),
+        ("ranks", len(ranks)),
+    ]
+    yield Head(named + title, "plan", "proven", facts=tiles)
     yield from (f"{title}: {plural(totals.tensors, 'tensor')} into {plural(totals.files, 'file')}", "")
     rows = [
         (

@@ -7,17 +7,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from reshard.geometry.quantities import nbytes_text, plural
+from reshard.geometry.quantities import by_numbers, nbytes_text, plural
 from reshard.index.coverage import sharding_text
 from reshard.index.fold import Fold
 from reshard.index.index import Index, Tensor
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.index.shards import primary_rows
-from reshard.picture.drawing import Held, heat_map, shortened, strips
-from reshard.picture.page import Html, element, folded, joined, legend, meter, table
+from reshard.pages.readings import holders_reading, layers_reading
+from reshard.picture.drawing import Held, Span, heat_map, shortened, strips
+from reshard.picture.page import Html, element, folded, joined, legend, meter, said, table
 
 # What a page shows of it; the rest is counted.
-_MOST_ROWS, _MOST_FAMILIES, _MOST_BRANCHES = 128, 40, 6000
+_MOST_ROWS, _MOST_FAMILIES, _MOST_BRANCHES = 32, 40, 6000
+_TOUCH = 1e-9
+"""The gap between two spans, as a share of the width, that is none."""
 
 
 def shard_map(tree: Fold) -> Html:
@@ -41,14 +44,15 @@ def shard_map(tree: Fold) -> Html:
             for number, leaf in enumerate(in_order)
         ],
     )
-    notes = [f"Each row is a lane of {-(-len(rows) // _MOST_ROWS)} of {len(rows):,} holders."] if len(rows) > _MOST_ROWS else []
+    notes = [f"Each row stands for {-(-len(rows) // _MOST_ROWS)} of {len(rows):,} holders."] if len(rows) > _MOST_ROWS else []
     whole = len([leaf for leaf in families if len(leaf.stored[0].shards) == 1])
     if whole:
         notes.append(f"Not drawn: {plural(whole, 'kind')} of tensor that nobody has cut.")
     has_replicas = any(copies for _, copies in rows.values())
     keys = legend(("a", "a part of a tensor"), *([("b", "a replica of it")] if has_replicas else []))
     note = element("p", " ".join(notes), class_="dim") if notes else ""
-    return joined((picture, keys, note, folded("The tensors of the map", names)))
+    sentence = said(holders_reading(len(rows), [(leaf.name, tensor, leaf.names) for leaf in in_order for tensor in leaf.stored[:1]]))
+    return joined((sentence, picture, keys, note, folded("The tensors of the map", names)))
 
 
 def lanes(rows: Mapping[str, Held]) -> dict[str, Held]:
@@ -57,7 +61,18 @@ def lanes(rows: Mapping[str, Held]) -> dict[str, Held]:
     for name, lane in lanes_of([*rows], _MOST_ROWS).items():
         for spans, more in zip(drawn.setdefault(lane, ([], [])), rows[name], strict=True):
             spans += more
-    return drawn
+    return {lane: (_united(parts), _united(copies)) for lane, (parts, copies) in drawn.items()}
+
+
+def _united(spans: list[Span]) -> list[Span]:
+    """Spans in order, those that touch as one."""
+    united: list[Span] = []
+    for start, stop in sorted(spans):
+        if united and start <= united[-1][1] + _TOUCH:
+            united[-1] = united[-1][0], max(stop, united[-1][1])
+        else:
+            united.append((start, stop))
+    return united
 
 
 def lanes_of(names: Sequence[str], most: int) -> dict[str, str]:
@@ -90,7 +105,7 @@ def layer_map(index: Index) -> Html:
         scale=("0 B", f"{nbytes_text(most)}, logarithmic"),
     )
     more = f"{len(cells) - len(shown):,} smaller ones are not drawn." if len(cells) > len(shown) else ""
-    return joined((picture, element("p", more, class_="dim") if more else ""))
+    return joined((said(layers_reading(cells)), picture, element("p", more, class_="dim") if more else ""))
 
 
 def _on(scale: float, nbytes: int | None) -> float | None:
@@ -99,7 +114,9 @@ def _on(scale: float, nbytes: int | None) -> float | None:
 
 def tensor_map(tensor: Tensor) -> Html:
     """Who holds which part of one tensor."""
-    return strips(lanes(_held([(tensor, 0.0, 1.0)])), title=f"Who holds {tensor.name}")
+    rows = _held([(tensor, 0.0, 1.0)])
+    sentence = said(holders_reading(len(rows), [(tensor.name, tensor, 1)]))
+    return joined((sentence, strips(lanes(rows), title=f"Who holds {tensor.name}")))
 
 
 def _held(places: Iterable[tuple[Tensor, float, float]]) -> dict[str, Held]:
@@ -108,7 +125,7 @@ def _held(places: Iterable[tuple[Tensor, float, float]]) -> dict[str, Held]:
     for tensor, left, width in places:
         for holder, start, stop, is_copy in held_spans(tensor):
             rows.setdefault(holder, ([], []))[is_copy].append((left + start * width, left + stop * width))
-    return {holder: rows[holder] for holder in sorted(rows, key=_natural)}
+    return {holder: rows[holder] for holder in sorted(rows, key=by_numbers)}
 
 
 def held_spans(tensor: Tensor) -> Iterator[tuple[str, float, float, bool]]:
@@ -127,11 +144,6 @@ def held_spans(tensor: Tensor) -> Iterator[tuple[str, float, float, bool]]:
 def divided_axis(tensor: Tensor) -> int:
     """The axis along which a tensor is cut into most parts; the first one if it is whole."""
     return max(range(len(tensor.shape)), key=lambda axis: (len(np.unique(tensor.shards.offsets[:, axis])), -axis), default=0)
-
-
-def _natural(holder: str) -> tuple[str, int]:
-    head, _, number = holder.rpartition(" ")
-    return (head, int(number)) if number.isdecimal() else (holder, 0)
 
 
 def family_name(tree: Fold, leaf: Fold) -> str:

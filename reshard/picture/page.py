@@ -38,6 +38,11 @@ def sentence(text: str) -> Html:
     return Html(html.escape(printable(text)))
 
 
+def said(text: str) -> Html:
+    """The sentence above a picture; nothing for an empty one."""
+    return element("p", sentence(text), class_="says") if text else Html("")
+
+
 def joined(parts: Iterable[object]) -> Html:
     """Texts and HTML, one after the other."""
     return Html("".join(map(escaped, parts)))
@@ -140,6 +145,14 @@ COLOURS = """
 .a{fill:var(--a)}.b{fill:var(--b)}.c{fill:var(--c)}.d{fill:var(--d)}.e{fill:var(--e)}.bad{fill:var(--bad)}.soft{fill:var(--soft)}
 .line{stroke:var(--line);fill:none}.limit{stroke:var(--bad);fill:none;stroke-dasharray:4 3}.curve{stroke:var(--a);fill:none;stroke-width:2}
 svg text{fill:var(--dim);font:11px ui-monospace,monospace}svg{max-width:100%;height:auto;display:block}
+svg path{vector-effect:non-scaling-stroke}
+.draw{display:grid;grid-template-columns:fit-content(40%) minmax(0,1fr);gap:0 .7rem}
+.draw span{display:block;font:11px/18px ui-monospace,monospace;color:var(--dim)}
+.labels{min-width:0}.labels span{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
+.marks{position:relative;height:18px}.marks span{position:absolute;transform:translateX(-50%)}
+.bars{grid-template-columns:max-content minmax(4rem,44rem) 1fr;row-gap:.35rem}
+@media(max-width:640px){.marks .roomy{display:none}
+.bars{grid-template-columns:max-content minmax(0,1fr)}.bars svg+span{grid-column:1/3;margin-bottom:.4rem}}
 """
 
 _STYLE = (
@@ -189,7 +202,7 @@ details[open]>summary.row .name::before{content:"▾"}div.row .name::before{cont
 vertical-align:middle}
 .bar span{display:block;height:100%;background:var(--a)}
 .dim{color:var(--dim)}
-.draw{overflow-x:auto}
+.says{font-size:1.02rem;margin:0 0 1rem}
 .key{display:inline-block;width:.8rem;height:.8rem;margin:0 .35rem 0 0;vertical-align:-.08rem;border-radius:2px}
 .legend{display:flex;flex-wrap:wrap;gap:.2rem 1.3rem;color:var(--dim);font-size:.87rem;margin:.6rem 0}
 input{font:inherit;padding:.25rem .6rem;width:15rem;min-width:9rem;background:var(--bg);color:var(--fg);border:1px solid var(--line);
@@ -200,8 +213,8 @@ footer{color:var(--dim);font-size:.82rem;padding-top:2.5rem;padding-bottom:2.5re
 main,footer{padding-left:1rem;padding-right:1rem}header{padding-top:1.3rem}h1{font-size:1.3rem}
 .tiles{grid-template-columns:repeat(2,minmax(0,1fr))}dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:.45rem}.tiles dd{margin:0}
 .row{grid-template-columns:minmax(0,1fr) 4rem;padding:.3rem 0}.row .more{grid-column:1/3;padding-left:calc(var(--l,0)*1.1rem + 1rem)}
-.next{display:block}.next code{display:block;margin-top:.3rem}.draw svg{max-width:none;min-width:34rem}
-th,td{padding-right:.9rem}}
+.next{display:block}.next code{display:block;margin-top:.3rem}
+th,td{padding-right:.9rem}td:not(.n){min-width:6.5rem}}
 @media print{:root{--bg:#fff;--fg:#000;--dim:#444}nav{display:none}main{max-width:none}}
 """
 )

@@ -151,6 +151,8 @@ class DegreeReport(Tabular):
     """One row for each choice, in the order of the request."""
     assumptions: tuple[str, ...]
     """What the numbers assume, as sentences."""
+    parameters: int | None = None
+    """The number of the model's parameters; None if a learned layout says what ranks hold."""
 
     def table(self) -> Table:
         """A row for each choice of sizes: what the fullest rank holds, in bytes, and what fits beside it; or why the engine refuses it."""

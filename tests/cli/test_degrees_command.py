@@ -7,6 +7,8 @@ from helpers.fixture_places import HF
 from helpers.published_configs import LLAMA_70B
 from helpers.reshard_command import reshard
 
+GPU = ("--gpu-memory", "80GiB", "--reserve", 0)
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -15,7 +17,7 @@ def folder(tmp_path):
 
 
 def test_the_table_says_what_each_gpu_holds_and_why_not(folder):
-    shown = reshard("degrees", folder, "--to", "vllm", "--tp", "2,3,16", "--pp", "1", "--gpu-memory", "80GiB", "--max-model-len", 8192)
+    shown = reshard("degrees", folder, "--to", "vllm", "--tp", "2,3,16", "--pp", "1", *GPU, "--max-model-len", 8192)
     assert shown.code == 0
     rows = [" ".join(line.split()) for line in shown.out.splitlines() if line[:4].strip().isdigit()]
     assert rows == [
@@ -27,8 +29,16 @@ def test_the_table_says_what_each_gpu_holds_and_why_not(folder):
 
 
 def test_what_does_not_fit_is_said(folder):
-    shown = reshard("degrees", folder, "--to", "vllm", "--tp", "1", "--gpu-memory", "80GiB")
+    shown = reshard("degrees", folder, "--to", "vllm", "--tp", "1", *GPU)
     assert "lacks 63.8 GB" in shown.out
+
+
+def test_three_percent_are_kept_unless_the_caller_says_how_much(folder):
+    kept = {}
+    for more in ((), ("--reserve", 0), ("--reserve", "5GB")):
+        memory = reshard("degrees", folder, "--tp", "2", "--gpu-memory", "100GB", *more, "--json").document["memory"]
+        kept[more] = memory["reserve"], memory["usable"]
+    assert [*kept.values()] == [(3 * 10**9, 87 * 10**9), (0, 90 * 10**9), (5 * 10**9, 85 * 10**9)]
 
 
 def test_the_document_has_stable_keys():

@@ -98,18 +98,54 @@ def test_a_page_says_the_answer_first_and_what_made_it(arguments, tmp_path, monk
         "diff": ("relative L2", "elements changed"),
         "doctor": ("2 errors", "Go back to an earlier save"),
         "degrees": ("fewest GPUs",),
-        "estimate": ("7,000,000,000", "ZeRO-3"),
+        "estimate": ("7 B parameters", "ZeRO-3"),
     }[arguments[0]]
     head = text[: text.index("Summary")] if "Summary" in text else text
     assert all(word in (head if arguments[0] in ("inspect", "plan", "verify", "diff") else text) for word in says), head
     assert f"Made by reshard {library.__version__} on 2009-02-13 with: reshard {arguments[0]}" in text
 
 
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: " ".join(map(str, arguments[:1])))
+def test_a_sentence_stands_above_every_picture(arguments, tmp_path):
+    page_of(tmp_path, *arguments)
+    content = (tmp_path / "page.html").read_text()
+    pictures = [at.start() for at in re.finditer(r'<div class="draw|<svg xmlns="[^"]*" viewBox="0 0 360', content)]
+    assert pictures or arguments[0] in ("verify", "doctor")
+    for at in pictures:
+        before = content[:at]
+        assert re.search(r'<p class="says">[^<]+\.</p>$', before), before[-200:]
+
+
+def test_a_headline_names_the_model_and_the_source(tmp_path):
+    for arguments, words in (
+        (("inspect", *FSDP2), ("llama, 61,728 parameters", "fsdp2")),
+        (("plan", *FSDP2, "--to", "vllm", "--tp", 8), ("llama, 61,728 parameters", "dcp", "TP 8", "source", "fsdp2")),
+        (("diff", HF / "llama", HF / "llama"), ("llama: from", "fixtures/hf/llama")),
+        (("degrees", "llama-3-70b", "--gpu-memory", "80GB"), ("llama-3-70b, 70.6 B parameters",)),
+        (("estimate", "llama-3-70b", "--tp", 8, "--gpus", 64, "--gpu-memory", "80GB"), ("llama-3-70b, 70.6 B", "fits with ZeRO-1")),
+    ):
+        page_of(tmp_path, *arguments)
+        head = re.search(r"<header>.*?</header>", (tmp_path / "page.html").read_text(), re.DOTALL)[0]
+        assert all(word in head for word in words), head
+
+
+def test_ranks_and_files_stand_in_the_order_of_their_numbers(tmp_path):
+    files = [{f"model.layers.{number}.w.weight": 4} for number in range(12)]
+    names = [f"rank_{number}.safetensors" for number in range(12)]
+    (tmp_path / "run").mkdir()
+    for name, rows in zip(names, files, strict=True):
+        header = json.dumps({key: {"dtype": "BF16", "shape": [n], "data_offsets": [0, 2 * n]} for key, n in rows.items()}).encode()
+        (tmp_path / "run" / name).write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
+    assert [share.name for share in shares(library.open(tmp_path / "run").index, "file")] == names
+
+
 def test_many_holders_are_drawn_as_lanes():
     rows = {f"rank {i}": ([(i / 1000, (i + 1) / 1000)], []) for i in range(1000)}
     drawn = lanes(rows)
-    assert len(drawn) <= 128 and next(iter(drawn)) == "rank 0 .. rank 7"
-    assert sorted(span for spans, _ in drawn.values() for span in spans) == sorted(span for spans, _ in rows.values() for span in spans)
+    assert len(drawn) == 32 and next(iter(drawn)) == "rank 0 .. rank 31"
+    assert drawn["rank 0 .. rank 31"] == ([(0.0, 0.032)], []), "neighbours that touch are one span"
+    covered = [span for spans, _ in drawn.values() for span in spans]
+    assert sum(stop - start for start, stop in covered) == pytest.approx(1)
 
 
 def test_an_interactive_page_runs_its_own_script_and_no_other(tmp_path):

@@ -46,6 +46,11 @@ def page_checks(driver: webdriver.Chrome, name: str, path: str) -> Iterator[tupl
             yield f"{name}, {scheme}, {size}: nothing in the console, no request", not found, str(found)
             content = driver.execute_script("return document.documentElement.scrollWidth")
             yield f"{name}, {scheme}, {size}: not wider than the window", content <= width, f"{content} in {width}"
+            charts = driver.execute_script(
+                "return [...document.querySelectorAll('.draw,.bars svg,svg,.labels,.marks')].map(e=>[e.getBoundingClientRect(),"
+                "e.getAttribute('aria-label')||e.className]).filter(([r])=>r.width&&(r.right>innerWidth+1||r.left<-1)).map(([,n])=>n)"
+            )
+            yield f"{name}, {scheme}, {size}: every chart fits the window", not charts, str(charts[:3])
             colours = driver.execute_script("const s=getComputedStyle(document.body);return [s.backgroundColor,s.color]")
             light = [sum(map(int, re.findall(r"\d+", each)[:3])) for each in colours]
             yield (

@@ -38,6 +38,9 @@ COMMANDS = {
     "doctor": ("doctor", FIXTURES / "dcp" / "odd" / "checkpoint", "--deep"),
     "degrees": ("degrees", LLAMA, "--gpu-memory", "80GiB", "--tp", "1,2,3"),
     "estimate": ("estimate", "--parameters", "7B", "--gpus", "8", "--pp", "4"),
+    "what fits": ("estimate", "llama-3-70b", "--tp", "8", "--gpus", "64", "--gpu-memory", "80GB"),
+    "many tokens": ("degrees", "llama-3-70b", "--gpu-memory", "80GB"),
+    "run": ("log", FIXTURES / "delta", "--stats"),
 }
 LARGEST_PAGE = 2_000_000
 

@@ -37,7 +37,7 @@ def command(source: str, **given: Any) -> Reply:
     from reshard.pages.memory import degree_sections
 
     report = reshard.degrees(source, **given)
-    return Reply(document(report, degrees=list(map(_row, report.rows))), degree_sections(report))
+    return Reply(document(report, degrees=list(map(_row, report.rows))), degree_sections(report, source))
 
 
 def _row(row: DegreeRow) -> dict[str, Any]:

@@ -53,6 +53,7 @@ def command(left: str, right: str | None, headers: bool, thresholds: tuple[str, 
     from reshard.pages.comparisons import diff_sections
     from reshard.requests.request import selection_of
     from reshard.verbs.look.diff import parse_thresholds
+    from reshard.verbs.look.inspection import name_of_model
 
     if headers and thresholds:
         raise RequestError("--threshold compares values, and --headers reads none", do="Leave one of them out")
@@ -61,13 +62,14 @@ def command(left: str, right: str | None, headers: bool, thresholds: tuple[str, 
     a, b = open_both(left, right, formats=given.pop("formats"), **options.take(given, ModelOptions))
     with working("diff", 0 if headers else weight_bytes(b), given) as effort:
         result = reshard.diff(a, b, headers=headers, selection=selection_of(given), **effort)
+    model = name_of_model(b.model_files.config or a.model_files.config or {})
     beyond = result.beyond(limits) if limits else None
     # With a threshold, smaller changes of values pass.
     counted = [difference for difference in result.differences if beyond is None or difference.kind != "values"]
     names, every = None if beyond is None else [change.name for change in beyond], {"changes": result.changes} if full else {}
     return Reply(
         partial(document, result, beyond_threshold=names, **every),
-        diff_sections(result, f"From {left} to {right}", beyond, limit),
+        diff_sections(result, f"{f'{model}: from' if model else 'From'} {left} to {right}", beyond, limit),
         code=1 if counted or beyond else 0,
         brief=True,
     )

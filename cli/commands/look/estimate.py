@@ -70,7 +70,8 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
         return reshard.estimate(count, **{**about, "zero": zero, "gpus": last.gpus, "pp": last.parallel.pp, "max_bubble": None})
 
     fitting = fits(estimated, nbytes, of_parameters if parameters is not None else None) if nbytes is not None else ()
-    return Reply({**estimate_document(estimated[-1]), **_list_document(estimated, fitting)}, estimate_sections(estimated, fitting, nbytes))
+    made = {**estimate_document(estimated[-1]), **_list_document(estimated, fitting)}
+    return Reply(made, estimate_sections(estimated, fitting, nbytes, source))
 
 
 def _list_document(estimated: Sequence[Estimate], fitting: Sequence[Fit]) -> dict[str, Any]:

@@ -30,7 +30,12 @@ from reshard.serving.capacity import DegreeReport, GpuMemory, degree_report
 from reshard.serving.learned.fit import check_config, check_engine, learned_degree_report
 from reshard.serving.weights import model_dtype
 from reshard.storage.tar import open_base
+from reshard.training.parameter_counts import parameters
 from reshard.verbs.look.keywords import DegreeOptions
+
+_RESERVED = 3
+"""Percent of a GPU's memory that is kept for activations and CUDA graphs unless the caller says how much. vLLM 0.32 measures them when it
+starts (v1/worker/gpu_worker.py, determine_available_memory); what is left is the KV cache."""
 
 
 @checked_keywords
@@ -80,7 +85,8 @@ def degrees(
         cache_dtype=dtype_named(options.get("kv_dtype"), "`kv_dtype=`") or _cache_dtype(model, dtypes),
         memory=memory,
     )
-    return replace(report, assumptions=(*report.assumptions, *notes))
+    plain = Model(model.architecture, without_quantization(model.config))
+    return replace(report, assumptions=(*report.assumptions, *notes), parameters=parameters(plain))
 
 
 def _by_layout(source: Checkpoint | PathLike, to: str, path: str, parallels: Sequence[Parallel], options: DegreeOptions) -> DegreeReport:
@@ -107,15 +113,16 @@ def _engine(to: str) -> ServingFormat:
 
 def _memory(options: DegreeOptions) -> GpuMemory | None:
     """A GPU's memory, if the caller gave it."""
-    nbytes, reserve = cast(int | None, options.get("gpu_memory")), cast(int, options.get("reserve", 0))  # texts have been read
+    nbytes, reserve = cast(int | None, options.get("gpu_memory")), cast(int | None, options.get("reserve"))  # texts have been read
     longest = options.get("max_model_len")
     utilization = options.get("gpu_memory_utilization")
     if nbytes is None:
-        if longest or reserve or utilization is not None:
+        if longest or reserve is not None or utilization is not None:
             raise RequestError("how much fits depends on the memory of a GPU, which is not given", do="Add `gpu_memory=`, such as 80GiB")
         return None
     if nbytes < 1:
         raise RequestError(f"`gpu_memory={nbytes}`: a GPU has some memory", do="Give its size, such as 80GiB")
+    reserve = nbytes * _RESERVED // 100 if reserve is None else reserve
     return GpuMemory(nbytes, 0.9 if utilization is None else utilization, reserve, longest)
 
 

@@ -15,7 +15,7 @@ class DegreeOptions(ModelOptions, total=False):
     gpu_memory: Annotated[int | str | None, Keyword("Memory of one GPU, e.g. 80GiB; reports how many tokens fit.", "SIZE")]
     max_model_len: Annotated[int | None, Keyword("Tokens of the longest sequence; reports how many fit.", "N")]
     gpu_memory_utilization: Annotated[float | None, Keyword("Fraction of GPU memory the engine may use (default: 0.9).", "FRACTION")]
-    reserve: Annotated[int | str, Keyword("Memory for activations and CUDA graphs (default: 0).", "SIZE", 0)]
+    reserve: Annotated[int | str | None, Keyword("Memory for activations and CUDA graphs (default: 3 % of the GPU's).", "SIZE")]
     dtype: Annotated[str | None, Keyword("Cast floating-point weights: bf16, fp16 ... Needed if a bare config does not name one.", "DTYPE")]
     keep_dtype: Annotated[str | tuple[str, ...], Keyword("Do not cast tensors whose names match.", "GLOB")]
     dequantize: Annotated[bool, Keyword("Dequantize weights to `dtype=` (default: bf16).")]
