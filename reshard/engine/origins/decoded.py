@@ -98,7 +98,7 @@ class Dequantizer(Reader):
         scales = None if self._scales is None else stored[self._scales]
         codes = _codes_in_bytes(stored[0], scales, box) if self._has_tables else None
         if codes is None:
-            for inner in _runs(box, stored[0].part.axes):
+            for inner in _runs(box):
                 out[inner.relative_to(box.offsets).index] = _computed(stored, inner, dtype)
             return
         target = out.transpose(codes.order)
@@ -260,11 +260,13 @@ def _values(stored: StoredWords, box: Box) -> Block:
         return component_values(part, stored.words).reshape((1,) * len(box.sizes))
     words = stored.of(box)
     if packing is None:
-        values = component_values(part, words)
+        values = _in_axes(part, component_values(part, words))
     else:
         assert part.packed_axis is not None
-        values = packing.unpacked(words, part.packed_axis)
-    return spread(_in_axes(part, values), part.block_shape, part.grid, box)
+        # Words are fewer than the values in them, so the words are brought into the order of the axes.
+        in_axes = words.transpose(*part.axes, *range(len(part.axes), words.ndim))
+        values = packing.unpacked(np.ascontiguousarray(in_axes), part.axes.index(part.packed_axis))
+    return spread(values, part.block_shape, part.grid, box)
 
 
 def _in_axes(part: EncodedPart, values: Block) -> Block:
@@ -295,9 +297,9 @@ def spread(values: Block, block_shape: BlockShape, grid: BlockShape, box: Box) -
     return values
 
 
-def _runs(box: Box, axes: tuple[int, ...]) -> Iterator[Box]:
-    """A box in parts of few elements: consecutive lines in the order of the file. axes: for each axis of the box, the stored one."""
-    axis = next((axis for axis in sorted(range(len(axes)), key=axes.__getitem__) if box.sizes[axis] > 1), 0)
+def _runs(box: Box) -> Iterator[Box]:
+    """A box in parts of few elements: consecutive lines."""
+    axis = next((axis for axis, size in enumerate(box.sizes) if size > 1), 0)
     lines = max(1, _AT_ONCE * box.sizes[axis] // max(1, box.volume))
     for start in range(0, box.sizes[axis], lines):
         yield box.narrow(axis, start, min(start + lines, box.sizes[axis]))

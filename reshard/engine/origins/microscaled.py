@@ -16,7 +16,10 @@ from reshard.engine.origins.recipe import (
     Recipe,
     check_finite,
     float32_of,
-    largest_of_blocks,
+    fp4_codes,
+    fp4_packed,
+    fp8_of_moved,
+    largest_of_groups,
     magnitudes_of,
     words_of,
 )
@@ -28,11 +31,13 @@ _FLOATS = {BF16: (7, 127, 254), F16: (10, 15, 30), F32: (23, 127, 254)}
 # floor(log2) of the largest code: 6 and 448.
 _OFFSETS = {4: 2, 8: 8}
 _LARGEST_FP4, _LARGEST_FP8 = np.float32(6), np.float32(448)
+# Words of bfloat16. From 2^-95 on: over the scale of a group with this magnitude, a value without an exponent of its own is zero in FP8.
+# To below 1.75 * 2^127, which is rounded up to a power of two that bfloat16 does not hold.
+_PLAIN = np.uint16(32 << 7), np.uint16(0x7F60)
+# A move of exponents to below all FP8 numbers.
+_BEYOND = 127 << 7
 # What stands in for a scale of zero.
 _SMALLEST_SCALE = np.float32(0.125)
-# Where the numbers of E2M1 end, from one to the next; a bound that is a number of the lower code's side counts as lower.
-_BOUNDS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
-
 
 # ---- MX: scales are powers of two ----
 
@@ -42,8 +47,8 @@ def mxfp4(words: Block, dtype: DType = BF16, shared: np.float32 | None = None) -
     are not finite."""
     if dtype == BF16:
         return recipe.mxfp4(words)
-    quotients, exponents = _over_powers(words, dtype, 4)
-    return _packed(_fp4_codes(quotients)), exponents
+    exponents = _exponents(largest_of_groups(magnitudes_of(words), _MX_GROUP), dtype, 4)
+    return fp4_packed(fp4_codes(_over_powers(words, dtype, exponents))), exponents.astype(np.uint8)
 
 
 def mxfp8(words: Block, dtype: DType = BF16, shared: np.float32 | None = None) -> tuple[Block, Block]:
@@ -52,8 +57,17 @@ def mxfp8(words: Block, dtype: DType = BF16, shared: np.float32 | None = None) -
     A scale is the power of two of the largest magnitude of a group, rounded up from 1.75 on, over 2^8. An example: the largest magnitude is
     1.8, so the scale is 2 / 256 = 2^-7, exponent 120. The weight 0.3 has the quotient 38.4, whose code is that of 40.
     """
-    quotients, exponents = _over_powers(words, dtype, 8)
-    return cast(quotients.view(F32.word), F32, F8), exponents
+    magnitudes = magnitudes_of(words)
+    largest = largest_of_groups(magnitudes, _MX_GROUP)
+    exponents = _exponents(largest, dtype, 8)
+    if dtype != BF16 or largest.min(initial=_PLAIN[0], where=largest > 0) < _PLAIN[0] or largest.max(initial=0) >= _PLAIN[1]:
+        return cast(_over_powers(words, dtype, exponents).view(F32.word), F32, F8), exponents.astype(np.uint8)
+    # The word of a quotient is that of the value, with the exponent moved. For a group of zeros, any large exponent gives zeros.
+    moves = (exponents - 7 << 7).astype(np.int16)
+    moves[largest == 0] = _BEYOND
+    moved = magnitudes.view(np.int16)
+    moved -= np.repeat(moves, _MX_GROUP, axis=1)[:, : words.shape[1]]
+    return fp8_of_moved(moved, words), exponents.astype(np.uint8)
 
 
 def saturates(words: Block, scales: Block, dtype: DType) -> bool:
@@ -64,20 +78,23 @@ def saturates(words: Block, scales: Block, dtype: DType) -> bool:
     return bool(words.size) and (int(magnitudes_of(words).max()) + (1 << mantissa - 2)) >> mantissa > last
 
 
-def _over_powers(words: Block, dtype: DType, bits: int) -> tuple[Block, Block]:
-    """The values over the scales of their groups, in float32, and the exponents of the scales, as the bytes of E8M0."""
-    magnitudes = magnitudes_of(words)
-    check_finite(magnitudes, dtype)
+def _exponents(largest: Block, dtype: DType, bits: int) -> Block:
+    """The exponents of the scales of groups, as those of E8M0. largest: the largest magnitude of each."""
+    check_finite(largest, dtype)
     mantissa, bias, last = _FLOATS[dtype]
-    largest = largest_of_blocks(magnitudes, (1, _MX_GROUP)).astype(np.int32)
-    powers = (largest + (1 << mantissa - 2)) >> mantissa
-    exponents = np.minimum(powers, last) - bias + 127 - _OFFSETS[bits]
+    powers = (largest.astype(np.int32) + (1 << mantissa - 2)) >> mantissa
+    exponents: Block = np.minimum(powers, last) - bias + 127 - _OFFSETS[bits]
     np.maximum(exponents, 0, out=exponents)
     # Without a power of two, the scale is 2^-127. float16 does not hold it, and then compressed-tensors takes 1.
     exponents[powers == 0] = 127 if dtype == F16 else 0
+    return exponents
+
+
+def _over_powers(words: Block, dtype: DType, exponents: Block) -> Block:
+    """The values over the scales of their groups, in float32."""
     values = float32_of(words, dtype)
     _divide(values, np.ldexp(np.float32(1), exponents - 127).astype(np.float32), _MX_GROUP)
-    return values, exponents.astype(np.uint8)
+    return values
 
 
 # ---- NVFP4: scales of E4M3, and a global one ----
@@ -90,7 +107,7 @@ def nvfp4(words: Block, dtype: DType = BF16, shared: np.float32 | None = None) -
     """
     assert shared is not None, "the recipe has a global scale"
     with np.errstate(all="ignore"):
-        largest = float32_of(largest_of_blocks(magnitudes_of(words), (1, _NV_GROUP)), dtype)
+        largest = float32_of(largest_of_groups(magnitudes_of(words), _NV_GROUP), dtype)
         sixths = float32_of(words_of(largest / _LARGEST_FP4, dtype), dtype)
         scales = cast(np.minimum(sixths * shared, _LARGEST_FP8).view(F32.word), F32, F8)
         numbers = cast(scales, F8, F32).view(np.float32)
@@ -98,7 +115,7 @@ def nvfp4(words: Block, dtype: DType = BF16, shared: np.float32 | None = None) -
         scales[is_zero], numbers[is_zero] = cast(_SMALLEST_SCALE.reshape(1).view(F32.word), F32, F8), _SMALLEST_SCALE
         values = float32_of(words, dtype)
         _divide(values, numbers / shared, _NV_GROUP)
-    return _packed(_fp4_codes(values)), scales
+    return fp4_packed(fp4_codes(values)), scales
 
 
 def nvfp4_shared(largest: Block, dtype: DType) -> np.float32:
@@ -124,15 +141,15 @@ def exact_nvfp4(words: Block, dtype: DType = BF16, shared: np.float32 | None = N
     scale, which is then 2^(8 - 3) = 32. A group with the exponent -10 gets the scale 2^-10 * 32 = 2^-5.
     """
     assert shared is not None and dtype == BF16, "the values of MXFP4 are those of bfloat16"
-    powers = _powers(largest_of_blocks(magnitudes_of(words), (1, _MX_GROUP)))
+    powers = _powers(largest_of_groups(magnitudes_of(words), _MX_GROUP))
     moved = np.clip(powers + int(np.frexp(shared)[1]) - 1, _FIRST_POWER, _LAST_POWER)
     scales = np.ldexp(np.float32(1), moved).astype(np.float32)
     quotients = float32_of(words)
     _divide(quotients, scales / shared, _MX_GROUP)
-    codes = _fp4_codes(quotients) | (words >> np.uint16(15)).astype(np.uint8) << 3  # also the sign of a zero
+    codes = fp4_codes(quotients) | (words >> np.uint16(15)).astype(np.uint8) << 3  # also the sign of a zero
     if not np.array_equal(np.take(_fp4_values(), codes), quotients):
         raise NotRepresentable("span more powers of two than the scales of NVFP4 do, 2^-9 to 2^8, or are not those of MXFP4")
-    return _packed(codes), np.repeat(cast(scales.view(F32.word), F32, F8), _MX_GROUP // _NV_GROUP, axis=1)[
+    return fp4_packed(codes), np.repeat(cast(scales.view(F32.word), F32, F8), _MX_GROUP // _NV_GROUP, axis=1)[
         :, : -(-words.shape[1] // _NV_GROUP)
     ]
 
@@ -157,43 +174,7 @@ def _powers(largest: Block) -> Block:
 def _divide(values: Block, scales: Block, group: int) -> None:
     """Divide values [rows, columns], in place, by the scale of each group of columns."""
     with np.errstate(all="ignore"):
-        if values.shape[1] % group:
-            values /= np.repeat(scales, group, axis=1)[:, : values.shape[1]]
-        else:
-            of_groups = values.reshape(len(values), -1, group)
-            of_groups /= scales[:, :, None]
-
-
-def _packed(codes: Block) -> Block:
-    """4-bit codes, two in each byte, the first one in the low bits."""
-    pairs = np.ascontiguousarray(codes).view(np.uint16)
-    pairs = pairs | pairs >> np.uint16(4)  # the second code of a pair is in the high byte
-    return pairs.astype(np.uint8)
-
-
-def _fp4_codes(values: Block) -> Block:
-    """The nearest codes of float32 values; half-way values go to the code whose last bit is zero, larger ones to that of 6. The sign of a
-    zero is lost, and that of other values is kept, as in cast_to_fp4.
-
-    They are looked up by the upper halves of the words. If a lower half is not zero, the upper one becomes odd, so that it lies on the same
-    side of every bound."""
-    words = values.view(F32.word)
-    upper = words & np.uint32(0xFFFF)
-    upper += np.uint32(0xFFFF)
-    upper |= words
-    upper >>= np.uint32(16)
-    codes: Block = np.take(_fp4_table(), upper, mode="clip")  # every word is in the table; "clip" saves the check
-    return codes
-
-
-@cache
-def _fp4_table() -> Block:
-    """The code of every bfloat16 word."""
-    values = float32_of(np.arange(1 << 16, dtype=np.uint32).astype(np.uint16))
-    magnitudes, codes = np.abs(values), np.zeros(len(values), np.uint8)
-    for bound, is_closed in _BOUNDS:
-        codes += (magnitudes >= bound) if is_closed else (magnitudes > bound)
-    return codes | (values < 0).astype(np.uint8) << 3
+        values /= np.repeat(scales, group, axis=1)[:, : values.shape[1]]
 
 
 @cache

@@ -88,6 +88,21 @@ def largest_of_blocks(magnitudes: Block, block: tuple[int, int | None]) -> Block
     return np.maximum.reduceat(by_rows, np.arange(0, magnitudes.shape[1], block[1]), axis=1)
 
 
+def largest_of_groups(magnitudes: Block, group: int) -> Block:
+    """The largest element of each group of columns, 16 or 32 of them. Words of magnitudes are in the order of the magnitudes."""
+    if magnitudes.shape[1] % group:
+        return largest_of_blocks(magnitudes, (1, group))
+    largest, is_narrow = magnitudes, magnitudes.itemsize == 2
+    if is_narrow:  # two words at a time, the second one in the high bits
+        pairs = magnitudes.view(np.int32)
+        largest = pairs << np.int32(16)
+        np.maximum(largest, pairs, out=largest)
+    # Two columns at a time: numpy works on long rows, and reduceat takes five times as long.
+    while largest.shape[1] > magnitudes.shape[1] // group:
+        largest = np.maximum(largest[:, ::2], largest[:, 1::2])
+    return (largest >> np.int32(16)).astype(np.uint16) if is_narrow else largest
+
+
 def bfloat16_of(values: Block) -> Block:
     """float32 values rounded to bfloat16, as words. For the few scales of a tile a call less counts more than for its values (`cast`)."""
     words: Block = values.astype(numpy_type(BF16)).view(BF16.word)
@@ -122,8 +137,9 @@ _MAGNITUDE = np.uint16(0x7FFF)
 # (bound, whether the bound itself counts): a code is the number of bounds below a magnitude. Half-way values go to the code whose last bit
 # is zero.
 _BOUNDS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
-# The largest words of bfloat16 that are below each bound.
-_BELOW = tuple(np.int16((int(np.float32(bound).view(np.uint32)) >> 16) - is_closed) for bound, is_closed in _BOUNDS)
+# The largest magnitudes that are below each bound, in float32 and as words of bfloat16.
+_BELOW = tuple(np.nextafter(np.float32(bound), np.float32(0)) if is_closed else np.float32(bound) for bound, is_closed in _BOUNDS)
+_BELOW_AS_WORDS = tuple(np.int16(int(below.view(np.uint32)) >> 16) for below in _BELOW)
 # The exponents for which `_codes_by_words` holds.
 _PLAIN = (3, 127)
 # The exponent of the scale 2^125, which holds up to 6 x 2^125. That of 2^126 holds no larger finite value, since 4 x 2^126 is infinite; for
@@ -139,30 +155,13 @@ def mxfp4(words: Block) -> tuple[Block, Block]:
     to the nearest code.
     """
     magnitudes = words & _MAGNITUDE
-    largest = _largest(magnitudes)
+    largest = largest_of_groups(magnitudes, _GROUP)
     exponents = _exponents(largest)
     scales = exponents.astype(np.uint8)
     exponents[largest == 0] = _PLAIN[0]  # every scale gives the same codes
     is_plain = int(exponents.min()) >= _PLAIN[0] and int(exponents.max()) <= _PLAIN[1]
     codes = _codes_by_words(words, magnitudes, exponents) if is_plain else _codes_by_values(words, exponents)
-    pairs = codes.view(np.uint16)
-    pairs |= pairs >> np.uint16(4)  # the second code of a pair is in the high byte
-    return pairs.astype(np.uint8), scales
-
-
-def _largest(magnitudes: Block) -> Block:
-    """The largest magnitude of each group, as a bfloat16 word. The words of magnitudes are in the order of the magnitudes."""
-    if magnitudes.shape[1] % _GROUP:
-        return largest_of_blocks(magnitudes, (1, _GROUP))
-    # Two words at a time, the second one in the high bits; then two columns at a time: numpy works on long rows.
-    pairs = magnitudes.view(np.int32)
-    largest = pairs << np.int32(16)
-    np.maximum(largest, pairs, out=largest)
-    width = _GROUP // 2
-    while width > 1:
-        width //= 2
-        largest = np.maximum(largest[:, ::2], largest[:, 1::2])
-    return (largest >> np.int32(16)).astype(np.uint16)
+    return fp4_packed(codes), scales
 
 
 def _exponents(largest: Block) -> Block:
@@ -188,25 +187,39 @@ def _codes_by_words(words: Block, magnitudes: Block, exponents: Block) -> Block:
     exponent of their own are far below the first bound. magnitudes: of the words; they are overwritten."""
     quotients = magnitudes.view(np.int16)
     quotients -= np.repeat((exponents - np.int16(127)) << np.int16(7), _GROUP, axis=1)[:, : words.shape[1]]
-    codes = (words > np.uint16(0x8000)).view(np.uint8)
-    codes <<= np.uint8(3)
-    is_above = np.empty(words.shape, np.bool_)
-    above = is_above.view(np.uint8)
-    for word in _BELOW:
-        np.greater(quotients, word, out=is_above)
-        codes += above
-    return codes
+    return _codes_of(quotients, _BELOW_AS_WORDS, words > np.uint16(0x8000))
 
 
 def _codes_by_values(words: Block, exponents: Block) -> Block:
     values = float32_of(words)
     scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
     with np.errstate(all="ignore"):
-        quotients = np.clip(float32_of(bfloat16_of(values / spread(scales, (1, _GROUP), (1, _GROUP), Box.whole(values.shape)))), -6, 6)
-    magnitudes, codes = np.abs(quotients), np.zeros(values.shape, np.uint8)
-    for bound, is_closed in _BOUNDS:
-        codes += (magnitudes >= bound) if is_closed else (magnitudes > bound)
-    return codes | (quotients < 0).astype(np.uint8) << 3
+        quotients = values / spread(scales, (1, _GROUP), (1, _GROUP), Box.whole(values.shape))
+        return fp4_codes(float32_of(bfloat16_of(quotients)))
+
+
+def fp4_codes(values: Block) -> Block:
+    """The nearest 4-bit codes of float32 values; larger ones have that of 6. The sign of a zero is lost, and that of other values is kept,
+    as in cast_to_fp4 of compressed-tensors."""
+    return _codes_of(np.abs(values), _BELOW, values < 0)
+
+
+def _codes_of(magnitudes: Block, bounds: Sequence[np.generic], is_negative: Block) -> Block:
+    """The 4-bit codes of magnitudes. is_negative: their signs; it is overwritten."""
+    codes = is_negative.view(np.uint8)
+    codes *= np.uint8(8)  # numpy shifts bytes twelve times as slowly
+    is_above = np.empty(magnitudes.shape, np.bool_)
+    for bound in bounds:
+        np.greater(magnitudes, bound, out=is_above)
+        codes += is_above.view(np.uint8)
+    return codes
+
+
+def fp4_packed(codes: Block) -> Block:
+    """4-bit codes, two in each byte, the first one in the low bits."""
+    pairs = np.ascontiguousarray(codes).view(np.uint16)
+    pairs = pairs | pairs >> np.uint16(4)  # the second code of a pair is in the high byte
+    return pairs.astype(np.uint8)
 
 
 # ---- FP8 in blocks of 128 x 128, and by row ----
@@ -216,8 +229,10 @@ _LARGEST_FP8 = np.float32(448)
 # torch.finfo(dtype).eps, which stands in for a scale of zero.
 _EPSILON = {BF16: 2.0**-7, F16: 2.0**-10, F32: 2.0**-23}
 _NAN = np.uint8(0x7F)
-# (the bias of bfloat16's exponents, less that of FP8) in the place of bfloat16's exponents.
+# (the bias of bfloat16's exponents, less that of FP8) in the place of bfloat16's exponents; and 464, the largest magnitude that is rounded
+# to 448, without it.
 _BIAS = 120 << 7
+_LAST_MOVED = 0x43E8 - _BIAS
 
 
 def fp8_block(words: Block, dtype: DType = BF16, shared: np.float32 | None = None) -> tuple[Block, Block]:
@@ -235,8 +250,7 @@ def fp8_block(words: Block, dtype: DType = BF16, shared: np.float32 | None = Non
 def fp8_channel(words: Block, dtype: DType = BF16, shared: np.float32 | None = None) -> tuple[Block, Block]:
     """The codes of whole rows, and a scale for each row, as those of `fp8_block`. Raises NotRepresentable for values that are not
     finite."""
-    check_finite(magnitudes_of(words), dtype)
-    return _fp8(words, dtype, (1, None))
+    return _fp8(words, dtype, (1, None), is_finite=True)
 
 
 def check_finite(magnitudes: Block, dtype: DType) -> None:
@@ -245,10 +259,13 @@ def check_finite(magnitudes: Block, dtype: DType) -> None:
         raise NotRepresentable("are not all finite")
 
 
-def _fp8(words: Block, dtype: DType, block: tuple[int, int | None]) -> tuple[Block, Block]:
+def _fp8(words: Block, dtype: DType, block: tuple[int, int | None], *, is_finite: bool = False) -> tuple[Block, Block]:
+    """is_finite: whether other values are refused."""
+    magnitudes = largest_of_blocks(magnitudes_of(words), block)
+    if is_finite:
+        check_finite(magnitudes, dtype)
     with np.errstate(all="ignore"):
-        largest = float32_of(largest_of_blocks(magnitudes_of(words), block), dtype)
-        scales = words_of(largest / _LARGEST_FP8, dtype)
+        scales = words_of(float32_of(magnitudes, dtype) / _LARGEST_FP8, dtype)
         scales[scales == 0] = words_of(np.array([_EPSILON[dtype]], np.float32), dtype)
         values, divisors = float32_of(words, dtype), float32_of(scales, dtype)
         if block[1]:
@@ -258,11 +275,49 @@ def _fp8(words: Block, dtype: DType, block: tuple[int, int | None]) -> tuple[Blo
         for row, by_column in enumerate(divisors if block[0] > 1 else ()):
             of_block = values[row * block[0] : (row + 1) * block[0]]
             of_block /= by_column
-        quotients = values.view(F32.word)
-        if dtype != F32:
-            quotients = np.empty(words.shape, dtype.word)
-            np.copyto(quotients.view(numpy_type(dtype)), values, casting="unsafe")
-    return cast(quotients, dtype, F8), scales
+        return _fp8_of_quotients(values, dtype), scales
+
+
+def _fp8_of_quotients(values: Block, dtype: DType) -> Block:
+    """The codes of the quotients of two numbers of an element type, rounded to that type and then to FP8. The array is overwritten."""
+    quotients = values.view(F32.word)
+    if dtype == F16:
+        quotients = words_of(values, F16)
+    if dtype != BF16:
+        return cast(quotients, dtype, F8)
+    # No quotient of two numbers of 8 bits lies half-way between two others, nor does its float32.
+    quotients += np.uint32(0x8000)
+    quotients >>= np.uint32(16)
+    rounded = quotients.astype(np.uint16)
+    moved = magnitudes_of(rounded).view(np.int16)
+    moved -= np.int16(_BIAS)
+    return fp8_of_moved(moved, rounded) if moved.max(initial=0) <= _LAST_MOVED else cast(rounded, BF16, F8)
+
+
+def fp8_of_moved(moved: Block, words: Block) -> Block:
+    """The nearest FP8 codes of magnitudes that are words of bfloat16 with the bias of FP8's exponents, as int16; they are overwritten.
+    Half-way values go to the even code. words: with their signs, also those of zeros.
+
+    An example: 38.5 is 0x421a, less the bias 0x3c00: 0x061a. Its last four bits are rounded away: 0x62, the code of 40.
+    """
+    small = np.flatnonzero(moved < np.int16(1 << 7))
+    of_small = _fp8_without_exponent(moved.reshape(-1)[small].astype(np.int32))
+    is_odd = moved >> np.int16(4)
+    is_odd &= np.int16(1)
+    moved += is_odd
+    moved += np.int16(7)
+    moved >>= np.int16(4)
+    moved.reshape(-1)[small] = of_small
+    codes = words >> np.uint16(8)
+    codes &= np.uint16(0x80)
+    codes |= moved.view(np.uint16)
+    return codes.astype(np.uint8)
+
+
+def _fp8_without_exponent(moved: Block) -> Block:
+    """The codes of magnitudes below the smallest normal number of FP8: their mantissas, moved to its exponent."""
+    mantissas, places = (moved & 0x7F) | 0x80, np.minimum(5 - (moved >> 7), 15)
+    return (mantissas + (1 << places - 1) - 1 + (mantissas >> places & 1)) >> places
 
 
 def exact_fp8_block(words: Block, dtype: DType = BF16, shared: np.float32 | None = None) -> tuple[Block, Block]:
