@@ -29,13 +29,13 @@ from reshard.engine.destinations.journal import RunHeader
 from reshard.engine.events import event
 from reshard.engine.origins.reader import Tiles
 from reshard.engine.pool import NO_LIMITS, Effort
-from reshard.engine.record import Provenance, Read, records
+from reshard.engine.record import Provenance, Read, edited_readme, lacking, records
 from reshard.engine.recorded import InputDigests, notes_on_source, with_late_comparison
 from reshard.errors import CheckpointError, LostObject, RequestError, TargetError, TargetInUse, ValuesOverflow
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
 from reshard.plans.layout import Sidecar, TargetFile
-from reshard.plans.manifest import CHECKSUMS
+from reshard.plans.manifest import README
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey, Task
 from reshard.storage.claims import FileDigests, SourceChecks
@@ -160,6 +160,8 @@ class Conversion:
 
     def _write(self, *, reads_back: bool) -> Iterator[Done]:
         """Begin or resume, copy what is not finished, and commit. The destination is taken. reads_back: as for `_copied`."""
+        if self._provenance.card and self.destination.existing([README]):
+            self._provenance = replace(self._provenance, edited=edited_readme(self.destination.files))
         self.destination.begin(self._header(), self.plan, resume=self._resume)
         everything = (self._everything,)
         try:
@@ -192,11 +194,12 @@ class Conversion:
         manifest = self.destination.result_of(self._identity)
         if manifest is None:
             return False
-        if self._provenance.checksums and not self.destination.existing([CHECKSUMS]):
+        if missing := lacking(self._provenance, self.destination.files):
+            option, what = missing
             raise RequestError(
-                f"the conversion is finished, and was made without {CHECKSUMS}",
+                f"the conversion is finished, and was made without {what}",
                 where=self.destination.place,
-                do="Leave out `checksums=True`, or convert again with `overwrite=True` `checksums=True`",
+                do=f"Leave out `{option}=True`, or convert again with `overwrite=True` `{option}=True`",
             )
         self.fingerprint, self.overflow = Fingerprint(manifest.fingerprint, {}), manifest.overflow
         return True
@@ -272,8 +275,11 @@ class Conversion:
 
         def made(files: Iterable[TargetFile], read: Read) -> Iterator[Sidecar]:
             of_inputs = self._inputs.fingerprints()
-            return records(plan, files, self._identity, fingerprint, read, provenance, self._workers, of_inputs)
+            return records(self.plan, files, self._identity, fingerprint, read, provenance, self._workers, of_inputs)
 
+        if provenance.card:  # README.md is one of the records
+            sidecars = tuple(sidecar for sidecar in plan.layout.sidecars if sidecar.path != README)
+            plan = replace(plan, layout=replace(plan.layout, sidecars=sidecars))
         self.destination.commit(plan, made)
         self.fingerprint = fingerprint
         files, now = plan.layout.files, time.monotonic()

@@ -7,6 +7,7 @@ import json
 import platform
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, field
 from datetime import UTC, datetime
 from operator import attrgetter
@@ -17,6 +18,7 @@ import numpy as np
 import reshard
 from reshard.canonical.content import Drop
 from reshard.engine.pool import run_jobs
+from reshard.errors import CheckpointError
 from reshard.geometry.quantities import grouped
 from reshard.geometry.value import value
 from reshard.plans.digests import CURRENT, Fingerprint, content_digest
@@ -25,6 +27,7 @@ from reshard.plans.manifest import (
     CHECKSUMS,
     DIGESTS,
     MANIFEST,
+    README,
     SCHEMA_VERSION,
     Digests,
     FileRecord,
@@ -34,11 +37,13 @@ from reshard.plans.manifest import (
     fixed_ranges,
     manifest_bytes,
     parts,
+    read_digests,
     sample_ranges,
     usable_manifest,
 )
 from reshard.plans.plan import Plan
 from reshard.secrets import public
+from reshard.storage.files import Files, leads_elsewhere, read_whole
 from reshard.storage.trees import root_of
 
 if TYPE_CHECKING:
@@ -48,6 +53,7 @@ Read = Callable[[str, int, int], bytes]
 """Reads (path, byte offset, bytes) of a file of the result."""
 # reshard.json names at most this many reasons for drops, and tensors for each. Paths and the command line are cut at the length of the
 # longest path.
+_MOST_OF_README = 64 << 20
 _MOST_REASONS, _MOST_EXAMPLES, _LONGEST_REASON, _LONGEST_TEXT = 32, 5, 200, 4096
 
 
@@ -59,6 +65,10 @@ class Provenance:
     """The arguments of the `reshard` command; empty if Python code started the conversion."""
     checksums: bool = False
     """Whether SHA256SUMS is written."""
+    card: bool = False
+    """Whether README.md gets a card (plans/card.py)."""
+    edited: bytes | None = None
+    """README.md of the target, if somebody has changed it since reshard wrote it, or has written it."""
     overflow: Mapping[str, int] = field(default_factory=dict)
     """How many finite values of each tensor became infinite in the cast: what the conversion itself adds."""
 
@@ -73,15 +83,22 @@ def records(
     workers: int,
     of_inputs: Sequence[str | None] = (),
 ) -> Iterator[Sidecar]:
-    """The files that record a conversion. reshard.json comes last and completes the result.
+    """The files that record a conversion. reshard.json comes last and completes the result. README.md with a card is one of them.
 
     files: those of the plan, with their checksums. identity: of the plan. read: reads the written files, of which a few parts are sampled,
     and all if checksums are wanted. of_inputs: the fingerprints of the checkpoints that were combined, as far as they are known.
     """
-    layout = plan.layout
+    layout, record = plan.layout, _document(plan, identity, provenance, of_inputs)
     small_files = list(layout.sidecars)
+    if provenance.card:
+        from reshard.plans.card import card, kept_readme, with_card
+
+        text = card(plan, record, fingerprint.root, checksums=provenance.checksums)
+        readme = Sidecar(README, with_card(kept_readme(small_files, provenance.edited), text))
+        small_files = [*(sidecar for sidecar in small_files if sidecar.path != README), readme]
+        yield readme
     if provenance.checksums:
-        small_files.append(Sidecar(CHECKSUMS, _checksums(layout.files, layout.sidecars, read, workers)))
+        small_files.append(Sidecar(CHECKSUMS, _checksums(layout.files, small_files, read, workers)))
         yield small_files[-1]
     planned = _fixed_bytes(plan, layout.files)
     fixed = planned | _fixed_bytes(plan, (file for file in files if file.checksums))
@@ -94,7 +111,7 @@ def records(
     content = digests_bytes(digests)
     yield Sidecar(DIGESTS, content)
     document = {
-        **_document(plan, identity, provenance, of_inputs),
+        **record,
         "request": _request_digest(plan, planned),
         "fingerprint": fingerprint.root,
         "digests": content_digest(content),
@@ -112,6 +129,32 @@ def planned_record(plan: Plan) -> Sidecar:
         "digests": None,
     }
     return Sidecar(MANIFEST, manifest_bytes(document, {file.path: file.nbytes for file in plan.layout.files}))
+
+
+def edited_readme(files: Files) -> bytes | None:
+    """README.md of a target that somebody has changed since reshard wrote it, or has written; None if it is reshard's, or there is none.
+
+    A link that leads elsewhere is not followed.
+    """
+    if not files.size(README) or (files.store is None and leads_elsewhere(files.root, README)):
+        return None
+    content, manifest = read_whole(files, README, limit=_MOST_OF_README), usable_manifest(files)
+    with suppress(CheckpointError):
+        if manifest and manifest.digests and read_digests(files, manifest).small_files.get(README) == content_digest(content):
+            return None
+    return content
+
+
+def lacking(provenance: Provenance, files: Files) -> tuple[str, str] | None:
+    """The option of which a finished conversion lacks the result, and what that is; None if nothing lacks."""
+    if provenance.checksums and files.size(CHECKSUMS) is None:
+        return "checksums", CHECKSUMS
+    if provenance.card:
+        from reshard.plans.card import has_card
+
+        if not files.size(README) or not has_card(read_whole(files, README, limit=_MOST_OF_README)):
+            return "card", f"a card in {README}"
+    return None
 
 
 def samples(path: str, nbytes: int, read: Read) -> str:

@@ -36,6 +36,8 @@ Ranges = tuple[tuple[int, int], ...]
 MANIFEST = "reshard.json"
 DIGESTS = "reshard.digests"
 CHECKSUMS = "SHA256SUMS"
+README = "README.md"
+"""The file that `convert --card` adds a section to (card.py)."""
 RECORDS = (DIGESTS, CHECKSUMS, MANIFEST)
 """The files that record a conversion."""
 SCHEMA_VERSION = 2

@@ -10,15 +10,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from reshard.engine.record import request_digest, source_state
+from reshard.engine.record import Provenance, lacking, request_digest, source_state
 from reshard.engine.recorded import changed_files
 from reshard.errors import CheckpointError, TargetError
 from reshard.plans.digests import CURRENT
-from reshard.plans.manifest import CHECKSUMS, MANIFEST, RECORDS, Manifest, read_digests, read_manifest, usable_manifest, written_files
+from reshard.plans.manifest import MANIFEST, RECORDS, Manifest, read_digests, read_manifest, usable_manifest, written_files
 from reshard.plans.plan import Plan
 from reshard.storage.files import Files, LocalFiles
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import is_url, local_path
+
+_NO_PROVENANCE = Provenance()
 
 
 def files_of_target(target: str | os.PathLike[str]) -> Files | None:
@@ -33,10 +35,10 @@ def files_of_target(target: str | os.PathLike[str]) -> Files | None:
     return LocalFiles(root) if root.is_dir() else None
 
 
-def reason_to_convert(plan: Plan, files: Files | None, *, checksums: bool = False) -> str | None:
+def reason_to_convert(plan: Plan, files: Files | None, provenance: Provenance = _NO_PROVENANCE) -> str | None:
     """Why the target must be written, as a part of a sentence; None if it holds the result of this plan for the source as it is now.
 
-    files: of the target; None if there is none. checksums: whether SHA256SUMS is wanted, too.
+    files: of the target; None if there is none. provenance: what is wanted beside the weights.
     """
     if files is None:
         return "there is no target yet"
@@ -46,9 +48,12 @@ def reason_to_convert(plan: Plan, files: Files | None, *, checksums: bool = Fals
         manifest = read_manifest(files)
         if manifest is None:
             return f"there is no {MANIFEST}"
-        return _change(plan, manifest) or damage_of(files, manifest, checksums=checksums)
+        if reason := _change(plan, manifest) or damage_of(files, manifest):
+            return reason
     except CheckpointError as error:
         return f"{error.where}: {error.what}"
+    missing = lacking(provenance, files)
+    return f"there is no {missing[1].removeprefix('a ')}" if missing else None
 
 
 def own_files(files: Files, plan: Plan, entries: Sequence[str], weights: Sequence[str], *, is_interrupted: bool) -> tuple[str, ...]:
@@ -91,14 +96,12 @@ def _change(plan: Plan, manifest: Manifest) -> str | None:
     return None
 
 
-def damage_of(files: Files, manifest: Manifest, *, checksums: bool = False) -> str | None:
-    """What is not as reshard wrote it, or is lacking, in a target; None if nothing is. checksums: whether SHA256SUMS is wanted, too."""
+def damage_of(files: Files, manifest: Manifest) -> str | None:
+    """What is not as reshard wrote it, or is lacking, in a target; None if nothing is."""
     from reshard.engine.checks.written_files import check_nothing_was_added, check_small_files
     from reshard.engine.compare import Comparison
 
     digests, result = read_digests(files, manifest), Comparison()
-    if checksums and CHECKSUMS not in digests.small_files:
-        return f"there is no {CHECKSUMS}"
     for path, change in changed_files(files, digests.files).items():
         return f"{path} {change}"
     check_small_files(files, digests.small_files, result)

@@ -164,6 +164,7 @@ def convert(
     overwrite: bool = False,
     if_changed: bool = False,
     checksums: bool = False,
+    card: bool = False,
     executor: Executor = "threads",
     **options: Unpack[WholeConversionOptions],
 ) -> Result:
@@ -173,8 +174,9 @@ def convert(
     has them.
     resume: finish an interrupted conversion. overwrite: replace the checkpoint in `target` once the new one is complete. if_changed: do
     nothing if `target` holds the result of this plan for the source as it is now; otherwise resume or replace what reshard wrote there.
-    checksums: also write SHA256SUMS for `sha256sum -c`, which reads the result once more. whole_pipeline: `target` becomes the diffusers
-    pipeline that contains the folder of `model`, with the component in that folder's place and its other files byte for byte.
+    checksums: also write SHA256SUMS for `sha256sum -c`, which reads the result once more. card: also say in README.md what the files were
+    made from, what was proven, and how to check it. whole_pipeline: `target` becomes the diffusers pipeline that contains the folder of
+    `model`, with the component in that folder's place and its other files byte for byte.
     executor: "ray" for the tasks of a Ray cluster: the one that is connected (`ray.init`), that of RAY_ADDRESS, or a new one on this
     machine; such a conversion always resumes.
 
@@ -185,7 +187,7 @@ def convert(
     about_work, is_whole = take(given, ConvertOptions), given.pop("whole_pipeline", False)
     plan = plan_to_run(source, to, given)
     effort = Effort.of(effort_of(plan, about_work))
-    existing, provenance = existing_target(resume=resume, overwrite=overwrite, if_changed=if_changed), Provenance(checksums=checksums)
+    existing, provenance = existing_target(resume=resume, overwrite=overwrite, if_changed=if_changed), Provenance((), checksums, card)
     check_word("executor", executor, ("threads", "ray"))
     sharing = Sharing(ray=executor == "ray")
     pipeline = pipeline_around(plan, target, existing, sharing) if is_whole else None
@@ -208,6 +210,7 @@ def convert_part(
     overwrite: bool = False,
     if_changed: bool = False,
     checksums: bool = False,
+    card: bool = False,
     **options: Unpack[PartOptions],
 ) -> PartResult:
     """Convert one part of a plan, such as "3/8"; the process that finds all parts done completes the target.
@@ -219,7 +222,7 @@ def convert_part(
     """
     about_work, began = {**options}, time.monotonic()
     is_whole, effort = about_work.pop("whole_pipeline", False), Effort.of(effort_of(plan, about_work))
-    existing, provenance = existing_target(resume=False, overwrite=overwrite, if_changed=if_changed), Provenance(checksums=checksums)
+    existing, provenance = existing_target(resume=False, overwrite=overwrite, if_changed=if_changed), Provenance((), checksums, card)
     number = PartNumber.parse(part) if isinstance(part, str) else part
     pipeline = pipeline_around(plan, target, existing, Sharing(number)) if is_whole else None
     target = pipeline.component if pipeline else target
@@ -289,7 +292,7 @@ def unchanged_result(plan: Plan, target: PathLike, provenance: Provenance) -> Re
     root, began = target_place(target), time.monotonic()
     with nullcontext() if is_url(root) else system_errors("read", root):
         files = files_of_target(root)
-        reason = reason_to_convert(plan, files, checksums=provenance.checksums)
+        reason = reason_to_convert(plan, files, provenance)
         manifest = usable_manifest(files) if files is not None and reason is None else None
     if manifest is None:
         event("changed", f"{root} is written: {reason}", target=root, reason=reason)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cloud.models import content, content_in, converted, write_hf
-from cloud.s3_server import Faults
+from cloud.s3_server import Faults, Stored
 from helpers.fixture_places import FIXTURES
 from helpers.reshard_command import command
 from helpers.reshard_command import reshard as run
@@ -361,3 +361,15 @@ def test_dry_run_forecasts_the_requests(tmp_path, s3):
     assert sum(s3.requests.values()) - of_source == pytest.approx(writing["reads"] + writing["writes"], rel=0.1)
     text = run("convert", "s3://bucket/hf", "s3://bucket/out2", "--to", "vllm", "--dry-run").out
     assert "requests to read" in text and "requests to write" in text
+
+
+def test_a_card_in_a_store_is_that_of_a_folder_and_keeps_what_somebody_wrote(tmp_path, s3):
+    plan = reshard.plan(FIXTURES / "hf/llama", to="vllm", tp=2)
+    for place in (tmp_path / "out", "s3://bucket/out"):
+        reshard.convert(plan, place, card=True)
+    assert content_in(s3, "bucket", "out") == content(tmp_path / "out")
+    (tmp_path / "README.md").write_bytes(b"mine\n")
+    s3.objects["bucket", "out/README.md"] = Stored([(str(tmp_path / "README.md"), 5)], "mine")
+    reshard.convert(plan, "s3://bucket/out", card=True, overwrite=True)
+    assert content_in(s3, "bucket", "out")["README.md"].startswith(b"mine\n\n<!-- reshard:card -->")
+    assert reshard.verify("s3://bucket/out").equal

@@ -37,7 +37,7 @@ from reshard.geometry.boxes import blocks
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.plans.layout import Layout, TargetFile
-from reshard.plans.manifest import CHECKSUMS, DIGESTS, MANIFEST, Manifest, listed_files, sample_ranges, usable_manifest
+from reshard.plans.manifest import CHECKSUMS, DIGESTS, MANIFEST, README, Manifest, listed_files, sample_ranges, usable_manifest
 from reshard.plans.plan import Plan
 from reshard.plans.tasks import BlockKey, Task, by_files
 from reshard.storage.files import Files, read_whole
@@ -445,7 +445,8 @@ class StoreFolder:
         for sidecar in plan.layout.sidecars:
             store.create(sidecar.path, sidecar.content)
         for record in made((file.sealed(self._finished(file.path).checksums) for file in plan.layout.files), read):
-            store.create(record.path, record.content)
+            # README.md may be there: somebody has written it, or an interrupted run.
+            (store.put if record.path == README else store.create)(record.path, record.content)
             assert record.path != MANIFEST or not sampled
         self._records.end(map(_record_of, self._complete))
 
