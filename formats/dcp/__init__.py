@@ -31,6 +31,7 @@ class Dcp(Format):
     owns = (".metadata", "__*.metadata", "*.distcp")
     options = (MAX_SHARD_SIZE,)
     keeps_names = True
+    keeps_packed_states = True
 
     def detect(self, files: Files) -> str | None:
         here = (path for path in files.list() if ANY_METADATA.fullmatch(path) or path.endswith((DATA, DATA + "/")))

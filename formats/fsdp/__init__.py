@@ -31,6 +31,7 @@ class Fsdp(Format):
     summary = "FSDP, one file per rank (verl, accelerate): DTensor, ShardedTensor"
     owns = ("*_rank_*.pt", "*_rank[0-9]*.bin", "fsdp_config.json")
     keeps_names = True
+    keeps_packed_states = True
     options = (TORCH_VERSION,)
 
     def detect(self, files: Files) -> str | None:

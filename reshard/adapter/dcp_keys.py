@@ -25,7 +25,6 @@ from reshard.canonical.tensor_classes import MODEL_ROOTS, RUN_ROOTS
 from reshard.containers.dcp_metadata import BytesItem, DcpMetadata, TensorItem
 from reshard.geometry.value import value
 from reshard.index.index import Kind, ParamGroup, Tensor
-from reshard.index.shards import Shards
 
 KeyPath = tuple[str | int, ...]
 # (an optimizer's root key, the parameter's number there) -> the parameter's name
@@ -128,17 +127,17 @@ def _dotted(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def kind_and_name(path: KeyPath, names: NumberNames, roots: ModelRoots) -> tuple[Kind, str, str | None]:
+def kind_and_name(path: KeyPath, names: NumberNames, roots: ModelRoots, part: str = "") -> tuple[Kind, str, str | None]:
     """What a tensor is to the run, its name in the model, and the root beside the main model that it is under, if any.
 
-    path: all keys on the way to it.
+    path: all keys on the way to it. part: what follows, such as ".codes", if it is a part of what lies there.
     """
     whole, path = path, path[len(_roots(path)) :]
     if (state := state_key(path)) is not None:
         name = state.parameter if isinstance(state.parameter, str) else names.get((state.root, state.parameter))
-        return *state_kind(name, state.parameter, state.kind), None
+        return *state_kind(name, state.parameter, f"{state.kind}{part}"), None
     if optimizer_path(path)[0]:
-        return "state", _dotted(path), None
+        return "state", f"{_dotted(path)}{part}", None
     return "weight", *roots.name(whole)
 
 
@@ -271,10 +270,10 @@ def add_folder(builder: IndexBuilder, folder: DcpFolder, parameters: Mapping[str
     for fqn, item in folder.metadata.tensors.items():
         if is_setting(key_path(folder.metadata, fqn), item):
             continue
-        kind, name, root = kind_and_name(stored_path(folder.metadata, fqn), names, roots)
-        dtype = folder.dtype_of(item)
-        builder.add_tensor(Tensor(name, dtype, item.shape, kind, Shards.of(()) if dtype.is_unread else folder.shards(item)))
-        beside.update({root: None} if root else {})
+        for part, (dtype, shape, shards) in folder.parts(item).items():
+            kind, name, root = kind_and_name(stored_path(folder.metadata, fqn), names, roots, part)
+            builder.add_tensor(Tensor(name, dtype, shape, kind, shards))
+            beside.update({root: None} if root else {})
     builder.add_notes(notes)
     arrays = set(_add_arrays(builder, folder, names, roots))
     builder.add_objects(folder.prefix + name for name in folder.metadata.objects if name not in arrays)

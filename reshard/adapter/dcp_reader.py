@@ -13,15 +13,17 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from reshard.containers import dcp_metadata, torch_zip
 from reshard.containers.dcp_metadata import BytesItem, DcpMetadata, TensorItem
-from reshard.containers.torch_zip import class_of_array
+from reshard.containers.packed_states import PackedState
+from reshard.containers.torch_zip import Locations, class_of_array
 from reshard.errors import CheckpointError, IncompleteError, MissingFile, TruncatedFile, UnsupportedError
+from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, unread
 from reshard.geometry.extents import Extent
 from reshard.index.index import StoredFile
@@ -78,8 +80,10 @@ class DcpFolder:
         chunks = item.chunks
         return Shards(PieceTable(self.paths, chunks.offsets, chunks.sizes, chunks.files, chunks.entry_offsets, self._extent(item)))
 
-    def dtype_of(self, item: TensorItem) -> DType:
-        """The element type of a tensor; that of `unread` if its entries hold instances of a class that is not read.
+    def parts(self, item: TensorItem) -> dict[str, tuple[DType, tuple[int, ...], Shards]]:
+        """The stored tensors of an item, by what follows its name: "" for a tensor; ".codes" and others for a state in 8 or 4 bits. Each
+        with its element type, its shape and its pieces. An item whose entries hold instances of a class that is not read has the element
+        type of `unread`, and no pieces.
 
         The metadata says of these what the class shows. Only an entry that does not have the length of a plain tensor is looked at.
         """
@@ -88,11 +92,40 @@ class DcpFolder:
         odd = np.flatnonzero((framing < _LEAST_FRAMING) | (framing > _USUAL_FRAMING))
         with suppress(CheckpointError):
             if len(odd) and not item.transforms:
-                row = int(odd[0])
-                start, nbytes = int(chunks.entry_offsets[row]), int(chunks.entry_nbytes[row])
-                if class_name := class_of_array(torch_zip.read(self._tree, self.paths[chunks.files[row]], start=start, nbytes=nbytes)):
-                    return unread(class_name)
-        return item.dtype
+                first = self._entry(item, int(odd[0]))
+                if (packed := PackedState.of(first)) and (parts := self._packed_parts(item, packed)):
+                    return parts
+                if class_name := class_of_array(first):
+                    return {"": (unread(class_name), item.shape, Shards.of(()))}
+        return {"": (item.dtype, item.shape, self.shards(item))}
+
+    def _entry(self, item: TensorItem, row: int) -> Any:
+        """What the entry of a box holds."""
+        chunks = item.chunks
+        start, nbytes = int(chunks.entry_offsets[row]), int(chunks.entry_nbytes[row])
+        return torch_zip.read(self._tree, self.paths[chunks.files[row]], start=start, nbytes=nbytes)
+
+    def _packed_parts(self, item: TensorItem, first: PackedState) -> dict[str, tuple[DType, tuple[int, ...], Shards]] | None:
+        """The stored tensors of a state in 8 or 4 bits, one of whose entries is `first`; None if its boxes are not runs of blocks."""
+        chunks, layout = item.chunks, first.layout(item.shape)
+        rows = [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in zip(chunks.offsets.tolist(), chunks.sizes.tolist(), strict=True)]
+        boxes = [first.boxes(box, item.shape) for box in rows]
+        if layout is None or None in boxes:
+            return None
+
+        def extent(part: str, i: int) -> Extent:
+            packed = PackedState.of(self._entry(item, i))
+            stored = packed.stored.get(part) if packed else None
+            if packed is None or stored is None or packed.shape != rows[i].sizes or packed.block != first.block:
+                raise CheckpointError(f"one of its entries is no {first.class_name} of blocks of {first.block}", where=item.fqn)
+            return Extent(stored.path, Locations(self._tree).of(stored), stored.strides, stored.dtype)
+
+        def shards(part: str) -> Shards:
+            offsets = np.array([held[part].offsets for held in boxes if held], np.int64)
+            sizes = np.array([held[part].sizes for held in boxes if held], np.int64)
+            return Shards(PieceTable(self.paths, offsets, sizes, chunks.files, chunks.entry_offsets, partial(extent, part)))
+
+        return {f".{part}": (*of_part, shards(part)) for part, of_part in layout.items()}
 
     def value(self, item: BytesItem | TensorItem) -> Any:
         """The object in an entry, as the inert unpickler reads it; of a tensor of one element, the number."""

@@ -104,6 +104,9 @@ class Format(ABC):
     keeps_masters: ClassVar[bool] = False
     """Whether its checkpoints with optimizer state hold the weights and, beside them, their full-precision copies (masters)."""
 
+    keeps_packed_states: ClassVar[bool] = False
+    """Whether its optimizer states have the names that an optimizer of torch gives them: those in 8 and 4 bits stay as they are stored."""
+
     needs_model_files: ClassVar[bool] = False
     """Whether engines load its folders, and need the model's config and tokenizer beside the weights."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from reshard.canonical.optimizer_state import CODES, note_on_codes
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
@@ -174,10 +175,12 @@ class IndexBuilder:
 
         param_groups: reads the optimizer's param groups when they are needed; replaces the groups that were collected.
         """
-        groups = self.param_groups
+        groups, tensors = self.param_groups, self.tensors()
+        if any(tensor.name.endswith(CODES) for tensor in tensors if tensor.kind == "state"):
+            self.add_notes(note_on_codes(tensors))
         return Index(
             self.format_name,
-            self.tensors(),
+            tensors,
             tuple(StoredFile(path, self.files.size(path) or 0) for path in self._files),
             replace(facts, notes=(*self._notes, *facts.notes), mesh=facts.mesh or self.mesh),
             objects=self.objects,

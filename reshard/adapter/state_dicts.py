@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -29,7 +29,7 @@ FLAT = "_flat_param"
 
 # The last file that `_model_of_file` read of each tree: several formats look at the same file.
 _LAST_READ: WeakKeyDictionary[Files, tuple[str, Mapping[Any, Any]]] = WeakKeyDictionary()
-_OF_OTHER_SHAPE = re.compile(r"\.|_row$|_col$|row_var|col_var")
+_OF_OTHER_SHAPE = re.compile(r"\.(?!state[12]$)|_row$|_col$|row_var|col_var|^(absmax|qmap|max|new_max)[12]$|^(unorm|gnorm)_vec$")
 # Limits the nesting that is followed: the dict of a hostile file can hold itself.
 _DEEPEST, _DEEPEST_MODULE = 8, 24
 # Composer keeps the state of its trainer under this key: {"state": {"model": ..., "optimizers": {"AdamW": ...}}}.
@@ -44,12 +44,16 @@ class SavedOptimizer:
     """{"state": ..., "param_groups": ...}, as the inert unpickler reads it."""
     tensors: list[tuple[Any, str, LocalTensor]]
     """(the parameter's name or number, kind of state, the file's part of it)."""
+    packed: dict[Any, tuple[int, ...]] = field(default_factory=dict)
+    """The shapes of states that are several tensors, by the parameter's name or number."""
 
     def names(self, parameters: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[Mapping[Any, str], list[str]]:
         """The names of the parameters that it lists, and notes on how they are known. parameters: names and shapes of the model's."""
-        # Elements of lists, counts, other numbers and factors of rows and columns (Adafactor) have shapes of their own.
-        of_shape = (state for state in reversed(self.tensors) if state[2].shape and not _OF_OTHER_SHAPE.search(state[1]))
-        shapes = {parameter: local.shape for parameter, _, local in of_shape}
+        # Elements of lists, counts, other numbers, factors of rows and columns (Adafactor), scales and tables (bitsandbytes) have shapes of
+        # their own. The first state of AdEMAMix8bit is two.
+        of_shape = [state for state in reversed(self.tensors) if state[2].shape and not _OF_OTHER_SHAPE.search(state[1])]
+        of_shape.sort(key=lambda state: not state[1].endswith("state1"))
+        shapes = {parameter: local.shape for parameter, _, local in of_shape} | self.packed
         return names_for(self.state_dict, self.numbers(), shapes, parameters)
 
     def numbers(self) -> tuple[tuple[Any, ...], ...]:
@@ -73,9 +77,13 @@ def saved_optimizer(root: Any, path: str) -> SavedOptimizer | None:
     state_dict = optimizer_part(root)
     if state_dict is None:
         return None
-    decoder = Decoder(path)
-    decoded = ((parameter, kind, decoder.decode(f"{parameter}.{kind}", value)) for parameter, kind, value in states(state_dict))
-    return SavedOptimizer(state_dict, [(parameter, kind, local) for parameter, kind, local in decoded if local])
+    decoder, tensors, packed = Decoder(path), list[tuple[Any, str, LocalTensor]](), dict[Any, tuple[int, ...]]()
+    for parameter, kind, value in states(state_dict):
+        parts = decoder.decode_state(f"{parameter}.{kind}", value)
+        tensors.extend((parameter, f"{kind}{part}", local) for part, local in parts.items())
+        if "" not in parts and isinstance(value, Inert):
+            packed[parameter] = value.args[2]
+    return SavedOptimizer(state_dict, tensors, packed)
 
 
 def read_optimizer(files: Files, path: str) -> SavedOptimizer:

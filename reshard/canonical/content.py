@@ -24,6 +24,7 @@ from reshard.canonical.optimizer_state import (
     state_key,
     state_key_of,
     uncounted,
+    with_values,
 )
 from reshard.canonical.renaming import is_of_adapter, is_wrapper
 from reshard.canonical.tensor_classes import is_of_optimizer, root_of
@@ -59,6 +60,8 @@ class Selection:
     """Also the optimizer state of the chosen weights."""
     masters: bool = False
     """With `optimizer`: also the masters of the chosen weights. A weight without a separate master is its own master."""
+    packed_states: bool = False
+    """With `optimizer`: state in 8 and 4 bits as its tensors are stored, where the target has a place for them; otherwise as its values."""
     root: str | None = None
     """Which of several models in the checkpoint: the first part of its tensors' names. None: the main one."""
     keep_unknown: bool = False
@@ -266,11 +269,11 @@ def content_of(index: Index, model: Model | None, selection: Selection, adapter:
         )
     check_read(tensors.values())
     states, duplicate_masters = _states(index, tensors, selection) if selection.optimizer else ({}, ())
-    used = {id(tensor) for tensor in states.values()}
+    used = {id(leaf.shards) for tensor in states.values() for leaf in tensor.leaves}
     tensors |= {key: replace(tensor, name=key) for key, tensor in states.items()}
     return Content(
         tensors=tensors,
-        drops=(*(Drop.of(tensor, reason) for tensor, reason in others if id(tensor) not in used), *chosen.drops),
+        drops=(*(Drop.of(tensor, reason) for tensor, reason in others if id(tensor.shards) not in used), *chosen.drops),
         model=model,
         tied=tied,
         param_groups=lambda: _groups(index, tensors, selection),
@@ -496,6 +499,7 @@ def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
         unread = next((note for note in index.facts.notes if note.startswith("optimizer.")), None)
         what = "`optimizer=True`: no optimizer state of the chosen weights is read" if unread else _NO_STATE
         raise RequestError(what, why=unread, do="Leave out `optimizer=True`")
+    states = with_values(states, chosen, keep=selection.packed_states)
     if not selection.masters:
         return states, ()
     duplicates = tuple(master_key(name) for name in masters if name not in stored or chosen[name].kind == "master")

@@ -7,17 +7,32 @@ Numbers count the parameters through all groups. A group lists its parameters in
 order of the model. Source: torch/optim/optimizer.py, Optimizer.state_dict. torch 2.6 and later store names beside the numbers
 ("param_names") if the optimizer was given names.
 
+State in 8 and 4 bits is several tensors, in whose place stand states with values in float32:
+
+    torchao        w.exp_avg.codes, w.exp_avg.scale, w.exp_avg.qmap                         of w.exp_avg
+    bitsandbytes   w.state1, w.absmax1, w.qmap1; small parameters have w.state1 in F32      of w.exp_avg, if w.state2 is there (Adam, LAMB)
+
+bitsandbytes nests them under `__bnb_optimizer_quant_state__` since 0.48. Its blocks have 256 elements, in row-major order. Sources:
+torchao/optim/quant_utils.py 0.18; bitsandbytes/optim/optimizer.py and functional.py 0.50.
+
 Among the tensors of a Content, optimizer state has the key "optim.state.<parameter>.<kind>", such as "optim.state.lm_head.weight.exp_avg".
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
+import numpy as np
+
+from reshard.geometry.dtypes import F32
 from reshard.index.index import Kind, ParamGroup, Tensor
+from reshard.index.origin import Mapped
+from reshard.index.shards import Shards
 
 Shape = tuple[int, ...]
 
@@ -31,6 +46,8 @@ STATE_KINDS: Mapping[str, Kind] = {
     "fp32_param": "master",
 }
 STEP, GROUPS = "step", "param_groups"
+# Ends of the names of codes in 8 and 4 bits.
+CODES = (".codes", ".state1")
 # The name that torch's optimizers give to each kind.
 _TORCH_NAMES: Mapping[Kind, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": STEP}
 _PREFIX, _MASTER = "optim.state.", "master_param"
@@ -265,3 +282,95 @@ def is_plain(value: Any, depth: int = 0) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and is_plain(item, depth + 1) for key, item in value.items())
     return value is None or type(value) in (bool, int, float, str)
+
+
+_TORCHAO = re.compile(r"(.+)/codes")
+_BITSANDBYTES = re.compile(r"(.*/)?state([12])")
+_BLOCK = 256
+# The names in torch of the two states of bitsandbytes. An optimizer with one has it for a purpose that the file does not tell.
+_OF_TWO = {"1": "exp_avg", "2": "exp_avg_sq"}
+
+
+def with_values(states: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """The states by key, those in 8 and 4 bits as tensors of their values. What is not of a known form stays as it is.
+
+    states: by the keys of `optimizer_state.state_key_of`. weights: those that the states belong to, by name. keep: leave the states of
+    bitsandbytes, which are plain tensors of a state dict.
+    """
+    values = dict(states)
+    for key in states if any(tensor.name.endswith(CODES) for tensor in states.values()) else ():
+        parameter, kind = parameter_and_kind(key)
+        if parameter not in weights:
+            continue
+        shape = weights[parameter].shape
+        if match := _TORCHAO.fullmatch(kind):
+            name, beside = match[1], {part: f"{match[1]}/{part}" for part in ("scale", "qmap")}
+        elif not keep and (match := _BITSANDBYTES.fullmatch(kind)):
+            prefix, number = match[1] or "", match[2]
+            has_two = all(_has_shape(states, state_key_of(parameter, f"{prefix}state{other}"), shape) for other in _OF_TWO)
+            name = _OF_TWO[number] if has_two else f"state{number}"
+            beside = {"scale": f"{prefix}absmax{number}", "qmap": f"{prefix}qmap{number}"}
+        else:
+            continue
+        parts = {part: states.get(state_key_of(parameter, other)) for part, other in beside.items()}
+        tensor = _valued(states[key], parts, shape, _BLOCK if match.re is _BITSANDBYTES else None)
+        if tensor is None:
+            continue
+        for other in (kind, *beside.values()):
+            values.pop(state_key_of(parameter, other), None)
+        of_kind = STATE_KINDS.get(name, "state")
+        values[state_key_of(parameter, name)] = replace(
+            tensor, kind=of_kind, name=parameter if name in STATE_KINDS else f"{parameter}.{name}"
+        )
+    return values
+
+
+def note_on_codes(tensors: Iterable[Tensor]) -> Iterator[str]:
+    """A note that names the classes of state in 8 and 4 bits among the tensors."""
+    by_name = {tensor.name: tensor for tensor in tensors if tensor.kind == "state"}
+    counts = Counter[str]()
+    for name, tensor in by_name.items():
+        if name.endswith(".codes"):
+            table = by_name.get(f"{name.removesuffix('.codes')}.qmap")
+            counts[_CLASSES.get(table.elements if table else 0, "a class of torchao")] += 1
+        elif name.endswith((".state1", ".state2")) and tensor.dtype.name == "U8":
+            counts["bitsandbytes"] += 1
+    if counts:
+        yield f"optimizer state in 8 or 4 bits: {', '.join(f'{count} of {name}' for name, count in counts.items())}"
+
+
+# By the number of values of its table.
+_CLASSES = {256: "torchao's OptimState8bit", 16: "torchao's OptimState4bit", 0: "torchao's OptimStateFp8"}
+
+
+def _has_shape(states: Mapping[str, Tensor], key: str, shape: tuple[int, ...]) -> bool:
+    return key in states and states[key].shape == shape
+
+
+def _valued(codes: Tensor, parts: Mapping[str, Tensor | None], shape: tuple[int, ...], block: int | None) -> Tensor | None:
+    """The state with values; None if its parts have no known form. block: the elements of a block; None: scales divide them evenly."""
+    elements, scale, table = math.prod(shape), parts["scale"], parts["qmap"]
+    if codes.dtype == F32 and codes.shape == shape and scale is None:
+        return codes
+    if scale is None or scale.dtype != F32 or len(scale.shape) != 1 or not 0 < scale.shape[0] <= elements:
+        return None
+    block = block or elements // scale.shape[0]
+    per_code, values = (1, 256) if codes.shape == shape else (2, 16)
+    if codes.shape != shape and codes.shape != (elements // 2,):
+        return None
+    if -(-elements // block) != scale.shape[0] or block % per_code:
+        return None
+    if (table is None and codes.dtype.name != "F8_E4M3") or (table and (table.dtype, table.shape) != (F32, (values,))):
+        return None
+    origin = Mapped(f"{8 // per_code}-bit state", codes, scale, table, block)
+    return replace(codes, dtype=F32, shape=shape, origin=origin, shards=codes.shards if per_code == 1 else _rows_of(codes, shape))
+
+
+def _rows_of(codes: Tensor, shape: tuple[int, ...]) -> Shards:
+    """The pieces of codes of two elements as boxes of rows of the state."""
+    row = math.prod(shape[1:])
+    starts, counts = codes.shards.offsets * 2 // row, codes.shards.sizes * 2 // row
+    zeros = np.zeros((len(starts), len(shape) - 1), np.int64)
+    return codes.shards.replaced(
+        offsets=np.concatenate([starts, zeros], axis=1), sizes=np.concatenate([counts, zeros + np.array(shape[1:], np.int64)], axis=1)
+    )

@@ -10,12 +10,14 @@ classes between modules.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 from reshard.containers.inert_pickle import Inert, shown
+from reshard.containers.packed_states import PackedState
 from reshard.containers.torch_zip import AnyTensor, class_of_array, is_plain_tensor, memory_of
 from reshard.errors import CheckpointError
-from reshard.geometry.boxes import Box
+from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType, from_torch, unread
 from reshard.geometry.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
 from reshard.geometry.quantities import plural
@@ -80,9 +82,34 @@ class Decoder:
         sizes = (tuple(part) for part in value.args if _are_counts(part) and 0 not in part) if isinstance(value, Inert) else iter(())
         return LocalTensor(unread(class_name), next(sizes, ()), ()) if (class_name := class_of_array(value)) else None
 
-    def _dtensor(self, name: str, value: Inert) -> LocalTensor:
+    def decode_state(self, name: str, value: Any) -> dict[str, LocalTensor]:
+        """The parts of a state's tensors that `value` holds, by what follows its name: "" for a tensor; ".codes" and others for a state
+        in 8 or 4 bits, if this part of it begins with a block. Raises CheckpointError as `decode` does.
+        """
+        is_distributed = class_of(value) == "DTensor"
+        packed = PackedState.of(value.get("_local_tensor") if is_distributed else value)
+        if packed is None:
+            local = self.decode(name, value)
+            return {"": local} if local else {}
+        whole = replace(packed.stored["codes"], shape=packed.shape, strides=row_major(packed.shape))
+        local = (
+            self._dtensor(name, value, whole)
+            if is_distributed
+            else LocalTensor(whole.dtype, packed.shape, ((Box.whole(packed.shape), whole),))
+        )
+        (box, _), layout = local.shards[0], packed.layout(local.shape)
+        boxes = packed.boxes(box, local.shape) if layout else None
+        if layout is None or boxes is None:
+            return {"": LocalTensor(unread(packed.class_name), local.shape, ())}
+        return {
+            f".{part}": LocalTensor(*layout[part], ((boxes[part], stored),), local.distribution if boxes[part] == box else None, local.rank)
+            for part, stored in packed.stored.items()
+        }
+
+    def _dtensor(self, name: str, value: Inert, packed: AnyTensor | None = None) -> LocalTensor:
+        """packed: what stands for the local tensor, if that is a state in 8 or 4 bits."""
         where = f"{name} in {self._where}"
-        shape, local, spec = value.args[2] if len(value.args) > 2 else None, value.get("_local_tensor"), value.get("_spec")
+        shape, local, spec = value.args[2] if len(value.args) > 2 else None, packed or value.get("_local_tensor"), value.get("_spec")
         if _are_counts(shape) and (class_name := class_of_array(local)):
             return LocalTensor(unread(class_name), tuple(shape), ())
         if not _are_counts(shape) or not is_plain_tensor(local) or not isinstance(spec, Inert):

@@ -9,10 +9,11 @@ from operator import itemgetter
 from typing import TypeVar
 
 from reshard.engine.checks.reading import Reading
+from reshard.engine.origins.reader import Reader, reader
 from reshard.engine.pool import NO_LIMITS, Effort
 from reshard.engine.read_ahead import BoxOfTensor, run_reading
 from reshard.engine.recorded import BlockDigests
-from reshard.engine.transfer import Block, Pieces, SharedPatches, Worker, bytes_of, strips
+from reshard.engine.transfer import Block, SharedPatches, Worker, bytes_of, strips
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, blocks
 from reshard.index.index import Tensor
@@ -47,27 +48,27 @@ def walk(
     """
     itemsize = max((tensor.dtype.itemsize for group in groups for tensor in group), default=1)
 
-    def jobs() -> Iterator[tuple[BlockPlace, tuple[Pieces, ...]]]:
+    def jobs() -> Iterator[tuple[BlockPlace, tuple[Reader, ...]]]:
         for i, group in enumerate(groups):
-            pieces = tuple(map(Pieces, group))
+            pieces = tuple(reader(tensor, tensor.dtype) for tensor in group)
             yield from (((i, j, box), pieces) for j, box in enumerate(blocks(group[0].shape)) if is_wanted(i))
 
-    def make_worker() -> Callable[[tuple[BlockPlace, tuple[Pieces, ...]]], tuple[BlockPlace, Result]]:
-        readers = tuple(Worker(side_files, itemsize, shared=opened) for side_files, opened in zip(seen, shared, strict=True))
+    def make_worker() -> Callable[[tuple[BlockPlace, tuple[Reader, ...]]], tuple[BlockPlace, Result]]:
+        workers = tuple(Worker(side_files, itemsize, shared=opened) for side_files, opened in zip(seen, shared, strict=True))
         measure = make_measure()
 
-        def read(box: Box, pieces: tuple[Pieces, ...]) -> Read:
+        def read(box: Box, pieces: tuple[Reader, ...]) -> Read:
             for strip, sides in strips(box, *pieces):
-                part = strip.box
-                yield part, tuple(reader.read(side, strip).reshape(part.sizes) for reader, side in zip(readers, sides, strict=True))
+                parts = zip(workers, pieces, sides, strict=True)
+                yield strip.box, tuple(side.read(worker, held, strip).reshape(strip.box.sizes) for worker, side, held in parts)
 
-        def perform(job: tuple[BlockPlace, tuple[Pieces, ...]]) -> tuple[BlockPlace, Result]:
+        def perform(job: tuple[BlockPlace, tuple[Reader, ...]]) -> tuple[BlockPlace, Result]:
             place, pieces = job
             return place, measure(place, read(place[2], pieces))
 
         return perform
 
-    def reads(side: int) -> tuple[Files, Callable[[tuple[BlockPlace, tuple[Pieces, ...]]], BoxOfTensor]]:
+    def reads(side: int) -> tuple[Files, Callable[[tuple[BlockPlace, tuple[Reader, ...]]], BoxOfTensor]]:
         return files[side], lambda job: (job[1][side], job[0][2])
 
     threads = effort.threads(itemsize, buffers=2 * len(files))

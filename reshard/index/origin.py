@@ -4,6 +4,7 @@
     Patched    nothing: the tensor's own pieces hold the elements of a base, which deltas change
     Decoded    the codes, scales and zero points of a quantized tensor
     Encoded    the weight whose codes or scales they are
+    Mapped     the codes of optimizer state in 8 or 4 bits, the scales of its blocks and its table
     Merged     the base, and the factors of a LoRA adapter
     Mixed      the same tensor of several checkpoints
     Weighted   the same factor of several LoRA adapters
@@ -312,6 +313,35 @@ class Encoded(Origin):
     def with_inputs(self, change: Callable[[Tensor], Tensor]) -> Encoded:
         """The same component of another weight."""
         return replace(self, weight=change(self.weight), sharing=tuple(map(change, self.sharing)))
+
+
+@value(eq=False, repr=False)
+class Mapped(Origin):
+    """Optimizer state in 8 or 4 bits: an element is the value that the table has for its code, times the scale of its block, in float32.
+
+    A block is a run of elements in row-major order of the whole tensor; the last one may be shorter.
+    """
+
+    name: str
+    """What the form is called, such as "8-bit state"."""
+    codes: Tensor
+    """The codes, of the tensor's shape; with two in a byte, the first in the high bits, [elements / 2]."""
+    scales: Tensor
+    """[number of blocks]: the scale of each, float32."""
+    table: Tensor | None
+    """[256] or [16]: the value of each code, float32; None: a code is an 8-bit float, which is the value."""
+    block: int
+    """The elements of a block."""
+    computed_in = (F32,)
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The stored tensors."""
+        return (self.codes, self.scales, *([self.table] if self.table else []))
+
+    def with_inputs(self, change: Callable[[Tensor], Tensor]) -> Mapped:
+        """The same form of other tensors."""
+        return replace(self, codes=change(self.codes), scales=change(self.scales), table=self.table and change(self.table))
 
 
 @value(eq=False)

@@ -89,7 +89,10 @@ def resolve(draft: Draft) -> Draft:
         prefix, about = without_trainer_prefix(source, selection, request.target.options.get("like"))
         selection, draft = replace(selection, strip_prefix=prefix), draft.noting(*about)
     keep_adapter = format.keeps_names and not request.drop_adapter and not request.merge_adapter
-    draft = replace(draft, selection=replace(selection, masters=format.keeps_masters, keep_adapter=keep_adapter))
+    draft = replace(
+        draft,
+        selection=replace(selection, masters=format.keeps_masters, packed_states=format.keeps_packed_states, keep_adapter=keep_adapter),
+    )
     if (adapter_config := request.target.options.get("adapter_config")) is not None:
         return replace(draft, companions=replace(draft.companions, adapter_config=adapter_config_at(adapter_config)))
     return draft

@@ -69,7 +69,7 @@ NOT_READ = {
     "nested": (torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]), "torch.nested_tensor"),
     "qint8": (torch.quantize_per_tensor(W, 0.1, 3, torch.qint8), "torch.qtensor"),
     "quint8": (torch.quantize_per_channel(W, torch.ones(4), torch.zeros(4), 0, torch.quint8), "torch.qtensor"),
-    "meta": (torch.empty(3, 4, device="meta"), "torch.meta_tensor"),
+    "meta": (torch.empty(3, 4, device="meta"), "meta"),
     "conjugated": (torch.ones(2, dtype=torch.complex64).conj(), "conj"),
     "masked": (torch.masked.masked_tensor(W, W > 3), "MaskedTensor"),
     "attributed": (attributed(), "Attributed"),
@@ -190,6 +190,7 @@ def test_optimizer_state_of_another_class_is_named_and_hinders_nothing(tmp_path,
     value, class_name = NOT_READ[kind]
     state = {"step": torch.tensor(3.0), "exp_avg": W + 1, "exp_avg_sq": W + 2, "other": value}
     torch.save({"model": {"w": W}, "optimizer": {"state": {0: state}, "param_groups": [{"params": [0], **GROUP}]}}, tmp_path / "m.pt")
+    assert "unread-state" in run("doctor", tmp_path / "m.pt").out
     for target, options in (("hf", ()), ("dcp", ("--optimizer",)), ("fsdp", ("--optimizer",)), ("universal", ())):
         result = converted(tmp_path / "m.pt", tmp_path / target, target, *options)
         skipped = [line for line in result.out.splitlines() if "skip" in line and class_name in line]
@@ -248,22 +249,18 @@ def test_a_class_is_the_tensor_that_it_wraps_only_if_both_look_alike(tmp_path, i
         assert result.code == 6 and "Wrapper" in result.err
 
 
-def test_quantized_weights_and_8_bit_states_of_torchao_are_named(tmp_path):
+def test_quantized_weights_of_torchao_are_named_and_8_bit_states_hinder_nothing(tmp_path):
     result = run("convert", TORCHAO / "int8", tmp_path / "int8", "--to", "hf")
     assert result.code == 6 and "0.weight: it is stored as torchao.quantization.Int8Tensor" in result.err
     values = json.loads((TORCHAO / "adamw8bit" / "values.json").read_text())
     for source in ("model.pt", "checkpoint"):
         target = tmp_path / source
-        assert "OptimState8bit" in converted(TORCHAO / "adamw8bit" / source, target / "hf", "hf").out
+        converted(TORCHAO / "adamw8bit" / source, target / "hf", "hf")
         written = load_file(target / "hf" / "model.safetensors")
         assert {hashlib.sha256(tensor.tobytes()).hexdigest() for tensor in written.values()} == {
             values[name]["sha256"] for name in ("weight", "bias")
         }
-        result = converted(TORCHAO / "adamw8bit" / source, target / "dcp", "dcp", "--optimizer")
-        assert "1 moment1, 1 moment2" in result.out and "OptimState8bit" in result.out and "serving" not in result.out
         assert "OptimState8bit" in run("inspect", TORCHAO / "adamw8bit" / source).out
-        result = run("convert", TORCHAO / "adamw8bit" / source, target / "universal", "--to", "universal")
-        assert result.code == 6 and "OptimState8bit" in result.err and "opy the" not in result.err
 
 
 # ---- the settings and the state of optimizers ----

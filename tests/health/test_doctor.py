@@ -37,8 +37,6 @@ GOOD = sorted(
 assert len(GOOD) > 200
 # These hold a tensor of special values, to see that they survive.
 SPECIAL = {("error", "nan", "special_values"), ("error", "inf", "special_values")}
-# Optimizer state of a class of torchao, which is not read: nothing is damaged, and it is not hidden either.
-UNREAD = {FIXTURES / "torchao" / "adamw8bit" / "checkpoint": {("warning", "unread-state", "weight")}}
 # Made by hand, each weight with a global scale of its own.
 UNEQUAL = {FIXTURES / "hf_packed" / name for name in ("llama-ct-nvfp4", "llama-modelopt-nvfp4", "qwen3_moe-ct-nvfp4")}
 
@@ -57,7 +55,7 @@ def test_no_good_checkpoint_is_accused(deep: bool):
         assert any(id == "unequal-scales" for _, id, _ in findings) == (path in UNEQUAL), path
         findings = {finding for finding in findings if finding[1] != "unequal-scales"}
         special = deep and any(tensor.name == "special_values" for tensor in reshard.open(path, model=model_of(path)).index.tensors)
-        assert findings == (SPECIAL if special else set()) | UNREAD.get(path, set()), path
+        assert findings == (SPECIAL if special else set()), path
         assert report.tensors and report.format
 
 
@@ -557,7 +555,7 @@ def test_every_kind_of_finding_has_a_test():
     tested = {"missing-moment", "moment-shape", "lone-moment", "incomplete-tensor"}
     tested |= {"missing-tokenizer", "missing-config"}  # in test_hf.py
     tested |= {"wrong-digest", "unlisted-file", "integrity-not-checked"}  # in test_recorded_digests.py
-    tested |= {"unread-weight"} | {kind for findings in UNREAD.values() for _, kind, _ in findings}  # the former in test_arrays.py
+    tested |= {"unread-weight", "unread-state"}  # in test_arrays.py
     two_saves = {"never-moved", "frozen", "nothing-moved", "other-weights"}
     of_engines = {kind.id for kind in KINDS.values() if kind.needs == "serve-check"}  # in tests/cli/test_serve_check.py
     assert DAMAGES.keys() | tested | two_saves | of_engines == KINDS.keys()

@@ -18,7 +18,7 @@ from reshard.engine.transfer import Block, FileRange, Pieces, SlabPieces, Strip,
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
-from reshard.index.origin import Decoded, Encoded, Merged, Mixed, Origin, Patched, Stored, Tensor, Weighted
+from reshard.index.origin import Decoded, Encoded, Mapped, Merged, Mixed, Origin, Patched, Stored, Tensor, Weighted
 from reshard.plans.digests import Hash
 
 
@@ -182,6 +182,7 @@ class CastReader(Reader):
 COMPUTED: Mapping[type[Origin], tuple[str, str]] = {
     Decoded: ("decoded", "Dequantizer"),
     Encoded: ("encoded", "Quantizer"),
+    Mapped: ("mapped", "Mapper"),
     Merged: ("merged", "Merger"),
     Mixed: ("mixed", "Combiner"),
     Weighted: ("weighted", "Summer"),
