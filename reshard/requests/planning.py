@@ -430,13 +430,10 @@ def _notes_on_copies(draft: Draft, layout: Layout) -> Iterator[str]:
 
 def _chosen_adapter(draft: Draft) -> str | None:
     """The name of the adapter that is taken; None if the checkpoint holds one. Raises RequestError if it holds several."""
-    chosen, tensors = draft.request.target.options.get("adapter"), draft.source.index.tensors
-    names = adapters_of(tensors)
-    unnamed = names and any(is_of_adapter(tensor) and not adapters_of([tensor]) for tensor in tensors)
-    every = (*names, *(["one without a name"] if unnamed else []))
-    if len(every) > 1 and chosen not in names:
+    chosen, names = draft.request.target.options.get("adapter"), adapters_of(draft.source.index.tensors)
+    if len(names) > 1 and chosen not in names:
         raise RequestError(
-            f"the checkpoint holds {plural(len(every), 'adapter')}: {', '.join(every)}",
+            f"the checkpoint holds {plural(len(names), 'adapter')}: {', '.join(names)}",
             where=draft.source.path,
             why="One is written or merged",
             do=f"Choose one, such as `adapter={names[0]}`",
