@@ -159,7 +159,7 @@ def test_programs_and_meta_tensors_are_called_so(tmp_path):
         ("jit.pt", "a TorchScript archive, not a checkpoint. Load it with torch, and save its state_dict", CheckpointError),
         ("program.pt2", "this file is a program of torch.export", UnsupportedError),
         ("program.pt", "a program of torch.export, not a checkpoint", CheckpointError),
-        ("meta.pt", "0.weight: it lies on the meta device, so no values were saved; so do 1 other tensor", UnsupportedError),
+        ("meta.pt", "so no values were saved; so do 1 other tensor", UnsupportedError),
     ):
         with pytest.raises(error, match=text.replace(".", r"\.")):
             library.plan(tmp_path / name, to="hf")
