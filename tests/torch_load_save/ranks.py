@@ -203,4 +203,4 @@ def rank_process(rank, port, task, kind, arguments):
 if __name__ == "__main__":
     task, kind, *arguments = sys.argv[1:]
     world = torch.tensor(MESHES[kind][0]).prod().item()
-    torch.multiprocessing.spawn(rank_process, (free_ports.free_port(), task, kind, arguments), nprocs=world)
+    torch.multiprocessing.start_processes(rank_process, (free_ports.free_port(), task, kind, arguments), nprocs=world, start_method="fork")
