@@ -29,6 +29,10 @@ def config_of_release(config: Mapping[str, Any], release: Release, model: Model 
         yield found("no-type", detail, file="config.json", do="Name the model type with the same weights, as `like:` does in a declaration")
     elif model_type in release.model_types:
         yield from _values(config, release)
+    for key, kind in (("architectures", list), ("quantization_config", dict)):  # vLLM 0.32: config/model.py, ModelConfig
+        if not isinstance(config.get(key), kind | None):
+            detail = f"{key} is {config[key]!r}, of the kind {_KINDS.get(type(config[key]))}; {release.engine} takes {kind.__name__}"
+            yield found("unlike-value", detail, file="config.json")
     if method := release.refused_method(config):
         yield found("refused-setting", f"{release.engine} has no quantization method {method!r}", file="config.json",
                     do="Serve the model that it was quantized from; a plugin may add the method")  # fmt: skip
@@ -65,10 +69,10 @@ def _class(config: Mapping[str, Any], release: Release, model: Model | None, has
 
 def _values(config: Mapping[str, Any], release: Release) -> Iterator[Finding]:
     """Values of a kind that transformers' config classes reject: they check it since 5.0."""
-    for key, value in config.items():
-        kinds = release.config_values.get(key)
+    for key in sorted(config.keys() & release.config_keys.get(str(config.get("model_type")), frozenset())):
+        kinds, value = release.config_values[key], config[key]
         kind = _KINDS.get(type(value), "")
-        if kinds and kind not in kinds and not (kind == "bool" and "int" in kinds):
+        if kind not in kinds and not (kind == "bool" and "int" in kinds):
             allowed = " or ".join(sorted(kinds - {"null"}))
             detail = f"{key} is {value!r}, of the kind {kind}; transformers {release.transformers} takes {allowed}"
             yield found("unlike-value", detail, file="config.json")

@@ -194,6 +194,11 @@ def test_bare_names_are_taken_by_the_classes_that_take_them(tmp_path, folder):
         ({"num_attention_heads": "8"}, "unlike-value", "num_attention_heads"),
         ({"num_hidden_layers": "2"}, "unlike-value", "num_hidden_layers"),
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "refused-setting", "bitsandbytes"),
+        ({"quantization_config": {"quant_method": "some-method"}}, "refused-setting", "some-method"),
+        ({"quantization_config": "fp8"}, "unlike-value", "quantization_config is 'fp8', of the kind str"),
+        ({"architectures": "LlamaForCausalLM"}, "unlike-value", "architectures is 'LlamaForCausalLM', of the kind str"),
+        ({"tie_word_embeddings": "false"}, "unlike-value", "tie_word_embeddings"),
+        ({"use_cache": "true"}, "unlike-value", "use_cache is 'true', of the kind str"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -209,14 +214,19 @@ def test_what_the_engine_refuses_in_a_config(keys, expected, said, folder):
     [
         {"architectures": None},
         {"architectures": ["BertForSequenceClassification"], "model_type": "bert"},
-        {"quantization_config": {"quant_method": "some-method"}},
+        {"my_own_key": {"a": 1}, "quantization_config": {"bits": 4}},
     ],
     ids=str,
 )
 def test_what_is_not_known_is_not_refused(keys, folder):
-    """vLLM 0.32 serves the first two."""
+    """vLLM 0.32 serves the first two, and makes its configuration of the third."""
     code, findings = found_in(changed(folder, **keys))
     assert code == 0 and "not-known" in findings and all(each["severity"] == "info" for each in findings.values())
+
+
+def test_values_that_the_config_class_does_not_check_are_not_refused(folder):
+    """`vllm serve` starts with them: the number 0 counts as a float, and LlamaConfig has no key conv_bias."""
+    assert found_in(changed(folder, attention_dropout=0, conv_bias="yes", n_inner="x")) == (0, {})
 
 
 def test_what_convert_writes_is_taken_whatever_wrapped_the_model(folder, tmp_path):

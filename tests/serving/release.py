@@ -37,14 +37,14 @@ from helpers.declared_models import declared_models, type_of_model  # noqa: E402
 from recipes import READ_AS  # noqa: E402
 
 from reshard.adapter.serving_format.release import forms_of  # noqa: E402
-from reshard.models.lookup import find_model  # noqa: E402
+from reshard.models.lookup import built_in_model_types, find_model  # noqa: E402
 
 # Without a class in vLLM 0.32, or one that takes other files or names.
 NOT_ASKED = ("dbrx", "deepseekocr", "internlm", "longcat_flash_ngram", "minimax_m1", "qwen", "refinedweb", "refinedwebmodel")
 # What vLLM reads as another type, as its config comes with the checkpoint; keys that published configs have and the fixture lacks.
 READ = {**READ_AS, "internlm2": {"model_type": "llama"}, "sarvam_mla": {"model_type": "deepseek_v3"},
         "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"}}  # fmt: skip
-OF_TRANSFORMERS = ("transformers_classes", "config_types", "config_values")
+OF_TRANSFORMERS = ("transformers_classes", "config_types", "checked_types", "config_values", "config_keys")
 RELEASES = ROOT / "reshard" / "adapter" / "serving_format"
 PYTHON = Path(os.environ.get("RESHARD_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 
@@ -78,7 +78,21 @@ def of_vllm(python: Path, only: list[str]) -> dict[str, Any]:
         (Path(work) / "requests.json").write_text(json.dumps(list(asked.values())))
         subprocess.run([python, HERE / "takes_names.py", f"{work}/requests.json", f"{work}/answer.json"], check=True)
         answer = json.loads((Path(work) / "answer.json").read_text())
-    return {**answer["facts"], "names": taken_names(asked, answer["taken"])}
+    return {**with_keys_of_declared_types(answer["facts"]), "names": taken_names(asked, answer["taken"])}
+
+
+def with_keys_of_declared_types(facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts with the keys that config classes of declared types check: keys -> the types, or after a minus all but these types."""
+    declared = {model_type: {*keys} for model_type, keys in facts["config_keys"].items() if model_type in built_in_model_types()}
+    groups: dict[str, list[str]] = {}
+    for key in facts["config_values"]:
+        having = sorted(model_type for model_type, keys in declared.items() if key in keys)
+        others = sorted(declared.keys() - {*having})
+        if having:
+            groups.setdefault(" ".join(having) if len(having) <= len(others) else " ".join(["-", *others]), []).append(key)
+    keys = {" ".join(of_group): types for types, of_group in groups.items()}
+    values = {key: kinds for key, kinds in facts["config_values"].items() if any(key in of_group for of_group in groups.values())}
+    return {**facts, "checked_types": sorted(declared), "config_values": values, "config_keys": keys}
 
 
 def taken_names(asked: dict[str, dict[str, Any]], taken: list[dict[str, Any]]) -> dict[str, list[str]]:

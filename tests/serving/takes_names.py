@@ -66,20 +66,20 @@ def facts() -> dict[str, Any]:
         "removed": registry._PREVIOUSLY_SUPPORTED_MODELS,
         "suffixes": [suffix for suffix, _ in suffixes()],
         "refused_quantization": refused_methods(quantization),
+        "known_quantization": known_methods(quantization),
         "transformers": transformers.__version__,
         "transformers_classes": sorted(of_transformers),
         "config_types": sorted(transformers.CONFIG_MAPPING),
         "model_types": sorted({*_CONFIG_REGISTRY} - {*transformers.CONFIG_MAPPING}),
         "types_with_a_class": sorted(MODEL_MAPPING_NAMES),
         "config_values": config_values(transformers),
+        "config_keys": config_keys(transformers, {*_CONFIG_REGISTRY}),
     }
 
 
 def refused_methods(quantization: Any) -> list[str]:
     """The methods of transformers' quantizers that no class of vLLM takes, as ModelConfig._verify_quantization looks for one. Methods that
     an option allows are not among them."""
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
     methods = [quantization.get_quantization_config(name) for name in quantization.QUANTIZATION_METHODS]
 
     def is_taken(name: str) -> bool:
@@ -92,8 +92,14 @@ def refused_methods(quantization: Any) -> list[str]:
                 return True
         return False
 
-    tried = sorted({*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"} - set(quantization.QUANTIZATION_METHODS))
-    return [name for name in tried if not is_taken(name)]
+    return [name for name in known_methods(quantization) if name not in quantization.QUANTIZATION_METHODS and not is_taken(name)]
+
+
+def known_methods(quantization: Any) -> list[str]:
+    """The methods that vLLM's tables or transformers' quantizers name: vLLM refuses any other (ModelConfig._verify_quantization)."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    return sorted({*quantization.QUANTIZATION_METHODS, *AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"})
 
 
 def suffixes() -> Iterable[tuple[str, Any]]:
@@ -116,6 +122,17 @@ def config_values(transformers: Any) -> dict[str, str]:
         key: " ".join(sorted(found))
         for key, found in sorted(kinds.items())
         if found & {"int", "float", "bool"} and not found & {"str", "any"} and counts[key] >= CLASSES_OF_A_KEY
+    }
+
+
+def config_keys(transformers: Any, own: set[str]) -> dict[str, list[str]]:
+    """Model type -> the keys that its config class has, and so checks. A key of another class is kept as it is. own: types that vLLM reads
+    by classes of its own, which check nothing."""
+    classes = {model_type: transformers.CONFIG_MAPPING[model_type] for model_type in transformers.CONFIG_MAPPING if model_type not in own}
+    return {
+        model_type: sorted(field.name for field in dataclasses.fields(cls))
+        for model_type, cls in classes.items()
+        if dataclasses.is_dataclass(cls)
     }
 
 

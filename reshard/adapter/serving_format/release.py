@@ -67,8 +67,12 @@ class Release:
     """The model types whose config it reads without code of the checkpoint."""
     types_with_a_class: frozenset[str]
     """The model types whose class it knows where a config names none."""
+    known_quantization: frozenset[str]
+    """The methods of quantization that it or transformers names; empty if they are not known."""
     config_values: Mapping[str, frozenset[str]]
     """Key of a config -> the kinds of JSON values that the config classes of transformers allow."""
+    config_keys: Mapping[str, frozenset[str]]
+    """Declared model type -> those of these keys that its config class has, and so checks."""
     names: Mapping[str, frozenset[str]]
     """Declared model type -> the forms of names that the engine's loader takes beside the published ones, with a question mark those that
     it takes with some configs only; types that are missing were not tried."""
@@ -84,7 +88,12 @@ class Release:
         """The method by which a config says that the weights are quantized, if the release does not know it."""
         settings = quantization_settings(config)
         method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-        return method if method in self.refused_quantization else None
+        if not isinstance(method, str):
+            return None
+        # As vLLM 0.32 reads it: transformers_utils/model_arch_config_convertor.py, _normalize_quantization_config.
+        name = method.lower().replace("compressed_tensors", "compressed-tensors")
+        is_known = name in self.known_quantization or not self.known_quantization
+        return None if is_known and name not in self.refused_quantization else method
 
 
 @lru_cache(maxsize=8)
@@ -109,9 +118,21 @@ def release_at(path: Path, engine: str) -> Release | None:
         of_transformers=words("transformers_classes"),
         model_types=words("model_types", "config_types"),
         types_with_a_class=words("types_with_a_class"),
+        known_quantization=words("known_quantization") if "known_quantization" in data else frozenset(),
+        config_keys=_keys_by_type(data["config_keys"], words("checked_types")),
         config_values={key: frozenset(kinds.split()) for key, kinds in data["config_values"].items()},
         names={key: frozenset(forms.split()) for key, forms in data["names"].items()},
     )
+
+
+def _keys_by_type(groups: Mapping[str, str], checked: frozenset[str]) -> dict[str, frozenset[str]]:
+    """Model type -> keys, from keys -> the types that have them, or after a minus the types that do not."""
+    keys: dict[str, set[str]] = {model_type: set() for model_type in checked}
+    for of_group, types in groups.items():
+        named = {*types.split()}
+        for model_type in checked - named if "-" in named else named:
+            keys[model_type].update(of_group.split())
+    return {model_type: frozenset(of_type) for model_type, of_type in keys.items()}
 
 
 def forms_of(model: Model, names: Iterable[str]) -> dict[str, dict[str, str]]:
