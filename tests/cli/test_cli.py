@@ -355,6 +355,25 @@ def test_what_hub_addresses_need_is_one_extra(monkeypatch):
     assert shown.code == 6 and "hf:// paths need fsspec and huggingface_hub" in shown.err and "pip install 'reshard[hub]'" in shown.err
 
 
+WORKER = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+sys.path.insert(0, sys.argv[1])
+import pickle
+pickle.loads(b"creshard.engine.on_ray\\n_convert_task\\n.")
+import reshard.formats.vllm
+print(reshard.formats.__file__)
+"""
+
+
+def test_a_worker_of_ray_finds_the_formats_of_a_checkout_that_hides_the_installed_package(tmp_path):
+    """Ray puts the driver's folder on the path of its workers, where reshard/ of a checkout is found before the installed package."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-P", "-c", WORKER, root], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == root / "formats" / "__init__.py"
+
+
 def test_a_checkout_that_is_not_installed_says_what_to_do():
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-S", "-m", "reshard", "--version"], cwd=root, capture_output=True, text=True)

@@ -124,6 +124,37 @@ def test_granitemoe_with_biases_in_its_attention_is_refused_as_its_class_has_non
         check_served(model, rules)
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("granitemoehybrid", "mamba_conv_bias"),
+        ("falcon_h1", "mamba_conv_bias"),
+        ("mamba2-one", "use_conv_bias"),
+        ("zamba2-one", "use_conv_bias"),
+    ],
+)
+def test_a_mixer_without_a_bias_of_its_convolution_is_not_cut_where_its_class_cannot_be_built(name, key):
+    """vLLM 0.32, model_executor/layers/mamba/mamba_mixer2.py: where the ranks do not divide the groups, the class sets an attribute of
+    conv1d.bias, which is None ("'NoneType' object has no attribute 'weight_loader'")."""
+    from reshard.adapter import registry
+    from reshard.geometry.meshes import Parallel
+    from reshard.plans.layout import Target
+    from reshard.serving.legality import check_degrees
+
+    config = json.loads((FIXTURES / "vllm_declared" / f"{name}.json").read_text())["config"]
+
+    def check(tp, **changes):
+        model, parallel = find_model({**config, **changes}), Parallel(tp=tp)
+        check_degrees(model, registry.named("vllm").rules(model, Target("vllm", parallel)), parallel)
+
+    check(2, **{key: True})
+    check(1, **{key: False})
+    with pytest.raises(RequestError, match="its convolution has no bias"):
+        check(2, **{key: False})
+    groups = "n_groups" if name == "mamba2-one" else "mamba_ngroups" if name == "zamba2-one" else "mamba_n_groups"
+    check(2, **{key: False, groups: 2})
+
+
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4,
          "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
 
