@@ -259,7 +259,9 @@ def test_the_split_form_of_an_adapter_of_tinker_has_the_tensors_of_tinker_cookbo
     another prefix; of Nemotron two modules become one of twice the rank, and empty factors are left out."""
     folder = FIXTURES / "peft/tinker" / family
     truth = json.loads((folder / "truth.json").read_text())
-    out, _ = rewritten(folder / "adapter", tmp_path / "out", "split", FIXTURES / "hf" / truth["base"] if "base" in truth else folder)
+    out, _ = rewritten(
+        folder / "adapter", tmp_path / "out", "split", FIXTURES / "hf" / truth["base"] if "base" in truth else folder / "model"
+    )
     made = safetensors.torch.load_file(out / WEIGHTS)
     digests = {n: hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in sorted(made.items())}
     assert len(digests) == truth["tensors"] and hashlib.sha256(json.dumps(digests).encode()).hexdigest() == truth["split"]
@@ -267,7 +269,7 @@ def test_the_split_form_of_an_adapter_of_tinker_has_the_tensors_of_tinker_cookbo
     if family == "nemotron_h":
         assert config["rank_pattern"] == {"mixer.in_proj": 4} and config["alpha_pattern"] == {"mixer.in_proj": 12}
     if family == "qwen3_5_moe":  # and back
-        back, _ = rewritten(out, tmp_path / "back", "tinker", folder)
+        back, _ = rewritten(out, tmp_path / "back", "tinker", folder / "model")
         again, first = (safetensors.torch.load_file(place / WEIGHTS) for place in (back, folder / "adapter"))
         assert again.keys() == first.keys() and all(torch.equal(again[name], first[name]) for name in first)
 
@@ -285,7 +287,7 @@ SPLIT = {
 @pytest.mark.parametrize("family", SPLIT)
 def test_projections_that_tinker_adapts_apart_change_their_rows_of_the_fused_weight(family, tmp_path):
     folder, (fused_name, module, parts) = FIXTURES / "peft/tinker" / family, SPLIT[family]
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "model" / "config.json").read_text())
     before = {name: numbers(i, *weight.shape) for i, (name, weight) in enumerate(find_model(config).weights.items())}
     model = write(tmp_path / "base", before, "model.safetensors", "config.json", config)
     after = merged(model, folder / "adapter", tmp_path / "out")[f"{fused_name}.weight"]

@@ -81,7 +81,9 @@ def commands(source: Path, pristine: Path, target: Path) -> list[list[list[str]]
 
     name, page, file = str(source), str(target.parent / "page.html"), str(target.parent / "tensor.npy")
     truth = pristine.parent / "truth.json"
-    base = FIXTURES / "hf" / (json.loads(truth.read_text())["base"] if pristine.name == "adapter" and truth.exists() else "llama")
+    base = (
+        FIXTURES / "hf" / (json.loads(truth.read_text()).get("base", "llama") if pristine.name == "adapter" and truth.exists() else "llama")
+    )
     tensor = "model.norm.weight"
     shown = [["inspect", name, "--json", "--full"], ["inspect", name, "--tensor", "*norm*"], ["inspect", name, "--html", page]]
     return [
@@ -104,6 +106,10 @@ def commands(source: Path, pristine: Path, target: Path) -> list[list[list[str]]
         convert("--to", "hf", "--dtype", "fp32") + convert("--to", "hf", "--names", "torchtitan") + convert("--to", "hf", "--part", "0/2"),
         [["convert", str(base), str(target), "--to", "hf", "--merge-adapter", name], *convert("--to", "hf", "--keep-unknown")],
         [line for form in ("fused", "split", "shared", "tinker") for line in convert("--to", "peft", "--experts", form, "--model", MOE)]
+        + [
+            [*convert("--to", "peft", "--combine", how, "--model", MOE)[0], "--merge-adapter", "self", "--merge-adapter", str(pristine)]
+            for how in ("cat", "linear")
+        ]
         + [["serve-check", name, "--model", MOE], ["convert", MOE, str(target), "--to", "hf", "--merge-adapter", name]],
         [["watch", str(source.parent), "--to", "hf", "--all", "--into", f"{target}/{{step}}"], *convert("--to", "hf", "--checksums")],
     ]
