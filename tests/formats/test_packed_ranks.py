@@ -14,7 +14,7 @@ from reshard.errors import UnsupportedError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "fixtures" / "hf_packed"))
 
-import seeded_models  # noqa: E402
+import seeded_models
 
 FIXTURES = Path(__file__).resolve().parent.parent.parent / "fixtures" / "hf_packed"
 
