@@ -290,6 +290,18 @@ class Decoded(Origin):
 
 
 @value(eq=False, repr=False)
+class Blockwise(Decoded):
+    """The elements of a weight, one after the other, in blocks with a factor each; or rows of int8 with a factor each (bitsandbytes)."""
+
+    block: int = 0
+    """The elements of a block; 0: the codes are rows of int8."""
+    nested: int = 0
+    """How many factors, stored as codes, have a factor of their own; 0: factors are stored as they are."""
+    offset: float = 0.0
+    """What is added to nested factors."""
+
+
+@value(eq=False, repr=False)
 class Encoded(Origin):
     """A component of a quantized weight follows from the weight's values; with a global scale, also from those of the weights with which an
     engine fuses it."""

@@ -102,6 +102,8 @@ def _with_method(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return settings if method == settings.get("quant_method") else {**settings, "quant_method": method}
 
 
+LIBRARIES = ("bitsandbytes", "torchao")
+"""Methods of libraries whose packed weights are values after `dequantize=True` alone (requests/library_forms.py)."""
 _FP8_TYPES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _BYTES, _WORDS = ("U8", "I8"), ("I32",)
 _WHOLE: BlockShape = (None, None)

@@ -25,17 +25,26 @@ from reshard.canonical.globs import check_globs
 from reshard.canonical.renaming import adapter_name, adapters_of, is_of_adapter, with_adapter_names
 from reshard.canonical.stacked_experts import by_expert
 from reshard.errors import CheckpointError, RequestError, UnsupportedError, blaming, some
+from reshard.geometry.dtypes import BF16
 from reshard.geometry.quantities import plural
 from reshard.index.index import Tensor, about_left_out
 from reshard.index.shards import Relocation
-from reshard.models.quantization import check_has_settings, packed_names, quantization_of, unknown_quantization, without_quantization
+from reshard.models.lookup import find_model
+from reshard.models.quantization import (
+    LIBRARIES,
+    check_has_settings,
+    packed_names,
+    quantization_of,
+    unknown_quantization,
+    without_quantization,
+)
 from reshard.opening.checkpoint import Checkpoint
 from reshard.plans.layout import BesideWeights, Layout
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
 from reshard.requests.adapters import form_adapter, merge_adapter, merge_own_adapter
-from reshard.requests.request import ConversionRequest, Draft
-from reshard.storage.files import inside
+from reshard.requests.request import ConversionRequest, Draft, dtype_named
+from reshard.storage.files import Files, inside, read_range
 from reshard.storage.system_calls import gc_paused
 from reshard.storage.trees import JoinedFiles, root_of
 
@@ -154,7 +163,33 @@ def dequantize(draft: Draft) -> Draft:
         return replace(draft, kept_for=quantized_names(draft.content, draft.source.model_files.config))
     config = draft.companions.config
     companions = draft.companions.with_settings_of(without_quantization(config or {}))
+    if unknown_quantization(config or {}) in LIBRARIES:
+        return _from_library(replace(draft, companions=companions))
     return replace(draft, content=with_values(draft.content, config), companions=companions)
+
+
+def _from_library(draft: Draft) -> Draft:
+    """The draft with the values of weights that only the library loads that packed them."""
+    from reshard.requests.library_forms import unpacked
+
+    source, config = draft.source, draft.companions.config or {}
+    named = config.get("dtype") or config.get("torch_dtype")
+    usual = dtype_named(named, "`dtype` of config.json") if isinstance(named, str) else None
+    index, drops = unpacked(draft.index, usual or BF16, lambda tensor: _bytes_of(tensor, draft.files))
+    model = find_model(config, source.architecture, {tensor.name: tensor.shape for tensor in index.tensors})
+    content = source.content(draft.selection, index=index, model=model)
+    check_against_model(content, partial=draft.selection.is_partial, strict=False, optional=content.not_needed)
+    chosen = {tensor.name for tensor in content.tensors.values()}
+    of_weights = (drop for drop in drops if drop.name.partition(".weight")[0] + ".weight" in chosen)
+    return replace(draft, content=replace(content, drops=(*content.drops, *of_weights)), companions=draft.companions)
+
+
+def _bytes_of(tensor: Tensor, files: Files) -> bytes:
+    """The bytes of a small tensor that lies in one piece. Raises CheckpointError if it lies in several."""
+    pieces = [*tensor.pieces()]
+    if len(pieces) != 1:
+        raise CheckpointError(f"it lies in {plural(len(pieces), 'piece')}, and one is expected", where=tensor.name)
+    return read_range(files, pieces[0].extent.path, pieces[0].extent.byte_offset, tensor.nbytes)
 
 
 def combine(draft: Draft) -> Draft:
