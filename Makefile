@@ -52,7 +52,7 @@ check: $(VENV)/installed ## Check style and types.
 	$(VENV)/bin/mypy
 
 docs: .venv-docs/installed ## Build the site in docs/_build; a broken link or an orphaned page fails.
-	.venv-docs/bin/sphinx-build --quiet --fail-on-warning --keep-going --nitpicky docs docs/_build
+	.venv-docs/bin/sphinx-build --quiet --fresh-env --fail-on-warning --keep-going --nitpicky docs docs/_build
 
 release: .venv-release/installed ## Make wheel, source distribution, SBOM, provenance and checksums in dist/.
 	rm -rf dist reshard.egg-info

@@ -56,6 +56,10 @@ OLD_NAMES = {"--part": "--component"}
 """Options that had another name. The old one is understood with a warning, for one minor version."""
 
 
+# Stands for a hyphen while lines are broken.
+_JOINT = "\u2011"
+
+
 class Help(click.HelpFormatter):
     """The text of --help: in colour on a terminal, as wide as that, up to 100 characters."""
 
@@ -68,10 +72,17 @@ class Help(click.HelpFormatter):
         self.write(f"{'':>{self.current_indent}}{self._painted(heading + ':', BOLD)}\n")
 
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
-        super().write_dl([(self._painted(first, CYAN), second) for first, second in rows], col_max, col_spacing)
+        start = len(self.buffer)
+        super().write_dl([(self._painted(first, CYAN), _whole(second)) for first, second in rows], col_max, col_spacing)
+        self.buffer[start:] = [text.replace(_JOINT, "-") for text in self.buffer[start:]]
 
     def _painted(self, text: str, style: str) -> str:
         return painted(text, style) if self._in_colour else text
+
+
+def _whole(text: str) -> str:
+    """A text in which no line ends within an option that fits a line."""
+    return re.sub(r"--[\w-]{1,20}(?![\w-])", lambda match: match[0].replace("-", _JOINT), text)
 
 
 class Context(click.Context):

@@ -252,6 +252,14 @@ def _list_checkpoints(error: ReshardError) -> None:
         show_sections(run_sections(error.root, with_lost_files(error.steps)), on_stderr=True)
 
 
+# What other tools call an option, and how it is said here.
+_ELSEWHERE = {
+    "--gpus": "Give --tp and --pp: a GPU is one of their ranks",
+    "--include": "Give the names as arguments, such as '*q_proj*'",
+    "--filter": "Give the names as arguments, such as '*q_proj*'",
+}
+
+
 def _explained(error: Exception) -> ReshardError:
     """Any exception as an error of reshard."""
     from reshard.errors import RequestError, UnsupportedError, nearest
@@ -267,6 +275,8 @@ def _explained(error: Exception) -> ReshardError:
             by_word = {name.lstrip("-"): name for name in error.possibilities or ()}
             near = nearest(error.option_name.lstrip("-"), by_word)
             error = click.NoSuchOption(error.option_name, possibilities=[by_word[near]] if near else None, ctx=error.ctx)
+            if not near and (elsewhere := _ELSEWHERE.get(error.option_name)):
+                return RequestError(f"No such option {error.option_name!r}", do=elsewhere)
         context = getattr(error, "ctx", None)
         name = context.command_path if context else "reshard"
         return RequestError(" ".join(error.format_message().split()), do=f"`{name} --help` shows how to use it")

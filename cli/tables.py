@@ -31,6 +31,15 @@ def fingerprint_text(root: str) -> str:
     return root if log.verbose or log.quiet else f"{kind}{colon}{digits[:_DIGITS]}"
 
 
+def columns_of(text: str) -> int:
+    """The columns that a text takes on a terminal: ideographs take two, combining marks none."""
+    if text.isascii():
+        return len(text)
+    from unicodedata import combining, east_asian_width
+
+    return sum(0 if combining(letter) else 1 + (east_asian_width(letter) in "WF") for letter in text)
+
+
 def show_table(rows: Sequence[Sequence[object]], headings: Sequence[str], *, optional: Sequence[int] = (), on_stderr: bool = False) -> None:
     """Print aligned columns, with bold headings on a terminal.
 
@@ -59,7 +68,7 @@ class Columns:
 
     @property
     def widths(self) -> list[int]:
-        return [max([len(heading), *(len(row[i]) for row in self.rows)]) for i, heading in enumerate(self.headings)]
+        return [max([columns_of(heading), *(columns_of(row[i]) for row in self.rows)]) for i, heading in enumerate(self.headings)]
 
     def without(self, column: int) -> Columns:
         def rest(cells: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -74,11 +83,11 @@ class Columns:
         return [*(painted(line, BOLD) if in_colour else line for line in headings), *body]
 
     def _row(self, row: Sequence[str], widths: Sequence[int], in_colour: bool) -> Iterator[str]:
-        cells = [_broken(cell, width) if len(cell) > width else [cell] for cell, width in zip(row, widths, strict=True)]
+        cells = [_broken(cell, width) if columns_of(cell) > width else [cell] for cell, width in zip(row, widths, strict=True)]
         for number in range(max(map(len, cells))):
             texts = (cell[number] if number < len(cell) else "" for cell in cells)
             padded = (
-                text.rjust(width) if flush else text.ljust(width)
+                " " * (width - columns_of(text)) + text if flush else text + " " * (width - columns_of(text))
                 for text, width, flush in zip(texts, widths, self.to_the_right, strict=True)
             )
             line = ("  " + "  ".join(padded)).rstrip()
@@ -123,13 +132,13 @@ def _width(widths: Sequence[int]) -> int:
 
 
 def _broken(text: str, width: int) -> list[str]:
-    """The pieces of a cell, each at most `width` long: it is broken after a space, or else after / . _ - or anywhere."""
+    """The pieces of a cell, each at most `width` long: it is broken after a space, or else after / or ., or else after _ or -,
+    or anywhere."""
     pieces = []
     while len(text) > width:
-        breaks = [match.end() for match in re.finditer(r" ", text[: width + 1])] or [
-            match.end() for match in re.finditer(r"[/._-]", text[:width])
-        ]
-        at = breaks[-1] if breaks and breaks[-1] > width // 3 else width
+        places = ((r" ", width + 1), (r"[/.]", width), (r"[_-]", width))
+        breaks = ([match.end() for match in re.finditer(place, text[:end])] for place, end in places)
+        at = next((ends[-1] for ends in breaks if ends and ends[-1] > width // 3), width)
         pieces.append(text[:at].rstrip())
         text = "  " + text[at:].lstrip() if width > 2 * _NARROWEST_COLUMN else text[at:].lstrip()
     return [*pieces, text]

@@ -7,6 +7,7 @@ to the width of the site, as a terminal of that width would show it.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,11 @@ def add_keywords(app: Any, name: str, source: list[str]) -> None:
         source[0] = f"{head}{title}\n\n```{{index}} {entries}\n```\n{rest}"
 
 
+def show_reasons(app: Any, name: str, source: list[str]) -> None:
+    """Show why commands are not run by the tests: the pages say it in comments."""
+    source[0] = re.sub(r"^<!-- not run: (.+) -->$", r"*Not run by the tests: \1.*", source[0], flags=re.MULTILINE)
+
+
 def add_contents(app: Any, name: str, source: list[str]) -> None:
     """Append the table of contents to the first page."""
     if name == "index":
@@ -146,3 +152,4 @@ def setup(app: Any) -> None:
     app.connect("doctree-read", wrap_output)
     app.connect("source-read", add_contents)
     app.connect("source-read", add_keywords)
+    app.connect("source-read", show_reasons)

@@ -15,6 +15,7 @@ from .. import options
 from ..progress import weight_bytes, working
 from ..replies import Reply
 from ..runs import show_events
+from ..tables import fingerprint_text
 
 if TYPE_CHECKING:
     from reshard.verbs.delta import DeltaResult
@@ -96,8 +97,8 @@ def _sections(result: DeltaResult) -> Iterator[Section]:
         [
             ("changed", f"{result.changed_tensors:,} of {result.tensors:,} tensors, {result.changed_elements:,} elements ({share:.2%})"),
             ("size", f"{nbytes_text(result.nbytes)} for {nbytes_text(result.checkpoint_bytes)}{smaller}, in {result.seconds:.1f} s"),
-            ("base", result.base.root),
-            ("result", result.result.root),
+            ("base", fingerprint_text(result.base.root)),
+            ("result", fingerprint_text(result.result.root)),
             ("note", result.source_checks.notes()),
         ]
     )

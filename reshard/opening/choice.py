@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from reshard.errors import RequestError, SystemRefusal, choices, some
+from reshard.errors import RequestError, SystemRefusal, choices, nearest, some
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.opening.chains import source_of
@@ -40,7 +40,7 @@ def _what_to_add(steps: Sequence[Step]) -> str:
     numbers = sorted({step.number for step in steps if step.number is not None})
     parts = sorted({step.part for step in steps if step.part not in ("", HERE)})
     is_here = any(step.part == HERE for step in steps)
-    named = [f"`step={LATEST}` or `step={numbers[-1]}`"] if len(numbers) > 1 or (numbers and is_here) else []
+    named = [f"`step={LATEST!r}` or `step={numbers[-1]}`"] if len(numbers) > 1 or (numbers and is_here) else []
     if len(parts) > 1 or not named:
         last = f" or `part={parts[-1]}`" if len(parts) > 1 else ""
         named += [f"`part={parts[0]}`{last}"] if parts else ["the path of one"]
@@ -113,7 +113,7 @@ class Choice:
             complete = [step.order for step in checkpoints if step.complete and step.number is not None]
             if not complete:
                 raise RequestError(
-                    f"`step={LATEST}`: no step is complete",
+                    f"`step={LATEST!r}`: no step is complete",
                     where=root,
                     why=some([f"{step.name} ({step.completeness.reason})" for step in checkpoints if step.number is not None]),
                     do="Choose one by its number, such as `step=100`, to open it as it is",
@@ -124,9 +124,10 @@ class Choice:
             fitting = [step for step in checkpoints if str(self.step) in (str(step.number), step.name)]
         if not fitting:
             numbers = sorted({step.number for step in checkpoints if step.number is not None})
-            steps = f"Steps: {some([*map(str, reversed(numbers))])}; or `step={LATEST}`"
+            steps = f"Steps: {some([*map(str, reversed(numbers))])}; or `step={LATEST!r}`"
             known = steps if numbers else "Leave it out: no step is here"
-            raise RequestError(f"`step={self.step}`: there is no such step", where=root, do=known, id="not-found")
+            near = f"Did you mean `step={LATEST!r}`? " if nearest(str(self.step), [LATEST]) else ""
+            raise RequestError(f"`step={self.step!r}`: there is no such step", where=root, do=near + known, id="not-found")
         return fitting
 
 

@@ -48,6 +48,20 @@ def started(folder, *options):
     return result.out
 
 
+def test_a_question_names_the_roles_that_have_the_shape(tmp_path):
+    config = json.loads((HF / "llama" / "config.json").read_text())
+    shapes = {"net.blk.{}.ff.wg": (88, 32), "net.blk.{}.ff.wd": (32, 88), "net.blk.{}.norm_a": (32,)}
+    sizes = (config["intermediate_size"], config["hidden_size"])
+    assert sizes == (88, 32)
+    tensors = {name.format(layer) + ".weight": torch.zeros(shape) for layer in range(2) for name, shape in shapes.items()}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "nova", "num_hidden_layers": 2}))
+    safetensors.torch.save_file({**tensors, "net.tok.weight": torch.zeros(250, 32)}, tmp_path / "model.safetensors")
+    questions = {line.split(":")[0].strip(): line for line in started(tmp_path).splitlines() if "by its shape" in line}
+    answers = {name.rpartition(".weight")[0].rpartition(".")[2]: line.rpartition("by its shape ")[2] for name, line in questions.items()}
+    assert answers["wg"] == "mlp.gate or mlp.up" and answers["wd"] == "mlp.down" and answers["tok"] == "embedding or head"
+    assert "attention.norm" in answers["norm_a"] and "mlp.norm" in answers["norm_a"] and "final_norm" not in answers["norm_a"]
+
+
 def test_the_list_is_that_of_the_declared_models():
     listed = reshard("architectures", "--json").document["architectures"]
     assert {"llama", "qwen2", "gpt_neox"} <= set(listed) and reshard("architectures").out.split() == listed

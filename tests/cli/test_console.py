@@ -212,3 +212,11 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         for width, height in SIZES:
             (SCREENS / f"{width}x{height}.txt").write_text(screens(made(Path(place) / str(width)), width, height))
+
+
+def test_wide_characters_take_two_columns_and_names_break_at_dots():
+    assert tuple(map(tables.columns_of, ("abc", "モデル", "e\u0301"))) == (3, 6, 1)
+    table = tables.Columns.of([("モデル", "hf"), ("b", "hf")], ("folder", "format"))
+    lines = table.lines(table.widths)
+    assert {tables.columns_of(line.partition("hf")[0]) for line in lines[1:]} == {10}, lines
+    assert tables._broken("      input_layernorm.weight", 26) == ["      input_layernorm.", "weight"]

@@ -322,7 +322,7 @@ def test_the_first_line_says_experts_and_quantization():
 def test_numbers_are_said_once(tmp_path):
     shutil.copy(LLAMA / "config.json", tmp_path / "70b.json")
     assert reshard("estimate", tmp_path / "70b.json").out.splitlines()[0] == "74,016 parameters on 1 GPU: one rank"
-    assert "lacks 58.83 kB" in reshard("degrees", LLAMA / "config.json", "--gpu-memory", "100KB", "--tp", 1).out
+    assert "lacks 58.83 kB" in reshard("degrees", LLAMA / "config.json", "--gpu-memory", "100KB", "--reserve", 0, "--tp", 1).out
     assert "  format " in reshard("formats").out.splitlines()[0]
 
 
@@ -334,3 +334,15 @@ def test_a_missing_tokenizer_is_said(tmp_path, command):
         shutil.copy(path, folder)
     more = (tmp_path / "out", "--to", "vllm", "--dry-run") if command == "convert" else ()
     assert "tokenizer (tokenizer.json, tokenizer.model, ...)" in reshard(command, folder, *more).out
+
+
+def test_a_tensor_is_named_with_its_slice_as_in_python():
+    shown = reshard("cat", HF / "llama", "model.norm.weight[0:2]")
+    assert shown.code == 0 and shown.out == reshard("cat", HF / "llama", "model.norm.weight", "--slice", "0:2").out
+    assert "Known: model.layers.0.self_attn.q_proj.weight, model.layers.1" in reshard("cat", HF / "llama", "q_proj").err
+
+
+def test_what_other_tools_call_an_option_is_said_in_words_of_reshard():
+    assert "Give --tp and --pp" in reshard("degrees", "llama-3-8b", "--gpus", 8).err
+    assert "Give the names as arguments" in reshard("stats", HF / "llama", "--include", "*q*").err
+    assert "Did you mean --step latest?" in reshard("inspect", FIXTURES / "delta", "--step", "lastest").err

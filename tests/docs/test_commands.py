@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from importlib import import_module
+from pathlib import Path
 
 import click
 import pytest
@@ -54,6 +58,16 @@ def test_every_command_of_a_page_is_in_a_block_that_is_checked(page: Page):
         assert block.language == "console" or not stray, f"{page.name}:{block.start}: {stray[0]}"
         if block.language == "console":
             assert block.lines[0].startswith(PROMPT), f"{page.name}:{block.start}: a console block starts with a command"
+
+
+def test_the_marked_lines_of_the_readme_run_in_examples_as_printed(tmp_path):
+    folder = shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    marked = re.findall(r"\| ▶ `(reshard [^`]+)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(marked) >= 6
+    command = Path(sys.executable).with_name("reshard")
+    for line in marked:
+        done = subprocess.run([command, *shlex.split(line)[1:]], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}: {done.stderr}"
 
 
 def _unrun_commands(page: Page):

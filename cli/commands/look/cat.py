@@ -37,7 +37,11 @@ def command(checkpoint: str, name: str, index: str | None, **given: Any) -> Repl
     """
     import reshard
 
-    tensor = named(reshard.open(checkpoint, **given), name)
+    opened = reshard.open(checkpoint, **given)
+    base, bracket, part_of = name.removesuffix("]").partition("[")
+    if index is None and bracket and name not in opened:  # name[0:2], as in Python
+        name, index = base, part_of
+    tensor = named(opened, name)
     chosen = index if index is not None else ",".join([f":{_CORNER}"] * len(tensor.shape)) if _is_large(tensor) else "..."
     part = sliced(tensor, chosen)
     values = _values(part)
@@ -61,7 +65,8 @@ def named(opened: Checkpoint, name: str) -> LazyTensor:
     from reshard.errors import RequestError, choices
 
     if name not in opened:
-        raise RequestError(f"no tensor is called {name!r}", do=choices(name, list(opened), most=3))
+        named_so = [known for known in opened if name in known]
+        raise RequestError(f"no tensor is called {name!r}", do=choices(name, named_so or list(opened), most=3))
     return opened[name]
 
 

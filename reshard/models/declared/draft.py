@@ -46,6 +46,8 @@ _FUSED = {
     "`interleaved_by: kv_heads` if they alternate",
     "gate_up_proj dense_gate_up": "`fuses: [mlp.gate, mlp.up]`, in the order of their rows",
 }
+_MOST_ROLES, _RARE = 6, ("mtp.", "hyper.")
+"""The roles that a question names, and how those begin that few models have."""
 _ROTARY = "rotary_emb.inv_freq"
 
 
@@ -228,6 +230,9 @@ def _keys_of(weight: StoredWeight, facts: _Facts) -> tuple[dict[str, str], str]:
     if fused := next((text for names, text in _FUSED.items() if _has_name(weight, names)), None):
         return {"role": _ASK}, f"{stored_as}; if it is several weights in one, write {fused}"
     role = _usual_role(weight)
+    if role is None and weight.parameter in ("weight", "bias") and not several:
+        fitting = " or ".join(_roles_by_shape(weight, facts))
+        return {"role": _ASK}, stored_as + (f"; by its shape {fitting}" if fitting else "")
     if role is None or weight.parameter not in ("weight", "bias") or several:
         return {"role": _ASK}, stored_as
     same = [other for other in facts.weights if _usual_role(other) == role and other.parameter == weight.parameter]
@@ -243,6 +248,20 @@ def _keys_of(weight: StoredWeight, facts: _Facts) -> tuple[dict[str, str], str]:
     if shape == usual[::-1]:
         return {"role": role, "transposed": "true"}, ""
     return {"role": _ASK}, f"{stored_as}; the name is usual for {_with_article(role)}, which would be {list(usual)}"
+
+
+def _roles_by_shape(weight: StoredWeight, facts: _Facts) -> list[str]:
+    """The roles that have the shape of a weight and that no other weight has by its name; if there are none, those that another one has."""
+    (shape,), in_layer, of_expert = weight.layers_of_shape, "{layer}" in weight.name, "{expert}" in weight.name
+    taken = {_usual_role(other) for other in facts.weights if other.parameter == weight.parameter}
+    usual = {
+        role: _usual_shape(role, weight.parameter, facts.numbers)
+        for role in ROLES
+        if ROLES[role].in_layer == in_layer and role.startswith("expert.") == of_expert and not role.startswith(_RARE)
+    }
+    fitting = [role for role in usual if usual[role] == shape] or [role for role in usual if usual[role] == shape[::-1]]
+    free = [role for role in fitting if role not in taken]
+    return (free or fitting)[:_MOST_ROLES]
 
 
 def _usual_shape(role: str, parameter: str, numbers: Mapping[str, int]) -> Shape | None:
