@@ -248,10 +248,10 @@ def _float32_to_float16(strip: Block, out: Block) -> None:
     words, exponents = _TEMPORARY.words[: len(strip)], _TEMPORARY.exponents[: len(strip)]
     np.bitwise_and(strip, _ONES, out=words)
     has_nan = np.maximum.reduce(words) > _INFINITY_F32
-    np.minimum(words, np.uint32(0x47800000), out=words)  # 65536, which becomes infinity
+    np.clip(words, np.uint32(0), np.uint32(0x47800000), out=words)  # 65536, which becomes infinity; `minimum` takes twice as long
     np.bitwise_and(words, np.uint32(_INFINITY_F32), out=exponents)
     # Below 2**-14, the smallest normal number, all numbers have the distance of the numbers there.
-    np.maximum(exponents, np.uint32(113 << 23), out=exponents)
+    np.clip(exponents, np.uint32(113 << 23), np.uint32(_INFINITY_F32), out=exponents)
     np.add(exponents, np.uint32(13 << 23), out=exponents)  # the last bit of 2**(e + 13) in float32 is that of 2**e in float16
     np.add(words.view("<f4"), exponents.view("<f4"), out=words.view("<f4"))
     np.subtract(words, exponents, out=words)  # the bits of the mantissa; 1024 is the implicit one

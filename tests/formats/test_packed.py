@@ -355,7 +355,7 @@ def test_codes_by_words_are_those_by_values():
         words[:8] = draw.integers(0, 0x90, (8, 96))
         words[8:12, :32] = 0
         words |= draw.integers(0, 2, words.shape).astype(np.uint16) << np.uint16(15)
-        exponents = recipe._exponents(recipe._largest(words & 0x7FFF))
+        exponents = recipe._exponents(recipe.largest_of_groups(words & 0x7FFF, 32))
         exponents = np.maximum(exponents, recipe._PLAIN[0])
         assert exponents.max() <= recipe._PLAIN[1]
         assert np.array_equal(recipe._codes_by_words(words, words & 0x7FFF, exponents), recipe._codes_by_values(words, exponents))
@@ -363,7 +363,7 @@ def test_codes_by_words_are_those_by_values():
 
 def test_extreme_values_get_the_codes_of_their_quotients():
     words = np.random.default_rng(4).integers(0, 1 << 16, (64, 70)).astype(np.uint16)
-    largest = recipe._largest(words & 0x7FFF)
+    largest = recipe.largest_of_groups(words & 0x7FFF, 32)
     codes = recipe._codes_by_values(words, recipe._exponents(largest))
     padded = np.pad(codes, ((0, 0), (0, 0)))
     assert np.array_equal(recipe.mxfp4(words)[0], padded[:, 1::2] << 4 | padded[:, ::2])

@@ -263,9 +263,10 @@ def _values(stored: StoredWords, box: Box) -> Block:
         values = _in_axes(part, component_values(part, words))
     else:
         assert part.packed_axis is not None
-        # Words are fewer than the values in them, so the words are brought into the order of the axes.
-        in_axes = words.transpose(*part.axes, *range(len(part.axes), words.ndim))
-        values = packing.unpacked(np.ascontiguousarray(in_axes), part.axes.index(part.packed_axis))
+        if packing.words or not packing.places:  # their values are unpacked where they lie
+            values = _in_axes(part, packing.unpacked(words, part.packed_axis))
+        else:  # words are fewer than the values in them, so the words are brought into the order of the axes
+            values = packing.unpacked(np.ascontiguousarray(words.transpose(part.axes)), part.axes.index(part.packed_axis))
     return spread(values, part.block_shape, part.grid, box)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from reshard.engine.casts import Block, cast
+from reshard.engine.origins.merged_words import merged_words, reach
 from reshard.engine.origins.reader import OpenInput, Reader, put
 from reshard.engine.transfer import SlabPieces, Strip, Worker
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import F32, DType
+from reshard.geometry.dtypes import BF16, F32, DType
 from reshard.geometry.low_rank import Float32, add_products, row_lengths
 from reshard.index.origin import LowRankProduct, Merged, Tensor
 from reshard.plans.digests import Hash
@@ -31,8 +32,15 @@ class Merger(Reader):
         """The values of a strip."""
         # A copy, because the factors are read into the worker's buffers.
         values = self._source.read(worker, pieces, strip).copy().view(np.float32).reshape(strip.box.sizes)
+        if self.dtype == BF16 and (term := self._only(strip.box)) is not None:
+            return put(term.merged_words(worker, strip.box, values).reshape(strip.sizes), out)
         self._add(worker, strip.box, values)
         return put(cast(values.view(F32.word), F32, self.dtype).reshape(strip.sizes), out)
+
+    def _only(self, box: Box) -> _Product | None:
+        """The product that alone is added to all values of a box, if there is one."""
+        terms = [term for term in self._products if term.product.box.intersect(box) is not None]
+        return terms[0] if len(terms) == 1 and terms[0].is_added_to(box) else None
 
     def _add(self, worker: Worker, box: Box, values: Float32) -> None:
         """Add the products to the values of a box."""
@@ -68,7 +76,23 @@ class _Product:
     def __init__(self, product: LowRankProduct, open_input: OpenInput) -> None:
         self.product, self._columns = product, open_input(product.columns, F32)
         self._rows, self._magnitude = (open_input(factor, F32) if factor else None for factor in (product.rows, product.magnitude))
-        self._kept: Float32 | None = None
+        self._kept: tuple[Float32, Float32] | None = None
+        """The factor of the columns, and the reach of each."""
+
+    def is_added_to(self, box: Box) -> bool:
+        """Whether it is a product of two factors that is added to all values of a box of two axes, and that of the columns is kept."""
+        product = self.product
+        is_sum = not product.replaces and product.magnitude is None and product.rows is not None and product.steps == (1, 1)
+        return is_sum and len(box.sizes) == 2 and product.box.contains(box) and product.columns.elements <= _MOST_KEPT
+
+    def merged_words(self, worker: Worker, box: Box, base: Float32) -> Block:
+        """The bfloat16 words of the sum in a box."""
+        (first, left), (height, width) = box.relative_to(self.product.box.offsets).offsets, box.sizes
+        assert self._rows is not None
+        rows = _values(self._rows, worker, Box((first, 0), (height, self.product.columns.shape[0])))
+        columns, of_columns = self._whole_columns(worker)
+        span = slice(left, left + width)
+        return merged_words(base, rows, columns[:, span], self.product.scale, of_columns[span])
 
     def of(self, worker: Worker, box: Box) -> Float32:
         """The product in a box, which lies in that of the product: an array of two axes."""
@@ -97,9 +121,7 @@ class _Product:
         delta = np.zeros((height, width), np.float32)
         rows = None if self._rows is None else _values(self._rows, worker, Box((first, 0), (height, rank)))
         if self.product.columns.elements <= _MOST_KEPT:
-            if self._kept is None:
-                self._kept = _values(self._columns, worker, Box.whole(self.product.columns.shape))
-            add_products(delta, rows, self._kept[:, left : left + width])
+            add_products(delta, rows, self._whole_columns(worker)[0][:, left : left + width])
         else:
             step = max(1, _MOST_KEPT // width)
             for start in range(0, rank, step):
@@ -107,6 +129,13 @@ class _Product:
                 add_products(delta, None if rows is None else rows[:, start : start + step], columns)
         delta *= np.float32(self.product.scale)
         return delta
+
+    def _whole_columns(self, worker: Worker) -> tuple[Float32, Float32]:
+        """The factor of the columns and the reach of each, which are kept."""
+        if self._kept is None:
+            columns = _values(self._columns, worker, Box.whole(self.product.columns.shape))
+            self._kept = columns, reach(columns.T)
+        return self._kept
 
     def magnitude(self, worker: Worker, box: Box) -> Float32:
         """The magnitude of each row of a box, as an array of one column."""

@@ -317,7 +317,8 @@ def fp8_of_moved(moved: Block, words: Block) -> Block:
 def _fp8_without_exponent(moved: Block) -> Block:
     """The codes of magnitudes below the smallest normal number of FP8: their mantissas, moved to its exponent."""
     mantissas, places = (moved & 0x7F) | 0x80, np.minimum(5 - (moved >> 7), 15)
-    return (mantissas + (1 << places - 1) - 1 + (mantissas >> places & 1)) >> places
+    codes: Block = (mantissas + (1 << places - 1) - 1 + (mantissas >> places & 1)) >> places
+    return codes
 
 
 def exact_fp8_block(words: Block, dtype: DType = BF16, shared: np.float32 | None = None) -> tuple[Block, Block]:
