@@ -20,7 +20,7 @@ from typing import Any
 from reshard.adapter.dcp_reader import DcpFolder
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
-from reshard.canonical.optimizer_state import STEP, names_for, parameter_and_kind, plain_groups, plain_settings, state_kind
+from reshard.canonical.optimizer_state import STEP, names_for, note_on_plain, parameter_and_kind, plain_groups, plain_settings, state_kind
 from reshard.canonical.tensor_classes import MODEL_ROOTS, RUN_ROOTS
 from reshard.containers.dcp_metadata import BytesItem, DcpMetadata, TensorItem
 from reshard.geometry.value import value
@@ -276,7 +276,10 @@ def add_folder(builder: IndexBuilder, folder: DcpFolder, parameters: Mapping[str
             beside.update({root: None} if root else {})
     builder.add_notes(notes)
     arrays = set(_add_arrays(builder, folder, names, roots))
-    builder.add_objects(folder.prefix + name for name in folder.metadata.objects if name not in arrays)
+    others = [name for name in folder.metadata.objects if name not in arrays]
+    builder.add_objects(folder.prefix + name for name in others)
+    states = ((name, state_key(key_path(folder.metadata, name))) for name in others)
+    builder.add_notes(note_on_plain([name for name, state in states if state and state.kind != STEP]))
     builder.add_files(folder.paths)
     return list(beside)
 

@@ -14,13 +14,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from reshard.containers import dcp_metadata, torch_zip
 from reshard.containers.dcp_metadata import BytesItem, DcpMetadata, TensorItem
-from reshard.containers.packed_states import PackedState
 from reshard.containers.torch_zip import Locations, class_of_array
 from reshard.errors import CheckpointError, IncompleteError, MissingFile, TruncatedFile, UnsupportedError
 from reshard.geometry.boxes import Box
@@ -30,6 +29,9 @@ from reshard.index.index import StoredFile
 from reshard.index.shards import PieceTable, Shards
 from reshard.storage.decoded_ranges import check_known
 from reshard.storage.files import Files, inside, read_range, read_whole, side_by_side
+
+if TYPE_CHECKING:
+    from reshard.containers.packed_states import PackedState
 
 _METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
@@ -92,6 +94,8 @@ class DcpFolder:
         odd = np.flatnonzero((framing < _LEAST_FRAMING) | (framing > _USUAL_FRAMING))
         with suppress(CheckpointError):
             if len(odd) and not item.transforms:
+                from reshard.containers.packed_states import PackedState  # few checkpoints have such entries
+
                 first = self._entry(item, int(odd[0]))
                 if (packed := PackedState.of(first)) and (parts := self._packed_parts(item, packed)):
                     return parts
@@ -114,7 +118,7 @@ class DcpFolder:
             return None
 
         def extent(part: str, i: int) -> Extent:
-            packed = PackedState.of(self._entry(item, i))
+            packed = first.of(self._entry(item, i))
             stored = packed.stored.get(part) if packed else None
             if packed is None or stored is None or packed.shape != rows[i].sizes or packed.block != first.block:
                 raise CheckpointError(f"one of its entries is no {first.class_name} of blocks of {first.block}", where=item.fqn)

@@ -8,7 +8,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from reshard.canonical.optimizer_state import GROUPS, ROOTS, names_for, plain_groups
+from reshard.canonical.optimizer_state import GROUPS, ROOTS, STEP, names_for, note_on_plain, plain_groups
 from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor, class_of
@@ -30,6 +30,8 @@ FLAT = "_flat_param"
 # The last file that `_model_of_file` read of each tree: several formats look at the same file.
 _LAST_READ: WeakKeyDictionary[Files, tuple[str, Mapping[Any, Any]]] = WeakKeyDictionary()
 _OF_OTHER_SHAPE = re.compile(r"\.(?!state[12]$)|_row$|_col$|row_var|col_var|^(absmax|qmap|max|new_max)[12]$|^(unorm|gnorm)_vec$")
+# States that may have the shape of a parameter, and are asked for it last.
+_LAST = re.compile(r"state1$|^(inv_)?pre_cond")
 # Limits the nesting that is followed: the dict of a hostile file can hold itself.
 _DEEPEST, _DEEPEST_MODULE = 8, 24
 # Composer keeps the state of its trainer under this key: {"state": {"model": ..., "optimizers": {"AdamW": ...}}}.
@@ -46,15 +48,19 @@ class SavedOptimizer:
     """(the parameter's name or number, kind of state, the file's part of it)."""
     packed: dict[Any, tuple[int, ...]] = field(default_factory=dict)
     """The shapes of states that are several tensors, by the parameter's name or number."""
+    plain: list[str] = field(default_factory=list)
+    """The states that are no tensors, such as "3.RMS"."""
 
     def names(self, parameters: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[Mapping[Any, str], list[str]]:
         """The names of the parameters that it lists, and notes on how they are known. parameters: names and shapes of the model's."""
         # Elements of lists, counts, other numbers, factors of rows and columns (Adafactor), scales and tables (bitsandbytes) have shapes of
-        # their own. The first state of AdEMAMix8bit is two.
+        # their own. The first state of AdEMAMix8bit is two; Shampoo keeps square matrices before the moments.
+        known = {shape for _, shape in parameters}
         of_shape = [state for state in reversed(self.tensors) if state[2].shape and not _OF_OTHER_SHAPE.search(state[1])]
-        of_shape.sort(key=lambda state: not state[1].endswith("state1"))
+        of_shape.sort(key=lambda state: (state[2].shape in known, not _LAST.search(state[1])))
         shapes = {parameter: local.shape for parameter, _, local in of_shape} | self.packed
-        return names_for(self.state_dict, self.numbers(), shapes, parameters)
+        names, notes = names_for(self.state_dict, self.numbers(), shapes, parameters)
+        return names, [*notes, *note_on_plain(self.plain)]
 
     def numbers(self) -> tuple[tuple[Any, ...], ...]:
         """The names or numbers of the parameters of each param group."""
@@ -78,12 +84,15 @@ def saved_optimizer(root: Any, path: str) -> SavedOptimizer | None:
     if state_dict is None:
         return None
     decoder, tensors, packed = Decoder(path), list[tuple[Any, str, LocalTensor]](), dict[Any, tuple[int, ...]]()
+    plain = list[str]()
     for parameter, kind, value in states(state_dict):
         parts = decoder.decode_state(f"{parameter}.{kind}", value)
         tensors.extend((parameter, f"{kind}{part}", local) for part, local in parts.items())
-        if "" not in parts and isinstance(value, Inert):
+        if parts and "" not in parts:
             packed[parameter] = value.args[2]
-    return SavedOptimizer(state_dict, tensors, packed)
+        if not parts and kind != STEP:
+            plain.append(f"{parameter}.{kind}")
+    return SavedOptimizer(state_dict, tensors, packed, plain)
 
 
 def read_optimizer(files: Files, path: str) -> SavedOptimizer:

@@ -29,6 +29,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from reshard.errors import some
 from reshard.geometry.dtypes import F32
 from reshard.index.index import Kind, ParamGroup, Tensor
 from reshard.index.origin import Mapped
@@ -46,6 +47,9 @@ STATE_KINDS: Mapping[str, Kind] = {
     "fp32_param": "master",
 }
 STEP, GROUPS = "step", "param_groups"
+# Where schedule-free optimizers keep the count of their steps, a setting of the param group (schedulefree/adamw_schedulefree.py, 1.4).
+_SCHEDULE_FREE = "k"
+NO_TENSOR = "state of the optimizer that is no tensor"
 # Ends of the names of codes in 8 and 4 bits.
 CODES = (".codes", ".state1")
 # The name that torch's optimizers give to each kind.
@@ -264,7 +268,9 @@ def uncounted(states: Iterable[tuple[Kind, str]], groups: Callable[[], Iterable[
             names[kind][name] = None
     if names["moment2"].keys() <= names["step"].keys():
         return ()
-    has_count = names["step"].keys() | counts_of_groups(groups()).keys()
+    listed = tuple(groups())
+    has_count = names["step"].keys() | counts_of_groups(listed).keys()
+    has_count |= {name for group in listed if is_count(group.settings.get(_SCHEDULE_FREE)) for name in group.names}
     return tuple(name for name in names["moment2"] if name not in has_count)
 
 
@@ -323,6 +329,11 @@ def with_values(states: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, 
             tensor, kind=of_kind, name=parameter if name in STATE_KINDS else f"{parameter}.{name}"
         )
     return values
+
+
+def note_on_plain(names: Sequence[str]) -> list[str]:
+    """A note on states that are no tensors: no place of an index has them."""
+    return [f"{NO_TENSOR} is left out: {some(names)}"] if names else []
 
 
 def note_on_codes(tensors: Iterable[Tensor]) -> Iterator[str]:

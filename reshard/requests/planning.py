@@ -22,6 +22,7 @@ from reshard.adapter.save_folders import step_of
 from reshard.canonical.content import check_against_model, check_counted, check_selected
 from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs
+from reshard.canonical.optimizer_state import NO_TENSOR
 from reshard.canonical.renaming import adapter_name, adapters_of, is_of_adapter, with_adapter_names
 from reshard.canonical.stacked_experts import by_expert
 from reshard.errors import CheckpointError, RequestError, UnsupportedError, blaming, some
@@ -147,6 +148,8 @@ def examine(draft: Draft) -> Draft:
     check_counted(content)
     check_globs("`keep_dtype=`", request.target.keep_dtype, content.weights)
     draft = draft.noting(*_about_unknown(draft), *_about_trainer(draft), *about_left_out(content.left_out))
+    if content.states:
+        draft = draft.noting(*(note for note in draft.source.index.facts.notes if note.startswith(NO_TENSOR)))
     if draft.selection.weights != request.selection.weights and not request.to.keeps_optimizer and draft.source.index.keeps_both_copies:
         draft = draft.noting(_WEIGHTS_ARE_MASTERS)
     if not request.to.holds_adapters and any(map(is_of_adapter, content.tensors.values())):
