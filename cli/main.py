@@ -33,6 +33,7 @@ COMMANDS = {
     "apply": (".commands.apply", "Convert a checkpoint with the deltas of later steps."),
     "plan": (".commands.plan", "Show the proven plan of one conversion; write nothing."),
     "verify": (".commands.verify", "Check that two checkpoints hold the same weights, or one folder what reshard wrote."),
+    "sign": (".commands.serve.sign", "Sign a checkpoint's files and the fingerprint of its weights with a key."),
     "diff": (".commands.look.diff", "Show in numbers what changed between two checkpoints."),
     "explain": (".commands.look.explain", "Name the mistake that made one checkpoint differ from another."),
     "log": (".commands.look.log", "Show the steps of a run, one line each, and how their weights changed."),
@@ -63,7 +64,7 @@ COMMANDS = {
 GROUPS = {
     "Look": ("inspect", "log", "stats", "cat", "export", "diff", "explain", "fingerprint"),
     "Convert": ("convert", "plan", "apply", "delta", "watch"),
-    "Check": ("verify", "doctor", "roundtrip", "digests"),
+    "Check": ("verify", "sign", "doctor", "roundtrip", "digests"),
     "Serve": ("push", "hub", "cache", "serve-check", "degrees", "learn"),
     "Train": ("estimate",),
     "Other": ("formats", "versions", "architectures", "clean", "env", "completion"),

@@ -40,7 +40,7 @@ CONTENTS = {
     """,
     "Update live": "recipes/live recipes/push recipes/deltas",
     "Resume": "recipes/torch-load recipes/torch-save recipes/optimizer-state recipes/interrupted",
-    "Check": "recipes/compare recipes/doctor recipes/troubleshooting",
+    "Check": "recipes/compare recipes/doctor recipes/sign recipes/troubleshooting",
     "Plan": "recipes/degrees recipes/training-memory",
     "Automate": "recipes/nightly recipes/many-machines recipes/stores",
     "Formats": """

@@ -34,6 +34,7 @@ from reshard.verbs.look.explain import Explanation
 from reshard.verbs.look.log import LoggedStep
 from reshard.verbs.look.stats import TensorStatistics
 from reshard.verbs.serve.cache import CacheEntry
+from reshard.verbs.serve.sign import Signed
 from reshard.verbs.verify import Comparison
 from reshard.verbs.watch import WatchEvent
 
@@ -61,6 +62,7 @@ _SERVER = {
     "not_comparable": [str], "unknown": [str], "bytes": int, "compared_bytes": int,
     "version": TEXT, "fingerprint": TEXT, "same_version": (bool, None),
 }  # fmt: skip
+_SIGNATURE = {"path": str, "key": str, "name": str, "fingerprint": TEXT, "step": NUMBER, "files": int}
 _RESULT = {
     "path": str, "files": [StoredFile], "dropped": [DropSummary], "left": {str: int}, "notes": [str], "findings": [Finding],
     "fingerprint": str, "seconds": float, "unchanged": bool, "source_checks": SourceChecks, "source_digests": FileDigests,
@@ -283,7 +285,8 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     ),
     "serve-check": ("reshard serve-check --json", Report),
     "stats": ("reshard stats --json", {"path": str, "bytes": int, "tensors": [TensorStatistics], "source_checks": SourceChecks}),
-    "verify": ("reshard verify --json", Extended(Comparison, {"server": (_SERVER, None)})),
+    "verify": ("reshard verify --json", Extended(Comparison, {"server": (_SERVER, None), "signature": (_SIGNATURE, None)})),
+    "sign": ("reshard sign --json", Signed),
     "push": ("reshard push --json", Extended(PushResult, {"parallel": _SIZES, "plan?": ANY_OBJECT})),
     "watch": ("reshard watch --json, one line", WatchEvent),
 }  # fmt: skip

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from reshard.verbs.serve.cache import cache
     from reshard.verbs.serve.push_adapter import push_adapter
     from reshard.verbs.serve.serve_check import serve_check
+    from reshard.verbs.serve.sign import sign
     from reshard.verbs.transfers import transfers
     from reshard.verbs.verify import verify
     from reshard.verbs.watch import watch
@@ -77,6 +78,7 @@ __all__ = [
     "roundtrip",
     "save_plan",
     "serve_check",
+    "sign",
     "stats",
     "storage_options",
     "transfers",
@@ -88,6 +90,7 @@ _ELSEWHERE = {
     "Checkpoint": "opening.checkpoint", "Selection": "canonical.content", "open": "opening.open", "convert_part": "verbs.convert",
     "load_plan": "verbs.plan", "save_plan": "verbs.plan", "storage_options": "storage.stores.urls",
     "cache": "verbs.serve.cache", "push_adapter": "verbs.serve.push_adapter", "serve_check": "verbs.serve.serve_check",
+    "sign": "verbs.serve.sign",
 }  # fmt: skip
 _LOOKS = {"degrees", "diff", "doctor", "estimate", "explain", "fingerprint", "learn", "log", "stats"}
 

@@ -147,11 +147,22 @@ class ConvertOptions(EffortOptions, total=False):
     fail_if_skipped: Annotated[bool, Keyword("Write nothing, and exit with 1, if tensors are skipped or files are left.")]
 
 
+class RecordOptions(TypedDict, total=False):
+    """What a conversion writes about its files."""
+
+    checksums: Annotated[bool, Keyword("Also write SHA256SUMS for `sha256sum -c`; reads the result once more.")]
+    card: Annotated[bool, Keyword("Also say in README.md what the files were made from, and how to check them.")]
+
+
+class PartOptions(ConvertOptions, RecordOptions, total=False):
+    """Keywords of `convert_part`."""
+
+
 class WholePlanOptions(ManyPlanOptions, OpenOptions, total=False):
     """Keywords of `plan`, which opens its sources."""
 
 
-class WholeConversionOptions(ConvertOptions, WholePlanOptions, total=False):
+class WholeConversionOptions(PartOptions, WholePlanOptions, total=False):
     """Keywords of `convert`, which plans unless it gets a plan."""
 
 

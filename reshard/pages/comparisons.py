@@ -12,6 +12,7 @@ from reshard.pages.texts import nbytes_text
 if TYPE_CHECKING:
     from reshard.engine.compare import Comparison, Difference
     from reshard.measures.changes import Change
+    from reshard.signing.check import SignedComparison
     from reshard.verbs.look.diff import Diff
     from reshard.verbs.server_comparison import ServerComparison
 
@@ -31,6 +32,19 @@ def comparison_sections(result: Comparison, title: str, record: str) -> Iterator
         yield f"different: {plural(len(result.differences), 'difference')} {of_what}"
         yield _differences(result.differences, "tensor or file" if record else "tensor")
     yield from _summary(result)
+
+
+def signed_sections(result: SignedComparison, title: str) -> Iterator[Section]:
+    """What was compared with a signature, the differences, and what was signed."""
+    signed = result.statement
+    verdict = "as signed" if result.equal else f"not as signed: {plural(len(result.differences), 'difference')}"
+    yield Head(title, "signature", verdict, "good" if result.equal else "bad", [("files", len(signed.files) if signed else 0)])
+    if result.equal:
+        yield f"{verdict}: {result.compared}"
+    else:
+        yield from (verdict, _differences(result.differences, "file"))
+    about = [("signed", str(signed)), ("fingerprint", signed.fingerprint)] if signed else []
+    yield Facts([*about, ("key", result.key), ("note", result.notes)])
 
 
 def diff_sections(result: Diff, title: str, beyond: Sequence[Change] | None, limit: int) -> Iterator[Section]:

@@ -24,7 +24,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.health.findings import Finding
 from reshard.health.model_files import missing_in_target
-from reshard.opening.keywords import ConvertOptions, PathLike, WholeConversionOptions, checked_keywords, take
+from reshard.opening.keywords import ConvertOptions, PartOptions, PathLike, RecordOptions, WholeConversionOptions, checked_keywords, take
 from reshard.plans.digests import Fingerprint
 from reshard.plans.layout import LeftFile, left_by_kind
 from reshard.plans.manifest import MANIFEST, RECORDS, usable_manifest, written_files
@@ -159,8 +159,6 @@ def convert(
     resume: bool = False,
     overwrite: bool = False,
     if_changed: bool = False,
-    checksums: bool = False,
-    card: bool = False,
     executor: Executor = "threads",
     **options: Unpack[WholeConversionOptions],
 ) -> Result:
@@ -170,8 +168,8 @@ def convert(
     has them.
     resume: finish an interrupted conversion. overwrite: replace the checkpoint in `target` once the new one is complete. if_changed: do
     nothing if `target` holds the result of this plan for the source as it is now; otherwise resume or replace what reshard wrote there.
-    checksums: also write SHA256SUMS for `sha256sum -c`, which reads the result once more. card: also say in README.md what the files were
-    made from, what was proven, and how to check it.
+    checksums: also write SHA256SUMS for `sha256sum -c`, which reads the result once more. card: also say in README.md what the files
+    were made from, what was proven, and how to check it.
     executor: "ray" for the tasks of a Ray cluster: the one that is connected (`ray.init`), that of RAY_ADDRESS, or a new one on this
     machine; such a conversion always resumes.
 
@@ -179,10 +177,10 @@ def convert(
     and its weights are not those that it wrote. ValuesOverflow if a cast makes finite values infinite, and the plan does not allow it.
     """
     began, given = time.monotonic(), {**options}
-    about_work = take(given, ConvertOptions)
+    about_work, provenance = take(given, ConvertOptions), Provenance(**take(given, RecordOptions))
     plan = plan_to_run(source, to, given)
     effort = Effort.of(effort_of(plan, about_work))
-    existing, provenance = existing_target(resume=resume, overwrite=overwrite, if_changed=if_changed), Provenance((), checksums, card)
+    existing = existing_target(resume=resume, overwrite=overwrite, if_changed=if_changed)
     if existing == "update" and (result := unchanged_result(plan, target, provenance)):
         return result
     check_word("executor", executor, ("threads", "ray"))
@@ -201,9 +199,7 @@ def convert_part(
     *,
     overwrite: bool = False,
     if_changed: bool = False,
-    checksums: bool = False,
-    card: bool = False,
-    **options: Unpack[ConvertOptions],
+    **options: Unpack[PartOptions],
 ) -> PartResult:
     """Convert one part of a plan, such as "3/8"; the process that finds all parts done completes the target.
 
@@ -212,8 +208,10 @@ def convert_part(
 
     Raises: as `convert` does.
     """
-    effort, began = Effort.of(effort_of(plan, options)), time.monotonic()
-    existing, provenance = existing_target(resume=False, overwrite=overwrite, if_changed=if_changed), Provenance((), checksums, card)
+    given, began = {**options}, time.monotonic()
+    provenance = Provenance(**take(given, RecordOptions))
+    effort = Effort.of(effort_of(plan, given))
+    existing = existing_target(resume=False, overwrite=overwrite, if_changed=if_changed)
     number = PartNumber.parse(part) if isinstance(part, str) else part
     running = conversion(plan, target, existing=existing, effort=effort, provenance=provenance, sharing=Sharing(number))
     for done in running.run():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.serving_format import ServingFormat
@@ -40,9 +41,12 @@ from reshard.plans.layout import Target
 from reshard.plans.manifest import MANIFEST, Digests, Manifest, read_digests, read_manifest
 from reshard.serving.weights import stored_dtypes
 from reshard.storage.server import is_server
-from reshard.storage.tar import open_tree
+from reshard.storage.tar import open_files, open_tree
 from reshard.storage.trees import chain_of
 from reshard.verbs.resumed import compare_counts, compared_once, notes_on_masters
+
+if TYPE_CHECKING:
+    from reshard.signing.check import SignedComparison
 
 
 @checked_keywords
@@ -52,6 +56,8 @@ def verify(
     *,
     cast: bool = False,
     selection: Selection | None = None,
+    signed_by: PathLike | None = None,
+    signature_file: PathLike | None = None,
     **options: Unpack[EffortOptions],
 ) -> Comparison:
     """Whether two checkpoints hold the same weights, whatever their layouts: names, shapes, element types, every bit.
@@ -59,8 +65,20 @@ def verify(
     Where only one of them has a config, it speaks for both. cast: where element types differ, compare after casting the left's. Without
     `right`, a folder that reshard wrote is compared with its own record, reshard.json (`verify_written`). If `right` is the address of a
     server, such as http://localhost:8000, it is asked what its ranks hold (`verify_server`); the result is a ServerComparison.
+
+    signed_by: a public key in a PEM file. `left` must be a folder that its owner has signed, as it is, or the file of a signature: then
+    `right` must hold the weights of which it tells the fingerprint. signature_file: of `left`; None: model.sig in it.
     """
     effort = Effort.of(options)
+    if signed_by is not None:
+        signed = _signed(left, right, signed_by, signature_file, options)
+        if right is None or not signed.equal or signed.of_weights:
+            return signed
+        result = verify(left, right, cast=cast, selection=selection, **options)
+        result.notes.insert(0, f"signed with the key {signed.key[:12]}: {signed.statement}")
+        return result
+    if signature_file is not None:
+        raise RequestError("a signature needs the key that it is checked with", do="Name the public key with `signed_by=`")
     if is_server(right):
         if cast:
             raise RequestError("a cast needs a second checkpoint", why="A server is compared in the element type to which it casts weights")
@@ -89,6 +107,39 @@ def verify(
     for side in (left_side, right_side):
         result.notes.extend(not_compared(side))
     log_compared(result)
+    return result
+
+
+def _signed(
+    left: Checkpoint | PathLike,
+    right: Checkpoint | PathLike | None,
+    signed_by: PathLike,
+    signature: PathLike | None,
+    options: EffortOptions,
+) -> SignedComparison:
+    """Whether `left` is as it was signed; or, if it is a signature, whether `right` has the weights of which that tells the fingerprint."""
+    from reshard.signing.check import check_fingerprint, check_folder, check_tells_fingerprint, is_signature, read_signature
+
+    if is_server(right):
+        raise RequestError("a server has no files, so no signature covers it", do="Check the folder first, without the server")
+    if isinstance(left, Checkpoint) or not is_signature(left):
+        folder = open_files(left.path if isinstance(left, Checkpoint) else left)
+        return check_folder(folder, signed_by, signature, Effort.of(options))
+    if right is None:
+        raise RequestError(
+            "a signature alone is no checkpoint", where=os.fspath(left), do="Give the folder whose weights are compared as RIGHT"
+        )
+    from reshard.verbs.look.fingerprint import fingerprint
+
+    result = read_signature(left, signed_by)
+    check_tells_fingerprint(result)
+    result.of_weights = True
+    if result.statement:
+        side = opened(right)
+        try:
+            check_fingerprint(result, fingerprint(side, **options).root, side.path)
+        except (CheckpointError, DifferenceFound) as error:
+            result.blame(error, side.files)
     return result
 
 

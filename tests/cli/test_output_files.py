@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import stat
 import subprocess
 import threading
@@ -13,6 +14,8 @@ from typing import Any
 
 import click
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from helpers.fixture_places import FIXTURES, HF
 from helpers.reshard_command import Result, command, reshard
 from hostile.limits import ON_LINUX, limited
@@ -30,6 +33,7 @@ RUNS: dict[str, tuple[object, ...]] = {
     "plan": (LLAMA, "--to", "hf"),
     "log": (FIXTURES / "delta",),
     "verify": (LLAMA, LLAMA),
+    "sign": ("{signed}", "--key", "{signed}.key"),
     "diff": (LLAMA, LLAMA),
     "explain": (LLAMA, LLAMA),
     "stats": (LLAMA, "*norm.weight"),
@@ -68,9 +72,12 @@ READ = {
     "--merge-adapter",
     "--model",
     "--plan",
+    "--key",
+    "--signature-file",
+    "--signed-by",
 }
 # Commands whose own result needs room, too.
-WRITING = ("convert", "cache", "delta", "apply")
+WRITING = ("convert", "cache", "delta", "apply", "sign")
 DIRECTORIES = {"--cache", "--into", "--layout-dir", "--shared-dir", "--work"}
 
 
@@ -99,8 +106,20 @@ def _learned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(name: str, option: str, path: Path, new: Path) -> Result:
+    return reshard(name, *words_of(name, new), option, path)
+
+
+def words_of(name: str, new: Path) -> list[str]:
+    """The arguments of a command. {signed} is a copy of a checkpoint, as its signature would be written into it."""
     words = [str(word).replace("{new}", str(new)) for word in RUNS[name]]
-    return reshard(name, *words, option, path)
+    if "{signed}" in words:
+        signed = new.parent / "signed"
+        shutil.copytree(LLAMA, signed, dirs_exist_ok=True)
+        if not signed.with_suffix(".key").exists():
+            key = ec.generate_private_key(ec.SECP256R1()).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+            signed.with_suffix(".key").write_bytes(key)
+        words = [word.replace("{signed}", str(signed)) for word in words]
+    return words
 
 
 def place(tmp_path: Path) -> Path:
@@ -127,7 +146,7 @@ def usual(name: str, option: str, tmp_path: Path) -> int:
 
 def test_the_options_that_exist_are_known() -> None:
     assert {*RUNS} == {*COMMANDS}
-    assert {option for _, option in OPTIONS} == {"--html", "--output", "--plan-out", *OF_THE_LOG}
+    assert {option for _, option in OPTIONS} == {"--html", "--output", "--plan-out", "--signature-file", *OF_THE_LOG}
 
 
 @pytest.mark.parametrize(("name", "option"), OPTIONS)
@@ -182,17 +201,20 @@ def test_a_full_device_is_told(tmp_path: Path, name: str, option: str) -> None:
 
 @pytest.mark.skipif(not ON_LINUX, reason="limits of a process are set as on Linux")
 @pytest.mark.parametrize("old", [None, b"the old content"])
-@pytest.mark.parametrize(("name", "option"), [pair for pair in OPTIONS if pair[0] not in WRITING or pair[1] == "--plan-out"])
+@pytest.mark.parametrize(
+    ("name", "option"), [pair for pair in OPTIONS if pair[0] not in WRITING or pair[1] in ("--plan-out", "--signature-file")]
+)
 def test_without_room_nothing_half_written_has_the_name(tmp_path: Path, name: str, option: str, old: bytes | None) -> None:
     """Room ends after 20 bytes: a limit of the process (RLIMIT_FSIZE), which needs no mount."""
     path = place(tmp_path)
     if old is not None:
         path.write_bytes(old)
 
+    words = [*words_of(name, tmp_path / "new"), *(["--overwrite"] if name == "export" else [])]
+
     def work() -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
-        words = [*RUNS[name], *(["--overwrite"] if name == "export" else [])]
-        found = reshard(name, *(str(word).replace("{new}", str(tmp_path / "new")) for word in words), option, path)
+        found = reshard(name, *words, option, path)
         return f"{found.code}|{found.err}"
 
     code, _, err = limited(work).partition("|")
@@ -216,12 +238,18 @@ def expect_no_room(code: int, err: str, usual_code: int, option: str) -> None:
 )
 @pytest.mark.parametrize("stream", ["stdout", "stderr", "fd"])
 def test_the_open_files_of_the_process_are_themselves(tmp_path: Path, name: str, option: str, stream: str) -> None:
-    words: list[Any] = [str(word).replace("{new}", str(tmp_path / "new")) for word in RUNS[name]]
+    words: list[Any] = words_of(name, tmp_path / "new")
     with (tmp_path / "third").open("wb") as third:
         path = f"/dev/fd/{third.fileno()}" if stream == "fd" else f"/dev/{stream}"
         found = subprocess.run(command(name, *words, option, path), capture_output=True, pass_fds=[third.fileno()], check=False)
     written = {"stdout": found.stdout, "stderr": found.stderr, "fd": (tmp_path / "third").read_bytes()}[stream]
-    signs = {"--html": b"</html>", "--plan-out": b"plan", "--log-file": b"ended with exit code", "--metrics-file": b"reshard_last_run"}
+    signs = {
+        "--signature-file": b"mediaType",
+        "--html": b"</html>",
+        "--plan-out": b"plan",
+        "--log-file": b"ended with exit code",
+        "--metrics-file": b"reshard_last_run",
+    }
     assert found.returncode == usual(name, option, tmp_path) and signs[option] in written, found.stderr
 
 

@@ -80,6 +80,13 @@ CLAIMS = {
         "tests/cloud/test_secrets.py::test_no_scheme_of_a_url_lets_its_secrets_out",
         "tests/cli/test_secrets.py::test_no_option_lets_a_secret_out",
     ],
+    "A private key signs, and goes nowhere.": [
+        "tests/signing/test_signatures.py::test_the_private_key_and_its_passphrase_are_in_no_text_and_no_file",
+        "tests/signing/test_signatures.py::test_signing_and_checking_use_no_network",
+        "tests/signing/test_signatures.py::test_what_has_changed_is_named",
+        "tests/signing/test_signatures.py::test_another_key_is_named_with_its_digest",
+        "tests/signing/test_signatures.py::test_what_is_no_bundle_is_one_clear_difference",
+    ],
     "It removes only what it wrote and lists.": [
         "tests/runs/test_kept.py::test_the_users_files_in_a_step_that_is_replaced_or_removed_stay",
         "tests/runs/test_kept.py::test_a_listed_path_through_a_link_removes_nothing_elsewhere",

@@ -90,6 +90,7 @@ def litter(folder):
         "events.out.tfevents.17.host": "log",
         ".env": "secret",
         "deploy.pem": "secret",
+        "model.sig": "signature",
         ".gitattributes": "repository-file",
         ".hidden.json": "hidden-file",
         "reshard.json.bak": None,

@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # A room imports only rooms above it in this list. architectures/ is data.
 ROOMS = [
     "secrets", "errors", "geometry", "storage", "containers", "models", "serving", "training", "index", "canonical", "plans", "adapter",
-    "engine", "opening", "requests", "measures", "health", "runs", "live", "verbs", "torch", "picture", "pages", "doors", "testing",
+    "engine", "opening", "requests", "measures", "health", "runs", "live", "signing", "verbs", "torch", "picture", "pages", "doors",
+    "testing",
 ]  # fmt: skip
 CORE = sorted((ROOT / "reshard").rglob("*.py"))
 FORMATS = sorted((ROOT / "formats").rglob("*.py"))
@@ -86,7 +87,8 @@ def test_a_room_imports_rooms_above_it_only():
 # The rooms of the main job (docs/design.md), without `serving/learned`; what hangs beside them; and the one file that opens a side room.
 MAIN = ("geometry", "storage", "containers", "index", "models", "canonical", "serving", "plans", "adapter", "opening", "requests", "engine")
 SIDE = (
-    "training", "serving.learned", "measures", "health", "runs", "live", "verbs", "torch", "pages", "picture", "doors", "testing",
+    "training", "serving.learned", "measures", "health", "runs", "live", "signing", "verbs", "torch", "pages", "picture", "doors",
+    "testing",
 )  # fmt: skip
 DOOR_OF_LEARNED = "reshard/adapter/serving_format/learned.py"
 

@@ -29,6 +29,7 @@ CALLS = {
     "push_adapter": lambda **options: reshard.push_adapter(FIXTURES / "peft" / "plain" / "adapter", "http://127.0.0.1:9", **options),
     "folder": lambda **options: reshard.folder(HF, to="hf", **options),
     "hub": lambda **options: reshard.hub(HF, port=0, **options),
+    "sign": lambda **options: reshard.sign(HF, key="never-read", **options),
     "push": lambda **options: reshard.push(HF, "http://127.0.0.1:9", **options),
     "transfers": lambda **options: reshard.transfers(HF, to="vllm", **options),
     "log": lambda **options: reshard.log(FIXTURES / "delta", **options),
