@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from reshard.errors import RequestError
 from reshard.geometry.quantities import nbytes_text, plural
+from reshard.opening.keywords import RecordOptions
 from reshard.pages.sections import Facts, Rows, Section
 
 from .. import options
@@ -42,9 +43,8 @@ options_of_convert = options.together(
     options.switch("--resume", options.OUTPUT, "Resume an interrupted conversion."),
     options.switch("--overwrite", options.OUTPUT, "Replace the checkpoint in TARGET once the new one is complete."),
     options.switch("--if-changed", options.OUTPUT, "Do nothing if TARGET is up to date; otherwise replace what reshard wrote there."),
-    options.switch("--checksums", options.OUTPUT, "Also write SHA256SUMS for `sha256sum -c`; reads the result once more."),
+    options.keywords(RecordOptions, section=options.OUTPUT),
     options.whole_pipeline,
-    options.switch("--card", options.OUTPUT, "Also say in README.md what the files were made from, and how to check them."),
     options.fail_if_skipped,
     options.effort,
     options.parts,
@@ -96,7 +96,7 @@ def convert(name: str, sources: tuple[str, ...], target: str, to: str | None, dr
     metrics, arguments = current().metrics, current().arguments
     metrics.label(target=target, format=to)
     existing = existing_target(**{name: given.pop(name) for name in ("resume", "overwrite", "if_changed")})
-    provenance = Provenance(tuple(arguments[arguments.index(name) :]), given.pop("checksums"), given.pop("card"))
+    provenance = Provenance(tuple(arguments[arguments.index(name) :]), **options.take(given, RecordOptions))
     target_place(target)
     sharing, asked = _sharing(given), options.take(given, ConvertOptions)
     show_progress, is_whole = given.pop("show_progress"), given.pop("whole_pipeline")

@@ -66,6 +66,7 @@ def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool
     from reshard.pages.comparisons import comparison_sections
     from reshard.plans.manifest import usable_manifest
     from reshard.requests.request import selection_of
+    from reshard.signing.check import SignedComparison, is_signature
     from reshard.storage.server import is_server
     from reshard.storage.trees import chain_of
     from reshard.verbs.verify import verify_written
@@ -73,13 +74,8 @@ def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool
     metrics = current().metrics
     metrics.label(target=left if right is None else right)
     signer = {name: given.pop(name) for name in ("signed_by", "signature_file")}
-    if signer["signed_by"] is None and signer["signature_file"] is not None:
-        raise RequestError("a signature needs the key that it is checked with", do="Name the public key with --signed-by")
-    if signer["signed_by"] is not None:
-        from reshard.signing.check import is_signature
-
-        if right is None or is_signature(left):
-            return _signed(left, right, signer, cast=cast, given=given)
+    if any(signer.values()) and (right is None or is_signature(left)):
+        return _signed(left, right, signer, cast=cast, given=given)
     about_model, selected, has_server = options.take(given, ModelOptions), options.take(given, SelectionOptions), is_server(right)
     a: Any = left
     b: Any = right
@@ -108,7 +104,7 @@ def command(left: str, right: str | None, cast: bool, allow_not_comparable: bool
         else:
             result = reshard.verify(a, b, cast=cast, selection=selection_of(selected), **signer, **effort)
     metrics.record(bytes_read=result.nbytes, tensors=result.tensors, differences=len(result.differences))
-    if hasattr(result, "signature"):  # LEFT is not as it was signed
+    if isinstance(result, SignedComparison):  # LEFT is not as it was signed
         return _signed_reply(result, left)
     if has_server:
         made = document(result, server=server_document(result), signature=None)
@@ -129,6 +125,8 @@ def _signed(left: str, right: str | None, signer: dict[str, Any], *, cast: bool,
     from reshard.signing.signed_files import covered_files
     from reshard.storage.tar import open_files
 
+    if signer["signed_by"] is None:
+        raise RequestError("a signature needs the key that it is checked with", do="Name the public key with --signed-by")
     about_model, selected, formats = options.take(given, ModelOptions), options.take(given, SelectionOptions), given.pop("formats")
     if cast or any(selected.values()) or len(formats) > (right is not None):
         raise RequestError("a cast, a selection or a format is not of a signature", do="Leave it out, or compare two checkpoints")

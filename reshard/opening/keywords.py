@@ -151,16 +151,23 @@ class ConvertOptions(EffortOptions, total=False):
     fail_if_skipped: Annotated[bool, Keyword("Write nothing, and exit with 1, if tensors are skipped or files are left.")]
 
 
-class WholePlanOptions(ManyPlanOptions, OpenOptions, total=False):
-    """Keywords of `plan`, which opens its sources."""
+class RecordOptions(TypedDict, total=False):
+    """What a conversion writes about its files."""
+
+    checksums: Annotated[bool, Keyword("Also write SHA256SUMS for `sha256sum -c`; reads the result once more.")]
+    card: Annotated[bool, Keyword("Also say in README.md what the files were made from, and how to check them.")]
 
 
-class PartOptions(ConvertOptions, total=False):
+class PartOptions(ConvertOptions, RecordOptions, total=False):
     """Keywords of `convert_part`."""
 
     whole_pipeline: Annotated[
         bool, Keyword("Also copy the rest of the diffusers pipeline around `model=`; the target becomes the pipeline.")
     ]
+
+
+class WholePlanOptions(ManyPlanOptions, OpenOptions, total=False):
+    """Keywords of `plan`, which opens its sources."""
 
 
 class WholeConversionOptions(PartOptions, WholePlanOptions, total=False):

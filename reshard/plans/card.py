@@ -83,7 +83,7 @@ def _sources(record: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
     yield from (("source", source) for source in (combined["sources"] if combined else [record["source"]]))
     if record["adapter"]:
         yield "adapter", record["adapter"]
-    yield from (("delta", delta) for delta in record["deltas"])
+    yield from (("later step", delta) for delta in record["deltas"])
 
 
 def _source(source: Mapping[str, Any]) -> str:

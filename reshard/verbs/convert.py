@@ -24,7 +24,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.value import value
 from reshard.health.findings import Finding
 from reshard.health.model_files import missing_in_target
-from reshard.opening.keywords import ConvertOptions, PartOptions, PathLike, WholeConversionOptions, checked_keywords, take
+from reshard.opening.keywords import ConvertOptions, PartOptions, PathLike, RecordOptions, WholeConversionOptions, checked_keywords, take
 from reshard.plans.digests import Fingerprint
 from reshard.plans.layout import LeftFile, left_by_kind
 from reshard.plans.manifest import MANIFEST, RECORDS, usable_manifest, written_files
@@ -163,8 +163,6 @@ def convert(
     resume: bool = False,
     overwrite: bool = False,
     if_changed: bool = False,
-    checksums: bool = False,
-    card: bool = False,
     executor: Executor = "threads",
     **options: Unpack[WholeConversionOptions],
 ) -> Result:
@@ -184,10 +182,11 @@ def convert(
     and its weights are not those that it wrote. ValuesOverflow if a cast makes finite values infinite, and the plan does not allow it.
     """
     began, given = time.monotonic(), {**options}
-    about_work, is_whole = take(given, ConvertOptions), given.pop("whole_pipeline", False)
+    about_work, provenance = take(given, ConvertOptions), Provenance(**take(given, RecordOptions))
+    is_whole = given.pop("whole_pipeline", False)
     plan = plan_to_run(source, to, given)
     effort = Effort.of(effort_of(plan, about_work))
-    existing, provenance = existing_target(resume=resume, overwrite=overwrite, if_changed=if_changed), Provenance((), checksums, card)
+    existing = existing_target(resume=resume, overwrite=overwrite, if_changed=if_changed)
     check_word("executor", executor, ("threads", "ray"))
     sharing = Sharing(ray=executor == "ray")
     pipeline = pipeline_around(plan, target, existing, sharing) if is_whole else None
@@ -209,8 +208,6 @@ def convert_part(
     *,
     overwrite: bool = False,
     if_changed: bool = False,
-    checksums: bool = False,
-    card: bool = False,
     **options: Unpack[PartOptions],
 ) -> PartResult:
     """Convert one part of a plan, such as "3/8"; the process that finds all parts done completes the target.
@@ -220,9 +217,10 @@ def convert_part(
 
     Raises: as `convert` does.
     """
-    about_work, began = {**options}, time.monotonic()
-    is_whole, effort = about_work.pop("whole_pipeline", False), Effort.of(effort_of(plan, about_work))
-    existing, provenance = existing_target(resume=False, overwrite=overwrite, if_changed=if_changed), Provenance((), checksums, card)
+    given, began = {**options}, time.monotonic()
+    provenance, is_whole = Provenance(**take(given, RecordOptions)), given.pop("whole_pipeline", False)
+    effort = Effort.of(effort_of(plan, given))
+    existing = existing_target(resume=False, overwrite=overwrite, if_changed=if_changed)
     number = PartNumber.parse(part) if isinstance(part, str) else part
     pipeline = pipeline_around(plan, target, existing, Sharing(number)) if is_whole else None
     target = pipeline.component if pipeline else target

@@ -77,7 +77,7 @@ READ = {
     "--signed-by",
 }
 # Commands whose own result needs room, too.
-WRITING = ("convert", "cache", "delta", "apply")
+WRITING = ("convert", "cache", "delta", "apply", "sign")
 DIRECTORIES = {"--cache", "--into", "--layout-dir", "--shared-dir", "--work"}
 
 
@@ -201,16 +201,19 @@ def test_a_full_device_is_told(tmp_path: Path, name: str, option: str) -> None:
 
 @pytest.mark.skipif(not ON_LINUX, reason="limits of a process are set as on Linux")
 @pytest.mark.parametrize("old", [None, b"the old content"])
-@pytest.mark.parametrize(("name", "option"), [pair for pair in OPTIONS if pair[0] not in WRITING or pair[1] == "--plan-out"])
+@pytest.mark.parametrize(
+    ("name", "option"), [pair for pair in OPTIONS if pair[0] not in WRITING or pair[1] in ("--plan-out", "--signature-file")]
+)
 def test_without_room_nothing_half_written_has_the_name(tmp_path: Path, name: str, option: str, old: bytes | None) -> None:
     """Room ends after 20 bytes: a limit of the process (RLIMIT_FSIZE), which needs no mount."""
     path = place(tmp_path)
     if old is not None:
         path.write_bytes(old)
 
+    words = [*words_of(name, tmp_path / "new"), *(["--overwrite"] if name == "export" else [])]
+
     def work() -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
-        words = [*words_of(name, tmp_path / "new"), *(["--overwrite"] if name == "export" else [])]
         found = reshard(name, *words, option, path)
         return f"{found.code}|{found.err}"
 

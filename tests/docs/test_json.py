@@ -141,16 +141,14 @@ def in_a_store(source, target, *options):
 def test_verify_sign_fingerprint_and_roundtrip(tmp_path):
     digests = held("llama")
     digests["dp0:pp0:pcp0:tp0:renamed"], digests["dp0:pp0:pcp0:tp0:new"] = digests.pop("dp0:pp0:pcp0:tp0:model.norm.weight"), "0"
-    with server(vllm(digests)) as (address, _):
-        check("verify", printed("verify", LLAMA, QWEN3), printed("verify", LLAMA, address))
     shutil.copytree(LLAMA, tmp_path / "step")
     private = ec.generate_private_key(ec.SECP256R1())
     (tmp_path / "key").write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    public = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    (tmp_path / "pub").write_bytes(public)
+    (tmp_path / "pub").write_bytes(private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     check("sign", printed("sign", tmp_path / "step", "--key", tmp_path / "key"))
-    by_key = ("--signed-by", tmp_path / "pub")
-    check("verify", printed("verify", tmp_path / "step", *by_key), printed("verify", tmp_path / "step" / "model.sig", QWEN3, *by_key))
+    by_key = printed("verify", tmp_path / "step" / "model.sig", QWEN3, "--signed-by", tmp_path / "pub")
+    with server(vllm(digests)) as (address, _):
+        check("verify", printed("verify", LLAMA, QWEN3), printed("verify", LLAMA, address), by_key)
     check("fingerprint", printed("fingerprint", LLAMA), printed("fingerprint", LLAMA, "--full"))
     check("roundtrip", printed("roundtrip", LLAMA, "--to", "vllm"))
 

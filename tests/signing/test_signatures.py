@@ -187,6 +187,7 @@ CHANGES = (
 )  # fmt: skip
 
 
+@pytest.mark.distinct
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_has_changed_is_named(change, signed, keys):
     assert library.verify(signed, signed_by=keys[1]).equal
