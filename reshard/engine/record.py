@@ -198,7 +198,8 @@ _FixedBytes = dict[str, tuple[Ranges, str]]
 
 def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
     document, model, target = plan.to_json(tensors=False), plan.content.model, plan.target
-    combined = plan.content.combined
+    combined, selection = plan.content.combined, asdict(plan.content.selection)
+    del selection["packed_states"]  # it follows from the target
     request = {
         "target": document["target"],
         "totals": document["totals"],
@@ -206,7 +207,7 @@ def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
         **({"combined": [(source.format, source.weight) for source in combined.sources] + [combined.rule]} if combined else {}),
         **({"allow_overflow": True} if target.allow_overflow else {}),
         "keep_dtype": [*target.keep_dtype, *sorted(target.dtype_kept_for)],
-        "selection": asdict(plan.content.selection),
+        "selection": selection,
         "config": dict(model.config) if model else None,
         "architecture": model and (model.architecture.declaration or model.architecture.model_type),
         "files": fixed,
