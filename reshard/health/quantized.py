@@ -63,14 +63,14 @@ def unequal_global_scales(content: Content, config: Mapping[str, Any] | None, fi
     for q, k and v, or gate and up, and that of the gate for both matrices of an expert. It only logs a warning (compressed_tensors'
     `schemes/compressed_tensors_w4a4_nvfp4.py`, `compressed_tensors_moe_w4a4_nvfp4.py`; `modelopt.py`).
     """
-    if quantization_of(config or {}) is None or (model := content.model) is None:
+    if quantization_of(config or {}) is None:
         return
     try:
         content = with_values(content, config)
     except (CheckpointError, RequestError):
         return  # a missing component is found by its name
     scales = {name: scale for name, tensor in content.tensors.items() if (scale := _global_scale(tensor))}
-    sets = {names for names in fused_sets(model, scales).values() if len(names) > 1}
+    sets = {names for names in fused_sets(content.model, scales).values() if len(names) > 1} if content.model else set()
     numbers = dict(
         side_by_side(files, lambda name: (name, _number(files, scales[name])), sorted({name for names in sets for name in names}))
     )

@@ -193,7 +193,7 @@ def test_verify_tells_equal_from_different(tmp_path):
     different = reshard("verify", HF / "llama", HF / "qwen3")
     assert different.code == 1 and "q_norm" in different.out
     document = reshard("verify", HF / "llama", HF / "qwen3", "--json").document
-    keys = ["schema_version", "equal", "tensors", "bytes", "differences", "notes", "source_checks", "server"]
+    keys = ["schema_version", "equal", "tensors", "bytes", "differences", "notes", "source_checks", "server", "signature"]
     assert list(document) == keys and not document["equal"]
     assert list(document["differences"][0]) == ["name", "kind", "detail"]
 

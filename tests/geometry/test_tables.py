@@ -81,7 +81,7 @@ def test_signatures_show_the_keywords_with_their_usual_values(name):
     assert all(
         parameter.default is not parameter.empty
         for each, parameter in parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and each not in ("to", "into", "engine")
+        if parameter.kind is parameter.KEYWORD_ONLY and each not in ("to", "into", "engine", "key")
     )
 
 

@@ -24,7 +24,7 @@ MODELS = ("llama", "llama-tied", "mistral", "qwen2", "qwen3")
 UNREADABLE = {"rot"}
 CASES = sorted(path.name for path in DCP.iterdir() if path.is_dir() and path.name not in UNREADABLE)
 # Every checkpoint with a truth that was gathered while training, whatever wrote it. The others have tests of their own.
-_OTHER_TRUTHS = {"consolidated", "diffusers", "hf_packed", "nanotron", "peft", "trainer_names"}
+_OTHER_TRUTHS = {"consolidated", "diffusers", "hf_library", "hf_packed", "nanotron", "peft", "trainer_names"}
 TRUTHS = sorted(
     path.parent
     for path in FIXTURES.rglob("truth.json")

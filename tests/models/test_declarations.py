@@ -274,7 +274,8 @@ def test_declarations_that_extend_each_other_are_refused(monkeypatch, tmp_path):
 
 def test_every_role_can_be_declared_unless_it_is_fused_or_a_scale():
     assert {role for role in ROLES if role not in DECLARED_ROLES} == {
-        "attention.qkv", "mlp.gate_up", "vision.qkv", "attention.k_scale", "attention.v_scale", "class_head",
+        "attention.qkv", "mlp.gate_up", "vision.qkv", "attention.k_scale", "attention.v_scale", "attention.k_scales", "attention.v_scales",
+        "class_head",
     }  # fmt: skip
 
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 def command(source: str, **given: Any) -> Reply:
     """Sign the files of SOURCE, and the fingerprint of its weights, with a private key. No network is used.
 
-    The signature is a bundle of OpenSSF Model Signing 1.0: `model_signing verify key` accepts it, and `reshard verify SOURCE --signed-by`
-    with the public key. Every file counts, whichever program wrote it. The fingerprint is signed too, so that a signature of a training
-    checkpoint can be followed to what it was converted to: `reshard verify SOURCE/model.sig OUT --signed-by KEY`.
+    The signature is a bundle of OpenSSF Model Signing 1.0. `model_signing verify key` accepts it, and `reshard verify SOURCE --signed-by
+    PUBLIC_KEY` checks it. Every file counts, whichever program wrote it. The fingerprint is signed too, so that a signature of a training
+    checkpoint can be followed to what it was converted to: `reshard verify SOURCE/model.sig OUT --signed-by PUBLIC_KEY`.
 
     The weights are read for the fingerprint, and then every file for its SHA-256.
     """
