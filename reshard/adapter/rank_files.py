@@ -342,9 +342,10 @@ class _Family:
         Not of files that are there only if something is in them: those of DCP, parts of shards, experts of several layers.
         """
         first, at = next(iter(self.paths.values())), self.axis
-        axes = [sorted(set(axis)) for axis in zip(*self.paths, strict=True)]
+        axes: list[Sequence[int]] = [sorted(set(axis)) for axis in zip(*self.paths, strict=True)]
         if self.is_line:
-            axes[at] = list(range(min(_FROM_ONE.search(first) is not None, axes[at][0]), max(axes[at][-1], self.last) + 1))
+            start = min(_FROM_ONE.search(first) is not None, axes[at][0])
+            axes[at] = range(start, min(max(axes[at][-1], self.last), start + 2 * len(self.paths)) + 1)
         elif _SPARSE.search(first):
             return ()
         if first.endswith(".distcp") or prod(map(len, axes)) > 2 * len(self.paths):

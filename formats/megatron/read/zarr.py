@@ -81,7 +81,7 @@ def _read_array(files: Files, key: str, folder: str, listing: Sequence[str]) -> 
     name = re.compile(r"\.".join(r"(\d{1,9})" for _ in shape) if shape else "0")
     numbered = [(path, match.groups()) for path in listing if (match := name.fullmatch(path.removeprefix(folder)))]
     paths, count = tuple(path for path, _ in numbered), len(numbered)
-    nbytes = int(np.prod(box_shape, dtype=np.int64)) * dtype.itemsize
+    nbytes = int(np.prod(box_shape, dtype=object)) * dtype.itemsize
     for path in paths:
         if files.size(path) != nbytes:
             raise CheckpointError(
@@ -105,7 +105,7 @@ def _parse_header(data: bytes, where: str) -> tuple[tuple[int, ...], tuple[int, 
         shape, box_shape, dtype = tuple(header["shape"]), tuple(header["chunks"]), header["dtype"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"it does not describe an array: {error!r}", where=where, do="Copy the file again") from None
-    if not all(type(size) is int and size >= 0 for size in shape) or not all(type(size) is int and size > 0 for size in box_shape):
+    if not all(type(size) is int and 0 <= size < 1 << 62 for size in shape + box_shape) or 0 in box_shape:
         raise CheckpointError(f"it claims the shape {shape} in boxes of {box_shape}", where=where)
     if len(shape) != len(box_shape):
         raise CheckpointError(f"the shape {shape} and the boxes {box_shape} have different numbers of axes", where=where)
