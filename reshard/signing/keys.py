@@ -89,10 +89,10 @@ def private_key(path: str | os.PathLike[str]) -> PrivateKey:
                 raise RequestError("the key is encrypted", where=name, do=f"Set its passphrase in the environment: {PASSPHRASE}") from None
             key = load_pem_private_key(content, passphrase.encode())
     except (ValueError, UnsupportedAlgorithm):
-        what = (
-            f"the key cannot be decrypted: {PASSPHRASE} is not its passphrase" if b"ENCRYPTED" in content else "it is no private key in PEM"
-        )
-        raise RequestError(what, where=name, do=f"Give the private key, such as one of `{_MAKE}`") from None
+        what, do = "it is no private key in PEM", f"Give the private key, such as one of `{_MAKE}`"
+        if b"ENCRYPTED" in content:
+            what, do = f"the key cannot be decrypted: {PASSPHRASE} is not its passphrase", "Set it to the key's passphrase"
+        raise RequestError(what, where=name, do=do) from None
     if not isinstance(key, EllipticCurvePrivateKey) or key.curve.name not in _CURVES:
         raise _other_kind(name)
     return PrivateKey(key)
@@ -134,7 +134,7 @@ def _content(path: str | os.PathLike[str]) -> bytes:
         import cryptography  # noqa: F401
     except ImportError:
         raise UnsupportedError(
-            "signatures need the package cryptography, which is not installed", do="Install it with `pip install 'reshard[sign]'`"
+            "signatures need the package cryptography, which is not installed", do="Install it with `pip install cryptography`"
         ) from None
     with system_errors("read", Path(path)), open(existing_path(path), "rb") as file:
         return file.read(_MOST_BYTES)
