@@ -31,7 +31,7 @@ from reshard.geometry.value import mutable, value
 
 if TYPE_CHECKING:
     from reshard.index.index import Index
-    from reshard.storage.files import Files
+    from reshard.storage.files import Files, files_below
 
 # The most missing ranks that a message names.
 _NAMED = 8
@@ -259,7 +259,7 @@ def add_what_is_there(error: CheckpointError, files: Files) -> None:
         return
     paths, is_incomplete = list[str](), isinstance(error, IncompleteError)
     with suppress(ReshardError):  # the first error tells more
-        paths = list(islice(_below(files, "", _DEPTH), _MOST_PATHS))
+        paths = list(islice(files_below(files, "", _DEPTH), _MOST_PATHS))
     families = _families(paths)
     mentioned = set(_PATH.findall(f"{error.where} {error.what} {error.why}"))
     masks = {_mask(path) for path in mentioned}
@@ -327,7 +327,7 @@ class _Family:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """The folder, and what the number that varies counts, such as "pp_rank"; empty if it is no rank."""
+        """The folder, and the name of the number that varies, such as "pp_rank"; the name is empty if the number is not a rank's."""
         folder, _, name = next(iter(self.paths.values())).rpartition("/")
         if self.is_of_folders:
             return _NUMBER.sub("#", folder), ""
@@ -388,14 +388,6 @@ def _families(paths: Iterable[str]) -> list[_Family]:
         for family in listed
     ]  # fmt: skip
     return sorted(listed, key=lambda family: (not family.gaps, not family.is_of_ranks))
-
-
-def _below(files: Files, folder: str, depth: int) -> Iterator[str]:
-    for path in files.list(folder):
-        if not path.endswith("/"):
-            yield path
-        elif depth:
-            yield from _below(files, path, depth - 1)
 
 
 def first_missing(paths: Container[int], ranks: int) -> list[int]:

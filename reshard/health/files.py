@@ -16,7 +16,7 @@ from reshard.engine.pool import Effort, run_jobs
 from reshard.errors import CheckpointError, ReshardError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found, of_error
-from reshard.storage.files import Files
+from reshard.storage.files import Files, files_below
 
 # Deeper folders belong to something else.
 _DEPTH = 4
@@ -28,7 +28,7 @@ def paths_of(files: Files, used: Collection[str]) -> tuple[str, ...]:
     """The files to check: those in the folders of files in which tensors lie; all files below the checkpoint, if none is known."""
     folders = {path.rpartition("/")[0] for path in used}
     if not folders:
-        return tuple(_below(files, "", _DEPTH))
+        return tuple(files_below(files, "", _DEPTH))
     return tuple(path for folder in sorted(folders) for path in files.list(folder) if not path.endswith("/"))
 
 
@@ -171,11 +171,3 @@ def _is_one_zip(files: Files, path: str) -> bool:
     head = bytearray(len(_ZIP))
     files.read_into(path, 0, memoryview(head))
     return bytes(head) == _ZIP
-
-
-def _below(files: Files, folder: str, depth: int) -> Iterator[str]:
-    for path in files.list(folder):
-        if not path.endswith("/"):
-            yield path
-        elif depth:
-            yield from _below(files, path, depth - 1)

@@ -147,6 +147,15 @@ def leads_elsewhere(folder: str, path: str) -> bool:
     return not any(place.startswith(f"{folder.rstrip(os.sep)}{os.sep}") for folder in allowed)
 
 
+def files_below(files: Files, folder: str, depth: int) -> Iterator[str]:
+    """The paths of the files in a folder, and in folders in it down to that depth."""
+    for path in files.list(folder):
+        if not path.endswith("/"):
+            yield path
+        elif depth:
+            yield from files_below(files, path, depth - 1)
+
+
 def missing(files: Files, path: str) -> MissingFile:
     """The error for a file that does not exist."""
     return MissingFile(f"the file is not there (looked in {files.root})", where=path, do="Copy it from where the checkpoint was written")
