@@ -28,10 +28,10 @@ from reshard.errors import (
 )
 from reshard.geometry.quantities import plural
 from reshard.geometry.value import mutable, value
+from reshard.storage.files import Files, files_below
 
 if TYPE_CHECKING:
     from reshard.index.index import Index
-    from reshard.storage.files import Files, files_below
 
 # The most missing ranks that a message names.
 _NAMED = 8
