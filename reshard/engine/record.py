@@ -146,7 +146,7 @@ def edited_readme(files: Files) -> bytes | None:
 
 
 def lacking(provenance: Provenance, files: Files) -> tuple[str, str] | None:
-    """The option of which a finished conversion lacks the result, and what that is; None if nothing lacks."""
+    """The option whose result is missing in a finished conversion, and that result; None if nothing is missing."""
     if provenance.checksums and files.size(CHECKSUMS) is None:
         return "checksums", CHECKSUMS
     if provenance.card:

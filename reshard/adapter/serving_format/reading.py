@@ -138,7 +138,7 @@ def _written_for(
     check: Callable[[Parallel], None],
     parallel: Parallel,
 ) -> Parallel:
-    """The sizes for which the files were written, of which those of the last ranks are lost; `parallel` if none fit.
+    """The sizes for which the files were written, if the files of the last ranks are lost; `parallel` if none fit.
 
     held: what the first rank's files hold. expected: the tensors of a rank at sizes that `check` allows. parallel: the sizes by the names
     of the files that are there.

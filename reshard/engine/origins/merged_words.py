@@ -31,7 +31,7 @@ _ROUNDOFF, _OTHERS, _LONGEST = 1.01 * 2.0**-24, 10, 1 << 14
 # The least reach, so that the interval holds the error of numbers that are too small for the relative accuracy of float32. And numbers that
 # are far from its end.
 _SHORT, _LARGE = np.float32(2.0**-50), 2.0**100
-# From one uncertain element of so many on, the rule takes less time for all.
+# If more than one element in so many is uncertain, the rule is faster for all.
 _FEW = 4
 
 

@@ -34,7 +34,7 @@ class Summer(Reader):
                 for factor in term.factors:
                     part = part * np.float32(factor)
                 at = shared.relative_to(box.offsets).index
-                # The first part is no sum with zero, which would lose the sign of a zero.
+                # The first part is not added to zero: that would lose the sign of a zero.
                 values[at] = np.where(is_set[at], values[at] + part, part)
                 is_set[at] = True
         return put(cast(values.view(F32.word), F32, self.dtype).reshape(strip.sizes), out)
