@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.errors import printable, visible
+from reshard.geometry.quantities import nbytes_text
 from reshard.geometry.value import value
 from reshard.pages.sections import Facts, Note, Rows, Section, Share, Tree, Verbatim
 from reshard.pages.texts import bar_text
@@ -69,18 +70,21 @@ class Output:
 
     def show(self, reply: Reply) -> None:
         """Show a reply, and write its page."""
-        sections = [*reply.sections] if self.page is not None or not self.as_json else ()
+        sections, written = [*reply.sections] if self.page is not None or not self.as_json else [], ""
         if self.page is not None:
             from reshard.engine.events import event
             from reshard.pages.pages import page_of, write_page
 
             command = shlex.join(("reshard", *_without_page(current().arguments)))
             nbytes = write_page(page_of(sections), self.page, interactive=self.interactive, spelled=with_flags, command=command)
+            written = f"  page      {self.page}, {nbytes_text(nbytes)}"
             event("page", f"wrote {self.page}, {nbytes:,} bytes", path=str(self.page), bytes=nbytes)
         if self.as_json:
             show_json(reply.as_document())
         else:
             show_sections(sections, brief=reply.brief and current().log.quiet)
+            if written and not current().log.quiet:
+                show(written)
 
 
 def _without_page(arguments: Sequence[str]) -> list[str]:

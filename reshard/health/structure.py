@@ -18,7 +18,7 @@ from reshard.index.index import Index, Kind, Tensor
 from reshard.index.name_parts import family_of, is_scale, layer_of
 from reshard.models.config_values import component_class
 from reshard.models.model import Model
-from reshard.models.quantization import check_has_settings, quantization_of, quantization_settings, unknown_quantization
+from reshard.models.quantization import check_has_settings, not_read, quantization_of, quantization_settings, unknown_quantization
 from reshard.storage.files import Files, read_range
 
 _STEP_WORDS: Mapping[str, str] = {"F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8"}
@@ -60,12 +60,14 @@ def config_shapes(
     """Weights that the config needs and that are missing, that have another shape, or that it does not know. left_out: weights that files
     of this format do not have on purpose."""
     if model is None:
-        reason = "there is no config.json" if config is None else f"the architecture {config.get('model_type')!r} is not declared"
+        reason, do = "there is no config.json", ""
+        if config is not None:
+            reason, do = f"the architecture {config.get('model_type')!r} is not declared", "Name a declared one with `architecture=NAME`"
         if config and (method := unknown_quantization(config)):
-            reason = f"the weights are quantized ({method}) in a form that is not read"
+            reason, do = not_read(method), "Check it with the library that quantized it, or what `dequantize=True` makes of it"
         elif component := component_class(config):
-            reason = f"it is that of {component}, and the class alone knows its weights"
-        yield found("config-not-checked", f"the names and shapes of the weights were not compared with a config: {reason}")
+            reason, do = f"it is that of {component}, and the class alone knows its weights", "Load it with the library of the class"
+        yield found("config-not-checked", f"the names and shapes of the weights were not compared with a config: {reason}", do=do)
         return
     try:
         check_has_settings(model.config, {name: tensor.dtype.name for name, tensor in weights.items()})

@@ -136,6 +136,18 @@ def unknown_quantization(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def not_read(method: str) -> str:
+    """What is not known of weights that `unknown_quantization` names."""
+    if method in LIBRARIES:
+        return f"the weights are quantized ({method}) in a form that only `dequantize=True` reads"
+    return f"the weights are quantized ({method}) with a method that reshard does not know"
+
+
+def or_dequantize(method: str, do: str) -> str:
+    """Advice about weights that `unknown_quantization` names."""
+    return f"Add `dequantize=True`, which makes plain weights. Or: {do}" if method in LIBRARIES else do
+
+
 def check_has_settings(config: Mapping[str, Any], element_types: Mapping[str, str]) -> None:
     """Raises CheckpointError if weights are packed and a config does not say how. element_types: that of every stored tensor by name."""
     if quantization_settings(config):

@@ -13,7 +13,7 @@ from reshard.models.architecture import Architecture
 from reshard.models.known_models import known_config, with_known_name
 from reshard.models.lookup import find_model, named_architecture, unknown_architecture
 from reshard.models.model import Model
-from reshard.models.quantization import unknown_quantization
+from reshard.models.quantization import not_read, unknown_quantization
 from reshard.opening.gather import refuse_model_beside_steps
 from reshard.opening.keywords import PathLike
 from reshard.opening.open import open
@@ -55,7 +55,7 @@ def model_of(config: Mapping[str, Any] | None, architecture: Architecture | Path
     if model is not None:
         return model
     if method := unknown_quantization(config):
-        raise UnsupportedError(f"the weights are quantized ({method}) with a method that reshard does not know")
+        raise UnsupportedError(not_read(method))
     raise unknown_architecture(config)
 
 

@@ -12,7 +12,7 @@ from reshard.index.coverage import sharding_text
 from reshard.index.shards import primary_rows
 from reshard.models.config_values import component_class
 from reshard.models.lookup import draft_class
-from reshard.models.quantization import unknown_quantization
+from reshard.models.quantization import not_read, unknown_quantization
 from reshard.pages.sections import Drawing, Facts, Head, OnPage, Rows, Section, Share, Tree, TreeView
 from reshard.pages.texts import count_text, nbytes_text, shape_text, strip_text
 from reshard.plans import summary
@@ -203,7 +203,7 @@ def _model_text(opened: Inspection) -> str:
         return text + "; no config.json here or in the parent directory (`model=DIR` gives one)"
     if model is None:
         method = unknown_quantization(config)
-        unknown = f"quantized ({method}) with a method that is not known" if method else "not declared: serving engines need `learn=True`"
+        unknown = not_read(method).removeprefix("the weights are ") if method else "not declared: serving engines need `learn=True`"
         unknown = "a component of a diffusers pipeline" if component_class(config) else unknown
         reason = "engines read it from its hf folder" if draft_class(config) else opened.checkpoint.config_problem or unknown
         return f"{name_of_model(config)} ({reason}), {text}"

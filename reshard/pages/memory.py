@@ -52,6 +52,7 @@ def degree_sections(report: DegreeReport, source: str = "") -> Iterator[Section]
         [
             ("fits", f"{best.parallel}: the fewest GPUs" if best else None),
             *(("refused", f"{', '.join(str(row.parallel) for row in rows)}: {problem}") for problem, rows in refused.items()),
+            ("taken", ", ".join(map(str, report.others)) or None),
             ("assumed", report.assumptions),
         ],
         width=9,

@@ -88,8 +88,12 @@ def missing_facts(findings: Iterable[Finding]) -> list[Fact]:
 
 def left_facts(files: Collection[LeftFile]) -> list[Fact]:
     """One fact that counts what lies beside the source's weights and is not carried."""
-    counts = ", ".join(plural(number, kind.replace("-", " ")) for kind, number in left_by_kind(files).items())
-    return [("left", f"{plural(len(files), 'file')}: {counts}; --json --full names each")] if files else []
+    by_kind = left_by_kind(files)
+    entries = by_kind.pop("header-entry", 0)
+    counts = ", ".join(plural(number, kind.replace("-", " ")) for kind, number in by_kind.items())
+    of_headers = [plural(entries, "header entry", "header entries")] if entries else []
+    left = [*([f"{plural(len(files) - entries, 'file')}: {counts}"] if by_kind else []), *of_headers]
+    return [("left", f"{'; '.join(left)}; --json --full names each")] if left else []
 
 
 def _range(pair: tuple[int, int] | None) -> str:

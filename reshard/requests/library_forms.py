@@ -26,7 +26,7 @@ from reshard.index.origin import Blockwise, Decoded, EncodedPart, Tensor
 from reshard.models.stored_forms import Component
 
 ReadTensor = Callable[[Tensor], bytes]
-_STATE, _CLASS = ".weight.quant_state.bitsandbytes__", "_weight_"
+_STATE, _CLASS, _NAMES = ".weight.quant_state.bitsandbytes__", "_weight_", "tensor_names"
 _LEFT = "the settings of a weight that is no longer packed"
 _MOST_STATE = 1 << 16
 
@@ -59,7 +59,8 @@ def unpacked(index: Index, usual: DType, read: ReadTensor) -> tuple[Index, tuple
     unused = {drop.name for drop in drops}
     tensors = [made.get(name, tensor) for name, tensor in stored.items() if name in made or name not in inputs | unused]
     tensors += [tensor for name, tensor in made.items() if name not in stored]
-    return replace(index, tensors=tuple(tensors)), tuple(drops)
+    headers = {key: text for key, text in index.facts.headers.items() if key != _NAMES and _class_of(text) is None}
+    return replace(index, tensors=tuple(tensors), facts=replace(index.facts, headers=headers)), tuple(drops)
 
 
 def _part(tensors: Mapping[str, Tensor], name: str, weight: str, dtypes: tuple[str, ...]) -> Tensor:
@@ -124,13 +125,20 @@ def _component(number: int, tensor: Tensor) -> Component:
 def _classes(headers: Mapping[str, str | None]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The weights that torchao packed, and what the headers say of each."""
     for name, text in headers.items():
-        if text is not None and text.startswith("{"):
-            try:
-                about = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(about, dict) and isinstance(about.get("_tensor_data_names"), list):
-                yield name, about
+        about = _class_of(text)
+        if about is not None and isinstance(about.get("_tensor_data_names"), list):
+            yield name, about
+
+
+def _class_of(text: str | None) -> dict[str, Any] | None:
+    """What an entry of a header says of a weight's class, plain tensors included; None for an entry of another kind."""
+    if text is None or not text.startswith("{"):
+        return None
+    try:
+        about = json.loads(text)
+    except ValueError:
+        return None
+    return about if isinstance(about, dict) and "_type" in about else None
 
 
 def _of_torchao(name: str, about: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Tensor:

@@ -22,6 +22,7 @@ Source: vLLM 0.32, ModelConfig.get_num_kv_heads and v1/kv_cache_interface.py (Fu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from reshard.geometry.table import Table
 
 RulesFor = Callable[[Parallel], EngineRules]
+_MOST_RANKS = 64
+"""The tensor-parallel sizes up to which those that the engine takes are named."""
 
 
 @value
@@ -153,6 +156,8 @@ class DegreeReport(Tabular):
     """What the numbers assume, as sentences."""
     parameters: int | None = None
     """The number of the model's parameters; None if a learned layout says what ranks hold."""
+    others: tuple[Parallel, ...] = ()
+    """If every choice is refused: the sizes with up to 64 tensor-parallel ranks that are not, at the pipeline sizes of the request."""
 
     def table(self) -> Table:
         """A row for each choice of sizes: what the fullest rank holds, in bytes, and what fits beside it; or why the engine refuses it."""
@@ -214,7 +219,19 @@ def degree_report(
         rows.append(DegreeRow(parallel, None, stages, _capacity(stages, memory) if memory else None))
     if refusal is not None and all(row.problem == refusal.what for row in rows):
         raise refusal
-    return DegreeReport(model.architecture.model_type, cache_dtype, memory, tuple(rows), _assumptions(model, cache_dtype, memory, rules))
+    others = () if any(row.stages for row in rows) else tuple(_others(model, rules_for, parallels))
+    assumptions = _assumptions(model, cache_dtype, memory, rules)
+    return DegreeReport(model.architecture.model_type, cache_dtype, memory, tuple(rows), assumptions, others=others)
+
+
+def _others(model: Model, rules_for: RulesFor, refused: Sequence[Parallel]) -> Iterator[Parallel]:
+    """The sizes that the engine takes, where it refuses those of the request."""
+    for pp, has_ep in dict.fromkeys((parallel.pp, parallel.ep > 1) for parallel in refused):
+        for tp in range(1, _MOST_RANKS + 1):
+            parallel = Parallel(tp, pp, tp if has_ep else 1)
+            with suppress(RequestError):
+                if _problem(model, rules_for(parallel), parallel) is None:
+                    yield parallel
 
 
 def _problem(model: Model, rules: EngineRules, parallel: Parallel) -> str | None:

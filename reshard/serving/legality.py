@@ -15,7 +15,7 @@ from reshard.geometry.quantities import plural
 from reshard.models.engine_rules import SIZES, WORDS, EngineRules, version_numbers, words_of
 from reshard.models.lookup import draft_class, unknown_architecture
 from reshard.models.model import Model
-from reshard.models.quantization import unknown_quantization
+from reshard.models.quantization import not_read, or_dequantize, unknown_quantization
 from reshard.models.sizes import evaluate
 from reshard.models.splits import problem
 from reshard.serving.weights import distinct_parts, split_rules, with_split
@@ -36,9 +36,11 @@ def require_model(model: Model | None, config: Mapping[str, object] | None, engi
         )
     if method := unknown_quantization(config):
         raise UnsupportedError(
-            f"the weights are quantized ({method}) with a method that reshard does not know",
+            not_read(method),
             why="How packed weights and their scales split over ranks is not guessed",
-            do="Serve its Hugging Face folder, if the engine knows the method; `to=hf` writes one with the same bytes",
+            do=or_dequantize(
+                method, "Serve its Hugging Face folder, if the engine knows the method; `to=hf` writes one with the same bytes"
+            ),
         )
     error = unknown_architecture(config)
     if can_learn and not draft_class(config):

@@ -7,7 +7,7 @@ from typing import Any
 
 from reshard.engine.compare import Comparison, Difference
 from reshard.engine.pool import Effort
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, RequestError, TargetError, UnsupportedError
 from reshard.geometry.quantities import nbytes_text, plural
 from reshard.geometry.value import mutable
 from reshard.signing.keys import PublicKey, public_key
@@ -45,6 +45,26 @@ def is_signature(path: str | os.PathLike[str]) -> bool:
     """Whether a path is that of a signature, and not of a checkpoint."""
     name = os.fspath(path)
     return name.endswith((".sig", ".sigstore")) and open_files(path).is_file
+
+
+def check_replaces_own(path: str, key: PublicKey) -> None:
+    """Raises TargetError if a signature that is not of this key lies at the path: it may be the only one of its owner."""
+    folder, _, name = path.rpartition("/")
+    files = open_files(folder or ".")
+    if files.size(name) is None:
+        return
+    try:
+        of = Bundle.parse(read_whole(files, name, limit=MOST_BYTES), where=path).key
+    except CheckpointError as error:
+        of = error.what
+    except UnsupportedError:
+        of = "a certificate, or Sigstore"
+    if of != key.digest:
+        raise TargetError(
+            f"a signature lies there that is not of this key: {of or 'it names no key'}",
+            where=path,
+            do="Write this one elsewhere with `signature_file=`, or remove the other first",
+        )
 
 
 def read_signature(path: str | os.PathLike[str], signed_by: str | os.PathLike[str]) -> SignedComparison:

@@ -83,6 +83,7 @@ def test_diff_says_nan_and_infinity_first(tmp_path):
     ]
     result = reshard("diff", LLAMA, tmp_path / "broken", "--html", tmp_path / "page.html")
     assert result.out.splitlines()[:2] == said and "NaN, inf" in result.out
+    assert result.out.splitlines()[-1].startswith(f"  page      {tmp_path / 'page.html'}, ")
     page = (tmp_path / "page.html").read_text()
     assert all(sentence in page for sentence in said) and page.index(said[0]) < page.index("2 differences")
     assert reshard("diff", LLAMA, tmp_path / "broken", "--threshold", 0.5, "-q").out.splitlines()[:2] == said

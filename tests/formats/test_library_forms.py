@@ -9,6 +9,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+from helpers.reshard_command import reshard as reshard_command
 
 import reshard
 from reshard.errors import CheckpointError, UnsupportedError
@@ -46,7 +47,7 @@ def test_the_values_are_those_of_the_library(case, tmp_path):
     reshard.convert(plan, tmp_path / "out", memory="32MiB", workers=1)
     assert described(stored(tmp_path / "out")) == json.loads((FIXTURES / case / "truth.json").read_text())
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    assert not any("lacks" in note for note in plan.layout.notes)
+    assert not any("lacks" in note for note in plan.layout.notes) and not plan.layout.left
     assert reshard.verify(tmp_path / "out").equal
 
 
@@ -55,6 +56,19 @@ def test_ranks_hold_the_same_values(case, tmp_path):
     reshard.convert(reshard.plan(FIXTURES / case, to="hf", dequantize=True, dtype="fp32"), tmp_path / "whole")
     reshard.convert(reshard.plan(FIXTURES / case, to="vllm", tp=2, dequantize=True, dtype="fp32"), tmp_path / "ranks")
     assert reshard.verify(tmp_path / "whole", tmp_path / "ranks").equal
+
+
+@pytest.mark.parametrize("case", ["bnb-nf4", "torchao-int8"])
+def test_who_does_not_dequantize_is_told_of_it(case, tmp_path):
+    refused = reshard_command("convert", FIXTURES / case, tmp_path / "out", "--to", "vllm", "--tp", 2)
+    assert refused.code == 6 and "Add --dequantize, which makes plain weights" in refused.err
+    shown = reshard_command("serve-check", FIXTURES / case)
+    assert "in a form that only --dequantize reads" in shown.out and "Give the model's config" not in shown.out
+
+
+def test_entries_of_headers_are_no_files(tmp_path):
+    lines = reshard_command("convert", FIXTURES / "torchao-int8", tmp_path / "out", "--to", "dcp", "--dry-run").out.splitlines()
+    assert [line for line in lines if line.startswith("  left ") and " header entries; --json" in line and "file" not in line]
 
 
 @pytest.mark.parametrize("case", ["bnb-nf4-nested", "bnb-int8", "torchao-int8"])

@@ -209,6 +209,13 @@ def test_a_reason_names_the_numbers():
     assert row.problem == "`ep=2`: a llama model has no experts"
 
 
+def test_where_all_sizes_are_refused_those_that_are_taken_are_named():
+    report = reshard.degrees(HF / "llama", to="vllm", tp=(3, 7), pp=(1, 2))
+    assert [(sizes.tp, sizes.pp) for sizes in report.others] == [(tp, pp) for pp in (1, 2) for tp in (1, 2, 4, 8)]
+    assert all(row.problem is None for row in reshard.degrees(HF / "llama", to="vllm", tp=(1, 2, 4, 8), pp=(1, 2)).rows)
+    assert not reshard.degrees(HF / "llama", to="vllm", tp=(3, 2)).others
+
+
 # The KV cache.
 
 

@@ -44,6 +44,7 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
     for curve in CURVES:
         public = work / f"{curve}.pub"
         for folder in (step, out):
+            (folder / "model.sig").unlink(missing_ok=True)  # of the curve before
             made = done(reshard, "sign", folder, "--key", work / f"{curve}.key", "--model", DCP / "model")
             made = made if folder is step else done(reshard, "sign", folder, "--key", work / f"{curve}.key")
             yield f"{curve}: reshard signs {folder.name}", *made

@@ -342,7 +342,9 @@ def test_keys_that_cannot_sign_are_refused_by_name(signed, keys, tmp_path, monke
     monkeypatch.setenv("RESHARD_KEY_PASSPHRASE", "wrong-passphrase")
     assert "not its passphrase" in (shown := reshard("sign", signed, "--key", locked)).err and shown.code == 2
     monkeypatch.setenv("RESHARD_KEY_PASSPHRASE", PASSPHRASE)
+    (signed / "model.sig").unlink()
     assert reshard("sign", signed, "--key", locked, "--model", DCP / "model").code == 0
+    (signed / "model.sig").unlink()
     assert reshard("sign", signed, "--key", keys[0], "--model", DCP / "model").code == 0  # one that needs none
     assert reshard("sign", signed, "--key", tmp_path / "absent").code == 2
     assert "needs the key" in reshard("verify", signed, "--signature-file", signed / "model.sig").err
@@ -435,6 +437,19 @@ def test_a_signature_may_lie_elsewhere_and_two_may_lie_in_one_folder(step, keys,
     assert [(difference.name, difference.kind) for difference in added] == [("second.sig", "extra")]
     shown = reshard("verify", step, "--signed-by", keys[1])
     assert shown.code == 2 and "model.sig" in shown.err and "[not-found]" in shown.err
+
+
+def test_a_signature_of_another_key_is_not_replaced(signed, keys, tmp_path):
+    first, other = (signed / "model.sig").read_bytes(), write_key(tmp_path, "other")
+    refused = reshard("sign", signed, "--key", other[0], "--model", DCP / "model")
+    assert refused.code == 4 and hashlib.sha256(keys[1].read_bytes()).hexdigest() in refused.err and "--signature-file" in refused.err
+    assert (signed / "model.sig").read_bytes() == first
+    library.sign(signed, key=keys[0], **STEP)
+    assert (signed / "model.sig").read_bytes() != first and library.verify(signed, signed_by=keys[1]).equal
+    (signed / "model.sig").write_bytes(first[:50])
+    assert "it is no bundle" in reshard("sign", signed, "--key", keys[0], "--model", DCP / "model").err
+    (signed / "model.sig").unlink()
+    assert library.sign(signed, key=other[0], **STEP).path == str(signed / "model.sig")
 
 
 @pytest.mark.parametrize("words", [("--cast",), ("--include", "*norm*"), ("--format", "dcp")])

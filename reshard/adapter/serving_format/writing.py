@@ -18,7 +18,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.sections import StoredTensor
 from reshard.models.engine_rules import EngineRules
 from reshard.models.model import Model
-from reshard.models.quantization import unknown_quantization
+from reshard.models.quantization import or_dequantize, unknown_quantization
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
 from reshard.serving.legality import check_degrees, check_stages, require_model
 from reshard.serving.ranks import rank_tensors
@@ -87,7 +87,7 @@ def _check_method(serving_format: ServingEngine, config: Mapping[str, Any] | Non
         raise UnsupportedError(
             f"the weights are quantized ({method}), and {release.engine} has no such method",
             why="It would refuse them in a Hugging Face folder as well, unless a plugin adds the method",
-            do="Serve the model that it was quantized from, or install the plugin",
+            do=or_dequantize(method, "Serve the model that it was quantized from, or install the plugin"),
         )
 
 

@@ -23,7 +23,7 @@ from reshard.health.findings import Finding, Report, found, sorted_findings
 from reshard.health.release import config_of_release, names_of_release
 from reshard.models.config_values import component_class
 from reshard.models.lookup import unknown_architecture
-from reshard.models.quantization import unknown_quantization
+from reshard.models.quantization import not_read, unknown_quantization
 from reshard.opening.chains import delta_alone
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import OpenOptions, PathLike, checked_keywords
@@ -132,9 +132,7 @@ def _of_folder(
     yield from _of_config(checkpoint, config, engine, version)
     if model is None:
         method = unknown_quantization(config)
-        reason = (
-            f"the weights are quantized ({method}) in a form that reshard does not read" if method else unknown_architecture(config).what
-        )
+        reason = not_read(method) if method else unknown_architecture(config).what
         yield found(
             "not-known", f"{checkpoint.config_problem or reason}, so names and shapes were not compared with {engine.engine}'s class"
         )

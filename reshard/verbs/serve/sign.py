@@ -16,7 +16,7 @@ from reshard.geometry.value import value
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords, take
 from reshard.opening.open import opened
-from reshard.signing.check import ignored_in
+from reshard.signing.check import check_replaces_own, ignored_in
 from reshard.signing.keys import private_key
 from reshard.signing.signed_files import OF_DOWNLOADS, USUALLY_IGNORED, check_can_be_signed, digests_of_files
 from reshard.signing.statement import SIGNATURE, Bundle, Statement, signed_bytes
@@ -67,7 +67,8 @@ def sign(
     accepts it. The passphrase of an encrypted key comes from RESHARD_KEY_PASSPHRASE. The weights are read for their fingerprint, and then
     every file once for its SHA-256.
 
-    Raises: RequestError for a file, a folder that is still written, and a key that cannot sign. DifferenceFound if reshard wrote the
+    Raises: RequestError for a file, a folder that is still written, and a key that cannot sign. TargetError if a
+    signature of another key lies at the place. DifferenceFound if reshard wrote the
     folder, and its weights are not those that it wrote. CheckpointError for a checkpoint that is not whole, a link in it, and a file that
     is written meanwhile. UnsupportedError if the package cryptography is not installed.
     """
@@ -83,6 +84,7 @@ def sign(
     check_can_be_signed(files)
     path = f"{root.rstrip('/')}/{SIGNATURE}" if signature_file is None else os.fspath(signature_file)
     output = None if is_url(path) else OutputFile.at(path if signature_file is None else signature_file)
+    check_replaces_own(path, private.public)
     weights = fingerprint(checkpoint, **effort_options)
     ignored = (*USUALLY_IGNORED, *OF_DOWNLOADS, *ignored_in(root, path))
     digests = digests_of_files(files, ignored, effort)
