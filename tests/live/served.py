@@ -36,7 +36,7 @@ class ServedModel:
 
     def asked(self, path: str, question: dict[str, Any] | None = None) -> Any:
         data = None if question is None else json.dumps(question).encode()
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self._key}"} if self._key else {})}
         request = urllib.request.Request(self.address + path, data, headers)
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.loads(answer.read() or b"null")
