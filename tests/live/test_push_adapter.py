@@ -482,3 +482,16 @@ def test_a_sender_refuses_parameters_that_zero_3_has_divided():
     model.weight.ds_tensor = torch.zeros(2)  # as deepspeed.zero.Init leaves it
     with pytest.raises(UnsupportedError, match=r"ZeRO-3 has divided.*push_adapter"):
         Sender(model, engine="http://127.0.0.1:1", adapter=True)
+
+
+def test_a_server_that_ends_in_the_middle_is_not_said_to_go_on(tmp_path, serving, monkeypatch):
+    server, shared = serving(), tmp_path / "shared"
+
+    def ends(handler):
+        monkeypatch.setattr(Handler, "do_GET", ends)
+        handler.connection.close()
+
+    monkeypatch.setattr(Handler, "do_POST", ends)
+    with pytest.raises(SystemRefusal, match="does not answer any more"):
+        reshard.push_adapter(adapter(tmp_path / "a"), server.address, shared_dir=shared)
+    assert not list(shared.iterdir())

@@ -140,11 +140,12 @@ def adapter_server(address: str) -> AdapterServer:
     )
 
 
-def refusal(error: SystemRefusal, server: str) -> SystemRefusal | RequestError:
-    """The error of a server that did not take an adapter, which then serves what it served before."""
+def refusal(error: SystemRefusal, server: str, goes_on: bool) -> SystemRefusal | RequestError:
+    """The error of a server that did not take an adapter. goes_on: whether it still answers, and so serves what it served before."""
     if " 401 " in f" {error.what} ":
         return _asks_for_key(server)
-    return SystemRefusal(error.what, where=server, why="It goes on with the adapters that it had", do=error.do)
+    why = "It goes on with the adapters that it had" if goes_on else "It does not answer any more"
+    return SystemRefusal(error.what, where=server, why=why, do=error.do)
 
 
 def _asks_for_key(server: str) -> RequestError:

@@ -213,12 +213,14 @@ def _load(control: AdapterServer, adapter: str, written: Path, target: Path | No
                 control.unload(adapter)
             raise
     except (RequestError, SystemRefusal) as error:
+        goes_on = False
         with suppress(ReshardError):
             if adapter in control.models().adapters:
                 return  # another push has loaded the same adapter meanwhile
+            goes_on = True
         if moved:
             shutil.rmtree(str(target), ignore_errors=True)
-        raise (refusal(error, control.name) if isinstance(error, SystemRefusal) else error) from None
+        raise (refusal(error, control.name, goes_on) if isinstance(error, SystemRefusal) else error) from None
 
 
 def _moved(written: Path, target: Path) -> bool:
