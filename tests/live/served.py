@@ -38,7 +38,7 @@ class ServedModel:
         data = None if question is None else json.dumps(question).encode()
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self._key}"} if self._key else {})}
         request = urllib.request.Request(self.address + path, data, headers)
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return json.loads(answer.read() or b"null")
 
     def answers(self, model: str | None = None) -> list[tuple[list[str], list[float]]]:
