@@ -149,5 +149,8 @@ def refusal(error: SystemRefusal, server: str, goes_on: bool) -> SystemRefusal |
 
 
 def _asks_for_key(server: str) -> RequestError:
-    do = f"Set {KEY} in the environment to the server's --api-key, or its --admin-api-key"
-    return RequestError("the server asks for a key, or for another one", where=server, do=do)
+    return RequestError(
+        "the server asks for a key, or for another one",
+        where=server,
+        do=f"Set {KEY} in the environment to the server's --api-key, or its --admin-api-key",
+    )
