@@ -1,6 +1,7 @@
 """Writing pickles that name classes and functions which are not installed here: the opposite of inert_pickle.
 
-Protocol 2, as torch.save writes it. Only text, names and `Shared` values are memoised, because they repeat thousands of times.
+Protocol 2, as torch.save writes it; bytes by an opcode of protocol 4, which unpicklers take in every protocol. Only text, names and
+`Shared` values are memoised, because they repeat thousands of times.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Shared:
 
 
 def dumps(value: Any) -> bytes:
-    """The pickle of a value made of the classes above, numbers, text, None, tuples, lists, dicts and OrderedDicts.
+    """The pickle of a value made of the classes above, numbers, text, bytes, None, tuples, lists, dicts and OrderedDicts.
 
     Raises: TypeError for anything else.
     """
@@ -83,6 +84,8 @@ class _Writer:
             put(_int(value))
         elif kind is float:
             put(pickle.BINFLOAT + struct.pack(">d", value))
+        elif kind is bytes:
+            put(pickle.BINBYTES8 + struct.pack("<Q", len(value)) + value)
         elif kind is tuple:
             self._tuple(value)
         elif kind is list:

@@ -37,6 +37,20 @@ class Trainers:
         dist.broadcast_object_list(documents, src=dist.get_global_rank(self.group, 0), group=self.group)
         return documents[0]
 
+    def passed(self, source: int, document: Any = None) -> Any:
+        """What rank `source` says, on rank 0; None on the others. Called on every rank."""
+        if self.rank != 0 and self.rank != source:
+            return None
+        documents = [document]
+        if source:
+            import torch.distributed as dist
+
+            if self.rank == 0:
+                dist.recv_object_list(documents, src=dist.get_global_rank(self.group, source), group=self.group)
+            else:
+                dist.send_object_list(documents, dst=dist.get_global_rank(self.group, 0), group=self.group)
+        return documents[0] if self.rank == 0 else None
+
     def gather(self, document: Any) -> list[Any]:
         """What all ranks say, in their order, on rank 0; empty on the others."""
         if self.size == 1:

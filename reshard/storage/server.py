@@ -23,6 +23,8 @@ _MOST_VALUES = 1 << 20
 # A server reads all its weights before it answers: at 1 GB/s, 80 GB take 80 s. Then nothing keeps it.
 _SECONDS = 600.0
 
+Question = dict[str, Any] | list[bytes] | None
+
 
 def is_server(path: object) -> bool:
     """Whether a path is the address of a server: a scheme, a host and a port, and no path but that of OpenAI's API, /v1."""
@@ -74,16 +76,17 @@ class Server:
             )
         return document(body, self.address)
 
-    def answer(self, path: str, question: dict[str, Any] | None = None, *, seconds: float | None = None) -> tuple[int, str, bytes]:
+    def answer(self, path: str, question: Question = None, *, seconds: float | None = None) -> tuple[int, str, bytes]:
         """The status, its reason and the body that the server answers to a GET of a path, or to a POST if there is a question.
 
-        seconds: the longest wait for the whole answer; None: ten minutes.
+        question: a document, or the pieces of one as JSON has it. seconds: the longest wait for the whole answer; None: ten minutes.
 
         Raises: SystemRefusal if the server cannot be reached, CheckpointError for an answer that is not HTTP or beyond a limit.
         """
         try:
             with connected(self.address) as connection:
-                connection.sendall(_request(self.address, path, question, self.key))
+                for piece in _request(self.address, path, question, self.key):
+                    connection.sendall(piece)
                 answer = Answer(connection, self.address, most_bytes=_MOST_BYTES, seconds=_SECONDS if seconds is None else seconds)
                 return *answer.status(), answer.body()
         except (OSError, UnicodeError) as error:
@@ -116,14 +119,14 @@ def own_address(address: str) -> str:
         return str(connection.getsockname()[0])
 
 
-def _request(address: str, path: str, question: dict[str, Any] | None, key: str | None = None) -> bytes:
+def _request(address: str, path: str, question: Question, key: str | None = None) -> list[bytes]:
     parts = urlsplit(address)
-    body = b"" if question is None else json.dumps(question).encode()
+    body = [] if question is None else [json.dumps(question).encode()] if isinstance(question, dict) else question
     head = [f"{'GET' if question is None else 'POST'} {parts.path}{path} HTTP/1.1", f"Host: {parts.netloc}", "Connection: close"]
     head += ["Accept: application/json", "Accept-Encoding: identity", "User-Agent: reshard"]
-    head += ["Content-Type: application/json", f"Content-Length: {len(body)}"] if question is not None else []
+    head += ["Content-Type: application/json", f"Content-Length: {sum(map(len, body))}"] if question is not None else []
     head += [f"Authorization: Bearer {key}"] if key and key.isprintable() else []
-    return "\r\n".join([*head, "", ""]).encode("ascii") + body
+    return ["\r\n".join([*head, "", ""]).encode("ascii"), *body]
 
 
 def document(content: bytes, where: str) -> Any:

@@ -1,12 +1,15 @@
-"""Two ranks of FSDP2 send the adapter of a model alone: `Sender(model, adapter=True)`. test_push_adapter.py runs it.
+"""Ranks of FSDP2 send the adapter of a model alone: `Sender(model, adapter=True)`. test_push_adapter.py runs it.
 
-    python adapter_ranks.py RANK PORT SERVER SHARED TRUTH
+    python adapter_ranks.py RANK PORT SERVER SHARED TRUTH MESH
+
+MESH: the sizes of the device mesh, such as 2 or 2,2: the first one replicates then (HSDP). 1,2 in place of FSDP2: whole on each rank.
 
 The names are those of PEFT's get_peft_model around experts with target_parameters. TRUTH gets the gathered adapter of each update,
 and in `step` what torch.distributed.checkpoint saves after the second one.
 """
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -42,14 +45,17 @@ class Said:
         return self._settings
 
 
-def main(rank, port, server, shared, truth):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": "2"}
+def main(rank, port, server, shared, truth, mesh):
+    sizes = tuple(map(int, mesh.split(",")))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": str(math.prod(sizes))}
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     adapted = {f"base_model.model.model.layers.0.{name}.default.weight": shape for name, shape in SHAPES.items()}
     shapes = {**adapted, "base_model.model.model.norm.weight": (H,)}
     model = tree({name: torch.randn(shape) for name, shape in shapes.items()})
-    fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+    if sizes != (1, 2):
+        names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=names))
     model.config = Said(**SIZES | FAMILIES["qwen3_moe"][0] | {"model_type": "qwen3_moe"})
     model.peft_config = {"default": Said(peft_type="LORA", r=R, lora_alpha=ALPHA, bias="none", task_type="CAUSAL_LM", peft_version="0.21.2",
         target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])}  # fmt: skip
@@ -59,7 +65,11 @@ def main(rank, port, server, shared, truth):
             for parameter in model.parameters():
                 parameter.add_(1)
         report = sender.update()
-        whole = {name.replace(".default.", "."): tensor.full_tensor() for name, tensor in model.named_parameters() if ".lora_" in name}
+        whole = {
+            name.replace(".default.", "."): getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)()
+            for name, tensor in model.named_parameters()
+            if ".lora_" in name
+        }
         if rank == "0":
             safetensors.torch.save_file({name: tensor.detach() for name, tensor in whole.items()}, f"{truth}/{number}.safetensors")
         print(json.dumps([report.version, report.nbytes]), flush=True)

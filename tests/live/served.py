@@ -30,23 +30,25 @@ TOKENS = 8
 class ServedModel:
     """A server at an address."""
 
-    def __init__(self, address: str, process: subprocess.Popen[bytes]) -> None:
-        self.address, self._process = address, process
+    def __init__(self, address: str, process: subprocess.Popen[bytes], key: str = "") -> None:
+        self.address, self._process, self._key = address, process, key
         self._model = self.asked("/v1/models")["data"][0]["id"]
 
     def asked(self, path: str, question: dict[str, Any] | None = None) -> Any:
         data = None if question is None else json.dumps(question).encode()
-        request = urllib.request.Request(self.address + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self._key}"} if self._key else {})}
+        request = urllib.request.Request(self.address + path, data, headers)
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return json.loads(answer.read() or b"null")
 
-    def answers(self) -> list[tuple[list[str], list[float]]]:
-        """Of each prompt its continuation."""
-        return [self._answer(prompt) for prompt in PROMPTS]
+    def answers(self, model: str | None = None) -> list[tuple[list[str], list[float]]]:
+        """Of each prompt its continuation. model: the name of an adapter; None: the base."""
+        return [self.answer(model, TOKENS, prompt) for prompt in PROMPTS]
 
-    def _answer(self, prompt: list[int]) -> tuple[list[str], list[float]]:
-        how = {"max_tokens": TOKENS, "temperature": 0.0, "logprobs": 1, "return_tokens_as_token_ids": True, "ignore_eos": True}
-        told = self.asked("/v1/completions", {"model": self._model, "prompt": prompt, **how})["choices"][0]["logprobs"]
+    def answer(self, model: str | None, tokens: int, prompt: list[int] = PROMPTS[0]) -> tuple[list[str], list[float]]:
+        """The continuation of a prompt: tokens and log-probabilities."""
+        how = {"max_tokens": tokens, "temperature": 0.0, "logprobs": 1, "return_tokens_as_token_ids": True, "ignore_eos": True}
+        told = self.asked("/v1/completions", {"model": model or self._model, "prompt": prompt, **how})["choices"][0]["logprobs"]
         return told["tokens"], told["token_logprobs"]
 
     def memory(self) -> int:
@@ -64,8 +66,10 @@ def _anonymous(pid: str) -> int:
 
 
 @contextmanager
-def served(python: Path, model: Path, tp: int, site: Path, log: Path, *options: str, development: str = "1") -> Iterator[ServedModel]:
-    """A server of a model. site: the folder in which reshard is importable, with its entry points."""
+def served(
+    python: Path, model: Path, tp: int, site: Path, log: Path, *options: str, development: str = "1", key: str = ""
+) -> Iterator[ServedModel]:
+    """A server of a model. site: the folder in which reshard is importable, with its entry points. key: what its requests need."""
     port, folder = free_ports.free_port(), log.parent
     environment = {
         **os.environ,
@@ -87,7 +91,7 @@ def served(python: Path, model: Path, tp: int, site: Path, log: Path, *options: 
         )
         try:
             sessions.wait_for(f"http://127.0.0.1:{port}/health", process, log)
-            yield ServedModel(f"http://127.0.0.1:{port}", process)
+            yield ServedModel(f"http://127.0.0.1:{port}", process, key)
         finally:
             process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):

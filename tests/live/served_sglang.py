@@ -43,9 +43,9 @@ class SglangServed:
         """Of each prompt its continuation."""
         return [self.answer(prompt) for prompt in PROMPTS]
 
-    def answer(self, prompt: list[int], tokens: int = TOKENS) -> Answer:
+    def answer(self, prompt: list[int], tokens: int = TOKENS, lora: str | None = None) -> Answer:
         how = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-        told = self.asked("/generate", {"input_ids": prompt, "sampling_params": how, "return_logprob": True})
+        told = self.asked("/generate", {"input_ids": prompt, "sampling_params": how, "return_logprob": True, "lora_path": lora})
         return told["output_ids"], [number for number, *_ in told["meta_info"]["output_token_logprobs"]]
 
     def begin(self, prompt: list[int], tokens: int) -> Running:

@@ -8,7 +8,8 @@ a check:
    those of a server that was started from `convert --to hf` of the step that the trainer saved;
 2. `reshard verify STEP URL` finds no parameter that differs, and the server's version is the one that the trainer was told;
 3. a trainer with another model is refused, and the server goes on (llama alone);
-4. two ranks of Megatron-Core train a llama; a run that starts again and learns nothing brings the first answers back.
+4. a LoRA adapter alone is pushed (pushed_adapters.py);
+5. two ranks of Megatron-Core train a llama; a run that starts again and learns nothing brings the first answers back.
 With --long also: a LoRA adapter of PEFT, of which the factors alone travel after the first update, and whose step `verify` merges; FSDP2
 with tensor parallelism; servers at TP 1 and TP 4; deepseek_v3; Megatron-Core at TP 2 x PP 2, and with experts over two ranks: the server
 answers as one that was started from the weights that the fixtures' own mapping gathered from the live model, and the bytes that the
@@ -34,6 +35,7 @@ sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path or "."
 
 from helpers.framework_environments import LONG, Environment, installed, run_checks  # noqa: E402
 from live.check import BACKEND, TP, VLLM, made, same  # noqa: E402
+from live.pushed_adapters import pushed_adapters  # noqa: E402
 from live.served import served  # noqa: E402
 
 EXAMPLES = ROOT / "examples" / "live"
@@ -57,6 +59,8 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[Check]:
     """Each check as (what, passed, detail)."""
     site = installed(python, work)
     yield from trained_by_megatron(reshard, python, site, work)
+    llama = made(python, ROOT / "fixtures" / "hf" / "llama", work / "adapters-base", 0)
+    yield from pushed_adapters(reshard, python, llama, site, work)
     for case in [*FSDP2, *FSDP2_LONG] if LONG else FSDP2:
         yield from trained(*case, reshard, python, site, work)
     if LONG:

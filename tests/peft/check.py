@@ -10,6 +10,7 @@ the base. An environment with PEFT is made in .venv-peft.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from families import FAMILIES, VARIANTS, settings_of
-from helpers.framework_environments import LONG, ROOT, Environment, run_checks
+from helpers.framework_environments import LONG, ROOT, Environment, installed, run_checks
 
 ENVIRONMENT = Environment("peft", ROOT / "tests" / "peft" / "requirements.txt", variables={"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"})
 HF = ROOT / "fixtures" / "hf"
@@ -116,6 +117,7 @@ class Peft:
 
 
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
+    site = installed(python, work)
     with Peft(python) as peft:
         for case, (base, settings) in CASES.items():
             folder = work / case.replace(" ", "-").replace(",", "")
@@ -132,7 +134,7 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
                 try:
                     yield from checks_of_forms(f"{family}, {variant}", config, settings_of(family, variant), reshard, peft, folder)
                     if variant == "two parameters" and "vision_config" not in config:
-                        yield from checks_of_ranks(family, settings_of(family, variant), reshard, python, peft, folder)
+                        yield from checks_of_ranks(family, settings_of(family, variant), reshard, python, site, peft, folder)
                 except RuntimeError as error:
                     yield f"{family}, {variant}", False, str(error)[:400]
 
@@ -162,7 +164,7 @@ def _variants(family: str) -> tuple[str, ...]:
 
 
 def checks_of_ranks(
-    family: str, settings: dict[str, Any], reshard: Path, python: Path, peft: Peft, folder: Path
+    family: str, settings: dict[str, Any], reshard: Path, python: Path, site: Path, peft: Peft, folder: Path
 ) -> Iterator[tuple[str, bool, str]]:
     """What FSDP2 and ZeRO-3 save on two ranks becomes, bit by bit, the adapter that PEFT saves after a gather."""
     for program, saves in (("dcp_ranks.py", ("checkpoint",)), ("zero_ranks.py", ("checkpoint", "excluded"))):
@@ -171,7 +173,13 @@ def checks_of_ranks(
         of_program = folder / program.removesuffix(".py")
         of_program.mkdir()
         _run(python, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", ROOT / "tests/peft" / program,
-             folder / "base", json.dumps(settings), of_program)  # fmt: skip
+             folder / "base", json.dumps(settings), of_program, site=site)  # fmt: skip
+        if program == "dcp_ranks.py":
+            (pushed,) = (of_program / "pushed").iterdir()
+            _run(reshard, "convert", of_program / "gathered", of_program / "for-vllm", "--to", "peft", "--engine", "vllm", "--model",
+                 folder / "base", "-q")  # fmt: skip
+            differ = peft.ask("compare", pushed, of_program / "for-vllm")[2:]
+            yield f"two ranks send the adapter alone: {family}", not any(differ), "other bits than those gathered"
         for save in saves:
             _run(reshard, "convert", of_program / save, of_program / f"of-{save}", "--to", "peft", "--model", folder / "base",
                  "--adapter-config", of_program / "gathered/adapter_config.json", "-q")  # fmt: skip
@@ -179,9 +187,10 @@ def checks_of_ranks(
             yield f"two ranks of {program}, {save}: {family}", not any(differ), "other bits than those gathered"
 
 
-def _run(*command: object) -> None:
-    """Run a command. Raises RuntimeError, with the end of what it says, if it fails."""
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+def _run(*command: object, site: Path | None = None) -> None:
+    """Run a command. site: a folder with modules that it imports. Raises RuntimeError, with the end of what it says, if it fails."""
+    environment = {**os.environ, "PYTHONPATH": str(site)} if site else None
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(done.stderr.strip()[-400:])
 

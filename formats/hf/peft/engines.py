@@ -4,10 +4,16 @@ vLLM has two layers for experts. That of the classes with the flag `is_3d_moe_we
 and --enable-moe-shared-loras makes them read the stacked one. Source: vllm 0.32.0, lora/model_manager.py (_stack_moe_lora_weights,
 _validate_moe_lora_format), lora/lora_model.py (check_unexpected_modules), lora/peft_helper.py (validate_legal), and the attribute in
 model_executor/models; read, not run.
+
+SGLang reads r, lora_alpha, target_modules and use_dora alone of the settings. It joins q, k and v, and gate and up, when it loads. Where a
+part that it counts on is missing, its scheduler stops at the first request, and the server with it. Run with SGLang 0.5.23 on a CPU and a
+dense model; source: srt/lora/lora_config.py, lora.py (normalize_qkv_proj, normalize_gate_up_proj), mem_pool.py
+(load_lora_weight_to_buffer).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +33,14 @@ _REFUSED_BY_VLLM = {
     "use_bdlora": "vLLM has no block-diagonal LoRA",
     "use_qalora": "vLLM has no QALoRA",
 }
+_REFUSED_BY_SGLANG = {
+    "use_dora": "SGLang has no DoRA",
+    "lora_bias": "SGLang reads no biases of adapters",
+    "modules_to_save": "SGLang reads no whole modules",
+    "trainable_token_indices": "SGLang reads no rows of the embedding",
+}
+# Of modules that SGLang joins, those that must be adapted where the first one is.
+_JOINED_IN_SGLANG = {"q_proj": ("v_proj",), "k_proj": ("q_proj", "v_proj"), "v_proj": ("q_proj",), "up_proj": ("gate_proj",)}
 _OF_CLASSIFIERS = {"classifier", "score"}
 _MERGE = "Serve the merged model: `merge_adapter=`"
 
@@ -43,17 +57,18 @@ def about_serving(
 ) -> Iterator[tuple[str, str, str]]:
     """What an engine would do with an adapter: findings as (id, text, remedy). names: of its tensors. base: the config of its base."""
     stored, model_type = form_of(names), str((base or {}).get("model_type"))
-    if engine != "vllm":
-        yield "adapter-not-checked", f"what {engine} does with adapters was not run; it reads the split form of experts", ""
-        return
-    problems = [*_of_settings(settings), *(_of_experts(stored, names, model_type) if stored and base else ())]
+    of_experts = _of_experts(stored, names, model_type) if stored and base else ()
+    problems = [*_of_settings(settings), *of_experts] if engine == "vllm" else [*_of_sglang(names, settings)]
     yield from problems
-    if stored and base is None:
+    if stored and engine != "vllm":
+        yield "adapter-not-checked", "what SGLang does with adapters of experts was not run; it reads their split form", ""
+    elif stored and base is None:
         yield "adapter-not-checked", f"its experts have the form {stored}, and the base is not known", "Name the base with `model=DIR`"
     elif not problems:
         ranks = [settings.get("r"), *(settings.get("rank_pattern") or {}).values()]
         rank = max((rank for rank in ranks if isinstance(rank, int)), default=0)
-        yield "adapter-served", f"vLLM 0.32 applies all of it; start it with --enable-lora --max-lora-rank of at least {rank}", ""
+        release = "vLLM 0.32" if engine == "vllm" else "SGLang 0.5.23"
+        yield "adapter-served", f"{release} applies all of it; start it with --enable-lora --max-lora-rank of at least {rank}", ""
 
 
 def _read_by(engine: str, model_type: str | None) -> str:
@@ -68,6 +83,28 @@ def _of_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "not-served", f"modules_to_save has {', '.join(unsupported)}: vLLM takes whole modules of classifiers alone", _MERGE
     if settings.get("trainable_token_indices"):
         yield "not-served", "single rows of the embedding are trained (trainable_token_indices), which vLLM does not read", _MERGE
+
+
+def _of_sglang(names: Sequence[str], settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    for setting, why in _REFUSED_BY_SGLANG.items():
+        if settings.get(setting):
+            yield "not-served", f"adapter_config.json sets {setting}: {why}", _MERGE
+    if settings.get("use_rslora") and rank != 1 and isinstance(rank, int) and isinstance(alpha, int | float):
+        do = f"Set use_rslora to false and lora_alpha to {alpha * math.sqrt(rank):.17g} in adapter_config.json, which is the same adapter"
+        yield "never-applied", "SGLang scales by lora_alpha / r and does not read use_rslora", do
+    for pattern, plain in (("rank_pattern", rank), ("alpha_pattern", alpha)):
+        if {*(settings.get(pattern) or {}).values()} - {plain}:
+            what = (
+                "its server stops at a matrix of another rank" if pattern == "rank_pattern" else "it scales all modules by lora_alpha / r"
+            )
+            yield "not-served", f"SGLang does not read {pattern}: {what}", _MERGE
+    modules = {name.partition(".lora_")[0] for name in names}
+    for module in sorted(modules):
+        head, _, last = module.rpartition(".")
+        if missing := [other for other in _JOINED_IN_SGLANG.get(last, ()) if f"{head}.{other}" not in modules]:
+            yield "not-served", f"{module} is adapted without {' and '.join(missing)}: SGLang joins them, and its server stops", _MERGE
+            return
 
 
 def _of_experts(stored: str, names: Sequence[str], model_type: str) -> Iterator[tuple[str, str, str]]:

@@ -1,7 +1,8 @@
-"""A server that takes LoRA adapters while it runs, from a folder that it sees. Run with vLLM 0.32; of SGLang 0.5.23 the source was read.
+"""A server that takes LoRA adapters while it runs. Run with vLLM 0.32 and SGLang 0.5.23; the source of vLLM 0.33 has the same routes.
 
 vLLM                            SGLang
-POST /v1/load_lora_adapter      /load_lora_adapter      {"lora_name", "lora_path"}
+POST /v1/load_lora_adapter      /load_lora_adapter      {"lora_name", "lora_path"}: from a folder that it sees
+                                /load_lora_adapter_from_tensors         the tensors themselves (adapter_tensors.py); vLLM has no such route
 POST /v1/unload_lora_adapter    /unload_lora_adapter    {"lora_name"}
 GET  /v1/models                 the same                the base, and the adapters: as loaded; SGLang: those used last at the end
 "model": ADAPTER                "model": BASE:ADAPTER   how a request asks for an adapter
@@ -10,6 +11,7 @@ GET  /v1/models                 the same                the base, and the adapte
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, ClassVar
 
 from reshard.errors import CheckpointError, RequestError, SystemRefusal, UnsupportedError
@@ -19,6 +21,7 @@ from reshard.live.wire.transport import SECONDS
 
 KEY = "RESHARD_SERVER_KEY"
 """The environment variable with the key of a server that asks for one (--api-key of vLLM)."""
+_FROM_TENSORS = "/load_lora_adapter_from_tensors"
 
 
 @value
@@ -55,6 +58,8 @@ class AdapterServer(AskedServer):
 
     def models(self) -> ServedModels:
         """What the server serves. Raises CheckpointError if it does not say."""
+        if self._server.answer("/v1/models")[0] == 401:
+            raise _asks_for_key(self.name)
         try:
             cards: Any = self._asked("/v1/models")["data"]
             (base,) = [card for card in cards if not card.get("parent")][:1]
@@ -67,19 +72,27 @@ class AdapterServer(AskedServer):
         """Load an adapter from a folder. Raises SystemRefusal with what the server says, such as that its rank is too large."""
         self._post(f"{self.prefix}/load_lora_adapter", {"lora_name": adapter, "lora_path": folder})
 
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether it takes an adapter by `send`, without a folder that it sees."""
+        return False
+
+    def send(self, adapter: str, folder: Path) -> None:
+        """Load an adapter from its tensors and settings, which lie in a folder of this machine. Raises as `load`."""
+        raise UnsupportedError(f"{self.engine} takes adapters from folders alone", where=self.name)
+
     def unload(self, adapter: str) -> None:
         """Forget an adapter. Requests that run with it end first."""
         self._post(f"{self.prefix}/unload_lora_adapter", {"lora_name": adapter})
 
     def one_token(self, adapter: str) -> None:
         """Let the server generate a token with an adapter. Raises SystemRefusal if it does not."""
-        answer = self._post("/v1/completions", {"model": self.asked_as(adapter), "prompt": [1], "max_tokens": 1, "temperature": 0})
-        if not answer.get("choices"):
-            raise SystemRefusal("the server generated no token with the adapter", where=self.name)
+        answer = self._post("/v1/completions", {"model": adapter, "prompt": [1], "max_tokens": 1, "temperature": 0})
+        self._check(answer.get("choices"))
 
-    def asked_as(self, adapter: str) -> str:
-        """The model that a request names to be answered with an adapter."""
-        return adapter
+    def _check(self, generated: object) -> None:
+        if not generated:
+            raise SystemRefusal("the server generated no token with the adapter", where=self.name)
 
     def _folder_of(self, base: dict[str, Any]) -> str | None:
         """The path or name from which the server opened the base. base: what it lists of the base."""
@@ -93,9 +106,20 @@ class SglangAdapterServer(AdapterServer):
     prefix = ""
     routes = ("SGLang has had these routes since 0.5", "Start it with --enable-lora, --max-lora-rank and --lora-target-modules")
 
-    def asked_as(self, adapter: str) -> str:
-        """The model that a request names to be answered with an adapter."""
-        return f"{self.models().base}:{adapter}"
+    @property
+    def takes_tensors(self) -> bool:
+        # 405: the route is there, for POST alone.
+        return self._server.answer(_FROM_TENSORS)[0] == 405
+
+    def send(self, adapter: str, folder: Path) -> None:
+        from reshard.live.engines.adapter_tensors import body_of
+
+        self._post(_FROM_TENSORS, body_of(adapter, folder, self._counted(self._asked("/server_info").get("tp_size"))))
+
+    def one_token(self, adapter: str) -> None:
+        # Its own route, which answers without a tokenizer (--skip-tokenizer-init), as trainers start it.
+        question = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}, "lora_path": adapter}
+        self._check(self._post("/generate", question).get("meta_info"))
 
     def _folder_of(self, base: dict[str, Any]) -> str | None:
         return str(self._asked("/model_info")["model_path"])
@@ -116,10 +140,17 @@ def adapter_server(address: str) -> AdapterServer:
     )
 
 
-def refusal(error: SystemRefusal, server: str) -> SystemRefusal | RequestError:
-    """The error of a server that did not take an adapter, which then serves what it served before."""
+def refusal(error: SystemRefusal, server: str, goes_on: bool) -> SystemRefusal | RequestError:
+    """The error of a server that did not take an adapter. goes_on: whether it still answers, and so serves what it served before."""
     if " 401 " in f" {error.what} ":
-        return RequestError(
-            "the server asks for a key", where=server, do=f"Set {KEY} in the environment to the server's --api-key, or its --admin-api-key"
-        )
-    return SystemRefusal(error.what, where=server, why="It goes on with the adapters that it had", do=error.do)
+        return _asks_for_key(server)
+    why = "It goes on with the adapters that it had" if goes_on else "It does not answer any more"
+    return SystemRefusal(error.what, where=server, why=why, do=error.do)
+
+
+def _asks_for_key(server: str) -> RequestError:
+    return RequestError(
+        "the server asks for a key, or for another one",
+        where=server,
+        do=f"Set {KEY} in the environment to the server's --api-key, or its --admin-api-key",
+    )

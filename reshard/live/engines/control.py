@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from typing import Any, ClassVar, Protocol
 
 from reshard.errors import CheckpointError, RequestError, SystemRefusal, printable
-from reshard.storage.server import Server, Silent, document
+from reshard.storage.server import Question, Server, Silent, document
 
 # What a request takes beyond the waits of the ranks among themselves.
 _BEYOND = 60.0
@@ -97,14 +98,13 @@ class AskedServer:
             raise self._without_routes(path)
         return answer
 
-    def _post(self, path: str, question: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _post(self, path: str, question: Question = None) -> dict[str, Any]:
         """What the server answers, if it is a JSON object; an empty one for another answer."""
         status, reason, body = self._server.answer(path, question or {}, seconds=2 * self._seconds + _BEYOND)
-        if status in (404, 405):
+        if status in (404, 405) and b"NotFoundError" not in body:  # vLLM says so of an adapter
             raise self._without_routes(path)
         if not 200 <= status < 300:
-            said = body[:300].decode("utf-8", "replace")
-            raise SystemRefusal(f"the server answered {status} {printable(reason)[:80]} to {path}: {printable(said)}", where=self.name)
+            raise SystemRefusal(f"the server answered {status} {printable(reason)[:80]} to {path}: {_said(body)}", where=self.name)
         answer = document(body, self.name) if body.lstrip()[:1] == b"{" else {}
         return answer if isinstance(answer, dict) else {}
 
@@ -117,3 +117,13 @@ class AskedServer:
     def _without_routes(self, path: str) -> RequestError:
         why, do = self.routes
         return RequestError(f"the server has no {path}", where=self.name, why=why, do=do)
+
+
+def _said(body: bytes) -> str:
+    """What the body of a refusal says, without the JSON around it: SGLang's error_message, vLLM's error with its message."""
+    said: Any = body[:4096].decode("utf-8", "replace")
+    with suppress(ValueError, RecursionError):
+        said = json.loads(said)
+    for key in ("error_message", "error", "message", "detail"):
+        said = said.get(key) or said if isinstance(said, dict) else said
+    return printable(str(said))[:300]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from reshard.canonical.adapters.forms import form_of
 from reshard.engine.blocks import fingerprint_of_result
 from reshard.engine.compare import Difference
@@ -13,10 +11,8 @@ from reshard.geometry.value import mutable
 from reshard.live.engines.adapters import adapter_server
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.open import open
-from reshard.verbs.serve.push_adapter import base_here, digits_of, plan_of_adapter
+from reshard.verbs.serve.push_adapter import base_here, digits_of, is_version, plan_of_adapter
 from reshard.verbs.server_comparison import ServerComparison
-
-_VERSION = re.compile(r".*@[0-9a-f]{12}")
 
 
 @mutable
@@ -54,7 +50,7 @@ def verify_adapter(checkpoint: Checkpoint, address: str) -> AdapterComparison:
     result.fingerprint = fingerprint_of_result(planned).root
     digits = digits_of(result.fingerprint)
     result.version = next((name for name in served.adapters if name.endswith(f"@{digits}")), None)
-    nameless = [name for name in served.adapters if not _VERSION.fullmatch(name)]
+    nameless = [name for name in served.adapters if not is_version(name)]
     if result.version is not None:
         result.matching = result.tensors = result.parameters
         result.nbytes = result.total_nbytes
