@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 
 from reshard.adapter.format import MAX_SHARD_SIZE, Format
-from reshard.adapter.save_folders import OPTIMIZERS, WEIGHTS, below, shards_of_ranks
+from reshard.adapter.save_folders import OPTIMIZERS, WEIGHTS, below, shards_of_ranks, whole_weights
 from reshard.storage.files import Files
 
 METADATA, DATA = ".metadata", ".distcp"
@@ -38,8 +38,8 @@ class Dcp(Format):
         if (path := next(here, None)) is not None:
             return path
         folders = folders_below(files)
-        is_beside_shards = set(folders) <= set(OPTIMIZERS) and bool(shards_of_ranks(files))
-        return None if is_beside_shards else next((folder + METADATA for folder in folders), None)
+        is_beside_weights = set(folders) <= set(OPTIMIZERS) and bool(shards_of_ranks(files) or whole_weights(files))
+        return None if is_beside_weights else next((folder + METADATA for folder in folders), None)
 
 
 def folders_below(files: Files) -> list[str]:

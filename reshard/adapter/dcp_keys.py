@@ -5,6 +5,8 @@
     ("optimizer", "state", "7", "exp_avg")              state of a parameter by number
     ("optimizer", "state.layers.0.weight.exp_avg")      state of a parameter in a flattened state dict
     ("optimizer", 0, "state", ...)                      one of a list of optimizers
+    ("optimizers", "AdamW", "state", ...)               Composer's, by their classes
+    ("state", "model", ...), ("state", "optimizers", ...)   Composer keeps all in the state of its trainer
     ("train_state", "step")                             neither; tensor_classes.py decides
     ("ema", "layers.0.weight")                          beside ("model", ...): another model, whose names keep their root
 
@@ -30,6 +32,8 @@ KeyPath = tuple[str | int, ...]
 # (an optimizer's root key, the parameter's number there) -> the parameter's name
 NumberNames = Mapping[tuple[str, int], str]
 
+# The parts of an optimizer's state dict.
+_PARTS = ("state", "param_groups")
 # Root keys that hold the roots of the whole run, and no tensors of their own.
 _CONTAINERS = ("app",)
 
@@ -58,7 +62,7 @@ def optimizer_path(path: KeyPath) -> tuple[str, KeyPath]:
     if root not in OPTIMIZER_ROOTS:
         return "", ()
     below: KeyPath = (rest_of_key, *path[1:]) if dot else path[1:]
-    while below and isinstance(below[0], int):
+    while below and (isinstance(below[0], int) or (below[0] not in _PARTS and below[1:2] and below[1] in _PARTS)):
         root, below = f"{root}.{below[0]}", below[1:]
     return root, below
 
@@ -112,7 +116,8 @@ class ModelRoots:
 
 def stored_path(metadata: DcpMetadata, fqn: str) -> KeyPath:
     """The keys on the way to a value in the saved state dict; only the flat name if the metadata has no planner's data for it."""
-    return (metadata.planner or {}).get(fqn) or (fqn,)
+    path = (metadata.planner or {}).get(fqn) or (fqn,)
+    return path[1:] if path[0] == "state" and path[1:2] in (("model",), ("optimizers",)) else path
 
 
 def _roots(path: KeyPath) -> KeyPath:

@@ -170,11 +170,12 @@ def run_files(files: Files) -> RunFiles:
         if len(same_kind) > 1:
             same_kind[:] = [each for each in same_kind if not all(_is_link_here(files, path) for path in each.paths.values())] or same_kind
         if len(same_kind) > 1:
+            single = all(len(each.paths) == 1 for each in same_kind)
             raise CheckpointError(
                 f"there are {len(same_kind)} sets of files, such as {' and '.join(rank_files.first for rank_files in same_kind[:2])}",
                 where=files.root,
                 why="They are of different models, or of different saves",
-                do="Give a directory with the files of one of them",
+                do=f"Give one of the files, such as {same_kind[-1].first}" if single else "Give a directory with the files of one of them",
             )
     for rank_files in sets:
         world = rank_files.world

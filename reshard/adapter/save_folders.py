@@ -24,10 +24,17 @@ if TYPE_CHECKING:
 # weights lie in the folder itself; LeRobot, for accelerate.
 WEIGHTS = ("weights/", "weights/model/", "model/", "pretrained_model/pytorch_model_fsdp_0/")
 OPTIMIZERS = ("optimizer/", "optimizer/optim/", "optim/", "training_state/optimizer_0/")
+# Where whole weights or an adapter lie beside an optimizer: in the model's folder of AutoModel, NeMo RL, LeRobot, Colossal-AI.
+_WHOLE = (*WEIGHTS, "model/consolidated/", "weights/model/consolidated/", "pretrained_model/", "modeling/")
+# Of torch.distributed.checkpoint, of Colossal-AI, and of LeRobot on one process.
+_MARKS = (".metadata", "pytorch_optim.bin.index.json", "optimizer_state.safetensors")
 _SHARD = re.compile(r"(?:.*/)?shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
 
-# global_step_20, step-20, epoch_0_step_20, checkpoint-20, iter_0000020; Lightning, NeMo: epoch=0-step=20, m--val_loss=1.23-step=20-last.
-_STEP = re.compile(r"(?:epoch[-_]\d+_)?(?:global_)?(?:step|checkpoint|iter)[-_]?(\d+)|(?:.*-)?step=(\d+)(?:[-.].*)?")
+# global_step_20, step-20, epoch_0_step_20, checkpoint-20, iter_0000020; Lightning, NeMo: epoch=0-step=20, m--val_loss=1.23-step=20-last;
+# Composer: ep0-ba20, and the file ep0-ba20-rank0.pt.
+_STEP = re.compile(
+    r"(?:epoch[-_]\d+_)?(?:global_)?(?:step|checkpoint|iter)[-_]?(\d+)|(?:.*-)?step=(\d+)(?:[-.].*)?|ep\d+-ba(\d+)(?:-rank0)?"
+)
 
 
 def shards_of_ranks(files: Files, folders: Sequence[str] = WEIGHTS) -> list[re.Match[str]]:
@@ -38,6 +45,30 @@ def shards_of_ranks(files: Files, folders: Sequence[str] = WEIGHTS) -> list[re.M
     listings = (files.list(folder) for folder in ("", *below(files, folders)))
     matches = ([match for path in listing if (match := _SHARD.fullmatch(path))] for listing in listings)
     return next(filter(None, matches), [])
+
+
+def whole_weights(files: Files) -> str | None:
+    """A file of whole weights, or of an adapter, in one of the folders that can lie beside an optimizer; None if there is none."""
+    listing = (path for folder in below(files, _WHOLE) for path in files.list(folder))
+    return next((path for path in listing if path.endswith((".safetensors", ".bin")) and not _SHARD.fullmatch(path)), None)
+
+
+def optimizer_beside(files: Files) -> str | None:
+    """The folder of the optimizer beside a folder of weights, from the folder above both on; None if there is none."""
+    root = f"/{files.root.strip('/')}/"
+    for folder in (folder for folder in _WHOLE if root.endswith(f"/{folder}")):
+        above: Files | None = files
+        for _ in range(folder.count("/")):
+            above = above.parent() if above else None
+        if above and (beside := next((path for mark in _MARKS for path in below(above, (*OPTIMIZERS, "training_state/"), mark)), None)):
+            return beside
+    return None
+
+
+def without_optimizers(parts: Sequence[str]) -> list[str]:
+    """Those of the folders of a step that are not the optimizer of another one beside it."""
+    above = {part: part[: -len(name)] for part in parts for name in OPTIMIZERS if f"/{part}/".endswith(f"/{name}")}
+    return [part for part in parts if part not in above or all(other in above for other in parts if other.startswith(above[part]))]
 
 
 def below(files: Files, folders: Sequence[str], name: str = "") -> list[str]:
@@ -60,7 +91,7 @@ def the_one_save(
     """
     if tracker is not None and tracker in files.list():
         return _tracked_save(files, folders, tracker, folder_name)
-    if len(folders) > 1:
+    if len(folders := without_links(files, folders)) > 1:
         newest = max(folders, key=lambda folder: [int(number) for number in re.findall(r"\d+", folder)])
         raise RequestError(
             f"{len(folders)} saves lie here: {_some(folders)}" + (f"; no file {tracker} names the newest one" if tracker else ""),
@@ -69,6 +100,17 @@ def the_one_save(
             id="ambiguous",
         )
     return folders[0] if folders else None
+
+
+def without_links(files: Files, folders: Sequence[str]) -> Sequence[str]:
+    """These folders without links to others of them, such as `latest`."""
+    from reshard.storage.system_calls import is_url
+
+    if len(folders) < 2 or is_url(files.root):
+        return folders
+    places = {folder: os.path.join(files.root, folder.rstrip("/")) for folder in folders}
+    own = {os.path.realpath(place) for place in places.values() if not os.path.islink(place)}
+    return [folder for folder, place in places.items() if not (os.path.islink(place) and os.path.realpath(place) in own)]
 
 
 def _tracked_save(files: Files, folders: Sequence[str], tracker: str, folder_name: Callable[[str], str]) -> str:
@@ -97,7 +139,7 @@ def step_of(root: str) -> int | None:
     """The step in one of the last two folder names of a path: global_step_20, step-20/actor, checkpoint-20. None if neither has one."""
     for name in list(filter(None, root.split("/")))[:-3:-1]:
         if match := _STEP.fullmatch(name):
-            return int(match[1] or match[2])
+            return int(match[match.lastindex or 0])
     return None
 
 

@@ -1,7 +1,8 @@
 """Trainers' names: the names, the fusions and the order of rotary rows under which trainers hold the weights of published models.
 
 A trainer is a table of rows. A row is a stored name, with {layer} and {expert} for these numbers, and the roles of the weights in it,
-concatenated along axis 0. The order of rotary rows is that of the query and key heads, of head_dim rows each:
+concatenated along axis 0. The weights of experts under a name without {expert} are stacked, [experts, ...]. The order of rotary rows is
+that of the query and key heads, of head_dim rows each:
 
     halves   0, 1, 2, ...                the published order: row i is rotated with row i + head_dim / 2
     pairs    0, d/2, 1, d/2 + 1, ...     row 2 i is rotated with row 2 i + 1
@@ -11,17 +12,21 @@ must be there. Nothing follows from a part of the names. The rows hold for the m
 
 Meta divides the weights among tensor-parallel ranks; `axis_of` says along which axis. formats/consolidated reads and writes such files.
 
-Source: torchtitan 0.2.2 and 0.3.0 (models/llama3, state_dict_adapter.py), Meta's model code (llama, llama3) and transformers'
-convert_llama_weights_to_hf.py, mistral-inference (transformer_layers.py, moe.py), litgpt 0.5.13 (scripts/convert_hf_checkpoint.py),
-OLMo-core 3.0.0 (nn/hf/convert.py), nanotron 0.4 (models/llama.py); compared with them in fixtures/trainer_names, fixtures/consolidated and
-fixtures/nanotron.
+Some trainers keep the optimizer's state under names of another form of the model. torchtitan 0.3 trains one tensor wqkv, which has the
+heads of a query group behind one another, [kv_heads, heads / kv_heads + 2, head_dim, hidden], and stores the weights as wq, wk and wv.
+
+Source: torchtitan 0.2.2 and 0.3.0 (models/*/state_dict_adapter.py, models/common/attention.py: FusedQKVLinear), Meta's model code (llama,
+llama3) and transformers' convert_llama_weights_to_hf.py, mistral-inference (transformer_layers.py, moe.py), litgpt 0.5.13
+(scripts/convert_hf_checkpoint.py), OLMo-core 3.0.0 (nn/hf/convert.py), nanotron 0.4 (models/llama.py); compared with them in
+fixtures/trainer_names, fixtures/trainer_folders, fixtures/consolidated and fixtures/nanotron.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
-from dataclasses import replace
+from dataclasses import field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 
 from reshard.canonical.renaming import renamed
@@ -29,7 +34,7 @@ from reshard.canonical.stacked_experts import located_in
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
-from reshard.geometry.mosaics import Mosaic, joined
+from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.sections import Section, Sections, StoredTensor
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor
@@ -56,7 +61,13 @@ class TrainerNames:
     halves: tuple[str, ...] = ()
     """Model types whose rotary rows have the published order, or that have other rows of this table alone."""
     computed: tuple[str, ...] = ()
-    """Stored names, as globs, of tensors that follow from the config and are left out."""
+    """Stored names, as globs, of tensors without a place in the published model, such as those that follow from the config: left out."""
+    by_group: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name of the optimizer's state -> the roles of the weights in it, concatenated for one query group after the other."""
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether a stored name is that of a tensor without a place in the published model."""
+        return any(fnmatchcase(name, glob) for glob in self.computed)
 
     def holds(self, model: Model) -> bool:
         """Whether the table is known for a model."""
@@ -79,6 +90,39 @@ _LLAMA = {
 }
 _TITAN = {name.replace("attention.w", "attention.qkv_linear.w") if name[-9:-7] != "wo" else name: roles for name, roles in _LLAMA.items()}
 _TITAN["lm_head.weight"] = _TITAN.pop("output.weight")
+_TITAN_QKV = {"layers.{layer}.attention.qkv_linear.wqkv.weight": ("attention.q", "attention.k", "attention.v")}
+_TITAN_MOE = {
+    "layers.{layer}.moe.router.gate.weight": ("router",),
+    "layers.{layer}.moe.routed_experts.inner_experts.w1_EFD": ("expert.gate",),
+    "layers.{layer}.moe.routed_experts.inner_experts.w2_EDF": ("expert.down",),
+    "layers.{layer}.moe.routed_experts.inner_experts.w3_EFD": ("expert.up",),
+}
+# Rows of latent attention have the published order.
+_TITAN_DEEPSEEK = (
+    {name: roles for name, roles in _TITAN.items() if "qkv_linear" not in name}
+    | _TITAN_MOE
+    | {
+        "layers.{layer}.attention.wq.weight": ("mla.q",),
+        "layers.{layer}.attention.wq_a.weight": ("mla.q_a",),
+        "layers.{layer}.attention.q_norm.weight": ("mla.q_a_norm",),
+        "layers.{layer}.attention.wq_b.weight": ("mla.q_b",),
+        "layers.{layer}.attention.wkv_a.weight": ("mla.kv_a",),
+        "layers.{layer}.attention.kv_norm.weight": ("mla.kv_a_norm",),
+        "layers.{layer}.attention.wkv_b.weight": ("mla.kv_b",),
+        "layers.{layer}.moe.expert_bias_E": ("router.correction",),
+        "layers.{layer}.moe.shared_experts.w1.weight": ("shared_expert.gate",),
+        "layers.{layer}.moe.shared_experts.w2.weight": ("shared_expert.down",),
+        "layers.{layer}.moe.shared_experts.w3.weight": ("shared_expert.up",),
+    }
+)
+_TITAN_QWEN3 = (
+    _TITAN
+    | _TITAN_MOE
+    | {
+        "layers.{layer}.attention.q_norm.weight": ("attention.q_norm",),
+        "layers.{layer}.attention.k_norm.weight": ("attention.k_norm",),
+    }
+)
 _LITGPT = {
     "transformer.wte.weight": ("embedding",),
     "transformer.h.{layer}.norm_1.weight": ("attention.norm",),
@@ -131,13 +175,17 @@ _NANOTRON = {
     "model.final_layer_norm.pp_block.weight": ("final_norm",),
     "model.lm_head.pp_block.weight": ("head",),
 }
+# torchtitan balances the experts of every model with it. Where the published router has none, its adapter leaves it out.
+_ROUTER_BIAS = ("layers.*.moe.expert_bias_E",)
 _COMPUTED = ("rope.freqs", "freqs_cis")
 # The first table that fits is taken; two that have the same rows differ in nothing.
 TRAINERS = (
     TrainerNames("meta", _LLAMA, pairs=("llama", "mistral"), computed=_COMPUTED),
     TrainerNames("meta", _MIXTRAL, pairs=("mixtral",)),
     TrainerNames("torchtitan-0.2", _LLAMA, pairs=("llama",), computed=("freqs_cis",)),
-    TrainerNames("torchtitan", _TITAN, pairs=("llama",), computed=("freqs_cis",)),
+    TrainerNames("torchtitan", _TITAN, pairs=("llama",), computed=("freqs_cis",), by_group=_TITAN_QKV),
+    TrainerNames("torchtitan", _TITAN_QWEN3, halves=("qwen3", "qwen3_moe"), computed=_ROUTER_BIAS, by_group=_TITAN_QKV),
+    TrainerNames("torchtitan", _TITAN_DEEPSEEK, halves=("deepseek_v3",)),
     TrainerNames("litgpt", _LITGPT, halves=("llama", "mistral")),
     TrainerNames("olmo-core", _OLMO_CORE, halves=("llama",)),
     TrainerNames("olmo-core", _OLMO_CORE_2, halves=("olmo2",)),
@@ -180,15 +228,32 @@ class Places:
             parts["head", None, None] = parts["embedding", None, None].renamed(lambda _: self.model.architecture.tied[0])
         result: dict[str, Mosaic] = {}
         for name, roles in self.table.rows.items():
+            stacks: dict[str, list[Mosaic]] = {}
             for role, layer, expert in parts:
                 arrays = [parts[other, layer, expert] for other in roles if (other, layer, expert) in parts]
                 if role == roles[0] and len(arrays) == len(roles):
-                    result[numbered(name, layer, expert)] = joined(arrays)
+                    stacks.setdefault(numbered(name, layer, expert), []).append(joined(arrays))
+            is_stack = roles[0].startswith("expert.") and "{expert}" not in name
+            result |= {own: stacked(arrays) if is_stack else arrays[0] for own, arrays in stacks.items()}
+        return result
+
+    @cached_property
+    def of_optimizer(self) -> dict[str, Mosaic]:
+        """Names that only the optimizer has -> the trainer's tensors in them."""
+        result: dict[str, Mosaic] = {}
+        names = {roles[0]: name for name, roles in self.table.rows.items() if len(roles) == 1}
+        for name, roles in self.table.by_group.items():
+            for layer in sorted({part.layer for part in self._parts if part.role == roles[0] and part.layer is not None}):
+                own = [numbered(names[role], layer) for role in roles]
+                arrays = [Mosaic.of(weight, Box.whole(self.arrays[weight].shape)) for weight in own]
+                groups = self.model.dimensions["kv_heads"]
+                result[numbered(name, layer)] = joined([array.part(0, groups, group) for group in range(groups) for array in arrays])
         return result
 
     @cached_property
     def _parts(self) -> tuple[Part, ...]:
-        return tuple(part for part in self.model.parts() if part.parameter == "weight" and part.component is None)
+        parts = (part for part in self.model.parts() if part.component is None)
+        return tuple(part for part in parts if part.parameter == "weight" or part.role == "router.correction")
 
     @cached_property
     def heads(self) -> dict[str, int]:
@@ -270,7 +335,7 @@ def check_trainer(names: Collection[str], model: Model) -> None:
         return
     table, types = _table_of(trainer, model)
     places = Places(table, model) if table else None
-    other = next((name for name in names if places and name not in (*places.arrays, *places.table.computed)), None)
+    other = next((name for name in names if places and name not in places.arrays and not places.table.leaves_out(name)), None)
     known = f"and its {other} is not known" if places else f"which are known for {types}, and not for {model.architecture.model_type}"
     raise UnsupportedError(
         f"the names are those of {trainer}, {known}",
@@ -314,9 +379,31 @@ def places_in(index: Index, model: Model) -> Places | None:
     for table in TRAINERS:
         if table.holds(model) and any(numbered(name, 0, 0) in names for name in table.rows if "{layer}" in name):
             places = Places(table, model)
-            if names <= {*places.arrays, *table.computed}:
+            if all(name in places.arrays or table.leaves_out(name) for name in names):
                 return places
     return None
+
+
+def with_states_of_weights(index: Index, model: Model | None) -> Index:
+    """The index in which the optimizer's state has the names of the stored weights, if a trainer gives the two different ones."""
+    if model is None or not any(table.by_group and table.holds(model) for table in TRAINERS):
+        return index
+    places = places_in(index, model)
+    arrays = places.of_optimizer if places else {}
+    if not places or not any(tensor.name in arrays for tensor in index.tensors):
+        return index
+    tensors: list[Tensor] = []
+    for tensor in index.tensors:
+        array = arrays.get(tensor.name)
+        if array is None:
+            tensors.append(tensor)
+        elif tensor.shape == array.shape:
+            whole = replace(tensor, distribution=None)
+            located = located_in(tensor.shards, array).of(tensor.shards)
+            tensors += [replace(whole, name=name, shape=places.arrays[name].shape, shards=shards) for name, shards in located]
+        else:
+            tensors += [replace(tensor, name=name) for name in array.names]
+    return renamed(index, tensors, lambda name: arrays[name].names if name in arrays else (name,))
 
 
 def with_published_names(index: Index, model: Model) -> Index:
@@ -328,11 +415,12 @@ def with_published_names(index: Index, model: Model) -> Index:
     places = places_in(index, model)
     if places is None:
         return index
+    index = with_states_of_weights(index, model)
     tensors: list[Tensor] = []
     for tensor in index.tensors:
         array = places.arrays.get(tensor.name)
         if array is None:
-            # Rotary frequencies become a buffer.
+            # Rotary frequencies and the like become a buffer.
             tensors.append(replace(tensor, kind="buffer") if tensor.kind == "weight" else tensor)
             continue
         if tensor.elements == 1 and tensor.shape != array.shape:

@@ -183,9 +183,21 @@ def class_of_array(value: Any) -> str:
     made_of = value.args[:1] if isinstance(value, Inert) and name.startswith("numpy.") else ()
     if made_of and isinstance(made_of[0], type):
         return str(made_of[0].class_name)  # type: ignore[attr-defined]
+    if made_by := _TRANSFORMER_ENGINE.search(name):
+        return name[: made_by.start()] + _MAKES.get(made_by[1], "")
     return name.replace("_utils._rebuild_", "")
 
 
+# A tensor of Transformer Engine is pickled as the call of a function, in older versions of a method of its class (2026-08-22).
+_TRANSFORMER_ENGINE = re.compile(r"\._make_(?:(\w+)_)?in_reduce_ex$")
+_MAKES: dict[str | None, str] = {
+    "float8_tensor": ".Float8Tensor",
+    "float8_blockwise_tensor": ".Float8BlockwiseQTensor",
+    "mxfp8_tensor": ".MXFP8Tensor",
+    "nvfp4_tensor": ".NVFP4Tensor",
+    "hybrid_quantized_tensor": ".HybridQuantizedTensor",
+    "identity_tensor": ".IdentityTensor",
+}
 # The class of a storage that lies in a state dict without a tensor.
 STORAGE = "torch.storage"
 # What makes an array whose pickle need not hold a tensor; and generators of random numbers, whose state is an array.

@@ -37,7 +37,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from reshard.adapter import registry
-from reshard.adapter.save_folders import step_of
+from reshard.adapter.save_folders import step_of, without_optimizers
 from reshard.errors import RequestError, ReshardError, SystemRefusal
 from reshard.geometry.value import value
 from reshard.plans.manifest import MANIFEST
@@ -246,7 +246,7 @@ class RunFolder:
             elif depth < _DEEPEST_IN_STEP:
                 inner = [path for path in inner if not (known_steps and (self._is_hidden(path) or self._step_of(path) is not None))]
                 pending += [(path, depth + 1) for path in inner]
-        return sorted(parts) or [""]
+        return sorted(without_optimizers(parts)) or [""]
 
     def _checkpoint(self, place: str, part: str, quiet: float, seen: Seen) -> Step:
         """The checkpoint at a part of the place of a step; at a part of the root if the place is empty."""

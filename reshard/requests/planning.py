@@ -137,6 +137,9 @@ def keep_names(draft: Draft) -> Draft:
     library = quantization.library if quantization else None
     keeps_names = draft.request.to.keeps_names or library is not None
     if keeps_names and not draft.request.merge_adapter and (notes or draft.index is not stored):
+        from reshard.canonical.trainer_names import with_states_of_weights
+
+        stored = with_states_of_weights(stored, draft.source.model)
         return _with_content(replace(draft, index=stored)).noting(f"names stay as {library} has them" if library else _NAMES_ARE_KEPT)
     return draft.noting(*notes)
 

@@ -7,6 +7,7 @@ import json
 import pickle
 import shutil
 import struct
+import sys
 import types
 
 import numpy as np
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file
 import reshard
 from reshard.canonical.optimizer_state import kind_of_path, kind_path, parameter_and_kind
 from reshard.containers import torch_zip
+from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import BF16, F32, from_torch
 from reshard.storage.decoded_ranges import DecodedRanges
 from reshard.storage.files import LocalFiles
@@ -433,3 +435,33 @@ def test_numpy_weights_of_deepspeed_are_tensors(tmp_path):
 
     folder = changed(*DEEPSPEED, change, tmp_path)
     assert run("verify", FIXTURES / "deepspeed" / "z0-fp32" / "checkpoint", folder).code == 0
+
+
+TE_CLASSES = {
+    "float8_tensor": ("_make_float8_tensor_in_reduce_ex", "Float8Tensor"),
+    "mxfp8_tensor": ("_make_mxfp8_tensor_in_reduce_ex", "MXFP8Tensor"),
+    "float8_blockwise_tensor": ("_make_float8_blockwise_tensor_in_reduce_ex", "Float8BlockwiseQTensor"),
+    "nvfp4_tensor": ("_make_nvfp4_tensor_in_reduce_ex", "NVFP4Tensor"),
+}
+
+
+@pytest.mark.parametrize("module", TE_CLASSES)
+def test_quantized_weights_of_transformer_engine_are_named(tmp_path, monkeypatch, module):
+    """In the form of its `__reduce_ex__`; Transformer Engine itself needs a GPU build."""
+    name, class_name = TE_CLASSES[module]
+    full = f"transformer_engine.pytorch.tensor.{module}"
+    parts = full.split(".")
+    for end in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
+
+    def make(*_):
+        raise AssertionError("the code of a checkpoint was called")
+
+    make.__module__, make.__qualname__, make.__name__ = full, name, name
+    setattr(sys.modules[full], name, make)
+    stand_in = type("StandIn", (), {"__reduce_ex__": lambda self, _: (make, (torch.ones(2, 4, dtype=torch.uint8), torch.ones(1)))})()
+    torch.save({"model": {"w": stand_in, "norm": W}}, tmp_path / "m.pt")
+    with pytest.raises(UnsupportedError, match=rf"{full}\.{class_name}.*dequantize"):
+        reshard.plan(tmp_path / "m.pt", to="hf")
+    reshard.convert(reshard.plan(tmp_path / "m.pt", to="hf", exclude=["w"]), tmp_path / "out")
+    assert list(load_file(tmp_path / "out" / "model.safetensors")) == ["norm"]

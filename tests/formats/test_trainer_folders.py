@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from helpers.fixture_places import FIXTURES, described, truth
 from helpers.reshard_command import reshard as run
 from safetensors.torch import save_file
@@ -148,4 +149,92 @@ def test_an_optimizer_alone_is_not_a_model_of_lerobot(tmp_path):
         (step / folder).mkdir(parents=True, exist_ok=True)
         save_file({"state/0/exp_avg": torch.ones(2)} if name != "model" else {"w": torch.ones(2)}, step / folder / f"{name}.safetensors")
     (step / "pretrained_model" / "config.json").write_text(json.dumps({"type": "act"}))
-    assert [tensor.name for tensor in reshard.open(step).index.tensors] == ["w"]
+    opened = reshard.open(step)
+    assert [tensor.name for tensor in opened.index.tensors] == ["w"]
+    assert "the optimizer in training_state beside this folder is not read with it" in opened.index.facts.notes
+
+
+@pytest.mark.parametrize("case", ["torchtitan", "torchtitan-experts"])
+def test_torchtitan_is_read_as_the_published_model(case, tmp_path):
+    """The oracle is torchtitan's own code: its hook for the fused query, key and value, and its adapter (published.json)."""
+    folder = FIXTURES / "trainer_folders" / case
+    opened = reshard.open(folder / "checkpoint", model=folder / "model")
+    published = json.loads((folder / "published.json").read_text())
+    named = {f"{tensor.name} {tensor.kind}": tensor for tensor in opened.named().tensors}
+    assert {key: described(named[key], opened.files) for key in published} == published
+    reshard.convert(reshard.plan(opened, to="hf"), tmp_path / "hf")
+    weights = {(key.split()[0], "weight"): value for key, value in published.items() if key.endswith(" weight")}
+    assert content(reshard.open(tmp_path / "hf")) == weights
+
+
+def test_the_state_of_torchtitans_fused_tensor_follows_its_weights(tmp_path):
+    """Where names are kept, the weights are wq, wk and wv, and their state lies in wqkv."""
+    folder = FIXTURES / "trainer_folders" / "torchtitan"
+    reshard.convert(reshard.plan(folder / "checkpoint", to="dcp", optimizer=True, model=folder / "model"), tmp_path / "dcp")
+    opened = reshard.open(tmp_path / "dcp", model=folder / "model")
+    states = {tensor.name for tensor in opened.index.tensors if tensor.kind == "moment1"}
+    assert {f"layers.0.attention.qkv_linear.{part}.weight" for part in ("wq", "wk", "wv")} < states and not any(
+        "wqkv" in name for name in states
+    )
+    published = json.loads((folder / "published.json").read_text())
+    named = {f"{tensor.name} {tensor.kind}": tensor for tensor in opened.named().tensors}
+    assert {key: described(named[key], opened.files) for key in published} == published
+    assert len([name for group in opened.index.param_groups() for name in group.names if "qkv_linear" in name]) == 3
+
+
+def composer(folder: Path) -> Path:
+    """All lies in the state of Composer's trainer, the optimizer under the name of its class."""
+    weights = {name: torch.randn(2, 3) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    states = {name: {"step": torch.tensor(2.0), "exp_avg": value + 1, "exp_avg_sq": value + 2} for name, value in weights.items()}
+    optimizer = {"state": states, "param_groups": [{"lr": 0.5, "params": list(weights)}]}
+    state = {"model": weights, "optimizers": {"DecoupledAdamW": optimizer}, "timestamp": {"Timestamp": {"batch": 4}}}
+    step = folder / "ep0-ba4"
+    dcp.save({"state": state, "rng": [{"torch": torch.get_rng_state()}]}, checkpoint_id=step, no_dist=True)
+    (folder / "latest-rank0.pt").symlink_to(step.name)
+    return step
+
+
+def test_composers_shards(tmp_path):
+    step = composer(tmp_path)
+    for place in (step, tmp_path, tmp_path / "latest-rank0.pt"):
+        opened = reshard.open(place)
+        kinds = {(tensor.name, tensor.kind) for tensor in opened.index.tensors if tensor.kind != "state"}
+        names = ("model.embed_tokens.weight", "lm_head.weight")
+        assert kinds == {(name, kind) for name in names for kind in ("weight", "moment1", "moment2", "step")}
+        assert [(group.names, group.settings["lr"]) for group in opened.index.param_groups()] == [(names, 0.5)]
+    assert [(found.number, found.complete) for found in find_steps(tmp_path, quiet=0)] == [(4, True)]
+
+
+def test_an_adapter_in_the_folder_of_a_step(tmp_path):
+    """NeMo AutoModel: the adapter is in the model's folder, the optimizer beside it by torch.distributed.checkpoint."""
+    step = tmp_path / "epoch_0_step_2"
+    names = [f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight" for part in "AB"]
+    (step / "model").mkdir(parents=True)
+    save_file(dict(zip(names, (torch.ones(2, 4), torch.ones(4, 2)), strict=True)), step / "model" / "adapter_model.safetensors")
+    config = {"r": 2, "lora_alpha": 4, "peft_type": "LORA", "target_modules": ["q_proj"], "base_model_name_or_path": "org/base"}
+    config |= {"task_type": "CAUSAL_LM"}
+    (step / "model" / "adapter_config.json").write_text(json.dumps(config))
+    dcp.save({"optim": {f"state.{name}.exp_avg": torch.ones(2) for name in names}}, checkpoint_id=step / "optim", no_dist=True)
+    for place in (step, tmp_path):
+        opened = reshard.open(place)
+        assert (opened.format, [tensor.name for tensor in opened.index.tensors]) == ("peft", names)
+        assert any("the optimizer in optim beside this folder is not read" in note for note in opened.index.facts.notes)
+    reshard.convert(reshard.plan(step, to="peft"), tmp_path / "out")
+    assert {tensor.name for tensor in reshard.open(step / "optim").index.tensors} == set(names)
+
+
+def test_automodel_that_saved_it(tmp_path):
+    """Shards, the consolidated folder in theirs, and the optimizer; of LoRA an adapter (fixtures/trainer_folders/automodel.py)."""
+    folder = FIXTURES / "trainer_folders" / "automodel"
+    for place in (folder / "checkpoint", folder / "checkpoint" / "epoch_0_step_2"):
+        opened = reshard.open(place)
+        assert (opened.format, content(opened)) == ("dcp-safetensors", truth(folder))
+    reshard.convert(reshard.plan(folder / "checkpoint", to="hf"), tmp_path / "hf")
+    consolidated = folder / "checkpoint" / "epoch_0_step_2" / "model" / "consolidated"
+    assert reshard.verify(consolidated, tmp_path / "hf").equal
+    adapter = FIXTURES / "trainer_folders" / "automodel-lora"
+    opened = reshard.open(adapter / "checkpoint" / "epoch_0_step_2")
+    assert (opened.format, content(opened)) == ("peft", truth(adapter))
+    # AutoModel names no base where it has trained a model of no repository.
+    reshard.convert(reshard.plan(opened, to="peft", base_model="org/base"), tmp_path / "peft")
+    assert content(reshard.open(tmp_path / "peft")) == truth(adapter)

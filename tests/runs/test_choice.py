@@ -346,5 +346,8 @@ def test_what_has_no_meaning_for_a_list_of_checkpoints_is_refused(tmp_path):
     for option in (("--by", "rank"), ("--limit", 1), ("--tensor", "x"), ("--depth", 2), ("--sort", "bytes"), ("--vocab-size", 5)):
         done = reshard("inspect", run, *option)
         assert done.code == 2 and f"{option[0]} is for one checkpoint, and several lie here" in done.err and not done.out
+    copy(HF / "llama", tmp_path / "one" / "checkpoint-7")
+    done = reshard("inspect", tmp_path / "one", "--limit", 1)
+    assert done.code == 2 and f"a run lies here. Give {tmp_path / 'one' / 'checkpoint-7'}, or leave" in done.err
     assert reshard("inspect", run, "--html", tmp_path / "page.html").code == 0
     assert "checkpoint-200" in (tmp_path / "page.html").read_text()

@@ -20,8 +20,11 @@ from ...tables import show
 from .following import following
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reshard.index.fold import Fold
     from reshard.index.index import Tensor
+    from reshard.opening.run_folders import Step
     from reshard.verbs.look.inspection import Inspection
 
 # Rows of the tree in a document that is not --full.
@@ -89,8 +92,8 @@ def _inspected(checkpoint: str, view: TreeView, globs: tuple[str, ...], full: bo
 
     run, as_json = run_at(checkpoint) if given["format"] is None else None, Output.current().as_json
     if run is not None:
-        _refuse_ignored()
-        return run_reply(checkpoint, run.checkpoints())
+        _refuse_ignored(steps := run.checkpoints())
+        return run_reply(checkpoint, steps)
     try:
         opened = Inspection(reshard.open(checkpoint, **given))
     except CheckpointError:
@@ -98,7 +101,7 @@ def _inspected(checkpoint: str, view: TreeView, globs: tuple[str, ...], full: bo
             show_sections(damaged_sections(checkpoint))
         raise
     except SeveralCheckpoints as error:
-        _refuse_ignored()
+        _refuse_ignored(error.steps)
         return run_reply(checkpoint, error.steps)
     except RequestError as error:
         if as_json or error.id != "not-found" or not _is_model_alone(checkpoint):
@@ -118,15 +121,14 @@ def _inspected(checkpoint: str, view: TreeView, globs: tuple[str, ...], full: bo
 _OF_ONE = ("globs", "by", "depth", "sort", "limit", "model", "model_wins", "vocab_size", "architecture")
 
 
-def _refuse_ignored() -> None:
+def _refuse_ignored(steps: Sequence[Step]) -> None:
     """Raises RequestError if an option is given that has no meaning for a list of checkpoints."""
     context = click.get_current_context()
     for param in context.command.params:
         if param.name in _OF_ONE and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
-            raise RequestError(
-                f"{param.opts[0]} is for one checkpoint, and several lie here",
-                do="Choose one, such as with --step latest or by its path, or leave the option out",
-            )
+            there = "several lie here" if len(steps) > 1 else "a run lies here"
+            one = "Choose one, such as with --step latest or by its path" if len(steps) > 1 else f"Give {steps[0].path}"
+            raise RequestError(f"{param.opts[0]} is for one checkpoint, and {there}", do=f"{one}, or leave the option out")
 
 
 def _is_model_alone(path: str) -> bool:

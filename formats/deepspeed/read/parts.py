@@ -13,7 +13,9 @@ from reshard.canonical.optimizer_state import is_plain, is_unnamed, state_kind
 from reshard.containers.distributed_tensors import Decoder
 from reshard.containers.torch_zip import AnyTensor, Locations
 from reshard.errors import CheckpointError
+from reshard.geometry.quantities import plural
 from reshard.index.index import Kind, ParamGroup, Tensor
+from reshard.index.origin import Mixed
 from reshard.index.shards import Shards, concatenated
 
 from ..layout.states import Shape
@@ -38,6 +40,8 @@ class Parts:
         self.stages: dict[tuple[Kind, str], dict[int, StageParts]] = {}
         """Kind and name of a whole tensor -> pipeline stage -> its parts. The parts of all tensor-parallel ranks make the whole; those of
         other stages are copies."""
+        self.summed: set[str] = set()
+        """Parameters of which each tensor-parallel rank has a summand of its own."""
         self.shapeless: set[str] = set()
         """Parameters whose shapes are in no file: their masters are read as one row of elements."""
 
@@ -106,6 +110,9 @@ class Parts:
                 if copy.shape != whole.shape:
                     raise CheckpointError(f"one pipeline stage holds {list(whole.shape)}, another {list(copy.shape)}", where=name)
             self.builder.add_tensor(replace(whole, shards=_copies([tensor.shards for tensor in (whole, *copies)])))
+        if tp > 1 and self.summed:
+            count = plural(len(self.summed), "bias", "biases")
+            self.builder.add_notes([f"{count} of row-parallel layers: the sum of what the {tp} tensor-parallel ranks hold"])
 
     def _joined_stage(self, name: str, stage: StageParts, rules: JoinRules, tp: int) -> Tensor:
         """A tensor of one pipeline stage."""
@@ -132,6 +139,10 @@ class Parts:
             for rank, moves in enumerate(joined.moves)
             if moves and rank in shards
         ]
+        if joined.is_replicated and name in self.summed and first.kind in ("weight", "master"):
+            summands = tuple(replace(first, shape=joined.shape, shards=of_rank) for of_rank in moved)
+            paths = tuple(summand.shards.path(0) for summand in summands)
+            return replace(summands[0], origin=Mixed("average", summands, paths, (1.0,) * tp))
         return replace(first, shape=joined.shape, shards=_copies(moved) if joined.is_replicated else concatenated(moved))
 
     def _empty_parts(self, name: str) -> dict[int, Shape]:

@@ -6,8 +6,12 @@ of GPT-NeoX under the names of the published model.
     L+3.norm.weight, L+3.norm.bias                                        gpt_neox.final_layer_norm.weight, .bias
     L+4.final_linear.weight                                               embed_out.weight
 
-Layers 1 and L+2 of its pipeline are functions without parameters. Source: EleutherAI's gpt-neox, megatron/model/gpt2_model.py, and
-tools/ckpts/convert_neox_to_hf.py.
+Layers 1 and L+2 of its pipeline are functions without parameters. Without a pipeline the names begin with "sequential.". The MLP has three
+spellings: dense_h_to_4h and dense_4h_to_h; linear1 and linear2 since 2024; those of Transformer Engine.
+
+With a parallel residual, each tensor-parallel rank adds its own bias before the sum over the ranks: the model's bias is their sum. With a
+sequential residual it is added after the sum, and each rank has the same. Source: EleutherAI's gpt-neox of 2026-05-19,
+megatron/model/gpt2_model.py, megatron/model/transformer.py (gpt_j_residual), and tools/ckpts/convert_neox_to_hf.py.
 """
 
 from __future__ import annotations
@@ -26,6 +30,17 @@ if TYPE_CHECKING:
     from reshard.models.model import Model
 
 T = TypeVar("T")
+_SEQUENTIAL = "sequential."
+_NEOX_SPELLINGS = {
+    "mlp.linear1.": "mlp.dense_h_to_4h.",
+    "mlp.linear2.": "mlp.dense_4h_to_h.",
+    "mlp.fc1_": "mlp.dense_h_to_4h.",
+    "mlp.fc2_": "mlp.dense_4h_to_h.",
+    "mlp.layer_norm_": "post_attention_layernorm.",
+    "attention.qkv.": "attention.query_key_value.",
+    "attention.proj.": "attention.dense.",
+}
+_NEOX_ROW_BIAS = re.compile(r".*\.(attention\.dense|mlp\.dense_4h_to_h)\.bias")
 _NEOX_EMBEDDING = re.compile(r"(?:0|tied_modules\.embed)\.word_embeddings\.weight")
 
 
@@ -35,22 +50,26 @@ def name_neox_layers(parts: Parts, model: Model | None) -> None:
     if model is None or model.architecture.model_type != "gpt_neox":
         return
     layers = model.dimensions["layers"]
-    names = {name for _, name in parts.stages}
+    names = {name.removeprefix(_SEQUENTIAL) for _, name in parts.stages}
     if not any(map(_NEOX_EMBEDDING.fullmatch, names)) or f"{layers + 3}.norm.weight" not in names:
         return
 
     def new_name(name: str) -> str:
+        name = name.removeprefix(_SEQUENTIAL)
         number, _, inner = name.partition(".")
         if _NEOX_EMBEDDING.fullmatch(name):
             return "gpt_neox.embed_in.weight"
         if number.isdecimal() and 2 <= int(number) < layers + 2:
-            return f"gpt_neox.layers.{int(number) - 2}.{inner}"
+            old, new = next((pair for pair in _NEOX_SPELLINGS.items() if inner.startswith(pair[0])), ("", ""))
+            return f"gpt_neox.layers.{int(number) - 2}.{new}{inner.removeprefix(old)}"
         named = {f"{layers + 3}.norm": "gpt_neox.final_layer_norm", f"{layers + 4}.final_linear": "embed_out"}
         module, _, parameter = name.rpartition(".")
         return f"{named[module]}.{parameter}" if module in named else name
 
     parts.rename(new_name)
     parts.builder.add_notes(["the layers of GPT-NeoX have the names of the published model in place of their numbers"])
+    if model.config.get("use_parallel_residual", True):
+        parts.summed = {name for _, name in parts.stages if _NEOX_ROW_BIAS.fullmatch(name)}
 
 
 def name_tied_layers(parts: Parts, states: RunStates) -> None:
