@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from reshard.engine.casts import Block, cast
-from reshard.engine.origins.merged_words import Columns, merged_words
+from reshard.engine.origins.merged_words import FactorColumns, merged_words
 from reshard.engine.origins.reader import OpenInput, Reader, put
 from reshard.engine.transfer import SlabPieces, Strip, Worker
 from reshard.geometry.boxes import Box
@@ -78,7 +78,7 @@ class _Product:
     def __init__(self, product: LowRankProduct, open_input: OpenInput) -> None:
         self.product, self._columns = product, open_input(product.columns, F32)
         self._rows, self._magnitude = (open_input(factor, F32) if factor else None for factor in (product.rows, product.magnitude))
-        self._kept: Columns | None = None
+        self._kept: FactorColumns | None = None
 
     def is_added_to(self, box: Box) -> bool:
         """Whether it is a product of two factors that is added to all values of a box of two axes, and that of the columns is kept."""
@@ -86,7 +86,7 @@ class _Product:
         is_sum = not product.replaces and product.magnitude is None and product.rows is not None and product.steps == (1, 1)
         return is_sum and len(box.sizes) == 2 and product.box.contains(box) and product.columns.elements <= _MOST_KEPT
 
-    def factors(self, worker: Worker, box: Box) -> tuple[Float32, Columns]:
+    def factors(self, worker: Worker, box: Box) -> tuple[Float32, FactorColumns]:
         """The factors of the product in a box."""
         (first, left), (height, width) = box.relative_to(self.product.box.offsets).offsets, box.sizes
         assert self._rows is not None
@@ -129,10 +129,10 @@ class _Product:
         delta *= np.float32(self.product.scale)
         return delta
 
-    def _whole_columns(self, worker: Worker) -> Columns:
+    def _whole_columns(self, worker: Worker) -> FactorColumns:
         """The factor of the columns, which is kept."""
         if self._kept is None:
-            self._kept = Columns.of(_values(self._columns, worker, Box.whole(self.product.columns.shape)))
+            self._kept = FactorColumns.of(_values(self._columns, worker, Box.whole(self.product.columns.shape)))
         return self._kept
 
     def magnitude(self, worker: Worker, box: Box) -> Float32:

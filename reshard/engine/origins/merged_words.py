@@ -39,7 +39,7 @@ _PLACES, _RUN = 1 << 13, 8
 
 
 @value
-class Columns:
+class FactorColumns:
     """The factor of the columns, as it is kept for a tensor, or some columns of it."""
 
     values: Float32
@@ -50,16 +50,16 @@ class Columns:
     """[r / 8, n, 8]: eight numbers of a column lie side by side."""
 
     @classmethod
-    def of(cls, values: Float32) -> Columns:
+    def of(cls, values: Float32) -> FactorColumns:
         return cls(values, reach(values.T), _packed(values.T))
 
-    def narrow(self, span: slice) -> Columns:
+    def narrow(self, span: slice) -> FactorColumns:
         """Some of the columns."""
-        return Columns(self.values[:, span], self.reach[span], self.packed[:, span])
+        return FactorColumns(self.values[:, span], self.reach[span], self.packed[:, span])
 
 
 @np.errstate(all="ignore")
-def merged_words(base: Float32, rows: Float32, columns: Columns, scale: float) -> Block:
+def merged_words(base: Float32, rows: Float32, columns: FactorColumns, scale: float) -> Block:
     """The bfloat16 words of base + scale * (rows x columns).
 
     base: [m, n]. rows: [m, r]. columns: n of them.
@@ -77,7 +77,7 @@ def merged_words(base: Float32, rows: Float32, columns: Columns, scale: float) -
     return result
 
 
-def _fill(result: Block, base: Float32, rows: Float32, columns: Columns, scale: float) -> bool:
+def _fill(result: Block, base: Float32, rows: Float32, columns: FactorColumns, scale: float) -> bool:
     """Fill `result` with the words. Returns whether it did: not for huge numbers, or many uncertain elements."""
     of_rows = reach(rows)
     largest = float(of_rows.max(initial=0)) * float(columns.reach.max(initial=0)) * max(1.0, abs(scale))
@@ -131,7 +131,7 @@ def _packed(vectors: Float32) -> Float32:
     return runs
 
 
-def _by_rule(base: Float32, rows: Float32, columns: Columns, scale: float, places: Block) -> Float32:
+def _by_rule(base: Float32, rows: Float32, columns: FactorColumns, scale: float, places: Block) -> Float32:
     """The values of single elements."""
     result, of_rows = np.zeros(len(places), np.float32), _packed(rows)
     for start in range(0, len(places), _PLACES):
