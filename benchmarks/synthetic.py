@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from reshard.containers import safetensors
-from reshard.geometry.dtypes import from_safetensors
+from reshard.geometry.dtypes import BF16, F16, I32, DType
 from reshard.models.lookup import find_model
 from reshard.models.model import Model
 
@@ -25,7 +26,7 @@ _CONFIG = {
     "torch_dtype": "bfloat16",
 }
 _NARROW = {"vocab_size": 8000, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "head_dim": 64}
-_POOL = 64 << 20
+_POOL, _GROUP = 64 << 20, 128
 
 
 def llama(gigabytes: float) -> Model:
@@ -38,10 +39,30 @@ def llama(gigabytes: float) -> Model:
 
 def write_hugging_face(model: Model, folder: Path) -> None:
     """One safetensors file and its config."""
+    _write({w.name: (BF16, w.shape) for w in model.weights.values()}, dict(model.config), folder)
+
+
+def write_packed(model: Model, folder: Path, method: str) -> None:
+    """The same with all linear layers in 4 bits, in groups of 128. method: "awq" or "gptq"."""
+    tensors: dict[str, tuple[DType, tuple[int, ...]]] = {}
+    for weight in model.weights.values():
+        name = weight.name.removesuffix("weight")
+        if not name.endswith("_proj."):
+            tensors[weight.name] = (F16, weight.shape)
+            continue
+        height, width = weight.shape
+        tensors[f"{name}qweight"] = (I32, (width, height // 8) if method == "awq" else (width // 8, height))
+        tensors[f"{name}qzeros"] = (I32, (width // _GROUP, height // 8))
+        tensors[f"{name}scales"] = (F16, (width // _GROUP, height))
+    settings = {"quant_method": method, "bits": 4, "group_size": _GROUP}
+    more = {"version": "gemm", "zero_point": True} if method == "awq" else {"desc_act": False, "sym": False}
+    _write(tensors, {**model.config, "torch_dtype": "float16", "quantization_config": settings | more}, folder)
+
+
+def _write(tensors: Mapping[str, tuple[DType, tuple[int, ...]]], config: Mapping[str, object], folder: Path) -> None:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(dict(model.config), indent=2))
-    dtype = from_safetensors("BF16", where="synthetic")
-    frame = safetensors.frame([(w.name, dtype, w.shape) for w in model.weights.values()], {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    frame = safetensors.frame([(name, *tensor) for name, tensor in tensors.items()], {"format": "pt"})
     # Values as in a trained model: what looks at them (doctor, casts) would meet NaN everywhere in random bits.
     values = np.random.default_rng(0).standard_normal(_POOL // 2 + 8192, np.float32) * np.float32(0.02)
     pool = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()

@@ -5,7 +5,7 @@ import pytest
 
 from reshard.engine.casts import cast, values_beyond
 from reshard.engine.origins import merged_words as module
-from reshard.engine.origins.merged_words import merged_words, reach
+from reshard.engine.origins.merged_words import FactorColumns, merged_words
 from reshard.geometry.dtypes import BF16, F32
 
 
@@ -45,7 +45,7 @@ def test_the_words_are_those_of_the_rule(kind, rank, scale):
     values_beyond()
     with np.errstate(all="ignore"):
         expected, beyond = _by_the_rule(base, rows, columns, scale), values_beyond()
-    words = merged_words(base, rows, columns, scale, reach(columns.T))
+    words = merged_words(base, rows, FactorColumns.of(columns), scale)
     np.testing.assert_array_equal(words, expected)
     assert values_beyond() == beyond
 
@@ -54,5 +54,5 @@ def test_few_elements_of_a_trained_adapter_are_computed_by_the_rule(monkeypatch)
     counts, by_rule = [], module._by_rule
     monkeypatch.setattr(module, "_by_rule", lambda *given: (counts.append(len(given[-1])), by_rule(*given))[1])
     base, rows, columns = _factors("trained", 64)
-    merged_words(base, rows, columns, 2.0, reach(columns.T))
+    merged_words(base, rows, FactorColumns.of(columns), 2.0)
     assert 0 < sum(counts) < base.size / 20

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from reshard.engine.casts import Block, cast
-from reshard.engine.origins.merged_words import merged_words, reach
+from reshard.engine.origins.merged_words import FactorColumns, merged_words
 from reshard.engine.origins.reader import OpenInput, Reader, put
 from reshard.engine.transfer import SlabPieces, Strip, Worker
 from reshard.geometry.boxes import Box
@@ -30,10 +30,12 @@ class Merger(Reader):
 
     def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, out: Block | None = None, hashes: Sequence[Hash] = ()) -> Block:
         """The values of a strip."""
+        if self.dtype == BF16 and (term := self._only(strip.box)) is not None:
+            factors = term.factors(worker, strip.box)
+            base = self._source.read(worker, pieces, strip).view(np.float32).reshape(strip.box.sizes)
+            return put(merged_words(base, *factors, term.product.scale).reshape(strip.sizes), out)
         # A copy, because the factors are read into the worker's buffers.
         values = self._source.read(worker, pieces, strip).copy().view(np.float32).reshape(strip.box.sizes)
-        if self.dtype == BF16 and (term := self._only(strip.box)) is not None:
-            return put(term.merged_words(worker, strip.box, values).reshape(strip.sizes), out)
         self._add(worker, strip.box, values)
         return put(cast(values.view(F32.word), F32, self.dtype).reshape(strip.sizes), out)
 
@@ -76,8 +78,7 @@ class _Product:
     def __init__(self, product: LowRankProduct, open_input: OpenInput) -> None:
         self.product, self._columns = product, open_input(product.columns, F32)
         self._rows, self._magnitude = (open_input(factor, F32) if factor else None for factor in (product.rows, product.magnitude))
-        self._kept: tuple[Float32, Float32] | None = None
-        """The factor of the columns, and the reach of each."""
+        self._kept: FactorColumns | None = None
 
     def is_added_to(self, box: Box) -> bool:
         """Whether it is a product of two factors that is added to all values of a box of two axes, and that of the columns is kept."""
@@ -85,14 +86,12 @@ class _Product:
         is_sum = not product.replaces and product.magnitude is None and product.rows is not None and product.steps == (1, 1)
         return is_sum and len(box.sizes) == 2 and product.box.contains(box) and product.columns.elements <= _MOST_KEPT
 
-    def merged_words(self, worker: Worker, box: Box, base: Float32) -> Block:
-        """The bfloat16 words of the sum in a box."""
+    def factors(self, worker: Worker, box: Box) -> tuple[Float32, FactorColumns]:
+        """The factors of the product in a box."""
         (first, left), (height, width) = box.relative_to(self.product.box.offsets).offsets, box.sizes
         assert self._rows is not None
         rows = _values(self._rows, worker, Box((first, 0), (height, self.product.columns.shape[0])))
-        columns, of_columns = self._whole_columns(worker)
-        span = slice(left, left + width)
-        return merged_words(base, rows, columns[:, span], self.product.scale, of_columns[span])
+        return rows, self._whole_columns(worker).narrow(slice(left, left + width))
 
     def of(self, worker: Worker, box: Box) -> Float32:
         """The product in a box, which lies in that of the product: an array of two axes."""
@@ -121,7 +120,7 @@ class _Product:
         delta = np.zeros((height, width), np.float32)
         rows = None if self._rows is None else _values(self._rows, worker, Box((first, 0), (height, rank)))
         if self.product.columns.elements <= _MOST_KEPT:
-            add_products(delta, rows, self._whole_columns(worker)[0][:, left : left + width])
+            add_products(delta, rows, self._whole_columns(worker).values[:, left : left + width])
         else:
             step = max(1, _MOST_KEPT // width)
             for start in range(0, rank, step):
@@ -130,11 +129,10 @@ class _Product:
         delta *= np.float32(self.product.scale)
         return delta
 
-    def _whole_columns(self, worker: Worker) -> tuple[Float32, Float32]:
-        """The factor of the columns and the reach of each, which are kept."""
+    def _whole_columns(self, worker: Worker) -> FactorColumns:
+        """The factor of the columns, which is kept."""
         if self._kept is None:
-            columns = _values(self._columns, worker, Box.whole(self.product.columns.shape))
-            self._kept = columns, reach(columns.T)
+            self._kept = FactorColumns.of(_values(self._columns, worker, Box.whole(self.product.columns.shape)))
         return self._kept
 
     def magnitude(self, worker: Worker, box: Box) -> Float32:
