@@ -141,8 +141,11 @@ def _slices_of(buffer: FlatBuffer, slices: list[FlatSlice], needed: Sequence[int
         if rows == lengths:
             return whole
         if max(rows) > partition:
-            longest = buffer.paths[rows.index(max(rows))]
-            raise mixed_saves(f"its {what} has {max(rows):,} elements, its row of masters {partition:,}", longest)
+            wrong = next(i for i, (row, length) in enumerate(zip(rows, lengths, strict=True)) if row != length)
+            raise mixed_saves(
+                f"its {what} has {rows[wrong]:,} elements, the parameters of which its rank has a part have {lengths[wrong]:,}",
+                buffer.paths[wrong],
+            )
     buffer.check_size(needed, what)
     return slices
 
