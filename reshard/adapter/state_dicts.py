@@ -281,11 +281,35 @@ def optimizer_part(root: Any, depth: int = 0) -> Mapping[str, Any] | None:
     if isinstance(state, Mapping) and "param_groups" in root:
         return root
     stored = [root[key] for key in ROOTS if key in root] or ([state] if isinstance(state, Mapping) else [])
-    # Lightning keeps a list of optimizers, Composer a dict by their classes.
-    single = [next(iter(part.values())) for part in stored if isinstance(part, Mapping) and len(part) == 1]
-    listed = [part[0] if isinstance(part, list) and len(part) == 1 else part for part in stored]
-    parts = (optimizer_part(part, depth + 1) for part in (*listed, *single))
-    return next((part for part in parts if part is not None), None)
+    # Lightning keeps a list of optimizers, Composer a dict by their classes; with Muon there are two.
+    several = [[*part.values()] if isinstance(part, Mapping) else _listed(part) for part in stored]
+    single = [parts[0] for parts in several if len(parts) == 1]
+    of_one = (optimizer_part(part, depth + 1) for part in (*stored, *single))
+    return next((part for part in (*of_one, *map(_as_one, several)) if part is not None), None)
+
+
+def _as_one(optimizers: Sequence[Any]) -> Mapping[str, Any] | None:
+    """The state dict of one optimizer that has the param groups of several, whose numbers go on; None if one is no state dict, or if two
+    have a parameter of the same name."""
+    if not optimizers or not all(
+        isinstance(optimizer, Mapping) and isinstance(optimizer.get(_STATE), Mapping) and "param_groups" in optimizer
+        for optimizer in optimizers
+    ):
+        return None
+    state: dict[Any, Any] = {}
+    groups: list[Any] = []
+    first = 0
+    for optimizer in optimizers:
+        listed = [parameter for numbers in group_numbers(optimizer) for parameter in numbers]
+        moved = {parameter: parameter + first if type(parameter) is int else parameter for parameter in (*listed, *optimizer[_STATE])}
+        if not state.keys().isdisjoint(moved.values()):
+            return None
+        state |= {moved[parameter]: kinds for parameter, kinds in optimizer[_STATE].items()}
+        for group in _listed(optimizer["param_groups"]):
+            params = group.get("params") if isinstance(group, Mapping) else None
+            groups.append({**group, "params": [moved[parameter] for parameter in params]} if isinstance(params, list | tuple) else group)
+        first = 1 + max((parameter for parameter in moved.values() if type(parameter) is int), default=first - 1)
+    return {_STATE: state, "param_groups": groups}
 
 
 def states(optimizer: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:

@@ -156,8 +156,9 @@ def names_of_numbers(
 ) -> dict[int, str] | str:
     """The name of every numbered parameter, if the recorded order and the shapes allow only one assignment; otherwise the reason.
 
-    Each group lists its parameters in the order of the model, and the groups together list all of them. So the next parameter of the model
-    is always the next one of some group. If it could be the next one of two groups, both assignments are followed.
+    Each group lists its parameters in the order of the model. So the next parameter of the model is always the next one of some group, or
+    one that the optimizer does not have: frozen, or of another optimizer, as beside Muon. If it could be two of these, both assignments
+    are followed.
 
     groups: the numbers of each param group. shapes: the shapes of the parameters that have state. parameters: the names and shapes of the
     model's parameters, in the model's order.
@@ -165,18 +166,24 @@ def names_of_numbers(
     numbers = [number for group in groups for number in group]
     if len(numbers) != len(set(numbers)):
         return "a number is in two param groups"
-    if len(numbers) != len(parameters):
-        return f"the optimizer has {len(numbers)} parameters, the model {len(parameters)}"
+    skipped, sizes = len(parameters) - len(numbers), f"the optimizer has {len(numbers)} parameters, the model {len(parameters)}"
+    if skipped < 0:
+        return sizes
     # The number of assigned parameters in each group -> the assignments that lead there. Two are enough: more than one is ambiguous.
     assignments: dict[tuple[int, ...], list[_Assignment]] = {(0,) * len(groups): [None]}
-    for name, shape in parameters:
+    for position, (name, shape) in enumerate(parameters):
         longer: dict[tuple[int, ...], list[_Assignment]] = {}
         for used, shorter in assignments.items():
+            if position - sum(used) < skipped:
+                same_end = longer.setdefault(used, [])
+                same_end.extend(shorter[: 2 - len(same_end)])
             for i, group in enumerate(groups):
                 if used[i] < len(group) and shapes.get(number := group[used[i]], shape) == shape:
                     after = (*used[:i], used[i] + 1, *used[i + 1 :])
                     same_end = longer.setdefault(after, [])
                     same_end.extend((assignment, number, name) for assignment in shorter[: 2 - len(same_end)])
+        if not longer and skipped:
+            return f"{sizes}, and their shapes do not follow each other in the model"
         if not longer:
             return f"{name} has the shape {list(shape)}, but no param group continues with a parameter of this shape"
         if len(longer) * len(groups) > _MOST_ASSIGNMENTS:
@@ -184,7 +191,7 @@ def names_of_numbers(
         assignments = longer
     (complete,) = assignments.values()
     if len(complete) > 1:
-        return _difference(*complete)
+        return (f"{sizes}; " if skipped else "") + _difference(*complete)
     return dict(_steps(complete[0]))
 
 

@@ -320,9 +320,9 @@ def test_each_step_of_reading_returns_a_value_that_prints_as_one_line(case):
     values = [save, model]
     for rank in save.ranks:
         tensors = [tensor for tensor, _ in legacy.rank_tensors(rank, model.megatron, save.sizes, chunks)]
-        state = legacy.read_optimizer(files, rank, save.args, model, tensors)
+        states = legacy.read_optimizers(files, rank, save, model, tensors)
         assert len(tensors) == sum(map(len, rank.chunks))
-        values += [rank, *tensors, state]
+        values += [rank, *tensors, *states]
     assert all("\n" not in repr(value) and len(repr(value)) < 240 for value in values)
 
 

@@ -67,6 +67,22 @@ def zero2_slices(parameters: Parameters, alignments: Sequence[int], partition: i
         start = stop + (alignments[number] if number < len(alignments) else 0)
 
 
+def whole_slices(slices: Sequence[FlatSlice], ranks: int) -> tuple[list[FlatSlice], list[int]]:
+    """A group's parameters in rows that hold, whole and end to end, every parameter of which a rank has an element; and the rows' lengths.
+
+    So lies the momentum of DeepSpeed's Muon (ZeRO-1, 2 without offload), whose updates are of whole matrices. slices: the result of
+    `zero2_slices`. Source: deepspeed/runtime/zero/stage_1_and_2.py (_muon_momentum_buffer) of 0.19.8.
+    """
+    lengths = [0] * ranks
+    whole: list[FlatSlice] = []
+    for parameter in slices:
+        elements, first = math.prod(parameter.shape), parameter.first_rank
+        whole.append(FlatSlice(parameter.name, parameter.shape, (0, elements), first, lengths[first], later_offset=0))
+        for rank in range(first, first + len(parameter.bounds) - 1):
+            lengths[rank] += elements
+    return whole, lengths
+
+
 def zero3_slices(parameters: Parameters, ranks: int) -> Iterator[FlatSlice]:
     """A sub-group's parameters in the rows of `ranks` ranks (ZeRO-3)."""
     start = 0

@@ -11,7 +11,7 @@ from reshard.errors import CheckpointError, IncompleteError
 from reshard.index.index import ParamGroup, Tensor
 
 from ..layout.experts import ProcessGroup, group_ranks, process_groups
-from ..layout.partitions import FlatSlice, zero2_slices, zero3_part_size, zero3_slices
+from ..layout.partitions import FlatSlice, whole_slices, zero2_slices, zero3_part_size, zero3_slices
 from ..layout.states import FlatGroup, ModelStates, OptimizerStates, Parameters, Shape
 from ..layout.tag import ModelRank, mixed_saves, of_model_rank
 from .flat_buffers import FlatBuffer, pieces_of_copies
@@ -113,11 +113,11 @@ def _add_group(parts: Parts, rank: ModelRank, number: int, group: ProcessGroup, 
                 # A matrix of a whole flat group belongs to no parameter: it is named as an array that is not read.
                 value = sharing[group.ranks[0]].states.get(state)
                 parts.add_other(*kind_and_name(parameter.name, state), [value] if is_plain_tensor(value) else value, paths[0])
-    for state, buffer in buffers.items():
-        buffer.check_size(needed, f"{state} of group {number}")
-    for parameter in slices:
+    partition = max(of_rank.master.shape[0] + of_rank.padding for of_rank in sharing.values())
+    places = {state: _slices_of(buffer, slices, needed, partition, f"{state} of group {number}") for state, buffer in buffers.items()}
+    for i, parameter in enumerate(slices):
         for state, buffer in buffers.items():
-            shape, shards = parameter.shape, buffer.shards(parameter)
+            shape, shards = parameter.shape, buffer.shards(places[state][i])
             if expert_slice := group.expert_slices.get(parameter.name):
                 shape, shards = expert_slice.fused_shape, expert_slice.in_fused_tensor(shards, shape)
             kind, name = kind_and_name(parameter.name, state)
@@ -127,6 +127,27 @@ def _add_group(parts: Parts, rank: ModelRank, number: int, group: ProcessGroup, 
         for parameter in slices:
             kind, name = kind_and_name(parameter.name, state)
             parts.add(rank, Tensor(name, dtype, (), kind, shards))
+
+
+def _slices_of(buffer: FlatBuffer, slices: list[FlatSlice], needed: Sequence[int], partition: int, what: str) -> list[FlatSlice]:
+    """Where the parameters of a group lie in a buffer: as in the masters, or whole in the rows of all their ranks (ZeRO-1, 2).
+
+    partition: the elements of each rank's row of masters, with padding.
+    Raises: CheckpointError if they lie in neither way.
+    """
+    rows = [row.shape[0] for row in buffer.rows]
+    if any(row not in (elements, partition) for row, elements in zip(rows, needed, strict=True)):
+        whole, lengths = whole_slices(slices, len(rows))
+        if rows == lengths:
+            return whole
+        if max(rows) > partition:
+            wrong = next(i for i, (row, length) in enumerate(zip(rows, lengths, strict=True)) if row != length)
+            raise mixed_saves(
+                f"its {what} has {rows[wrong]:,} elements, the parameters of which its rank has a part have {lengths[wrong]:,}",
+                buffer.paths[wrong],
+            )
+    buffer.check_size(needed, what)
+    return slices
 
 
 def _zero2_slices(

@@ -34,8 +34,10 @@ _SAVE = re.compile(r"iter_\d{7,}/|release/")
 _RANK = re.compile(
     r"(?:.*/)?(?:mp_rank_(?P<tp>\d{2,})(?:_(?P<a>\d{3,}))?(?:_(?P<b>\d{3,}))?|tp_rank_(?P<tp2>\d{2,})_pp_rank_(?P<pp2>\d{3,}))/"
 )
-# Optimizer state of data-parallel ranks before 2023, and of layer-wise optimizers.
-_UNREAD_OPTIMIZER = re.compile(r"optim\.pt|layer_wise_optimizer_\d+\.pt")
+LAYER_WISE = re.compile(r"layer_wise_optimizer_(\d+)\.pt")
+"""Optimizer state of a data-parallel rank, with whole parameters."""
+# Optimizer state of data-parallel ranks before 2023.
+_UNREAD_OPTIMIZER = re.compile(r"optim\.pt")
 # Folders of others that hold a distributed save: of NeMo 2, of NeMo 1 inside a .nemo file, of verl.
 _FOLDERS_OF_OTHERS = ("weights/", "model_weights/", "dist_ckpt/")
 # A word in the .metadata of every Megatron save, and in no other .metadata of torch.distributed.checkpoint.
@@ -163,6 +165,8 @@ def rank_folders(files: Files, folder: str) -> list[MegatronRankFolder]:
 
 def unread_optimizers(files: Files, folder: str) -> list[str]:
     """The optimizer files of a legacy save that reshard does not read."""
-    # Layer-wise optimizers save into the root, where each save replaces the files of the one before: their step may be another one.
-    folders = ["", *(path for path in files.list(folder) if _RANK.fullmatch(path))]
-    return [path for place in folders for path in files.list(place) if _UNREAD_OPTIMIZER.fullmatch(path.removeprefix(place))]
+    # Megatron Bridge saves layer-wise optimizers into the root, where ranks and saves replace each other's files: they may be of another
+    # step, and are of one tensor-parallel rank.
+    in_root = [path for path in files.list("") if LAYER_WISE.fullmatch(path)]
+    ranks = (path for path in files.list(folder) if _RANK.fullmatch(path))
+    return in_root + [path for rank in ranks for path in files.list(rank) if _UNREAD_OPTIMIZER.fullmatch(path.removeprefix(rank))]

@@ -81,7 +81,9 @@ def read(files: Files, hints: Hints) -> Index:
         weights = {tensor.name for tensor in tensors if tensor.kind == "weight"}
         groups, steps = common_optimizer(stored, common, model.megatron.model, weights)
         builder.param_groups = tuple(numbered.groups.values()) or groups
-        tensors += [*bucket_tensors(stored, model, args), *steps]
+        keyed = {tensor.name for tensor in tensors if tensor.kind in ("master", "moment1")}
+        keyed |= {tensor.name.rpartition(".")[0] for tensor in tensors if tensor.kind == "state"}
+        tensors += [*bucket_tensors(stored, model, args, keyed), *steps]
         builder.add_notes([*numbered.notes, *_without_names(tensors)])
     for tensor in tensors:
         builder.add_tensor(tensor)

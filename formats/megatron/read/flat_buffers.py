@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -132,19 +132,30 @@ _Buffer = Mapping[str, Sequence[TensorItem]]
 """The buckets of each array ("param", "exp_avg", "exp_avg_sq") of a buffer, in order."""
 
 
-def bucket_tensors(stored: StoredFolder, model: RunModel, args: Args) -> Iterator[Tensor]:
+def bucket_tensors(stored: StoredFolder, model: RunModel, args: Args, keyed: Collection[str]) -> Iterator[Tensor]:
     """The masters and moments of every parameter; empty if the save has no buckets.
 
+    keyed: the canonical tensors that have state of their own. Beside matrices with Muon's state, the buckets hold the other parameters,
+    experts or not (optimizer/layer_wise_optimizer.py of 0.19.2).
     Raises: CheckpointError if the parameters that the settings describe do not fill the buckets.
     """
     buffers, where = _bucketed_buffers(stored), f"{stored.prefix}.metadata"
+    if keyed:
+        buffers = {(None, group): of_group for (_, group), of_group in buffers.items()}
     is_chained = any(link is not None for link, _ in buffers)
     groups = _groups_of_run(model, args, where, is_chained=is_chained) if buffers else ()
-    return merged(
-        part
-        for link, group, chunks in groups
-        for part in _parts(stored, model, buffers.get((link if is_chained else None, group), []), group, chunks, where)
-    )
+
+    def parts() -> Iterator[Tensor]:
+        for link, group, of_chunks in groups:
+            chunks = [[parameter for parameter in of_chunk if not _has_state(parameter, keyed)] for of_chunk in of_chunks]
+            yield from _parts(stored, model, buffers.get((link if is_chained else None, group), []), group, chunks, where)
+
+    return merged(parts())
+
+
+def _has_state(parameter: ChunkTensor, keyed: Collection[str]) -> bool:
+    names = parameter.array.names  # none if a rank has nothing but padding of the vocabulary
+    return bool(names) and all(name in keyed for name in names)
 
 
 def _bucketed_buffers(stored: StoredFolder) -> dict[tuple[int | None, int], list[_Buffer]]:

@@ -24,10 +24,11 @@ from ..layout.chunks import ChunkTensor, shared_tables
 from ..layout.names import ParsedName, parse_name
 from ..layout.parameters import model_tensor, no_such_tensor
 from ..layout.save_folders import folder_of_save, unread_optimizers
-from ..layout.stages import Args, Chunk, ParallelSizes, split_into_chunks
+from ..layout.stages import Chunk, ParallelSizes, split_into_chunks
 from ..layout.tensors import EMBEDDING, MegatronModel, QkvOrder
 from .arrays import Shape, local_tensors, shared_expert, state_tensors, stored_shard, whole_tensor
 from .flat_buffers import buffered_optimizer
+from .layer_wise import layer_wise_optimizer
 from .optimizer import OF_ADAPTER, OptimizerState, merged_param_groups, numbered_optimizer
 from .ranks import LegacySave, MegatronRank, read_ranks
 from .run_model import RunModel, check_masters, completed, describe_model
@@ -71,38 +72,44 @@ def _index(files: Files, save: LegacySave, model: RunModel, unread: Sequence[str
     builder = IndexBuilder(_FORMAT, files)
     builder.add_files(rank.path for rank in save.ranks)
     chunks = stored_chunks(save, model.megatron)
-    optimizers: list[OptimizerState] = []
+    optimizers: list[tuple[int, OptimizerState]] = []
     for number, rank in enumerate(save.ranks):
         tensors = rank_tensors(rank, model.megatron, save.sizes, chunks)
         for tensor, stored in tensors:
             for name, local in local_tensors(tensor.array, stored, model.shapes):
                 builder.add("weight", name, local, rank.path, number)
-        optimizer = read_optimizer(files, rank, save.args, model, [tensor for tensor, _ in tensors])
-        for parameter, kind, stored in optimizer.states:
+        optimizers.extend((number, state) for state in read_optimizers(files, rank, save, model, [tensor for tensor, _ in tensors]))
+        builder.add_objects(rank.objects)
+    notes = [note for _, optimizer in optimizers for note in optimizer.notes]
+    for number, optimizer in optimizers:
+        for parameter, kind, stored in () if notes else optimizer.states:  # a part of it would be incomplete
             for name, local in state_tensors(parameter, stored, model.shapes):
                 builder.add(*state_kind(name, name, kind), local, optimizer.path, number)
-        builder.add_objects(rank.objects)
         builder.add_files([optimizer.path])
-        builder.add_notes(optimizer.notes)
-        optimizers.append(optimizer)
+    builder.add_notes(notes)
     if unread:
         others = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
         builder.add_notes([f"the optimizer's state in {unread[0]}{others} is left out: reshard does not read its form"])
-    builder.param_groups = merged_param_groups(optimizers, model.shapes)
+    builder.param_groups = merged_param_groups((optimizer for _, optimizer in optimizers), model.shapes)
     index = builder.build(_facts(save, config=model.config, unanswered=model.unanswered))
     return completed(index, model, files.root, with_optimizer=True)
 
 
-def read_optimizer(files: Files, rank: MegatronRank, args: Args, model: RunModel, tensors: Sequence[ChunkTensor]) -> OptimizerState:
-    """The optimizer of a rank: the distributed one if the rank has its file, otherwise the plain one. Not that of a LoRA adapter, which
-    numbers other parameters.
+def read_optimizers(
+    files: Files, rank: MegatronRank, save: LegacySave, model: RunModel, tensors: Sequence[ChunkTensor]
+) -> list[OptimizerState]:
+    """The optimizer of a rank: the distributed one if the rank has its file, the parts of a layer-wise one if it has those, otherwise the
+    plain one. Not that of a LoRA adapter, which numbers other parameters.
 
     Raises: CheckpointError if the buffers of the distributed optimizer do not fit the parameters.
     """
     if model.adapters:
-        return OptimizerState(rank.path, notes=(OF_ADAPTER,) if rank.optimizer else ())
+        return [OptimizerState(rank.path, notes=(OF_ADAPTER,) if rank.optimizer else ())]
     parameters = [tensor for tensor in tensors if tensor.is_parameter]
-    return buffered_optimizer(files, rank, args, parameters) or numbered_optimizer(rank.optimizer, parameters, rank.path)
+    if buffered := buffered_optimizer(files, rank, save.args, parameters):
+        return [buffered]
+    parts = layer_wise_optimizer(files, rank, save.sizes, parameters)
+    return parts or [numbered_optimizer(rank.optimizer, parameters, rank.path)]
 
 
 def _index_as_stored(files: Files, save: LegacySave, error: NotUnderstoodError) -> Index:

@@ -9,16 +9,18 @@
                                are shared by all ranks, and the groups do not list their parameters
 
 The numbers follow the order of the parameters in the model, which is the order of a chunk's tensors without buffers. Optimizers of dense
-weights and of experts are chained: then there is a list of two.
+weights and of experts are chained: then there is a list of two. With Muon (0.19) the chain has an optimizer for the matrices, and one for
+embedding, head and vectors, whose groups name it: {"optimizer": "adam"}.
 
-Source: megatron/core/optimizer/{__init__,optimizer,distrib_optimizer}.py of 0.16.1, megatron/training/checkpointing.py of core_r0.16.
+Source: megatron/core/optimizer/{__init__,optimizer,distrib_optimizer}.py of 0.16.1, megatron/training/checkpointing.py of core_r0.16; for
+Muon optimizer/{__init__,emerging_optimizers}.py of 0.19.2.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 from reshard.adapter.state_dicts import flat
@@ -31,6 +33,7 @@ from reshard.geometry.value import value
 from reshard.index.index import ParamGroup, Tensor
 from reshard.index.shards import Shards
 from reshard.models.model import Model
+from reshard.models.parts import Part
 
 from ..layout.chunks import ChunkTensor
 from ..layout.names import parse_name
@@ -40,6 +43,8 @@ from .zarr import StoredFolder
 OF_ADAPTER = "the optimizer's state is left out: of a run that trains a LoRA adapter, reshard does not read it"
 """A note on a checkpoint."""
 _MASTERS = "fp32_from_fp16_params"
+# Settings of param groups that tell which parameters are theirs, and which.
+OF_EXPERTS, _OF_TABLES, _OF_ALL_BUT_MATRICES = "is_expert_parallel", "is_decoupled_lr", "optimizer"
 
 
 @value(eq=False, repr=False)
@@ -73,11 +78,13 @@ class ChainLink:
     """The param groups."""
     masters: Any
     """The masters, group by group."""
+    told_by: frozenset[str]
+    """The settings by which the chain's groups tell their parameters apart."""
 
     def parameters(self, parameters: Sequence[ChunkTensor]) -> list[ChunkTensor]:
         """Those of the parameters that it updates: experts have an optimizer to themselves."""
-        flags = {bool(group.get("is_expert_parallel")) for group in self.groups}
-        if self.is_alone or len(flags) > 1:
+        flags = {bool(group.get(OF_EXPERTS)) for group in self.groups}
+        if self.is_alone or len(flags) > 1 or OF_EXPERTS not in self.told_by:
             return list(parameters)
         is_expert = flags.pop() if flags else self.number > 0
         return [parameter for parameter in parameters if parameter.is_expert is is_expert]
@@ -85,21 +92,23 @@ class ChainLink:
     def members(self, parameters: Sequence[ChunkTensor]) -> list[list[ChunkTensor]]:
         """The parameters of each param group, by the groups' settings.
 
-        Experts, parameters without weight decay and those with a learning rate of their own have groups to themselves.
+        Experts, parameters without weight decay and those with a learning rate or an optimizer of their own have groups to themselves.
         """
-        has_experts = any(group.get("is_expert_parallel") for group in self.groups)
-        has_decoupled = any(group.get("is_decoupled_lr") for group in self.groups)
 
         def belongs(parameter: ChunkTensor, group: Mapping[str, Any]) -> bool:
             is_table = parse_name(parameter.name).name in (EMBEDDING, HEAD)
-            return (
-                (parameter.is_expert and has_experts) is bool(group.get("is_expert_parallel"))
-                and parameter.is_decayed is _has_decay(group)
-                and (is_table and has_decoupled) is bool(group.get("is_decoupled_lr"))
-            )
+            return self.owns(parameter.is_expert, is_table, parameter.array.shape, group) and parameter.is_decayed is _has_decay(group)
 
         own = self.parameters(parameters)
         return [[parameter for parameter in own if belongs(parameter, group)] for group in self.groups]
+
+    def owns(self, is_expert: bool, is_table: bool, shape: Sequence[int], group: Mapping[str, Any]) -> bool:
+        """Whether a parameter of this kind is one of a group's, by the settings except weight decay.
+
+        is_table: it is the word embedding or the head.
+        """
+        facts = {OF_EXPERTS: is_expert, _OF_TABLES: is_table, _OF_ALL_BUT_MATRICES: is_table or len(shape) != 2}
+        return all(facts[setting] is bool(group.get(setting)) for setting in self.told_by)
 
     def param_groups(self, members: Sequence[Sequence[ChunkTensor]]) -> dict[tuple[int, int], ParamGroup]:
         """Its param groups by its number and theirs. members: the result of `members`."""
@@ -117,15 +126,19 @@ def chain_links(optimizer: Any, at_least: int = 1) -> list[ChainLink]:
         optimizer = [link for _, link in sorted(optimizer.items(), key=lambda item: str(item[0]))]
     chain = list(optimizer) if isinstance(optimizer, list) else [optimizer]
     chain += [None] * (at_least - len(chain))
-    links = []
+    links: list[ChainLink] = []
     for number, stored in enumerate(chain):
         outer = stored if isinstance(stored, Mapping) else {}
         inner = outer.get("optimizer", outer)
         inner = inner if isinstance(inner, Mapping) else {}
         groups = inner.get("param_groups")
         listed = [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list | tuple) else []
-        links.append(ChainLink(number, len(chain) == 1, inner.get("state"), listed, outer.get(_MASTERS)))
-    return links
+        links.append(ChainLink(number, len(chain) == 1, inner.get("state"), listed, outer.get(_MASTERS), frozenset()))
+    settings = (OF_EXPERTS, _OF_TABLES, _OF_ALL_BUT_MATRICES)
+    told_by = {setting for setting in settings if any(group.get(setting) for link in links for group in link.groups)}
+    if not all(link.groups for link in links):
+        told_by.add(OF_EXPERTS)  # the links without groups are those of experts
+    return [replace(link, told_by=frozenset(told_by)) for link in links]
 
 
 def merged_param_groups(states: Iterable[OptimizerState], order: Iterable[str]) -> tuple[ParamGroup, ...]:
@@ -145,16 +158,29 @@ def merged_param_groups(states: Iterable[OptimizerState], order: Iterable[str]) 
 # ---- torch's state dict, whose numbers follow the order of the parameters ----
 
 
-def numbered_optimizer(optimizer: Any, parameters: Sequence[ChunkTensor], path: str) -> OptimizerState:
-    """The optimizer in the file at `path`, from its state dict."""
+Members = list[list[ChunkTensor]]
+"""The parameters of each param group of an optimizer."""
+
+
+def numbered_optimizer(
+    optimizer: Any,
+    parameters: Sequence[ChunkTensor],
+    path: str,
+    share: Callable[[list[ChainLink], list[Members]], list[Members]] | None = None,
+) -> OptimizerState:
+    """The optimizer in the file at `path`, from its state dict.
+
+    share: finds what a rank has of the parameters of each optimizer in the chain; None: it has all of them.
+    """
     states: list[tuple[ChunkTensor, str, Any]] = []
     groups: dict[tuple[int, int], ParamGroup] = {}
     notes: list[str] = []
-    for link in chain_links(optimizer):
+    links = chain_links(optimizer)
+    of_links = [link.members(parameters) for link in links]
+    for link, members in zip(links, share(links, of_links) if share else of_links, strict=True):
         numbers = [list(group["params"]) for group in link.groups if isinstance(group.get("params"), list)]
         if not isinstance(link.state, Mapping) or len(numbers) != len(link.groups):
             continue
-        members = link.members(parameters)
         if list(map(len, members)) != list(map(len, numbers)):
             notes.append(
                 f"the optimizer's state is left out: it has groups of {_lengths(numbers)} parameters, "
@@ -219,22 +245,28 @@ def common_optimizer(
     The parameters of a group follow from its settings. All parameters of an optimizer share its one stored step count.
     """
     links = chain_links(common.get("optimizer"))
-    if not any(link.groups for link in links):
-        links = chain_links(_settings_of_ranks(stored))
+    if not all(link.groups for link in links) and (of_ranks := _settings_of_ranks(stored)):
+        chain = {link.number: {"optimizer": {"state": link.state, "param_groups": link.groups}} for link in links}
+        links = chain_links({0: None} | chain | of_ranks)
     groups: list[ParamGroup] = []
     steps: list[Tensor] = []
     for link in links:
-        # Experts have an optimizer to themselves, the second one of the chain.
-        parts = [part for part in model.parts() if link.is_alone or (part.expert is not None) is bool(link.number)]
-        for group in link.groups:
-            members = (part.tensor for part in parts if is_decayed(part.parameter, part.array.shape) is _has_decay(group))
-            groups.append(ParamGroup(tuple(dict.fromkeys(members)), plain_settings(group, without=("params",))))
+        members = [dict.fromkeys(part.tensor for part in model.parts() if _is_member(part, link, group)) for group in link.groups]
+        groups.extend(
+            ParamGroup(tuple(names), plain_settings(group, without=("params",))) for names, group in zip(members, link.groups, strict=True)
+        )
         step = link.state.get("common_step") if isinstance(link.state, Mapping) else None
         if isinstance(step, LocatedTensor):
             shards = Shards.of([Piece(Box.whole(step.shape), Extent(step.path, step.byte_offset, step.strides, step.dtype))])
-            trained = dict.fromkeys(part.tensor for part in parts if part.role not in BUFFER_ROLES and part.tensor in stored_weights)
+            trained = dict.fromkeys(name for names in members for name in names if name in stored_weights)
             steps.extend(Tensor(name, step.dtype, step.shape, "step", shards) for name in trained)
     return tuple(groups), steps
+
+
+def _is_member(part: Part, link: ChainLink, group: Mapping[str, Any]) -> bool:
+    """Whether a part of the model is one of a group's parameters, by the group's settings."""
+    is_own = link.owns(part.expert is not None, part.role in ("embedding", "head"), part.array.shape, group)
+    return is_own and part.role not in BUFFER_ROLES and is_decayed(part.parameter, part.array.shape) is _has_decay(group)
 
 
 def _settings_of_ranks(stored: StoredFolder) -> dict[int, Any]:

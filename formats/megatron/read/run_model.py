@@ -151,6 +151,8 @@ def completed(index: Index, model: RunModel, where: str, *, with_optimizer: bool
     """
     names: dict[str, set[str]] = {"weight": set(), "moment1": set()}
     for tensor in index.tensors:
+        if tensor.kind == "state":  # such as Muon's momentum, in place of moments
+            names["moment1"].add(tensor.name.rpartition(".")[0])
         names.setdefault(tensor.kind, set()).add(tensor.name)
     of_adapter = {name for name in names["weight"] if adapter_name(name)} if model.adapters else set()
     _check_factors(of_adapter, where)

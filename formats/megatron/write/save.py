@@ -61,6 +61,11 @@ class OptimizerContent:
         return keys
 
     @property
+    def has_muon(self) -> bool:
+        """Whether some weights have Muon's state and some Adam's."""
+        return {"momentum_buffer", "exp_avg"} <= {kind for kinds in self.keys.values() for kind in kinds}
+
+    @property
     def step_keys(self) -> tuple[str, ...]:
         """The keys of the step counts that the source keeps per weight; empty if it keeps one step count for all weights."""
         return tuple(kinds[STEP] for kinds in self.keys.values() if STEP in kinds)
@@ -130,7 +135,14 @@ class OptimizerContent:
         """(settings, parameters) of an optimizer's groups with and without weight decay. Dense weights have both, even if one is empty.
 
         The settings are those of the source's group of the first weight that is in one.
+        Raises: RequestError if some weights have Muon's state and some Adam's.
         """
+        if self.has_muon:
+            raise RequestError(
+                "`optimizer=True`: the optimizer keeps Muon's momentum of some weights and Adam's moments of others",
+                why="reshard does not write Megatron's chain of two such optimizers, and in one the settings of the groups would be lost",
+                do="Leave out `optimizer=True`, or choose dcp, fsdp, deepspeed or universal, which keep both",
+            )
         groups = self.content.param_groups()
         parsed_groups: list[tuple[dict[str, Any], list[ChunkTensor]]] = []
         for is_decayed in (True, False):
