@@ -66,12 +66,18 @@ class Environment:
         # Without dependencies, those of torch alone are there.
         whole = {"torch"} if "--no-deps" in self.options else {canonicalize_name(each.name) for each in wanted}
         linked = borrow(self.folder, wanted, whole, finished())
-        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+        pip = [*pip_for(python), "--no-compile"]
         # torch first: it must be the build for CPUs, which a framework's requirements could replace.
         if self.with_torch and "torch" not in linked:
             subprocess.run([*pip, TORCH], check=True)
         subprocess.run([*pip, *self.options, "-r", self.requirements], check=True, env={**os.environ, **self.variables})
         print(f"made the {self.framework} environment in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def pip_for(python: Path) -> list[str | Path]:
+    """The start of a command that installs into an environment without pip: by that of the tree, or of the Python that runs."""
+    own = ROOT / ".venv" / "bin" / "python"
+    return [own if own.exists() else sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
 
 
 def finished() -> list[Path]:
@@ -105,6 +111,6 @@ def installed(python: Path, work: Path) -> Path:
     for name in PACKAGE:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", target, source]
-    subprocess.run(pip, check=True)
+    # Built by the setuptools that torch brings.
+    subprocess.run([*pip_for(python), "--no-build-isolation", "--no-deps", "--target", target, source], check=True)
     return target
