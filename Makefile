@@ -10,6 +10,8 @@ WITHOUT_TORCH := torch; python_version < "3"
 OF_TORCH := filelock fsspec jinja2 networkx sympy setuptools
 SOURCE := fixtures/dcp/fsdp2
 OUT := demo-output
+# Each worker of pytest would compile all tests again.
+export PYTHONDONTWRITEBYTECODE :=
 # The rooms of the main way, without what takes longer than it tells every day: kills, published models, every degree.
 ROOMS := house geometry storage containers index models canonical plans adapter engine opening measures training
 LONGER := engine/test_resume engine/test_combining engine/test_computed_values engine/test_source_checks models/test_published_configs \

@@ -1,11 +1,14 @@
 """Deltas: what changed between two checkpoints, written and applied. The oracle of the format is tests/helpers/slime_deltas.py."""
 
+import itertools
 import json
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
+import traceback
 
 import numpy as np
 import pytest
@@ -607,22 +610,30 @@ def test_a_hostile_index_is_refused(metadata, weight_map, message, tmp_path):
 
 # ---- kills, and memory ----
 
-KILLED = """
-import os, sys
-import reshard.storage.staging as staging
-calls = 0
-def dying(real):
-    def call(*arguments, **keywords):
-        global calls
-        calls += 1
-        if calls == int(sys.argv[4]):
-            os.kill(os.getpid(), 9)
-        return real(*arguments, **keywords)
-    return call
-os.replace, os.fsync, os.pwrite, os.unlink, os.rmdir = map(dying, (os.replace, os.fsync, os.pwrite, os.unlink, os.rmdir))
-import reshard
-reshard.delta(*sys.argv[1:4])
-"""
+
+def ended(work, number):
+    """The exit code of a forked process that does some work, and is killed at a write, sync, rename or removal: its `number`th."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    calls = itertools.count(1)
+
+    def dying(real):
+        def call(*arguments, **keywords):
+            if next(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **keywords)
+
+        return call
+
+    os.replace, os.fsync, os.pwrite, os.unlink, os.rmdir = map(dying, (os.replace, os.fsync, os.pwrite, os.unlink, os.rmdir))
+    try:
+        work()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def test_a_kill_leaves_no_half_delta(steps):
@@ -630,10 +641,10 @@ def test_a_kill_leaves_no_half_delta(steps):
     old, new, out = steps / "step-100", steps / "step-200", steps / "delta"
     expected, outcomes = load_folder(new), []
     for number in range(1, 100):
-        done = subprocess.run([sys.executable, "-c", KILLED, old, new, out, str(number)], capture_output=True)
-        if done.returncode == 0:
+        code = ended(lambda: reshard.delta(old, new, out), number)
+        if code == 0:
             break
-        assert done.returncode == -9, done.stderr
+        assert code == -signal.SIGKILL
         try:
             opened = reshard.open(old, deltas=[out])
         except reshard.ReshardError:

@@ -14,12 +14,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from helpers.borrowed_packages import borrow, requirements_of
+
 ROOT = Path(__file__).resolve().parents[2]
 LONG = "--long" in sys.argv
 """Whether all cases are checked, and not only those for which CI has the time."""
 
 # What the package is made of, plugin included.
 PACKAGE = ("pyproject.toml", "setup.py", "README.md", "reshard", "formats", "cli", "plugins")
+
+TORCH = "torch==2.13.0"
+# Packages are not compiled before they are imported, and are then compiled once, even where this is set.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Each check as (what, passed, detail), from reshard's command, the framework's interpreter and a folder to work in.
 Checks = Callable[[Path, Path, Path], Iterator[tuple[str, bool, str]]]
@@ -52,13 +61,29 @@ class Environment:
     def _make(self, python: Path) -> None:
         began = time.monotonic()
         shutil.rmtree(self.folder, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", self.folder], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.folder], check=True)
+        wanted = requirements_of(self.requirements) + ([Requirement(TORCH)] if self.with_torch else [])
+        # Without dependencies, those of torch alone are there.
+        whole = {"torch"} if "--no-deps" in self.options else {canonicalize_name(each.name) for each in wanted}
+        linked = borrow(self.folder, wanted, whole, finished())
+        pip = [*pip_for(python), "--no-compile"]
         # torch first: it must be the build for CPUs, which a framework's requirements could replace.
-        if self.with_torch:
-            subprocess.run([*pip, "torch==2.13.0"], check=True)
+        if self.with_torch and "torch" not in linked:
+            subprocess.run([*pip, TORCH], check=True)
         subprocess.run([*pip, *self.options, "-r", self.requirements], check=True, env={**os.environ, **self.variables})
         print(f"made the {self.framework} environment in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def pip_for(python: Path) -> list[str | Path]:
+    """The start of a command that installs into an environment without pip: by that of the tree, or of the Python that runs."""
+    own = ROOT / ".venv" / "bin" / "python"
+    return [own if own.exists() else sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
+
+
+def finished() -> list[Path]:
+    """The environments of this tree that have this Python, and are made."""
+    libraries = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+    return [path.parent for path in sorted(ROOT.glob(".venv*/installed")) if (path.parent / libraries).is_dir()]
 
 
 def run_checks(checks: Checks, environment: Environment, about: str) -> int:
@@ -86,6 +111,6 @@ def installed(python: Path, work: Path) -> Path:
     for name in PACKAGE:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", target, source]
-    subprocess.run(pip, check=True)
+    # Built by the setuptools that torch brings.
+    subprocess.run([*pip_for(python), "--no-build-isolation", "--no-deps", "--target", target, source], check=True)
     return target

@@ -81,7 +81,9 @@ def rank_process(rank, folder, kind, ranks, truth, port):
 
 def main(folder, kind, ranks, truth):
     port = free_ports.free_port()
-    torch.multiprocessing.spawn(rank_process, (folder, kind, int(ranks), truth, port), nprocs=int(ranks))
+    arguments = (folder, kind, int(ranks), truth, port)
+    # Ranks are forked: importing torch takes longer than what they do.
+    torch.multiprocessing.start_processes(rank_process, arguments, nprocs=int(ranks), start_method="fork")
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ def _watched(arguments: list[str], target: Path, server: tuple[str, int] | None)
     nowhere = target.parent / "nowhere"
     nowhere.mkdir(exist_ok=True)
     os.chdir(nowhere)
+    sys.dont_write_bytecode = True  # Python would write elsewhere what it compiles
     sys.addaudithook(watch)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run(arguments)

@@ -73,4 +73,5 @@ def rank_process(rank: int, model: str, folder: str, kind: str, port: int) -> No
 if __name__ == "__main__":
     kind = sys.argv[3]
     ranks = int(torch.tensor(MESHES[kind][0]).prod())
-    torch.multiprocessing.spawn(rank_process, (*sys.argv[1:4], free_ports.free_port()), nprocs=ranks)
+    # Ranks are forked: importing torch takes longer than what they do.
+    torch.multiprocessing.start_processes(rank_process, (*sys.argv[1:4], free_ports.free_port()), nprocs=ranks, start_method="fork")

@@ -33,7 +33,7 @@ ROOT = HERE.parent.parent
 # This folder is a package here: tests/serving has a file of its name.
 sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path or ".").resolve() != HERE)]
 
-from helpers.framework_environments import LONG, Environment, installed, run_checks  # noqa: E402
+from helpers.framework_environments import LONG, Environment, installed, pip_for, run_checks  # noqa: E402
 from live.check import BACKEND, TP, VLLM, made, same  # noqa: E402
 from live.pushed_adapters import pushed_adapters  # noqa: E402
 from live.served import served  # noqa: E402
@@ -138,8 +138,8 @@ def trained_by_megatron(reshard: Path, python: Path, site: Path, work: Path) -> 
 
 def install_beside(python: Path, work: Path) -> None:
     """What plans and digests need, beside what a trainer's environment has."""
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", work / "beside", "--upgrade"]
-    subprocess.run([*pip, "-c", ROOT / "constraints.txt", "ml_dtypes", "blake3"], check=True)
+    command = [*pip_for(python), "--no-deps", "--upgrade", "--target", work / "beside", "-c", ROOT / "constraints.txt"]
+    subprocess.run([*command, "ml_dtypes", "blake3"], check=True)
 
 
 def trained_adapter(reshard: Path, python: Path, site: Path, work: Path) -> Iterator[Check]:

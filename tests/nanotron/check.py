@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from helpers.asked_process import Ask, asking
 from helpers.framework_environments import ROOT, Environment, run_checks
 
 ENVIRONMENT = Environment("nanotron", ROOT / "tests" / "nanotron" / "requirements.txt")
@@ -26,11 +27,15 @@ CASES = {"llama-tp2-pp2": (1, 2), "llama-tied-tp2": (1, 2, 4)}
 
 
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
+    with asking([python, "-W", "ignore", Path(__file__).parent / "run.py"]) as ask:
+        yield from loaded(reshard, ask, work)
+
+
+def loaded(reshard: Path, ask: Ask, work: Path) -> Iterator[tuple[str, bool, str]]:
     def ran(*words: object) -> str:
         done = subprocess.run(list(map(str, words)), capture_output=True, text=True)
         return "" if done.returncode == 0 else done.stderr[-2000:] or "failed"
 
-    run = Path(__file__).parent / "run.py"
     for case, sizes in CASES.items():
         saved = FIXTURES / case / "checkpoint"
         hf = work / case
@@ -38,10 +43,10 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
         for tp in sizes:
             folder, truth, again = (work / f"{case}-{tp}-{word}" for word in ("out", "truth.json", "again"))
             failed = failed or ran(reshard, "convert", hf, folder, "--to", "nanotron", "--tp", tp)
-            failed = failed or ran(python, run, "load", folder, truth)
+            failed = failed or ask({"folder": str(folder), "truth": str(truth)})
             equal = not failed and _tensors(truth) == _tensors(FIXTURES / case / "truth.json")
             yield f"{case} at TP {tp}: loaded on one rank", equal, failed or "the weights differ"
-            failed = failed or ran(python, run, "save", folder, again, case)
+            failed = failed or ask({"folder": str(folder), "target": str(again), "case": case})
             differ = [] if failed else [path for path in _weights(saved) if _tail(saved / path) != _tail(again / path)]
             yield f"{case} at TP {tp}: loaded by the ranks of the fixture", not failed and not differ, failed or f"{differ} differ"
 

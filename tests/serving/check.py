@@ -245,6 +245,8 @@ def served(python: Path, hub: Path) -> Iterator[Ask]:
     own = {"PYTHONPATH": str(HERE / "startup"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub)}
     # The engine in the process that asks: one process less to start. Its workers are processes all the same.
     vllms = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "INFO"}
+    # It would compile a function of the sampler at each start, which takes a third of it.
+    vllms["TORCH_COMPILE_DISABLE"] = "1"
     with asking([python, HERE / "server.py"], {**os.environ, **own, **vllms}) as ask:
         yield ask
 

@@ -3,10 +3,10 @@
     python tests/serving/packed.py [--engine-python PYTHON] [--long] [case ...]
 
 The cases are those fixtures, models that --quantize makes of stacked experts, and experts in the forms of other libraries.
-Each case is traced with vLLM's own loader (`reshard learn`) at TP 2, with --long at TP 1, 2 and 4, and with experts also at EP 2. It is
-converted with the learned layout and with reshard's own rules: all names, shapes, element types and bytes must be equal. For the files of
-each rank real vLLM is built (built.py): its tensors, by which one sees what it takes for quantized, must be those in the files. The sizes
-that `reshard degrees` refuses are those that vLLM refuses. That the values are those of the libraries is checked by
+Each case is traced with vLLM's own loader, as by `reshard learn`, at TP 2, with --long at TP 1, 2 and 4, and with experts also at EP 2.
+It is converted with the learned layout and with reshard's own rules: all names, shapes, element types and bytes must be equal. For the
+files of each rank real vLLM is built (built.py): its tensors, by which one sees what it takes for quantized, must be those in the files.
+The sizes that `reshard degrees` refuses are those that vLLM refuses. That the values are those of the libraries is checked by
 fixtures/hf_packed/make.py --check, in its own environment.
 
 vLLM's build for CPUs has kernels for the linear layers of some forms, and for no experts. For models in these forms ("decoded") it is
@@ -45,7 +45,8 @@ from helpers.framework_environments import LONG
 
 import reshard
 from reshard.errors import ReshardError, UnsupportedError
-from reshard.verbs.look.learn import write_layout
+from reshard.serving.learned.learn import learned_layout, traced_rank
+from reshard.verbs.look.learn import config_of, write_layout
 
 HERE = Path(__file__).resolve().parent
 FIXTURES = HERE.parent.parent / "fixtures" / "hf_packed"
@@ -79,7 +80,7 @@ def main() -> int:
                 try:
                     if case.startswith("decoded "):
                         return list(decoded_otherwise(case.removeprefix("decoded "), Path(work), ask))
-                    return list(differences(prepared(case, Path(work)), Path(work), python, built))
+                    return list(differences(prepared(case, Path(work)), Path(work), built))
                 except ReshardError as error:
                     return [str(error)]
 
@@ -92,7 +93,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def engines(python: Path) -> Iterator[tuple[Ask, Ask]]:
-    """Real vLLM that is started (server.py), and one that is only built (built.py)."""
+    """Real vLLM that is started (server.py), and one that is only built and traced (built.py)."""
     with (
         tempfile.TemporaryDirectory() as hub,
         served(python, Path(hub)) as ask,
@@ -246,7 +247,7 @@ _CHANGES: dict[str, Callable[[dict, dict], None]] = {
 }
 
 
-def differences(source: Path, work: Path, python: str, built: Ask) -> Iterator[str]:
+def differences(source: Path, work: Path, built: Ask) -> Iterator[str]:
     """What differs between the files by reshard's rules and those by the layout of vLLM's loader, between a rank file and the tensors
     that vLLM has for it, and between the sizes that both take."""
     has_experts = bool(reshard.open(source).model.dimensions.get("experts"))
@@ -254,7 +255,7 @@ def differences(source: Path, work: Path, python: str, built: Ask) -> Iterator[s
     if has_experts:
         problems |= {(row.parallel.tp, 2): row.problem for row in reshard.degrees(source, to="vllm", tp=(2,), ep=True).rows}
     legal = [sizes for sizes, problem in problems.items() if problem is None]
-    layout = learned(source, sorted({tp for tp, _ in legal}), sorted({ep for _, ep in legal}), work, python)
+    layout = learned(source, sorted({tp for tp, _ in legal}), sorted({ep for _, ep in legal}), work, built)
     for tp, ep in legal:
         written = {}
         for name, options in {"rules": {}, "learned": {"layout": layout, "accept_platform": True}}.items():
@@ -270,7 +271,7 @@ def differences(source: Path, work: Path, python: str, built: Ask) -> Iterator[s
         if "depends on the kernel" in problems[tp, ep]:
             continue  # and a GPU's is not this platform's
         try:
-            learned(source, [tp], [ep], work, python)
+            learned(source, [tp], [ep], work, built)
             yield f"TP {tp} EP {ep}: refused by the rules ({problems[tp, ep]}), and accepted by vLLM"
         except UnsupportedError:
             pass
@@ -278,7 +279,7 @@ def differences(source: Path, work: Path, python: str, built: Ask) -> Iterator[s
 
 def built_otherwise(folder: Path, tp: int, ep: int, built: Ask) -> Iterator[str]:
     """Of the last rank: the tensors that are in its file alone, or in vLLM alone, which then is no form of this file."""
-    found = built({"model": str(folder), "tp": tp, "ep": ep, "rank": tp - 1})
+    found = built({"ask": "built", "model": str(folder), "tp": tp, "ep": ep, "rank": tp - 1})
     with safe_open(folder / f"model-rank-{tp - 1}-part-0.safetensors", "pt") as file:
         names = {*file.keys()}
     if isinstance(found, str):
@@ -287,10 +288,15 @@ def built_otherwise(folder: Path, tp: int, ep: int, built: Ask) -> Iterator[str]
         yield f"TP {tp} EP {ep}, vLLM is built otherwise: {sorted({name for each in found for name in each} ^ names)}"
 
 
-def learned(source: Path, tp: list[int], ep: list[int], work: Path, python: str) -> Path:
-    """The layout by vLLM's loader. Raises UnsupportedError for sizes that vLLM or its kernels refuse."""
+def learned(source: Path, tp: list[int], ep: list[int], work: Path, built: Ask) -> Path:
+    """The layout by vLLM's loader, as by `reshard learn`. Raises UnsupportedError for sizes that vLLM or its kernels refuse."""
     path = work / "layout.json"
-    write_layout(reshard.learn(source, engine="vllm", tp=tp, ep=ep, engine_python=python), path)
+    cases = [{"tp": t, "pp": 1, "ep": e} for e in ep for t in tp if e in (1, t)]
+    answer = built({"ask": "traced", "model": str(source.resolve()), "cases": cases})
+    if isinstance(answer, str):
+        raise RuntimeError(f"the tracer did not finish: {answer}")
+    about, *lines = answer
+    write_layout(learned_layout(about, map(traced_rank, lines), config_of(source)), path)
     document = json.loads(path.read_text())
     used = {part["from"] for template in document["templates"] for part in template.get("parts", ())}
     if lost := [

@@ -9,6 +9,7 @@ A request has
 The answer is null where the function raised (the traceback is among the messages) or took longer than SECONDS.
 """
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -46,7 +47,9 @@ def answered(request: dict) -> object:
         for meeting in Path(folder).glob("vllm_dist_*"):
             vllm_make.remove_shared_memory(meeting.name)
         answer.seek(0)
-        return json.loads(answer.read() or "null")
+        text, _, imports = answer.read().partition("\n")
+        vllm_make.import_all(imports.split())
+        return json.loads(text or "null")
 
 
 def work(request: dict, answer, folder: str) -> None:
@@ -60,8 +63,10 @@ def work(request: dict, answer, folder: str) -> None:
     # Helpers that are spawned import the same.
     os.environ["PYTHONPATH"] = os.pathsep.join([*request["path"], os.environ["PYTHONPATH"]])
     sys.path[:0] = request["path"]
+    ours = vllm_make.imported()
     try:
         answer.write(json.dumps(importlib.import_module(request["ask"]).answer(**request["options"])))
+        answer.write("\n" + " ".join(sorted(vllm_make.imported() - ours)))
         answer.flush()
     except BaseException:
         traceback.print_exc()
@@ -75,6 +80,9 @@ def arrange() -> None:
 
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     vllm_make.take_any_shared_memory()
+    # vLLM collects garbage at each start: what is here is not looked at again.
+    gc.collect()
+    gc.freeze()
 
 
 if __name__ == "__main__":
