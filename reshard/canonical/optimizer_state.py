@@ -30,12 +30,11 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from reshard.errors import some
+from reshard.geometry.boxes import Shape
 from reshard.geometry.dtypes import F32
 from reshard.index.index import Kind, ParamGroup, Tensor
 from reshard.index.origin import Mapped
 from reshard.index.shards import Shards
-
-Shape = tuple[int, ...]
 
 # The keys under which trainers store the optimizer in a state dict.
 ROOTS = ("optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "optimizer_states")
