@@ -372,7 +372,7 @@ def _valued(codes: Tensor, parts: Mapping[str, Tensor | None], shape: tuple[int,
         return None
     if (table is None and codes.dtype.name != "F8_E4M3") or (table and (table.dtype, table.shape) != (F32, (values,))):
         return None
-    origin = Mapped(f"{8 // per_code}-bit state", codes, scale, table, block)
+    origin = Mapped(f"{8 // per_code}-bit state", codes, scale, table, block, is_state=True)
     return replace(codes, dtype=F32, shape=shape, origin=origin, shards=codes.shards if per_code == 1 else _rows_of(codes, shape))
 
 
