@@ -168,7 +168,7 @@ def run_files(files: Files) -> RunFiles:
         )
     for same_kind in (models, optimizers):
         if len(same_kind) > 1:
-            same_kind[:] = [each for each in same_kind if not all(_is_link_here(files, path) for path in each.paths.values())] or same_kind
+            same_kind[:] = [one for one in same_kind if not all(_is_link_here(files, path) for path in one.paths.values())] or same_kind
         if len(same_kind) > 1:
             raise CheckpointError(
                 f"there are {len(same_kind)} sets of files, such as {' and '.join(rank_files.first for rank_files in same_kind[:2])}",
