@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.value import value
 from reshard.models.config_values import component_class, stated_class, with_value
-from reshard.models.quantization import SETTING, SETTINGS_FILES, quantization_settings, settings_key, settings_of_file, sparsity_settings
+from reshard.models.quantization import SETTING, SETTINGS_FILES, quantization_settings, settings_key, settings_of_file
 from reshard.storage.files import Files, LocalFiles, inside, leads_elsewhere, read_whole
 
 if TYPE_CHECKING:
@@ -189,7 +189,10 @@ class ModelFiles:
         """The files without settings of compressed-tensors that say that the weights are dense, which vLLM 0.32 and SGLang 0.5 refuse as
         sparse ones; and the notes with one on it."""
         config, place = self.config or {}, settings_key(self.config or {})
-        if place is None or self.settings_from or sparsity_settings(config)[1] != "dense":
+        settings = quantization_settings(config)
+        sparsity = settings.get("sparsity_config") if isinstance(settings, Mapping) else None
+        form = sparsity.get("format") if isinstance(sparsity, Mapping) else sparsity
+        if place is None or self.settings_from or form != "dense":
             return self, notes
         changed = with_value(config, [*place.split("."), "sparsity_config"], None)
         note = f"left out of {CONFIG}, as engines refuse it: {place}.sparsity_config, which says that the weights are dense"

@@ -12,7 +12,7 @@ from reshard.health.findings import Finding, found
 from reshard.models.config_values import stated_class
 from reshard.models.declared.heads import plain_class
 from reshard.models.model import Model
-from reshard.models.quantization import sparsity_settings
+from reshard.models.quantization import quantization_settings
 
 _KINDS: Mapping[type, str] = {bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "dict", type(None): "null"}
 
@@ -36,8 +36,10 @@ def config_of_release(config: Mapping[str, Any], release: Release, model: Model 
     if method := release.refused_method(config):
         yield found("refused-setting", f"{release.engine} has no quantization method {method!r}", file="config.json",
                     do="Serve the model that it was quantized from; a plugin may add the method")  # fmt: skip
-    sparsity, form = sparsity_settings(config)
+    settings = quantization_settings(config)
+    sparsity = settings.get("sparsity_config") if isinstance(settings, Mapping) else None
     if isinstance(sparsity, str) or (isinstance(sparsity, Mapping) and sparsity.get("targets")):
+        form = sparsity.get("format") if isinstance(sparsity, Mapping) else sparsity
         do = "`to=hf` leaves the setting out" if form == "dense" else "Quantize the model again without sparsity"
         yield found("refused-setting", f"{release.engine} takes no sparsity_config ({form})", file="config.json", do=do)
 

@@ -44,13 +44,6 @@ def quantization_settings(config: Mapping[str, Any]) -> Any:
     return _with_method(settings) if isinstance(settings, Mapping) else settings
 
 
-def sparsity_settings(config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The settings of sparsity among them, as compressed-tensors writes them, and their format; None twice if there are none."""
-    settings = quantization_settings(config)
-    sparsity = settings.get("sparsity_config") if isinstance(settings, Mapping) else None
-    return sparsity, sparsity.get("format") if isinstance(sparsity, Mapping) else sparsity
-
-
 def settings_key(config: Mapping[str, Any]) -> str | None:
     """The key under which the settings stand, with a dot before that of an inner config; None if there are none."""
     return next((key for key, settings in _places(config).items() if settings), None)
