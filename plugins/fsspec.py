@@ -37,23 +37,23 @@ class ReshardFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
         if isinstance(path, list):
-            return [cls._strip_protocol(each) for each in path]
+            return [cls._strip_protocol(part) for part in path]
         return str(path).removeprefix("reshard://").rstrip("/")
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         """The entries of a folder, or a file. Raises FileNotFoundError."""
         path = self._strip_protocol(path)
-        found, front, inner = self._place(path)
-        if inner in found:
-            entries = [self._entry(front, found[inner])]
+        files, front, inner = self._place(path)
+        if inner in files:
+            entries = [self._entry(front, files[inner])]
         else:
             prefix = f"{inner}/" if inner else ""
-            below = [each for each in found if each.startswith(prefix)]
+            below = [name_below for name_below in files if name_below.startswith(prefix)]
             if not below:
                 raise FileNotFoundError(path)
-            names = dict.fromkeys(each[len(prefix) :].partition("/")[:2] for each in below)
+            names = dict.fromkeys(name_below[len(prefix) :].partition("/")[:2] for name_below in below)
             entries = [
-                {"name": f"{front}{prefix}{name}", "size": 0, "type": "directory"} if slash else self._entry(front, found[prefix + name])
+                {"name": f"{front}{prefix}{name}", "size": 0, "type": "directory"} if slash else self._entry(front, files[prefix + name])
                 for name, slash in names
             ]
         return entries if detail else [entry["name"] for entry in entries]
@@ -61,10 +61,10 @@ class ReshardFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         """The length, the type and the ETag of a file, or of a folder. Raises FileNotFoundError."""
         path = self._strip_protocol(path)
-        found, front, inner = self._place(path)
-        if inner in found:
-            return self._entry(front, found[inner])
-        if inner and not any(each.startswith(f"{inner}/") for each in found):
+        files, front, inner = self._place(path)
+        if inner in files:
+            return self._entry(front, files[inner])
+        if inner and not any(name.startswith(f"{inner}/") for name in files):
             raise FileNotFoundError(path)
         return {"name": path, "size": 0, "type": "directory"}
 
@@ -86,10 +86,10 @@ class ReshardFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has
         return _File(self, path, mode, block_size or "default", cache_options=cache_options, size=self._file(path).size, **kwargs)
 
     def _file(self, path: str) -> VirtualFile:
-        found, _, inner = self._place(self._strip_protocol(path))
-        if inner not in found:
+        files, _, inner = self._place(self._strip_protocol(path))
+        if inner not in files:
             raise FileNotFoundError(path)
-        return found[inner]
+        return files[inner]
 
     def _place(self, path: str) -> tuple[Folder, str, str]:
         """The folder that a path lies in, what precedes the path of a file there, and that path."""
@@ -101,7 +101,7 @@ class ReshardFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has
             raise RequestError("the URL names no checkpoint and no format", where=f"reshard://{path}", do=do)
         target, _, inner = rest.partition("/")
         to, *options = target.split(",")
-        given = {key: int(word) if word.isdecimal() else word or True for key, _, word in (each.partition("=") for each in options)}
+        given = {key: int(word) if word.isdecimal() else word or True for key, _, word in (pair.partition("=") for pair in options)}
         return self._folder(f"{source}!{target}", source, to, given), f"{source}!{target}/", inner
 
     def _folder(self, key: str, source: Any, to: str, options: dict[str, Any]) -> Folder:

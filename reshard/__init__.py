@@ -13,7 +13,11 @@ reshard.convert("step-1000", "out/", to="vllm", tp=8)  # the command line as a c
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+if not os.path.isdir(os.path.join(__path__[0], "formats")):
+    __path__.append(os.path.dirname(__path__[0]))  # in a checkout, formats/, cli/ and plugins/ lie beside this folder
 
 if TYPE_CHECKING:
     from reshard.canonical.content import Selection

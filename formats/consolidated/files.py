@@ -7,6 +7,7 @@ import re
 from reshard.storage.files import Files
 
 PARAMS = "params.json"
+EMBEDDING = "tok_embeddings.weight"
 _RANK = re.compile(r"consolidated\.(\d\d)\.pth")
 _SAFETENSORS = re.compile(r"consolidated(-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.safetensors")
 # A folder on the Hugging Face Hub often holds both forms. Then the published one is read.

@@ -22,10 +22,8 @@ from reshard.index.index import Index, RunFacts, Tensor
 from reshard.index.shards import Shards
 from reshard.storage.files import Files, missing
 
-from .files import PARAMS, expected_files, rank_of, weight_files
+from .files import EMBEDDING, PARAMS, expected_files, rank_of, weight_files
 from .params import config_of
-
-_EMBEDDING = "tok_embeddings.weight"
 
 
 def read(files: Files, hints: Hints) -> Index:
@@ -98,7 +96,7 @@ def _read_ranks(builder: IndexBuilder, paths: list[str]) -> None:
 
 def _axis(name: str, shape: tuple[int, ...], ranks: int, hidden: int | None, path: str) -> int | None:
     """The axis along which ranks divide a tensor of which one holds an array of that shape; None if each holds all of it."""
-    if name == _EMBEDDING:
+    if name == EMBEDDING:
         # Llama 3 divides its rows, Llama 1 and 2 its columns.
         if len(shape) == 2 and hidden in (shape[1], shape[1] * ranks):
             return 0 if shape[1] == hidden else 1

@@ -15,10 +15,8 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.mosaics import Mosaic
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
 
-from .files import PARAMS
+from .files import EMBEDDING, PARAMS
 from .params import params_of
-
-_EMBEDDING = "tok_embeddings.weight"
 
 
 def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
@@ -68,7 +66,7 @@ def _share(array: Mosaic, *, name: str, rank: int, target: Target, places: Place
     axis = axis_of(name)
     if ranks == 1 or axis is None:
         return array
-    if name == _EMBEDDING:
+    if name == EMBEDDING:
         cut = target.options.get("embedding_cut")
         if cut is None:
             raise RequestError(

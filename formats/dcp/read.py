@@ -13,12 +13,12 @@ from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.save_folders import step_of, the_one_save
 from reshard.canonical.tensor_classes import RUN_ROOTS, root_of
 from reshard.errors import CheckpointError, IncompleteError, RequestError
+from reshard.geometry.boxes import Shape
 from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
 from reshard.storage.files import Files
 
 from . import ANY_METADATA, DATA, METADATA, folders_below, weights_and_optimizer
 
-Shape = tuple[int, ...]
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+/")
 
 

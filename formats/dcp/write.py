@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from reshard.adapter.dcp_keys import KeyPath
+from reshard.adapter.dcp_keys import KeyPath, fqn_of
 from reshard.adapter.dcp_writer import DcpFile, written_metadata
 from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content
@@ -24,7 +24,7 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     ranks = target.parallel.dp
     rank_files = list(_rank_files(content, dtypes, ranks, target.max_shard_size))
     files = tuple(file.close({"dp": rank} if ranks > 1 else {}) for rank, file in rank_files)
-    planner = {_fqn(path): path for path in _key_paths(content)}
+    planner = {fqn_of(path): path for path in _key_paths(content)}
     metadata = Sidecar(METADATA, written_metadata([file for _, file in rank_files], planner))
     # torch writes .metadata last as well: if it is there, everything is.
     return Layout("dcp", files, (*companions.sidecars(dtypes.values()), metadata), target.parallel)
@@ -39,7 +39,7 @@ def _rank_files(content: Content, dtypes: Mapping[str, DType], ranks: int, max_n
     for rank in range(ranks):
         number, file = 0, DcpFile(f"__{rank}_0{DATA}")
         for path, value in _group_objects(groups) if rank == 0 else ():
-            file.add_object(_fqn(path), value)
+            file.add_object(fqn_of(path), value)
         for key, tensor in content.tensors.items():
             box = row_shard(tensor.shape, ranks, rank)
             if box is None:
@@ -48,10 +48,10 @@ def _rank_files(content: Content, dtypes: Mapping[str, DType], ranks: int, max_n
                 yield rank, file
                 number += 1
                 file = DcpFile(f"__{rank}_{number}{DATA}")
-            fqn = _fqn(_tensor_path(key, bool(content.states)))
+            fqn = fqn_of(_tensor_path(key, bool(content.states)))
             file.add_tensor(fqn, part(fqn, key, dtypes[key], tensor.shape, box), box.offsets, tensor.shape)
         for path, steps in _step_counts(content) if rank == 0 else ():
-            file.add_tensor(_fqn(path), step_count(_fqn(path), steps), (), ())
+            file.add_tensor(fqn_of(path), step_count(fqn_of(path), steps), (), ())
         yield rank, file
 
 
@@ -82,7 +82,3 @@ def _group_objects(groups: tuple[ParamGroup, ...]) -> Iterator[tuple[KeyPath, ob
     for number, group in enumerate(groups):
         yield ("optim", "param_groups", number, "params"), list(group.names)
         yield from ((("optim", "param_groups", number, name), value) for name, value in group.settings.items())
-
-
-def _fqn(path: KeyPath) -> str:
-    return ".".join(map(str, path))

@@ -17,10 +17,8 @@ from reshard.adapter.state_dicts import elements_of
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError
-from reshard.geometry.boxes import flat_boxes, row_major
+from reshard.geometry.boxes import Shape, flat_boxes, row_major
 from reshard.geometry.value import value
-
-Shape = tuple[int, ...]
 
 # FSDP aligns to 16 bytes of the dtype that it computes in, which the files do not name: 16, 8, 4 or 2 elements.
 _ALIGNMENTS = (16, 8, 4, 2)

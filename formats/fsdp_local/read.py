@@ -17,12 +17,12 @@ from reshard.canonical.renaming import unwrapped
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.errors import CheckpointError, IncompleteError, RequestError
-from reshard.geometry.boxes import Box
+from reshard.geometry.boxes import Box, Shape
 from reshard.index.index import Index, RunFacts
 from reshard.models.model import Model
 from reshard.storage.files import Files
 
-from .flat_parameters import FlatParameter, FlatRun, Shape, Slot, find_slots
+from .flat_parameters import FlatParameter, FlatRun, Slot, find_slots
 
 Runs = Mapping[str, Sequence[FlatRun]]
 """Unit ("", "layers.0.", ...) or name of a tensor -> what the ranks' files hold of it."""

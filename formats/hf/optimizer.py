@@ -17,6 +17,7 @@ from reshard.adapter.state_dicts import read_optimizer
 from reshard.canonical.name_variants import Names, with_canonical_names
 from reshard.canonical.optimizer_state import state_kind
 from reshard.errors import ReshardError
+from reshard.geometry.boxes import Shape
 from reshard.index.index import RunFacts, Tensor
 from reshard.models.model import Model
 from reshard.models.weights import ModelWeight
@@ -24,7 +25,6 @@ from reshard.storage.files import Files
 
 from .files import SAFETENSORS
 
-Shape = tuple[int, ...]
 # In this order (transformers/integrations/moe.py, 5.23).
 _STACKS = ("gate_up_proj", "down_proj")
 

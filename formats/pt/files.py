@@ -51,7 +51,7 @@ def candidates(files: Files) -> tuple[list[str], list[str]]:
 def _is_whole_model(files: Files, listing: tuple[str, ...]) -> bool:
     """Whether the file of rank 0, given by itself, holds whole tensors: Composer's of a run that saved from one rank."""
     sets = rank_file_sets(listing)
-    if not files.is_file or any(each.world not in (None, 1) or each.first_item[0] for each in sets):
+    if not files.is_file or any(rank_files.world not in (None, 1) or rank_files.first_item[0] for rank_files in sets):
         return False
     from reshard.adapter.state_dicts import holds_flat_parameters, holds_sharded_tensors, holds_tensors
 

@@ -14,13 +14,12 @@ from reshard.canonical.tensor_classes import root_of
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.errors import CheckpointError, RequestError
+from reshard.geometry.boxes import Shape
 from reshard.geometry.dtypes import unread
 from reshard.index.index import Index, RunFacts
 from reshard.storage.files import Files
 
 from .files import candidates
-
-Shape = tuple[int, ...]
 
 
 def read(files: Files, hints: Hints) -> Index:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NoReturn
 
+from reshard.adapter.dcp_keys import KeyPath
 from reshard.containers import inert_pickle
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
@@ -23,7 +24,6 @@ from .files import METADATA, ItemFile, ItemFiles, default_file
 _LIMIT = 4 << 30
 _MOST_RANKS = 1 << 20
 
-KeyPath = tuple[str | int, ...]
 # What both versions say about an item: for each tensor the groups of ranks that hold it, and for each rank its layout.
 _Tensors = list[tuple[KeyPath, list[Any]]]
 _Layouts = Mapping[int, Any]

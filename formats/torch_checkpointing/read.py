@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from reshard.adapter.dcp_keys import KeyPath, fqn_of
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.save_folders import step_of
@@ -15,14 +16,13 @@ from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers import safetensors, torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.errors import CheckpointError, IncompleteError
-from reshard.geometry.boxes import Box
+from reshard.geometry.boxes import Box, Shape
 from reshard.index.index import Index, Kind, RunFacts
 from reshard.storage.files import Files, missing
 
 from .files import METADATA, SAFETENSORS, TORCH, ItemFile, numbered_items
-from .metadata import DescribedItem, KeyPath, RankBoxes, read_metadata
+from .metadata import DescribedItem, RankBoxes, read_metadata
 
-Shape = tuple[int, ...]
 _DEEPEST = 32
 
 
@@ -72,7 +72,7 @@ def add_item(
         file = item.files[rank]
         root, held = read_rank_item(builder, name, file, item.tensors.get(rank, {}))
         if rank == 0 and is_model:
-            shapes = parameter_shapes((_dotted(path), local) for path, local in held)
+            shapes = parameter_shapes((fqn_of(path), local) for path, local in held)
         if rank == 0 and name in OPTIMIZER_ROOTS:
             names = add_param_groups(builder, root, held, parameters)
         for path, local in held:
@@ -94,7 +94,7 @@ def read_rank_item(builder: IndexBuilder, item: str, file: ItemFile, described: 
         values = dict(_leaves(root))
     elif file.serialization == SAFETENSORS:
         # By their paths in the item, as far as the metadata knows them; others by their dotted names.
-        paths = {_dotted(path): path for path in described}
+        paths = {fqn_of(path): path for path in described}
         entries = safetensors.read_header(files, file.path).entries
         values = {paths.get(entry.name, (entry.name,)): stored_entry(file.path, entry) for entry in entries}
     else:
@@ -102,16 +102,16 @@ def read_rank_item(builder: IndexBuilder, item: str, file: ItemFile, described: 
         return root, []
     if absent := [path for path in described if path not in values]:
         raise IncompleteError(
-            f"it does not hold its part of {item} {_dotted(absent[0])}, which {METADATA} places there",
+            f"it does not hold its part of {item} {fqn_of(absent[0])}, which {METADATA} places there",
             where=file.path,
             why="The files are from different saves",
             do="Copy all files of one save again",
         )
     decoder, held = Decoder(file.path), list[tuple[KeyPath, LocalTensor]]()
     for path, value in values.items():
-        local = decoder.decode(_dotted(path), value)
+        local = decoder.decode(fqn_of(path), value)
         if local is None:
-            builder.add_objects([_dotted((item, *path))])
+            builder.add_objects([fqn_of((item, *path))])
         else:
             is_described = path in described and not local.dtype.is_unread
             held.append((path, _agreed(local, described[path], path, file.path) if is_described else local))
@@ -142,10 +142,10 @@ def _kind_and_name(item: str, path: KeyPath, names: Mapping[Any, str], *, is_mod
     """What a tensor of an item is to the run, and its name in the model."""
     if item in OPTIMIZER_ROOTS and path[:1] == ("state",) and len(path) > 2:
         name = path[1] if isinstance(path[1], str) else names.get(path[1])
-        return state_kind(name, path[1], _dotted(path[2:]))
+        return state_kind(name, path[1], fqn_of(path[2:]))
     if is_model and path:
-        return "weight", _dotted(path)
-    return "state" if item in OPTIMIZER_ROOTS else "weight", _dotted((item, *path))
+        return "weight", fqn_of(path)
+    return "state" if item in OPTIMIZER_ROOTS else "weight", fqn_of((item, *path))
 
 
 def _agreed(local: LocalTensor, described: RankBoxes, path: KeyPath, file: str) -> LocalTensor:
@@ -162,13 +162,9 @@ def _agreed(local: LocalTensor, described: RankBoxes, path: KeyPath, file: str) 
         raise CheckpointError(
             f"the file holds {local.dtype} {list(stored.shape) if stored else []}, {METADATA} says {described.dtype} "
             f"{described.boxes[0][0] if described.boxes else 'nothing'} of {list(described.shape)}",
-            where=f"{_dotted(path)} in {file}",
+            where=f"{fqn_of(path)} in {file}",
             why="The files are from different saves",
             do="Copy all files of one save again",
         )
     shards = tuple((box, part_of(stored, inside)) for box, inside in described.boxes)
     return LocalTensor(described.dtype, described.shape, shards, described.distribution)
-
-
-def _dotted(path: KeyPath) -> str:
-    return ".".join(map(str, path))

@@ -25,6 +25,7 @@ from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import STEP, names_for, note_on_plain, parameter_and_kind, plain_groups, plain_settings, state_kind
 from reshard.canonical.tensor_classes import MODEL_ROOTS, RUN_ROOTS
 from reshard.containers.dcp_metadata import BytesItem, DcpMetadata, TensorItem
+from reshard.geometry.boxes import Shape
 from reshard.geometry.value import value
 from reshard.index.index import Kind, ParamGroup, Tensor
 
@@ -105,12 +106,12 @@ class ModelRoots:
         """The name of a tensor in the model, and the root beside the main model that it is under (None: it is the main model's)."""
         below = path[self.common :]
         if self.main is None:
-            return _dotted(below), None
+            return fqn_of(below), None
         if len(below) > 1 and below[0] == self.main:
-            return _dotted(below[len(_roots(below)) :]), None
+            return fqn_of(below[len(_roots(below)) :]), None
         if len(below) > 1:  # {"ema": {"model": {...}}}
             below = (below[0], *below[1:][len(_roots(below[1:])) :])
-        dotted = _dotted(below)
+        dotted = fqn_of(below)
         return dotted, dotted.partition(".")[0]
 
 
@@ -128,7 +129,8 @@ def _roots(path: KeyPath) -> KeyPath:
     return path[:count]
 
 
-def _dotted(path: KeyPath) -> str:
+def fqn_of(path: KeyPath) -> str:
+    """The flat name of an entry."""
     return ".".join(map(str, path))
 
 
@@ -142,16 +144,13 @@ def kind_and_name(path: KeyPath, names: NumberNames, roots: ModelRoots, part: st
         name = state.parameter if isinstance(state.parameter, str) else names.get((state.root, state.parameter))
         return *state_kind(name, state.parameter, f"{state.kind}{part}"), None
     if optimizer_path(path)[0]:
-        return "state", f"{_dotted(path)}{part}", None
+        return "state", f"{fqn_of(path)}{part}", None
     return "weight", *roots.name(whole)
 
 
 def _number_or_name(key: str | int) -> str | int:
     """The planner turns the numbers of a dict into text. A model has no parameter whose name is a number."""
     return int(key) if isinstance(key, str) and key.isdecimal() else key
-
-
-Shape = tuple[int, ...]
 
 
 def number_names(folder: DcpFolder, parameters: Mapping[str, Shape]) -> tuple[NumberNames, list[str]]:

@@ -11,13 +11,12 @@ from typing import Any
 
 from reshard.containers import pickle_writer, torch_frame
 from reshard.containers.pickle_writer import Call, Instance, Name
+from reshard.geometry.boxes import Shape
 from reshard.geometry.dtypes import DType
 from reshard.geometry.sections import StoredTensor
 from reshard.geometry.value import mutable, value
 from reshard.plans.layout import PlacedTensor, TargetFile
 from reshard.storage.checksums import StoredChecksum
-
-Shape = tuple[int, ...]
 
 
 @value

@@ -99,8 +99,8 @@ class FileNames:
     @staticmethod
     def written(paths: Iterable[str]) -> FileNames | None:
         """The names of these files; None if they have other ones."""
-        found = {match.group("stem", "variant") if (match := _WRITTEN.fullmatch(path)) else None for path in paths}
-        (only,) = found if len(found) == 1 else (None,)
+        stems = {match.group("stem", "variant") if (match := _WRITTEN.fullmatch(path)) else None for path in paths}
+        (only,) = stems if len(stems) == 1 else (None,)
         return FileNames(only[0], only[1] or "") if only else None
 
     def file(self, number: int, count: int) -> str:

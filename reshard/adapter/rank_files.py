@@ -168,7 +168,7 @@ def run_files(files: Files) -> RunFiles:
         )
     for same_kind in (models, optimizers):
         if len(same_kind) > 1:
-            same_kind[:] = [each for each in same_kind if not all(_is_link_here(files, path) for path in each.paths.values())] or same_kind
+            same_kind[:] = [one for one in same_kind if not all(_is_link_here(files, path) for path in one.paths.values())] or same_kind
         if len(same_kind) > 1:
             single = all(len(each.paths) == 1 for each in same_kind)
             raise CheckpointError(

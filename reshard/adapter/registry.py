@@ -220,7 +220,7 @@ def is_claimed(files: Files) -> bool:
 def claims(name: str, files: Files) -> bool:
     """Whether the format of that name claims these files. Raises RequestError if there is no such format."""
     format = named(name)
-    return any(found is format for found, _ in _claims(files))
+    return any(claiming is format for claiming, _ in _claims(files))
 
 
 def _claims(files: Files) -> list[tuple[Format, str]]:

@@ -30,12 +30,11 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from reshard.errors import some
+from reshard.geometry.boxes import Shape
 from reshard.geometry.dtypes import F32
 from reshard.index.index import Kind, ParamGroup, Tensor
 from reshard.index.origin import Mapped
 from reshard.index.shards import Shards
-
-Shape = tuple[int, ...]
 
 # The keys under which trainers store the optimizer in a state dict.
 ROOTS = ("optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "optimizer_states")
@@ -380,7 +379,7 @@ def _valued(codes: Tensor, parts: Mapping[str, Tensor | None], shape: tuple[int,
         return None
     if (table is None and codes.dtype.name != "F8_E4M3") or (table and (table.dtype, table.shape) != (F32, (values,))):
         return None
-    origin = Mapped(f"{8 // per_code}-bit state", codes, scale, table, block)
+    origin = Mapped(f"{8 // per_code}-bit state", codes, scale, table, block, is_state=True)
     return replace(codes, dtype=F32, shape=shape, origin=origin, shards=codes.shards if per_code == 1 else _rows_of(codes, shape))
 
 

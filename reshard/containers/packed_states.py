@@ -15,11 +15,10 @@ from typing import Any
 
 from reshard.containers.inert_pickle import Inert
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
-from reshard.geometry.boxes import Box
+from reshard.geometry.boxes import Box, Shape
 from reshard.geometry.dtypes import DType
 from reshard.geometry.value import value
 
-Shape = tuple[int, ...]
 # By class: the values of one code.
 _CLASSES = {"OptimState8bit": 1, "OptimState4bit": 2, "OptimStateFp8": 1}
 

@@ -20,7 +20,7 @@ import re
 import struct
 from collections.abc import Iterator
 from pickle import UnpicklingError
-from typing import Any, NamedTuple, NoReturn, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from reshard.containers import magic_bytes
 from reshard.containers.inert_pickle import (
@@ -553,7 +553,7 @@ def _old_storages(source: Range, keys: Any, types: dict[str, DType | None], data
     storages: dict[str, _Storage] = {}
     for key in keys:
         if key not in types:
-            _refuse_unnamed(source, key)
+            source.refuse(f"the storage {key!r} is listed, but no tensor tells its element type, so the storages after it cannot be found")
         if data + 8 > source.nbytes:
             source.refuse(f"the storage {key!r} should start at byte {data:,}, the file ends at {source.nbytes:,}")
         (count,) = struct.unpack("<q", source.read(data, 8, ahead=8))
@@ -564,10 +564,6 @@ def _old_storages(source: Range, keys: Any, types: dict[str, DType | None], data
         storages[key] = _Storage(key, dtype, source.start + data + 8, nbytes)
         data += 8 + nbytes
     return storages
-
-
-def _refuse_unnamed(source: Range, key: str) -> NoReturn:
-    source.refuse(f"the storage {key!r} is listed, but no tensor tells its element type, so the storages after it cannot be found")
 
 
 def _old_view(storage: _Storage, dtype: DType | None, pid: tuple[Any, ...], source: Range) -> _Storage:

@@ -87,7 +87,7 @@ class Repository:
         with self._lock:
             if name == MAIN and self.is_run and known:
                 name = known[-1]
-            name = next((each for each, commit in self._commits.items() if commit == name), name)
+            name = next((label for label, commit in self._commits.items() if commit == name), name)
             if name not in self._known:
                 return None
             if name not in self._open:

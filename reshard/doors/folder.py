@@ -66,7 +66,7 @@ class Folder(Mapping[str, "VirtualFile"]):
         return (
             self._made
             if self._records is None
-            else self._made | {each.path: VirtualFile(self, each.path, len(each.content), each.content) for each in self._records}
+            else self._made | {record.path: VirtualFile(self, record.path, len(record.content), record.content) for record in self._records}
         )
 
     @cached_property
@@ -74,7 +74,7 @@ class Folder(Mapping[str, "VirtualFile"]):
         with self._lock:
             weights = {file.path: VirtualFile(self, file.path, file.nbytes, None) for file in self.plan.layout.files}
             small = (*self.plan.layout.sidecars, planned_record(self.plan))
-            return weights | {each.path: VirtualFile(self, each.path, len(each.content), each.content) for each in small}
+            return weights | {record.path: VirtualFile(self, record.path, len(record.content), record.content) for record in small}
 
     @cached_property
     def _identity(self) -> str:

@@ -84,9 +84,9 @@ def hub(
     remember(*filter(None, [token]))
     repositories = [
         _repository(
-            each, format, names[i] if names else "", options if len(formats) == 1 else _of_format(format, options), len(formats) > 1
+            source, format, names[i] if names else "", options if len(formats) == 1 else _of_format(format, options), len(formats) > 1
         )
-        for i, each in enumerate(sources)
+        for i, source in enumerate(sources)
         for format in formats
     ]
     return Hub(Catalogue(iter(repositories)), (bind, port), Access(token), is_made=is_made)
@@ -126,8 +126,8 @@ def _steps(path: str, format: str, options: Mapping[str, Any]) -> dict[str, Call
     numbers = [step.number for step in wanted]
     names = [step.name if numbers.count(step.number) == 1 else f"{step.name}-{step.part.replace('/', '-')}" for step in wanted]
     return {
-        each: partial(_folder, source_of(step, every), format, given)
-        for each, step in sorted(zip(names, wanted, strict=True), key=lambda named: (named[1].order, named[0]))
+        label: partial(_folder, source_of(step, every), format, given)
+        for label, step in sorted(zip(names, wanted, strict=True), key=lambda named: (named[1].order, named[0]))
     }
 
 
@@ -220,7 +220,7 @@ class Hub:
                 return json_answer({"error": "the Host header does not name this server"}, 421)
             if not self.access.allows(request):
                 return self._forbidden(request)
-            found = (
+            answer = (
                 hub_front.answer(request, self.catalogue) or people.answer(request, self.catalogue) or s3.answer(request, self.catalogue)
             )
         except Malformed:
@@ -228,10 +228,10 @@ class Hub:
         except Exception as error:
             return self._failed(error)
         key = client, request.path
-        if found.file is not None and request.method == "GET" and key not in self._logged and len(self._logged) < _MOST_LOGGED:
+        if answer.file is not None and request.method == "GET" and key not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(key)
-            event("hub-read", f"{client} reads {request.path}", level=_NOTICE, client=client, path=request.path, bytes=found.file.size)
-        return found
+            event("hub-read", f"{client} reads {request.path}", level=_NOTICE, client=client, path=request.path, bytes=answer.file.size)
+        return answer
 
     def _forbidden(self, request: Request) -> Response:
         if request.asks_s3:

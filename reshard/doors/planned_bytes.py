@@ -143,7 +143,7 @@ class PlannedBytes:
         if not is_whole or target.shards.box(row) != (piece := source.shards.piece(0)).box:
             return None
         strides = piece.extent.strides, target.shards.extent(row).strides
-        return piece.extent if all(is_row_major(piece.box.sizes, each) for each in strides) else None
+        return piece.extent if all(is_row_major(piece.box.sizes, steps) for steps in strides) else None
 
     def _chunk(self, path: str, start: int, stop: int) -> memoryview:
         """Bytes [start, stop) of a file, in a thread of this object's."""

@@ -23,22 +23,6 @@ class WatchedFiles(FilesElsewhere):
         self._asked: dict[str, float] = {}
         self._changed = ""
 
-    @property
-    def is_file(self) -> bool:
-        """Whether the root is one file."""
-        return self._main.is_file
-
-    def parent(self) -> Files | None:
-        """The folder that contains the root."""
-        return self._main.parent()
-
-    def list(self, folder: str = "") -> tuple[str, ...]:
-        """The entries of a folder."""
-        return self._main.list(folder)
-
-    def _find(self, path: str) -> tuple[Files, str]:
-        return self._main, path
-
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill the buffer, and remember the file."""
         self._paths().add(path)

@@ -10,11 +10,8 @@ import os
 import socket
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Protocol
 
-import reshard
 from reshard.engine.conversion import Conversion, Executor, destination_at
 from reshard.engine.events import event
 from reshard.engine.pool import Effort
@@ -26,19 +23,6 @@ from reshard.storage.claims import SourceChecks
 from reshard.storage.stores.urls import current_options, storage_options
 
 _RETRIES = 3
-
-
-def complete_package() -> None:
-    """Find `reshard.formats` and its like where the folder reshard/ of a checkout hides the installed package.
-
-    Ray puts the folder in which a conversion was started on the path of its workers. In a checkout the formats lie beside reshard/.
-    """
-    root = Path(reshard.__file__).parent.parent
-    if find_spec("reshard.formats") is None and (root / "formats" / "signatures.py").is_file():
-        reshard.__path__.append(str(root))
-
-
-complete_package()  # before the arguments of a task are unpickled
 
 
 class ShippedPlan(Hashable, Protocol):

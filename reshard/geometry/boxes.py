@@ -15,6 +15,9 @@ import numpy.typing as npt
 
 from reshard.geometry.value import value
 
+Shape = tuple[int, ...]
+"""The number of elements along each axis."""
+
 
 @value
 class Box:

@@ -4,7 +4,7 @@
     Patched    nothing: the tensor's own pieces hold the elements of a base, which deltas change
     Decoded    the codes, scales and zero points of a quantized tensor
     Encoded    the weight whose codes or scales they are
-    Mapped     the codes of optimizer state in 8 or 4 bits, the scales of its blocks and its table
+    Mapped     codes in 8 or 4 bits, one after the other, the scales of their blocks and their table
     Merged     the base, and the factors of a LoRA adapter
     Mixed      the same tensor of several checkpoints
     Weighted   the same factor of several LoRA adapters
@@ -65,7 +65,7 @@ class Origin:
         return self
 
     @property
-    def decoded(self) -> Decoded | None:
+    def decoded(self) -> Decoded | Mapped | None:
         """How the values of the first input are decoded, or those of its first input; None if nothing is."""
         return self.inputs[0].origin.decoded if self.inputs else None
 
@@ -290,18 +290,6 @@ class Decoded(Origin):
 
 
 @value(eq=False, repr=False)
-class Blockwise(Decoded):
-    """The elements of a weight, one after the other, in blocks with a factor each; or rows of int8 with a factor each (bitsandbytes)."""
-
-    block: int = 0
-    """The elements of a block; 0: the codes are rows of int8."""
-    nested: int = 0
-    """How many factors, stored as codes, have a factor of their own; 0: factors are stored as they are."""
-    offset: float = 0.0
-    """What is added to nested factors."""
-
-
-@value(eq=False, repr=False)
 class Encoded(Origin):
     """A component of a quantized weight follows from the weight's values; with a global scale, also from those of the weights with which an
     engine fuses it."""
@@ -329,31 +317,46 @@ class Encoded(Origin):
 
 @value(eq=False, repr=False)
 class Mapped(Origin):
-    """Optimizer state in 8 or 4 bits: an element is the value that the table has for its code, times the scale of its block, in float32.
+    """Codes of 8 or 4 bits, as libraries pack optimizer state and weights: an element is the value that the table has for its code, times
+    the scale of its block, in float32.
 
-    A block is a run of elements in row-major order of the whole tensor; the last one may be shorter.
+    A block is a run of elements in row-major order of the whole tensor; the last one may be shorter. Scales may be mapped themselves.
     """
 
     name: str
     """What the form is called, such as "8-bit state"."""
     codes: Tensor
-    """The codes, of the tensor's shape; with two in a byte, the first in the high bits, [elements / 2]."""
+    """The codes, of the tensor's shape; or two in a byte, the first in the high bits, in one piece or in rows."""
     scales: Tensor
     """[number of blocks]: the scale of each, float32."""
     table: Tensor | None
-    """[256] or [16]: the value of each code, float32; None: a code is an 8-bit float, which is the value."""
+    """[256] or [16]: the value of each code, float32; None: a code is an 8-bit float or integer, which is the value."""
     block: int
     """The elements of a block."""
+    dtype: DType = F32
+    """The element type of the values of a weight, unless another one is asked for."""
+    is_state: bool = False
+    """Whether they are the state of an optimizer, in float32."""
+    unit: float = 1.0
+    """What the products are multiplied by, in float32."""
+    offset: float | None = None
+    """What is added to them then; None: nothing, which keeps the sign of zero."""
     computed_in = (F32,)
+    exact_dtype = F32
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The stored tensors."""
+        """The tensors that are read for it."""
         return (self.codes, self.scales, *([self.table] if self.table else []))
 
     def with_inputs(self, change: Callable[[Tensor], Tensor]) -> Mapped:
         """The same form of other tensors."""
         return replace(self, codes=change(self.codes), scales=change(self.scales), table=self.table and change(self.table))
+
+    @property
+    def decoded(self) -> Mapped | None:
+        """Itself, if it is that of a weight."""
+        return None if self.is_state else self
 
 
 @value(eq=False)

@@ -283,9 +283,6 @@ class _Without(FilesElsewhere):
         self._main, self.root = files, f"{files.root.rstrip('/')}/{HERE}"
         self._hidden = {*hidden, *_TRACKERS, "latest_universal"}
 
-    def parent(self) -> Files | None:
-        return self._main.parent()
-
     def list(self, folder: str = "") -> tuple[str, ...]:
         return tuple(path for path in self._main.list(folder) if not self._is_hidden(path))
 
@@ -295,9 +292,6 @@ class _Without(FilesElsewhere):
     def _is_hidden(self, path: str) -> bool:
         name, slash, _ = path.partition("/")
         return name + slash in self._hidden
-
-    def _find(self, path: str) -> tuple[Files, str]:
-        return self._main, path
 
 
 def _joined(place: str, part: str) -> str:

@@ -160,8 +160,8 @@ def _strategies(estimate: Estimate) -> Rows:
 def _distinct(estimate: Estimate) -> list[tuple[Strategy, str]]:
     """The strategies by which ranks hold different bytes, each with the names of those that are equal: without data-parallel ranks, ZeRO
     changes nothing."""
-    same = grouped(estimate.strategies, lambda each: tuple((_stage(rank), *_cells(rank)) for rank in (each.fullest, *each.stages)))
-    return [(group[0], ", ".join(STRATEGY_NAMES[each.zero] for each in group)) for group in same.values()]
+    same = grouped(estimate.strategies, lambda run: tuple((_stage(rank), *_cells(rank)) for rank in (run.fullest, *run.stages)))
+    return [(group[0], ", ".join(STRATEGY_NAMES[run.zero] for run in group)) for group in same.values()]
 
 
 def _one_facts(estimate: Estimate) -> Iterator[tuple[str, object]]:

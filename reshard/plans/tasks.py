@@ -61,7 +61,9 @@ class Route:
     def scaled_by(self) -> tuple[str, ...]:
         """The names of the stored tensors beside its codes, if it is dequantized."""
         decoded = self.source.origin.decoded
-        return tuple(part.tensor.name for part in decoded.parts[1:]) if decoded else ()
+        beside = decoded.inputs[1:] if decoded else ()
+        nested = (leaf for tensor in beside if tensor.is_computed for leaf in tensor.leaves[1:])
+        return tuple(tensor.name for tensor in (*beside, *nested))
 
     @property
     def quantized_by(self) -> str:

@@ -99,7 +99,7 @@ def _own_adapter(draft: Draft) -> tuple[Draft, LoraSettings, dict[str, Tensor]]:
     stored = content.tensors if content.is_adapter else content.adapter
     own = {name: tensor for name, tensor in stored.items() if not adapters_of([tensor])}
     settings = LoraSettings(draft.companions.adapter_config or {}).with_alpha(draft.request.target.options.get("lora_alpha"))
-    settings.check_parameters(found.module for name in own if (found := adapter_name(name)) is not None)
+    settings.check_parameters(own_name.module for name in own if (own_name := adapter_name(name)) is not None)
     drops = tuple(drop for drop in content.drops if drop.name not in own or drop.reason != ADAPTER_LEFT_OUT)
     return replace(draft, content=replace(content, drops=drops)), settings, own
 

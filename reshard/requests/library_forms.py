@@ -20,15 +20,17 @@ import numpy as np
 
 from reshard.canonical.content import Drop
 from reshard.errors import CheckpointError, UnsupportedError
-from reshard.geometry.dtypes import DType, from_torch, signed_byte
+from reshard.geometry.dtypes import F32, DType, from_torch, signed_byte
 from reshard.index.index import Index
-from reshard.index.origin import Blockwise, Decoded, EncodedPart, Tensor
+from reshard.index.origin import Decoded, EncodedPart, Mapped, Tensor
 from reshard.models.stored_forms import Component
 
 ReadTensor = Callable[[Tensor], bytes]
 _STATE, _CLASS, _NAMES = ".weight.quant_state.bitsandbytes__", "_weight_", "tensor_names"
 _LEFT = "the settings of a weight that is no longer packed"
 _MOST_STATE = 1 << 16
+_OF_127 = 7.874015718698502e-3
+"""1 / 127 (bitsandbytes 0.50, functional.int8_vectorwise_dequant)."""
 
 
 def unpacked(index: Index, usual: DType, read: ReadTensor) -> tuple[Index, tuple[Drop, ...]]:
@@ -42,8 +44,8 @@ def unpacked(index: Index, usual: DType, read: ReadTensor) -> tuple[Index, tuple
     made: dict[str, Tensor] = {}
     drops: list[Drop] = []
     for name, tensor in stored.items():
-        front, found, _ = name.partition(_STATE)
-        if found:
+        front, is_state, _ = name.partition(_STATE)
+        if is_state:
             made[f"{front}.weight"] = _of_four_bits(f"{front}.weight", stored, _settings(tensor, read))
             drops.append(Drop.of(tensor, _LEFT))
         elif name.endswith(".SCB"):
@@ -55,7 +57,7 @@ def unpacked(index: Index, usual: DType, read: ReadTensor) -> tuple[Index, tuple
                 )
             drops.append(Drop.of(tensor, _LEFT))
     made |= {name: _of_torchao(name, about, stored) for name, about in _classes(index.facts.headers)}
-    inputs = {part.tensor.name for tensor in made.values() for part in tensor.origin.parts}  # type: ignore[attr-defined]
+    inputs = {leaf.name for tensor in made.values() for leaf in tensor.leaves}
     unused = {drop.name for drop in drops}
     tensors = [made.get(name, tensor) for name, tensor in stored.items() if name in made or name not in inputs | unused]
     tensors += [tensor for name, tensor in made.items() if name not in stored]
@@ -103,23 +105,21 @@ def _of_four_bits(name: str, stored: Mapping[str, Tensor], about: dict[str, Any]
             where=name,
             do="Copy the checkpoint again",
         )
-    parts = tuple(EncodedPart(tensor, _component(i, tensor), (None,) * len(shape), ()) for i, tensor in enumerate((codes, *beside)))
+    scales, table, *of_nested = beside
+    if nested:
+        origin = Mapped("nested scales", scales, of_nested[0], of_nested[1], of_scales, offset=about["offset"])
+        scales = replace(scales, dtype=F32, origin=origin)
     form = f"{str(about.get('quant_type')).upper()[:8]} (bitsandbytes)"
-    return _computed(codes, name, shape, Blockwise(form, parts, about["dtype"], block, of_scales, about["offset"]))
+    return _computed(codes, name, shape, Mapped(form, codes, scales, table, block, about["dtype"]))
 
 
 def _of_rows(module: str, factors: Tensor, stored: Mapping[str, Tensor], usual: DType) -> Tensor:
-    """A weight in int8 with a factor for each row."""
+    """A weight in int8. Its scales are 127 times the factors of its rows."""
     name = f"{module}.weight"
     codes = _part(stored, name, name, ("I8",))
     if len(codes.shape) != 2 or factors.shape != codes.shape[:1] or factors.dtype.name != "F32":
         raise CheckpointError(f"it has the shape {list(factors.shape)}, and the weight {list(codes.shape)}", where=factors.name)
-    parts = tuple(EncodedPart(tensor, _component(i, tensor), (None, None), ()) for i, tensor in enumerate((codes, factors)))
-    return _computed(codes, name, codes.shape, Blockwise("INT8 (bitsandbytes)", parts, usual))
-
-
-def _component(number: int, tensor: Tensor) -> Component:
-    return Component(tensor.name.rpartition(".")[2], "scale" if number else "codes")
+    return _computed(codes, name, codes.shape, Mapped("INT8 (bitsandbytes)", codes, factors, None, codes.shape[1], usual, unit=_OF_127))
 
 
 def _classes(headers: Mapping[str, str | None]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -174,7 +174,7 @@ def _of_torchao(name: str, about: Mapping[str, Any], stored: Mapping[str, Tensor
     return _computed(codes, name, codes.shape, Decoded(f"{kind} (torchao)", tuple(parts), from_torch(named, where=name)))
 
 
-def _computed(codes: Tensor, name: str, shape: tuple[int, ...], origin: Decoded) -> Tensor:
+def _computed(codes: Tensor, name: str, shape: tuple[int, ...], origin: Decoded | Mapped) -> Tensor:
     """A weight whose values are computed. Raises UnsupportedError if its codes do not lie in one piece, in another shape than its own."""
     shards = codes.shards
     if shape != codes.shape:

@@ -136,11 +136,7 @@ def about_version(engine: str, version: str, newest: str, model: Model, *, is_kn
 
 def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
     """Raises RequestError, naming the legal sizes, if the engine cannot split the model over `parallel`."""
-    experts = model.dimensions.get("experts", 0)
-    if parallel.ep > 1 and not experts:
-        raise RequestError(
-            f"`ep={parallel.ep}`: a {model.architecture.model_type} model has no experts", do="Leave out `ep=`", id="illegal-sizes"
-        )
+    check_has_experts(model, parallel)
     check_expert_parallel(parallel, rules.engine)
     if refused := degree_problem(model, rules, parallel.tp, parallel.ep):
         name, reason = refused
@@ -158,6 +154,14 @@ def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
             why=f"{rules.engine} would refuse it",
             do="Use fewer stages",
             id="illegal-sizes",
+        )
+
+
+def check_has_experts(model: Model, parallel: Parallel) -> None:
+    """Raises RequestError if experts are split that the model does not have."""
+    if parallel.ep > 1 and not model.dimensions.get("experts"):
+        raise RequestError(
+            f"`ep={parallel.ep}`: a {model.architecture.model_type} model has no experts", do="Leave out `ep=`", id="illegal-sizes"
         )
 
 

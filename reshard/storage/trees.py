@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -47,19 +46,23 @@ def tree_at(trees: Sequence[Files], path: str) -> tuple[Files, str]:
     return (trees[int(number)], inner) if is_number else (trees[0], path)
 
 
-class FilesElsewhere(ABC):
-    """`Files` that lie in other trees, under other paths."""
+class FilesElsewhere:
+    """`Files` that lie in other trees, under other paths; where nothing else is said, in one, under their paths there."""
 
     root: str
     _main: Files
 
-    @abstractmethod
     def _find(self, path: str) -> tuple[Files, str]:
         """The tree of a file, and its path there."""
+        return self._main, path
 
     def _path(self, files: Files, path: str) -> str:
         """The path here of a file of one of the trees."""
         return path
+
+    @property
+    def is_file(self) -> bool:
+        return self._main.is_file
 
     @property
     def store(self) -> Store | None:
@@ -67,6 +70,12 @@ class FilesElsewhere(ABC):
 
     def opened(self) -> None:
         self._main.opened()
+
+    def parent(self) -> Files | None:
+        return self._main.parent()
+
+    def list(self, folder: str = "") -> tuple[str, ...]:
+        return self._main.list(folder)
 
     def size(self, path: str) -> int | None:
         files, inner = self._find(path)
@@ -147,19 +156,9 @@ class JoinedFiles(FilesElsewhere):
         names_root = isinstance(files, JoinedFiles) and path.partition(_BETWEEN)[0] in files._others
         return path if names_root else f"{root_of(files)}{_BETWEEN}{path}"
 
-    @property
-    def is_file(self) -> bool:
-        return self._main.is_file
-
     def opened(self) -> None:
         for files in (self._main, *self._others.values()):
             files.opened()
-
-    def parent(self) -> Files | None:
-        return self._main.parent()
-
-    def list(self, folder: str = "") -> tuple[str, ...]:
-        return self._main.list(folder)
 
     def _find(self, path: str) -> tuple[Files, str]:
         root, separator, inner = path.partition(_BETWEEN)

@@ -43,17 +43,17 @@ class StateName:
 
 def state_name(name: str) -> StateName | None:
     """What a flat name means below an optimizer; None if it is not below one."""
-    found = _OPTIMIZER.fullmatch(name)
-    if found is None:
+    match = _OPTIMIZER.fullmatch(name)
+    if match is None:
         return None
-    keys = [key for key in found[1].split(".") if key and not key.isdecimal()]
+    keys = [key for key in match[1].split(".") if key and not key.isdecimal()]
     if keys and keys[-1] not in ROOTS:
         return None
-    owner, kind = found[3], found[4]
+    owner, kind = match[3], match[4]
     inner, _, last = owner.rpartition(".")
     if kind.isdecimal() and inner:  # an element of a list: betas.0
         owner, kind = inner, kind_of_path((last, int(kind)))
-    return StateName(found[1], found[2] == "param_groups", owner, kind)
+    return StateName(match[1], match[2] == "param_groups", owner, kind)
 
 
 class AskedNames:
@@ -86,7 +86,7 @@ class AskedNames:
         if weight is None:
             return None
         self.asked.add(weight)
-        if self._is_alias(name):
+        if any(candidate in self._aliases for candidate in self._candidates(name)):
             return weight
         if (other := self.askers.setdefault(weight, name)) != name:
             raise RequestError(
@@ -144,11 +144,8 @@ class AskedNames:
         return [name for name in self._weights if name not in asked and name not in self._content.unknown and name not in self._aliases]
 
     def _found(self, name: str) -> str | None:
-        found = (weight for each in self._candidates(name) if (weight := self._aliases.get(each, each)) in self._weights)
-        return next(found, None) or self.fused.get(unwrapped(name))
-
-    def _is_alias(self, name: str) -> bool:
-        return any(each in self._aliases for each in self._candidates(name))
+        weights = (weight for candidate in self._candidates(name) if (weight := self._aliases.get(candidate, candidate)) in self._weights)
+        return next(weights, None) or self.fused.get(unwrapped(name))
 
     def _candidates(self, name: str) -> Iterator[str]:
         """The names under which the checkpoint may have what the trainer calls so, the most likely first."""
@@ -189,4 +186,4 @@ def in_form_of(value: Any, current: Any) -> Any:
 def listed_names(state: Mapping[str, Any], asked: StateName) -> list[str] | None:
     """The trainer's names of the parameters in the group of a setting; None if its state dict does not list them."""
     listed = state.get(f"{asked.root}param_groups.{asked.owner}.params")
-    return [each for each in listed if isinstance(each, str)] if isinstance(listed, list) else None
+    return [entry for entry in listed if isinstance(entry, str)] if isinstance(listed, list) else None

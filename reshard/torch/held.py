@@ -20,6 +20,7 @@ from reshard.adapter.dcp_writer import DcpEntry, DcpFile, written_metadata
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.save_folders import step_of
 from reshard.errors import CheckpointError
+from reshard.geometry.boxes import Shape
 from reshard.geometry.dtypes import from_torch
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import whole
@@ -32,7 +33,6 @@ from reshard.opening.gather import describe, read
 from reshard.opening.steps import classify, note_counts, settle
 from reshard.storage.files import VirtualFiles
 
-Shape = tuple[int, ...]
 _METADATA = ".metadata"
 
 

@@ -234,10 +234,10 @@ class _Source:
         if not isinstance(held.get(name), torch.Tensor) or (asked is not None and (asked.is_setting or not self._optimizer)):
             return None
         if self._fused is None:
-            weights = {self.names.own_name(each): tensor for each, tensor in held.items() if is_weight(each, tensor)}
-            described = {each: (tuple(tensor.shape), from_torch(str(tensor.dtype), where=each)) for each, tensor in weights.items()}
+            weights = {self.names.own_name(key): tensor for key, tensor in held.items() if is_weight(key, tensor)}
+            described = {key: (tuple(tensor.shape), from_torch(str(tensor.dtype), where=key)) for key, tensor in weights.items()}
             self._fused = fused_tensors(self.checkpoint, described)
-            self.names.fused = {each: stored.sections[0].name for each, stored in self._fused.items()}
+            self.names.fused = {key: stored.sections[0].name for key, stored in self._fused.items()}
         stored = self._fused.get(self.names.own_name(name) if asked is None else unwrapped(asked.owner))
         parts = {section.name for section in stored.sections} if stored else set()
         masters = asked is None and held[name].dtype == torch.float32

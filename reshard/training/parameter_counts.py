@@ -18,6 +18,7 @@ from reshard.geometry.value import value
 from reshard.models.model import Model
 from reshard.models.parts import Part
 from reshard.models.splits import SplitRules, cut_of, problem
+from reshard.serving.legality import check_has_experts
 
 
 @value
@@ -151,10 +152,7 @@ def _check_tensors(parts: Iterable[Part], tp: int, rules: SplitRules) -> None:
 
 def _check_experts(model: Model, parallel: Parallel) -> None:
     experts = model.dimensions.get("experts")
-    if parallel.ep > 1 and not experts:
-        raise RequestError(
-            f"`ep={parallel.ep}`: a {model.architecture.model_type} model has no experts", do="Leave out `ep=`", id="illegal-sizes"
-        )
+    check_has_experts(model, parallel)
     if experts and experts % parallel.ep:
         raise RequestError(f"`ep={parallel.ep}` does not divide the {experts} experts of a layer", id="illegal-sizes")
     if parallel.dp % parallel.ep:

@@ -1,12 +1,14 @@
 """The contract of the command line: words, exit codes, documents with stable keys."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 import safetensors.torch
@@ -374,7 +376,15 @@ def test_a_worker_of_ray_finds_the_formats_of_a_checkout_that_hides_the_installe
     assert Path(done.stdout.strip()) == root / "formats" / "__init__.py"
 
 
-def test_a_checkout_that_is_not_installed_says_what_to_do():
+def test_a_checkout_runs_without_an_installation():
+    root = Path(__file__).parents[2]
+    libraries = {**os.environ, "PYTHONPATH": str(Path(click.__file__).parents[1])}
+    command = [sys.executable, "-S", "-m", "reshard", "inspect", "fixtures/hf/llama"]
+    done = subprocess.run(command, cwd=root, env=libraries, capture_output=True, text=True)
+    assert done.returncode == 0 and "llama" in done.stdout, done.stderr
+
+
+def test_a_checkout_without_its_libraries_says_what_to_do():
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-S", "-m", "reshard", "--version"], cwd=root, capture_output=True, text=True)
     assert (

@@ -135,13 +135,18 @@ def test_of_two_runs_one_writes(tmp_path, s3, monkeypatch, looks):
     assert reshard.verify("s3://bucket/out").equal
 
 
-def test_an_interrupted_conversion_is_resumed_from_its_complete_files(tmp_path, s3):
-    source = write_hf(tmp_path / "hf", layers=6)
-    plan = reshard.plan(reshard.open(source), to="hf", max_shard_size=150_000)
+def interrupted(tmp_path):
+    """The plan of a conversion that has ended half-way."""
+    plan = reshard.plan(reshard.open(write_hf(tmp_path / "hf", layers=6)), to="hf", max_shard_size=150_000)
     running = conversion(plan, "s3://bucket/out").run()
     for _ in range(30):
         next(running)
     running.close()
+    return plan
+
+
+def test_an_interrupted_conversion_is_resumed_from_its_complete_files(tmp_path, s3):
+    plan = interrupted(tmp_path)
     assert not s3.uploads
     complete = [key for key in s3.keys("bucket", "out/") if key.endswith(".safetensors")]
     assert complete and len(complete) < len(plan.layout.files)
@@ -150,7 +155,7 @@ def test_an_interrupted_conversion_is_resumed_from_its_complete_files(tmp_path, 
     with pytest.raises(TargetError, match="has begun here and has not ended"):
         reshard.convert(plan, "s3://bucket/out")
     with pytest.raises(TargetError, match="had other options"):
-        reshard.convert(reshard.plan(reshard.open(source), to="vllm"), "s3://bucket/out", resume=True)
+        reshard.convert(reshard.plan(reshard.open(tmp_path / "hf"), to="vllm"), "s3://bucket/out", resume=True)
     s3.reset_counts()
     resumed = conversion(plan, "s3://bucket/out", existing="resume")
     list(resumed.run())
@@ -226,12 +231,7 @@ def test_if_changed_replaces_only_what_reshard_wrote(tmp_path, s3):
 
 
 def test_a_complete_file_that_was_changed_since_is_written_again(tmp_path, s3):
-    source = write_hf(tmp_path / "hf", layers=6)
-    plan = reshard.plan(reshard.open(source), to="hf", max_shard_size=150_000)
-    running = conversion(plan, "s3://bucket/out").run()
-    for _ in range(30):
-        next(running)
-    running.close()
+    plan = interrupted(tmp_path)
     key = next(key for key in s3.keys("bucket", "out/") if key.endswith(".safetensors"))
     stored = s3.objects["bucket", key]
     Path(stored.parts[0][0]).write_bytes(b"\0" * stored.nbytes)

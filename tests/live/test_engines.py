@@ -25,19 +25,24 @@ def answering(backend="reshard", **others):
     return {path: (200, json.dumps(document).encode(), {}) for path, document in documents.items()}
 
 
+def update(engine, info, mode):
+    """All steps of an update, in their order."""
+    engine.init(info)
+    engine.pause(mode)
+    engine.start()
+    engine.update()
+    engine.finish()
+    engine.set_version("8")
+    engine.clear_cache()
+    engine.resume()
+    engine.leave()
+
+
 def test_a_server_is_asked_by_its_routes_alone():
     with server(answering()) as (address, asked):
         engine = VllmServer(address, 10)
         assert engine.ranks() == 2 and engine.version() == "7" and engine.own_address() == "127.0.0.1" and engine.name == address
-        engine.init({"port": 1})
-        engine.pause("abort")
-        engine.start()
-        engine.update()
-        engine.finish()
-        engine.set_version("8")
-        engine.clear_cache()
-        engine.resume()
-        engine.leave()
+        update(engine, {"port": 1}, "abort")
     leave = "/shutdown_weight_transfer_engine"
     posts = [path for method, path in asked if method == "POST"]
     assert posts[:3] == ["/init_weight_transfer_engine", "/pause?mode=abort", "/start_weight_update"]
@@ -113,15 +118,7 @@ def test_a_server_of_sglang_is_asked_by_its_routes_alone():
     with server(sglang()) as (address, asked):
         engine = SglangServer(address, 10)
         assert engine.ranks() == 2 and engine.version() == "7" and engine.own_address() == "127.0.0.1"
-        engine.init({"host": "127.0.0.1", "port": 1, "offset": 0, "targets": 2})
-        engine.pause("wait")
-        engine.start()
-        engine.update()
-        engine.finish()
-        engine.set_version("8")
-        engine.clear_cache()
-        engine.resume()
-        engine.leave()
+        update(engine, {"host": "127.0.0.1", "port": 1, "offset": 0, "targets": 2}, "wait")
     posts = [path for method, path in asked if method == "POST"]
     step, leave = "/update_weights_from_distributed", "/destroy_weights_update_group"
     assert posts[:4] == ["/init_weights_update_group", "/pause_generation", step, step]

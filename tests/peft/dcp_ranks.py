@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
@@ -48,8 +48,8 @@ class Vllm(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def main(base: str, settings: str, folder: str) -> None:
-    dist.init_process_group("gloo")
+def adapted(base: str, settings: str) -> PeftModel:
+    """The model of a folder with an adapter of random values, the same on every rank."""
     torch.manual_seed(7)
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), LoraConfig(task_type="CAUSAL_LM", **json.loads(settings))
@@ -58,6 +58,12 @@ def main(base: str, settings: str, folder: str) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    return model
+
+
+def main(base: str, settings: str, folder: str) -> None:
+    dist.init_process_group("gloo")
+    model = adapted(base, settings)
     for layer in model.base_model.model.model.layers:
         fully_shard(layer)
     fully_shard(model)

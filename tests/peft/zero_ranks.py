@@ -6,7 +6,6 @@ As dcp_ranks.py. FOLDER gets checkpoint/ (engine.save_checkpoint), excluded/ (wi
 the values, gathered in this process). Environment: that of requirements.txt.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,8 +15,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from dcp_ranks import adapted
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -31,14 +29,7 @@ def main(base: str, settings: str, folder: str) -> None:
     # Its operators for CPUs, which would be compiled, are not needed to save.
     deepspeed.ops.__compatible_ops__ = dict.fromkeys(deepspeed.ops.__compatible_ops__, False)
     dist.init_process_group("gloo")
-    torch.manual_seed(7)
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), LoraConfig(task_type="CAUSAL_LM", **json.loads(settings))
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    model = adapted(base, settings)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=1e-3), config=CONFIG)
     engine.save_checkpoint(str(Path(folder) / "checkpoint"), tag="global_step0")

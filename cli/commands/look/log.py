@@ -32,7 +32,7 @@ def command(run: str, stats: bool, **given: Any) -> Reply:
     folder = run_at(run) if stats else None
     total = 2 * sum(step.nbytes for step in folder.steps() if step.complete) if folder is not None else 0
     with working("log", total, given) as effort:
-        found = reshard.log(run, stats=stats, **effort)
-    ages = [None if step.of.age is None else round(step.of.age, 1) for step in found.steps]
-    documents = [document(step, age_seconds=age) for step, age in zip(found.steps, ages, strict=True)]
-    return Reply({"path": run, "steps": documents}, log_sections(found))
+        history = reshard.log(run, stats=stats, **effort)
+    ages = [None if step.of.age is None else round(step.of.age, 1) for step in history.steps]
+    documents = [document(step, age_seconds=age) for step, age in zip(history.steps, ages, strict=True)]
+    return Reply({"path": run, "steps": documents}, log_sections(history))

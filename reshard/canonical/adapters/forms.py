@@ -446,7 +446,7 @@ class _Layout:
         return len(targets) > 1
 
     def _stored(self, name: str, shape: tuple[int, ...], names: Sequence[str], sections: Iterable[Section]) -> StoredTensor:
-        dtypes = {self._dtype_of(self._tensors[each]) for each in names}
+        dtypes = {self._dtype_of(self._tensors[part]) for part in names}
         if len(dtypes) > 1:
             raise UnsupportedError(
                 f"its factors have several element types: {', '.join(sorted(map(str, dtypes)))}",

@@ -114,21 +114,21 @@ def _tree(request: Request, revision: Revision, folder: str) -> Response:
     entries += [_entry(file) for path, file in below.items() if is_recursive or "/" not in path.removeprefix(prefix)]
     at, page = (int(text) if (text := request.parameter(name)).isdecimal() else 0 for name in ("cursor", "limit"))
     stop = at + min(page or _MOST_FILES, _MOST_FILES)
-    found = json_answer(entries[at:stop], X_Repo_Commit=revision.commit)
+    answer = json_answer(entries[at:stop], X_Repo_Commit=revision.commit)
     if stop >= len(entries):
-        return found
+        return answer
     host = request.authority or request.headers.get("host", "")
     recursive = "true" if is_recursive else "false"
-    return found.having(Link=f'<http://{host}{request.path}?recursive={recursive}&limit={stop - at}&cursor={stop}>; rel="next"')
+    return answer.having(Link=f'<http://{host}{request.path}?recursive={recursive}&limit={stop - at}&cursor={stop}>; rel="next"')
 
 
 def _folders(paths: Iterable[str], prefix: str, *, is_recursive: bool) -> set[str]:
     """The folders below a folder that hold these paths; without `is_recursive`, those directly below."""
-    found = set()
+    folders = set()
     for path in paths:
         parts = path.removeprefix(prefix).split("/")[:-1]
-        found |= {prefix + "/".join(parts[: depth + 1]) for depth in range(len(parts) if is_recursive else min(len(parts), 1))}
-    return found
+        folders |= {prefix + "/".join(parts[: depth + 1]) for depth in range(len(parts) if is_recursive else min(len(parts), 1))}
+    return folders
 
 
 def _entry(file: VirtualFile) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _paths_info(request: Request, revision: Revision) -> Response:
     for path in (path.strip("/") for path in paths):
         if path in folder:
             entries.append(_entry(folder[path]))
-        elif path and any(each.startswith(f"{path}/") for each in folder):
+        elif path and any(name.startswith(f"{path}/") for name in folder):
             entries.append({"type": "directory", "oid": _git_oid(path), "size": 0, "path": path})
     return json_answer(entries, X_Repo_Commit=revision.commit)
 

@@ -140,7 +140,7 @@ def file_answer(request: Request, file: VirtualFile) -> Response:
 
 def _matches(given: str, etag: str) -> bool:
     """Whether a list of ETags names one. Clients leave out the quotes at times."""
-    return any(each.strip().removeprefix("W/").strip('"') in ("*", etag.strip('"')) for each in given.split(","))
+    return any(tag.strip().removeprefix("W/").strip('"') in ("*", etag.strip('"')) for tag in given.split(","))
 
 
 def _type_of(path: str) -> str:

@@ -118,4 +118,4 @@ def _tensor(revision: Revision, number: int) -> Iterator[Section]:
         read = f"{finite.size:,} finite values of the first {values.size:,} of {tensor.elements:,}"
         note = f"{read}: mean {finite.mean():.6g}, standard deviation {finite.std():.6g}"
         yield Rows(("from", "to", "values", ""), bars, "Histogram", notes=[note])
-    yield Facts([("values", ", ".join(f"{each:.6g}" for each in values[:_MOST_VALUES]))], "First values")
+    yield Facts([("values", ", ".join(f"{element:.6g}" for element in values[:_MOST_VALUES]))], "First values")

@@ -63,12 +63,12 @@ def _object(request: Request, repository: Repository, key: str) -> Response:
     file = file_of(repository, key)
     if file is None:
         return error_answer(404, "NoSuchKey", "the key does not exist", key)
-    found = file_answer(request, file).having(Last_Modified=_WRITTEN_HTTP)
+    answer = file_answer(request, file).having(Last_Modified=_WRITTEN_HTTP)
     codes = {412: ("PreconditionFailed", "the object has another ETag"), 416: ("InvalidRange", "the range lies outside of the object")}
-    if found.status in codes and request.method == "GET":
-        error = error_answer(found.status, *codes[found.status], key)
-        return Response(found.status, error.body, {**found.headers, **error.headers})
-    return found
+    if answer.status in codes and request.method == "GET":
+        error = error_answer(answer.status, *codes[answer.status], key)
+        return Response(answer.status, error.body, {**answer.headers, **error.headers})
+    return answer
 
 
 def _buckets(catalogue: Catalogue) -> Iterator[str]:

@@ -18,7 +18,7 @@ from reshard.engine.transfer import Block, FileRange, Pieces, SlabPieces, Strip,
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
-from reshard.index.origin import Blockwise, Decoded, Encoded, Mapped, Merged, Mixed, Origin, Patched, Stored, Tensor, Weighted
+from reshard.index.origin import Decoded, Encoded, Mapped, Merged, Mixed, Origin, Patched, Stored, Tensor, Weighted
 from reshard.plans.digests import Hash
 
 
@@ -181,7 +181,6 @@ class CastReader(Reader):
 # Origins that are computed: the file in this folder, and its reader. Most conversions need none of them, so they are imported late.
 COMPUTED: Mapping[type[Origin], tuple[str, str]] = {
     Decoded: ("decoded", "Dequantizer"),
-    Blockwise: ("blockwise", "BlockReader"),
     Encoded: ("encoded", "Quantizer"),
     Mapped: ("mapped", "Mapper"),
     Merged: ("merged", "Merger"),

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import RequestError
+from reshard.geometry.boxes import Shape
 from reshard.geometry.quantities import number_runs
 from reshard.geometry.value import value
 from reshard.models.architecture import Architecture, Dimension, Weight
 from reshard.models.declared.reader import LANGUAGE, UNKNOWN
-from reshard.models.declared.relatives import Relative, Shape, StoredWeight, nearest, stored_weights
+from reshard.models.declared.relatives import Relative, StoredWeight, nearest, stored_weights
 from reshard.models.lookup import built_in_model_types, find_architecture
 from reshard.models.model import Model
 from reshard.models.quantization import quantization_of
@@ -241,7 +242,7 @@ def _keys_of(weight: StoredWeight, facts: _Facts) -> tuple[dict[str, str], str]:
     (shape,), usual = weight.layers_of_shape, _usual_shape(role, weight.parameter, facts.numbers)
     if usual is None:
         return {"role": _ASK}, f"{stored_as}; the name is usual for {_with_article(role)}"
-    if shape == usual and not (_is_conv1d(weight) and len(shape) == 2 and shape[0] == shape[1]):
+    if shape == usual and not (_has_name(weight, "c_proj c_fc c_attn") and len(shape) == 2 and shape[0] == shape[1]):
         return {"role": role}, ""
     if shape == usual:
         return {"role": role, "transposed": _ASK}, f"{stored_as}: true if that is [in, out], as of a Conv1D, else false"
@@ -272,10 +273,6 @@ def _usual_shape(role: str, parameter: str, numbers: Mapping[str, int]) -> Shape
         return model.weights["w"].shape
     except (RequestError, KeyError):
         return None
-
-
-def _is_conv1d(weight: StoredWeight) -> bool:
-    return _has_name(weight, "c_proj c_fc c_attn")
 
 
 def _with_article(role: str) -> str:

@@ -16,11 +16,11 @@ from dataclasses import field
 from typing import Any
 
 from reshard.errors import RequestError
+from reshard.geometry.boxes import Shape
 from reshard.geometry.value import value
 from reshard.models.architecture import Architecture
 from reshard.models.model import Model
 
-Shape = tuple[int, ...]
 _EXPERT = re.compile(r"(?<=experts)\.\d+\.|(?<=expert)\.\d+\.")
 
 

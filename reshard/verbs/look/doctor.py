@@ -149,10 +149,6 @@ def _unequal_scales(patient: Patient) -> Iterator[Finding]:
         yield from quantized.unequal_global_scales(patient.checkpoint.content(), patient.config, patient.files)
 
 
-def _faults(patient: Patient) -> Iterator[Finding]:
-    return values.faults(patient.measured, patient.tied_head[0].name if patient.tied_head else None)
-
-
 def _quantized_weights(patient: Patient) -> Iterator[Finding]:
     if len(patient.measured) == len(patient.index.tensors):  # otherwise a part of a tensor is missing
         with contextlib.suppress(RequestError):
@@ -198,7 +194,7 @@ CHECKS: tuple[tuple[str, Callable[[Patient], Iterator[Finding]]], ...] = (
     ("", lambda patient: files.integrity(patient.files, patient.paths, deep=patient.deep)),
     ("deep", _wrong_checksums),
     ("deep", lambda patient: files.wrong_digests(patient.files, patient.paths, patient.effort)),
-    ("opened deep", _faults),
+    ("opened deep", lambda patient: values.faults(patient.measured, patient.tied_head[0].name if patient.tied_head else None)),
     ("opened deep", lambda patient: elements.bad_numbers(patient.measured)),
     ("opened deep", lambda patient: elements.lifeless_tensors(patient.measured)),
     ("opened deep", lambda patient: elements.dead_experts(patient.measured)),

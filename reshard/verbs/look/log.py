@@ -12,7 +12,6 @@ from reshard.errors import RequestError, ReshardError, some
 from reshard.geometry.quantities import plural
 from reshard.geometry.table import Table
 from reshard.geometry.value import Tabular, mutable, value
-from reshard.measures.changes import Change
 from reshard.opening.chains import delta_at, source_of
 from reshard.opening.keywords import EffortOptions, ModelOptions, PathLike, checked_keywords, take
 from reshard.opening.open import open
@@ -141,15 +140,11 @@ def _measure(before: LoggedStep, after: LoggedStep, steps: Sequence[Step], optio
     effort = {**options}
     about = take(effort, ModelOptions)
     change = diff(*(open(source_of(row.of, steps), **about) for row in (before, after)), **cast(EffortOptions, effort))
-    if unlike := [each for each in change.differences if each.kind != "values"]:
-        names = some([each.name for each in unlike])
+    if unlike := [difference for difference in change.differences if difference.kind != "values"]:
+        names = some([difference.name for difference in unlike])
         after.problem = f"{plural(len(unlike), 'tensor')} of the two steps could not be compared, such as by name or shape: {names}"
     if not change.changes:
         return
     total = change.total()
     before.norm, after.norm, after.change = math.sqrt(total.left_squares), math.sqrt(total.right_squares), total.relative
-    after.layers = [_of_layer(each) for each in change.by_layer()]
-
-
-def _of_layer(change: Change) -> LayerChange:
-    return LayerChange(change.name, math.sqrt(change.right_squares), change.relative)
+    after.layers = [LayerChange(layer.name, math.sqrt(layer.right_squares), layer.relative) for layer in change.by_layer()]

@@ -30,11 +30,11 @@ from reshard.opening.keywords import OpenOptions, PathLike, checked_keywords
 from reshard.opening.open import open
 from reshard.plans.layout import Layout, Target
 from reshard.requests.unchanged import damage_of
+from reshard.serving.learned.document import LAYOUT_FILE
 from reshard.serving.legality import check_degrees
 from reshard.verbs.look.doctor import doctor
 from reshard.verbs.plan import plan
 
-_LAYOUT = "reshard.layout.json"
 _MOST = 100
 """Findings of one rank that are reported."""
 
@@ -96,8 +96,8 @@ def _of_engine(checkpoint: Checkpoint, engine: str | None, asked: Mapping[str, i
     if checkpoint.model and (untold := format.not_told(checkpoint.model, Target(format.name, Parallel(**given), options=options))):
         yield found("not-told", untold)
     given |= options
-    if checkpoint.files.size(_LAYOUT) is not None:
-        given = {"layout": f"{checkpoint.path}/{_LAYOUT}"}
+    if checkpoint.files.size(LAYOUT_FILE) is not None:
+        given = {"layout": f"{checkpoint.path}/{LAYOUT_FILE}"}
     laid_out = _planned(checkpoint, format.name, given | ({"engine_version": version} if version else {}))
     yield from _of_ranks(checkpoint, format, laid_out) if isinstance(laid_out, Layout) else (laid_out,)
     if checkpoint.model and (refusal := format.not_loaded(checkpoint.model)):
@@ -108,7 +108,7 @@ def _of_whole_model(
     checkpoint: Checkpoint, config: Mapping[str, Any], engine: str | None, given: Mapping[str, Any], version: str | None
 ) -> Iterator[Finding]:
     """A folder that every engine reads: what the first engine says that surely takes it, or else the first of all; vllm before sglang."""
-    of_today = sorted((name for name, each in registry.serving_formats().items() if each.until is None), reverse=True)
+    of_today = sorted((name for name, format in registry.serving_formats().items() if format.until is None), reverse=True)
     first: list[Finding] | None = None
     for name in [engine] if engine else of_today:
         format = registry.named(name)
