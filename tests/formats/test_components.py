@@ -131,6 +131,35 @@ def test_an_unknown_prefix_is_said(tmp_path):
     assert same(stored(tmp_path / "out"), weights(WAN))
 
 
+@pytest.mark.parametrize("file", [False, True])
+def test_a_prefix_of_the_chosen_model_is_removed(file, tmp_path):
+    """Distillation of DiTs (Self-Forcing, CausVid) saves {"generator": ..., "critic": ..., "generator_ema": ...}; none is the main one."""
+    model, own = component(tmp_path / "model", WAN), weights(WAN)
+    roots = {root: {f"model.{key}": tensor + shift for key, tensor in own.items()} for shift, root in enumerate(("generator_ema", "critic"))}
+    saved = {**roots, "optimizer": {"state": {}, "param_groups": []}} if file else {"model": own, "ema": roots["generator_ema"]}
+    (torch.save if file else lambda value, path: dcp.save(value, checkpoint_id=path, no_dist=True))(saved, str(tmp_path / "step.pt"))
+    if file:
+        with pytest.raises(RequestError, match="several models: generator_ema, critic"):
+            reshard.plan(tmp_path / "step.pt", to="hf", model=model)
+    plan = reshard.plan(tmp_path / "step.pt", to="hf", model=model, root="generator_ema" if file else "ema")
+    reshard.convert(plan, tmp_path / "out")
+    assert same(stored(tmp_path / "out"), own)
+    assert any("`model.` is removed" in note for note in plan.layout.notes)
+
+
+def test_the_only_model_of_a_file_needs_no_usual_key(tmp_path):
+    model = component(tmp_path / "model", WAN)
+    torch.save({"params_ema": weights(WAN), "rng_states": {"cuda": torch.ones(2, 2)}, "epoch": 3}, tmp_path / "step.pt")
+    reshard.convert(tmp_path / "step.pt", tmp_path / "out", to="hf", model=model)
+    assert same(stored(tmp_path / "out"), weights(WAN))
+
+
+def test_the_index_of_a_variant_is_not_left_as_weights(tmp_path):
+    folder = variant(tmp_path / "model")
+    (folder / SINGLE).unlink()
+    assert reshard.convert(folder, tmp_path / "out", to="hf").left == ()
+
+
 def test_what_is_not_of_the_component_is_said(tmp_path):
     model, step = component(tmp_path / "model", WAN), tmp_path / "step"
     others = {"text_encoder.a": torch.ones(3)}
