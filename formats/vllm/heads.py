@@ -75,6 +75,8 @@ def _refusals(model: Model, head: ClassHead) -> Iterator[str]:
         return
     release, named = release_at(Path(__file__).with_name("release.json"), "vLLM"), head.class_name
     own = _OF_THEIR_OWN.get(named)
+    if not (head.module or head.is_usual):
+        yield "its class alone knows what its further weights are"
     if own is None and release and release.has_class(named) is not True:
         yield f"{release.engine} has no class {named}"
     if own is None and release and named in release.classes and named not in _OF_LANGUAGE:

@@ -135,7 +135,9 @@ def test_an_unknown_prefix_is_said(tmp_path):
 def test_a_prefix_of_the_chosen_model_is_removed(file, tmp_path):
     """Distillation of DiTs (Self-Forcing, CausVid) saves {"generator": ..., "critic": ..., "generator_ema": ...}; none is the main one."""
     model, own = component(tmp_path / "model", WAN), weights(WAN)
-    roots = {root: {f"model.{key}": tensor + shift for key, tensor in own.items()} for shift, root in enumerate(("generator_ema", "critic"))}
+    roots = {
+        root: {f"model.{key}": tensor + shift for key, tensor in own.items()} for shift, root in enumerate(("generator_ema", "critic"))
+    }
     saved = {**roots, "optimizer": {"state": {}, "param_groups": []}} if file else {"model": own, "ema": roots["generator_ema"]}
     (torch.save if file else lambda value, path: dcp.save(value, checkpoint_id=path, no_dist=True))(saved, str(tmp_path / "step.pt"))
     if file:
