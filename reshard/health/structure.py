@@ -60,12 +60,12 @@ def config_shapes(
     """Weights that the config needs and that are missing, that have another shape, or that it does not know. left_out: weights that files
     of this format do not have on purpose."""
     if model is None:
-        reason = "there is no config.json" if config is None else f"the architecture {config.get('model_type')!r} is not declared"
+        do, reason = "", "there is no config.json" if config is None else f"the architecture {config.get('model_type')!r} is not declared"
         if config and (method := unknown_quantization(config)):
             reason = f"the weights are quantized ({method}) in a form that is not read"
         elif component := component_class(config):
-            reason = f"it is that of {component}, and the class alone knows its weights"
-        yield found("config-not-checked", f"the names and shapes of the weights were not compared with a config: {reason}")
+            reason, do = f"it is that of {component}, and the class alone knows its weights", "diffusers compares them while it loads them"
+        yield found("config-not-checked", f"the names and shapes of the weights were not compared with a config: {reason}", do=do)
         return
     try:
         check_has_settings(model.config, {name: tensor.dtype.name for name, tensor in weights.items()})
