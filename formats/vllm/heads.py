@@ -55,7 +55,8 @@ def check_head(model: Model) -> None:
         raise UnsupportedError(
             f"vLLM computes the classifier of this {named} from rows of the head, which the config's classifier_from_token names",
             why="It does so while it loads a Hugging Face folder, and files of ranks would have to hold the result",
-            do="Use its Hugging Face folder, which `to=hf` writes",
+            do="Use its Hugging Face folder, which `to=hf` writes; or store the classifier itself as score.weight, for from_2_way_softmax "
+            "the row of the second token minus that of the first in float32, without classifier_from_token: that model converts",
         )
     if head and (why := next(_refusals(model, head), None)):
         raise UnsupportedError(
@@ -92,6 +93,20 @@ def _refusals(model: Model, head: ClassHead) -> Iterator[str]:
         yield "whether vLLM takes the head of a quantized model for quantized was not compared"
     if _head_dtype(model) not in _HEAD_DTYPES:
         yield f"vLLM takes no head_dtype {_head_dtype(model)!r}"
+
+
+def rows_of_other_tokens(model: Model, tp: int) -> str | None:
+    """What several ranks make of classifier_from_token; None if it is not set, or for one rank.
+
+    Each takes the rows by the tokens' numbers out of its own part of the head (adapters.py, load_weights_using_from_2_way_softmax; seen
+    with real ranks of 0.32 at TP 2: rank 1 holds another score.weight, and a number beyond the part ends with an IndexError).
+    """
+    if tp == 1 or not model.setting("classifier_from_token"):
+        return None
+    return (
+        f"at TP {tp} vLLM 0.32 looks up the tokens of classifier_from_token in each rank's own part of the vocabulary: it does not start "
+        "if one of their numbers lies beyond that part, and rank 0 alone holds the model's classifier"
+    )
 
 
 def not_loaded(head: ClassHead) -> tuple[str, str] | None:

@@ -196,6 +196,8 @@ def test_a_classifier_out_of_rows_of_the_head_is_refused_and_its_folder_is_serve
     with pytest.raises(ReshardError, match="classifier_from_token names"):
         library.plan(folder, to="vllm", tp=2)
     assert reshard("serve-check", folder, "--engine", "vllm").code == 0
+    assert "own part of the vocabulary" not in reshard("serve-check", folder, "--engine", "vllm").out
+    assert "own part of the vocabulary" in reshard("serve-check", folder, "--engine", "vllm", "--tp", "2").out
 
 
 def test_the_mlp_of_a_reward_model_is_shared_by_ranks(tmp_path):

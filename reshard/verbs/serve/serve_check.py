@@ -166,6 +166,8 @@ def _of_folder(
             yield laid_out
         return
     parallel = Parallel(**given)
+    if about := engine.about_folder(model, parallel):
+        yield found("not-known", about, do="Serve it at TP 1, or store the classifier as score.weight")
     try:
         check_degrees(model, engine.rules(model, Target(engine.name, parallel)), parallel)
     except ReshardError as error:
