@@ -54,9 +54,9 @@ def check_head(model: Model) -> None:
     if head is None and model.setting("classifier_from_token") and named.endswith("ForSequenceClassification"):
         raise UnsupportedError(
             f"vLLM computes the classifier of this {named} from rows of the head, which the config's classifier_from_token names",
-            why="It does so while it loads a Hugging Face folder, and files of ranks would have to hold the result",
-            do="Use its Hugging Face folder, which `to=hf` writes; or store the classifier itself as score.weight, for from_2_way_softmax "
-            "the row of the second token minus that of the first in float32, without classifier_from_token: that model converts",
+            why="It does so while it loads a Hugging Face folder. A model that stores the result as score.weight, without "
+            "classifier_from_token, converts: for from_2_way_softmax the row of the second token minus that of the first, in float32",
+            do="Use its Hugging Face folder, which `to=hf` writes",
         )
     if head and (why := next(_refusals(model, head), None)):
         raise UnsupportedError(
