@@ -8,15 +8,22 @@ from typing import TYPE_CHECKING, Any
 from .replies import Reply
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from reshard.engine.destinations.forecast import StoreForecast
     from reshard.plans.plan import Plan
 
 
-def plan_reply(plan: Plan, *, full: bool, target: str | None = None) -> Reply:
-    """A plan. full: its document includes each tensor. target: where it would be written."""
-    from reshard.pages.plans import plan_sections
+def plan_reply(plan: Plan, *, full: bool, target: str | None = None, copies: Mapping[str, int] | None = None) -> Reply:
+    """A plan. full: its document includes each tensor. target: where it would be written. copies: the files of a pipeline that would be
+    copied beside the component, with their bytes."""
+    from reshard.pages.plans import copies_section, plan_sections
 
-    return Reply(partial(plan_document, plan, full=full, target=target), plan_sections(plan, _store_forecasts(plan, target)))
+    make, sections = partial(plan_document, plan, full=full, target=target), plan_sections(plan, _store_forecasts(plan, target))
+    if copies is None:
+        return Reply(make, sections)
+    copied = [{"path": path, "bytes": nbytes} for path, nbytes in copies.items()]
+    return Reply(lambda: {**make(), "copied_files": copied}, (*sections, copies_section(copies)))
 
 
 def plan_document(plan: Plan, *, full: bool, target: str | None = None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from .spelling import with_flags
 from .tables import show, standard_output
 
 if TYPE_CHECKING:
+    from reshard.opening.pipelines import Pipeline
     from reshard.opening.run_folders import Step
     from reshard.verbs.steps.happened import WatchEvent
 
@@ -32,6 +33,15 @@ def run_reply(run: str, steps: Sequence[Step]) -> Reply:
     ages = [None if step.age is None else round(step.age, 1) for step in steps]
     documents = [document(step, age_seconds=age) for step, age in zip(steps, ages, strict=True)]
     return Reply({"path": run, "steps": documents}, _sections(run, steps))
+
+
+def pipeline_reply(pipeline: Pipeline) -> Reply:
+    """The components of a diffusers pipeline."""
+    from reshard.opening.run_folders import RunFolder
+    from reshard.pages.folders import pipeline_sections
+
+    listed = run_reply(pipeline.path, RunFolder(pipeline.path).checkpoints()).as_document()
+    return Reply({**listed, "pipeline": document(pipeline)}, pipeline_sections(pipeline))
 
 
 def _sections(run: str, steps: Sequence[Step]) -> Iterator[Section]:

@@ -20,6 +20,7 @@ from reshard.index.index import StoredFile
 from reshard.index.provenance import AppliedDelta
 from reshard.live.from_files.pushing import PushResult
 from reshard.measures.changes import Change
+from reshard.opening.pipelines import Pipeline
 from reshard.opening.run_folders import Step
 from reshard.plans.layout import LeftFile
 from reshard.plans.plan import Totals
@@ -89,6 +90,7 @@ _PLAN = {
     "totals": Totals,
     "files": [{"path": str, "bytes": int, "ranks": {str: int}, "tensors?": [_STORED]}],
     "sidecars": [str],
+    "copied_files?": [{"path": str, "bytes": int}],
     "left": {str: int},
     "notes": [str],
     "findings": [Finding],
@@ -265,7 +267,10 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     ),
     "formats": ("reshard formats --json", {"formats": [{"name": str, "reads": bool, "writes": bool, "summary": str}]}),
     "inspect": ("reshard inspect --json", _INSPECT),
-    "inspect-RUN": ("reshard inspect RUN --json", {"path": str, "steps": [Extended(Step, {"age_seconds": (float, None)})]}),
+    "inspect-RUN": (
+        "reshard inspect RUN --json",
+        {"path": str, "steps": [Extended(Step, {"age_seconds": (float, None)})], "pipeline?": Pipeline},
+    ),
     "log": (
         "reshard log --json",
         {"path": str, "steps": [Extended(LoggedStep, {"age_seconds": (float, None)})]},

@@ -105,7 +105,7 @@ def convert(name: str, sources: tuple[str, ...], target: str, to: str | None, dr
     effort = Effort.of(effort_of(plan, asked))
     pipeline = pipeline_around(plan, target, existing, sharing) if is_whole else None
     if dry_run:
-        return plan_reply(plan, full=full, target=target)
+        return plan_reply(plan, full=full, target=target, copies=pipeline.copies() if pipeline else None)
     target = pipeline.component if pipeline else target
     began = time.monotonic()
     result = unchanged_result(plan, target, provenance) if existing == "update" else None

@@ -30,7 +30,7 @@ class HuggingFace(Format):
     name = "hf"
     other_names = ("huggingface", "hf-safetensors", "safetensors", "transformers")
     summary = "Hugging Face: safetensors (single or with an index), pytorch_model*.bin"
-    owns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+    owns = ("*.safetensors", "*.safetensors.index*.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
     one_file_suffices = True
     needs_model_files = True
     options = (LIKE, NAMES, MAX_SHARD_SIZE)

@@ -48,10 +48,9 @@ def read(files: Files, hints: Hints) -> Index:
         model, other_keys = model_part(root) if optimizer is None or root is not optimizer.state_dict else (None, [])
         if model is not None:
             parameters |= read_model(builder, model, path)
-            roots = read_beside_model(builder, root, path)
-            beside.update(roots)
-            other_keys = [key for key in other_keys if key not in roots]
-        builder.add_objects(other_keys)
+        roots = read_beside_model(builder, root, path)
+        beside.update(roots)
+        builder.add_objects(key for key in other_keys if key not in roots)
         if optimizer is not None:
             names = optimizer.add_groups(builder, parameters)
             for parameter, kind, local in optimizer.tensors:

@@ -73,6 +73,13 @@ class Vllm(ServingFormat):
 
             check_head(model)
 
+    def about_folder(self, model: Model, parallel: Parallel) -> str | None:
+        if not model.setting("classifier_from_token"):
+            return None
+        from .heads import rows_of_other_tokens
+
+        return rows_of_other_tokens(model, parallel.tp)
+
     def not_loaded(self, model: Model) -> tuple[str, str] | None:
         if model.architecture.head is None:
             return None

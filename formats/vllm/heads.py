@@ -54,7 +54,8 @@ def check_head(model: Model) -> None:
     if head is None and model.setting("classifier_from_token") and named.endswith("ForSequenceClassification"):
         raise UnsupportedError(
             f"vLLM computes the classifier of this {named} from rows of the head, which the config's classifier_from_token names",
-            why="It does so while it loads a Hugging Face folder, and files of ranks would have to hold the result",
+            why="It does so while it loads a Hugging Face folder. A model that stores the result as score.weight, without "
+            "classifier_from_token, converts: for from_2_way_softmax the row of the second token minus that of the first, in float32",
             do="Use its Hugging Face folder, which `to=hf` writes",
         )
     if head and (why := next(_refusals(model, head), None)):
@@ -75,6 +76,8 @@ def _refusals(model: Model, head: ClassHead) -> Iterator[str]:
         return
     release, named = release_at(Path(__file__).with_name("release.json"), "vLLM"), head.class_name
     own = _OF_THEIR_OWN.get(named)
+    if not (head.module or head.is_usual):
+        yield "its class alone knows what its further weights are"
     if own is None and release and release.has_class(named) is not True:
         yield f"{release.engine} has no class {named}"
     if own is None and release and named in release.classes and named not in _OF_LANGUAGE:
@@ -90,6 +93,20 @@ def _refusals(model: Model, head: ClassHead) -> Iterator[str]:
         yield "whether vLLM takes the head of a quantized model for quantized was not compared"
     if _head_dtype(model) not in _HEAD_DTYPES:
         yield f"vLLM takes no head_dtype {_head_dtype(model)!r}"
+
+
+def rows_of_other_tokens(model: Model, tp: int) -> str | None:
+    """What several ranks make of classifier_from_token; None if it is not set, or for one rank.
+
+    Each takes the rows by the tokens' numbers out of its own part of the head (adapters.py, load_weights_using_from_2_way_softmax; seen
+    with real ranks of 0.32 at TP 2: rank 1 holds another score.weight, and a number beyond the part ends with an IndexError).
+    """
+    if tp == 1 or not model.setting("classifier_from_token"):
+        return None
+    return (
+        f"at TP {tp} vLLM 0.32 looks up the tokens of classifier_from_token in each rank's own part of the vocabulary: it does not start "
+        "if one of their numbers lies beyond that part, and rank 0 alone holds the model's classifier"
+    )
 
 
 def not_loaded(head: ClassHead) -> tuple[str, str] | None:

@@ -315,6 +315,12 @@ def has_tokenizer(names: Iterable[str]) -> bool:
     return any(all(any(fnmatchcase(name, glob) for name in listed) for glob in globs) for globs in TOKENIZERS)
 
 
+def is_in_pipeline(files: Files) -> bool:
+    """Whether a folder is one of a diffusers pipeline, whose tokenizers lie in other folders."""
+    above = None if files.is_file else files.parent()
+    return above is not None and above.size(PIPELINE) is not None
+
+
 def _beside(files: Files, folder: str, used: Collection[str] | None) -> BesideWeights:
     """What lies in a folder beside the weights. folder: empty, or with a slash at its end.
 

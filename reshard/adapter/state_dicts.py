@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from reshard.canonical.optimizer_state import GROUPS, ROOTS, STEP, names_for, note_on_plain, plain_groups
-from reshard.canonical.tensor_classes import MODEL_ROOTS
+from reshard.canonical.tensor_classes import MODEL_ROOTS, RUN_ROOTS
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor, class_of
 from reshard.containers.inert_pickle import Inert
@@ -207,8 +207,8 @@ def leaves(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
 def model_part(root: Any) -> tuple[Mapping[Any, Any] | None, list[str]]:
     """The dict of the model's tensors (None if there is none), and the keys beside it that hold something else.
 
-    The dict is the value of a key in MODEL_ROOTS, or the root itself. If the root has such a key, its own tensors are not weights:
-    {"model": {...}, "step": a tensor} is not a model with one weight called "step".
+    The dict is the value of a key in MODEL_ROOTS, the only one of `_named_models`, or the root itself. If the root has such a key, its own
+    tensors are not weights: {"model": {...}, "step": a tensor} is not a model with one weight called "step".
     """
     *around, innermost = _levels(root)
     model, _ = innermost
@@ -217,8 +217,11 @@ def model_part(root: Any) -> tuple[Mapping[Any, Any] | None, list[str]]:
 
 
 def beside_model(root: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors beside the model's dict and the optimizer, under names that begin with their keys."""
-    *around, _ = _levels(root)
+    """The tensors beside the model's dict and the optimizer, under names that begin with their keys. Of several models none of which is
+    the main one: of all of them."""
+    *around, innermost = _levels(root)
+    several = _named_models(innermost[0]) if not around else []
+    yield from flat({key: as_state_dict(innermost[0][key]) for key in several})
     for level, model_key in around:
         others = {key: value for key, value in level.items() if key != model_key and optimizer_part({key: value}) is None}
         yield from ((name, value) for name, value in flat(others) if is_tensor(value) or class_of_array(value))
@@ -228,16 +231,37 @@ def _levels(root: Any) -> Iterator[tuple[Any, Any]]:
     """(dict, the key in it that leads to the model) of each dict around the model's; then the innermost value, and None. A module that was
     saved itself is its state dict."""
     root = as_state_dict(root)
-    for _ in range(_DEEPEST):
+    for depth in range(_DEEPEST):
         keys = MODEL_ROOTS if isinstance(root, Mapping) else ()
         model_key = next((key for key in keys if isinstance(as_state_dict(root.get(key)), Mapping) and root[key]), None)
         if model_key is None and keys and isinstance(state := root.get(_STATE), Mapping) and any(key in state for key in MODEL_ROOTS):
             model_key = _STATE
+        if depth == 0 and model_key is None and len(named := _named_models(root)) == 1:
+            model_key = named[0]
         yield root, model_key
         if model_key is None:
             return
         root = as_state_dict(root[model_key])
     yield None, None
+
+
+def _named_models(root: Any) -> list[str]:
+    """The keys of the models in a root that holds no tensor itself: under names of the trainer, such as generator, critic, params_ema.
+
+    A dict counts as a model if it holds a matrix of floating-point numbers, and its key is none of a run's state.
+    """
+    if not isinstance(root, Mapping) or any(map(is_tensor, root.values())):
+        return []
+    others = {*RUN_ROOTS, *ROOTS, _STATE}
+    return [
+        key
+        for key, value in root.items()
+        if isinstance(key, str) and key not in others and isinstance(module := as_state_dict(value), Mapping) and _has_matrix(module)
+    ]
+
+
+def _has_matrix(module: Mapping[Any, Any]) -> bool:
+    return any(is_plain_tensor(value) and value.dtype.floating and len(value.shape) > 1 for value in module.values())
 
 
 def as_state_dict(value: Any) -> Any:

@@ -78,6 +78,8 @@ _ROWS: tuple[tuple[str, Severity, Needs, str, str], ...] = (
      "Name a folder with the model's config and tokenizer: `model=DIR`"),
     ("missing-config", "warning", "", "There is no config.json beside the weights, and the engines that load this format need one.",
      "Name a folder with the model's config and tokenizer: `model=DIR`"),
+    ("unlike-pipeline", "warning", "", "model_index.json and a folder of the pipeline disagree: on its class, or on whether it is a part.",
+     "Correct model_index.json, or remove the folder"),
     # Consistency.
     ("inconsistent", "error", "", "The files contradict each other or their format, so the checkpoint cannot be opened.", _SAVE),
     ("stale-rank", "error", "", "Files are from different saves, steps or runs.", _SAVE),

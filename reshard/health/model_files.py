@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.adapter import registry
 from reshard.adapter.format import Format
-from reshard.adapter.model_files import CONFIG, ModelFiles, has_tokenizer
+from reshard.adapter.model_files import CONFIG, ModelFiles, has_tokenizer, is_in_pipeline
 from reshard.health.findings import Finding, found
 from reshard.models.config_values import component_class
 from reshard.models.lookup import draft_class
@@ -16,15 +16,17 @@ from reshard.plans.plan import Plan
 
 
 def missing_beside_weights(format: Format, model_files: ModelFiles) -> Iterator[Finding]:
-    """What a checkpoint's engines will miss."""
-    yield from _missing(format, model_files.names, model_files.config)
+    """What a checkpoint's engines will miss. In a diffusers pipeline the tokenizer lies in a folder of its own."""
+    missing = _missing(format, model_files.names, model_files.config)
+    yield from (finding for finding in missing if finding.id != "missing-tokenizer" or not is_in_pipeline(model_files.files))
 
 
 def missing_in_target(plan: Plan) -> tuple[Finding, ...]:
     """What a target's engines will miss, known before anything is written."""
     files = {sidecar.path: sidecar.content for sidecar in plan.layout.sidecars}
     config = json.loads(files[CONFIG]) if CONFIG in files else None
-    return tuple(_missing(registry.named(plan.layout.format), files.keys(), config))
+    missing = _missing(registry.named(plan.layout.format), files.keys(), config)
+    return tuple(finding for finding in missing if finding.id != "missing-tokenizer" or not is_in_pipeline(plan.source_files))
 
 
 def _missing(format: Format, names: Collection[str], config: Mapping[str, Any] | None) -> Iterator[Finding]:

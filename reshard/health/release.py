@@ -115,6 +115,9 @@ def _head(release: Release, model: Model) -> Iterator[Finding]:
     head = model.architecture.head
     assert head is not None
     one_matrix = head.module == "score" and "weight" in head.parts
+    if not (head.module or head.is_usual) and release.has_class(head.class_name):
+        detail = f"{release.engine}'s class {head.class_name} has no such head as the files have"
+        yield found("unknown-name", detail, do="Serve it with the library that trained it")
     if head.module and not (head.is_usual and (head.class_name in release.classes or one_matrix)):
         name = f"{head.module}.{head.parts[0]}"
         yield found("unknown-name", f"the class that {release.engine} makes for {head.class_name} has no such weight", tensor=name,

@@ -66,7 +66,7 @@ def config_shapes(
         if config and (method := unknown_quantization(config)):
             reason, do = not_read(method), "Check it with the library that quantized it, or what `dequantize=True` makes of it"
         elif component := component_class(config):
-            reason, do = f"it is that of {component}, and the class alone knows its weights", "Load it with the library of the class"
+            reason, do = f"it is that of {component}, and the class alone knows its weights", "diffusers compares them while it loads them"
         yield found("config-not-checked", f"the names and shapes of the weights were not compared with a config: {reason}", do=do)
         return
     try:

@@ -473,7 +473,10 @@ def _group(size: Any) -> int | None:
 
 def _compressed(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     """The form of each group. A group of named modules comes before that of all linear layers, as compressed-tensors looks them up."""
-    groups = settings.get("config_groups")
+    groups, sparsity = settings.get("config_groups"), settings.get("sparsity_config")
+    sparse = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else "dense"
+    if sparse != "dense":
+        raise UnknownForm(f" with sparse weights in the format {str(sparse)[:40]}")
     if not isinstance(groups, Mapping) or not groups:
         raise UnknownForm("")
     forms = [_of_group(group, settings) for group in groups.values()]

@@ -223,7 +223,8 @@ def dimensions_text(model: Model) -> str:
 def head_text(model: Model | None) -> Iterator[str]:
     """What a model is that has another head than a language model, with its head: "a reward model: score, 1 label"."""
     if model and (head := model.architecture.head):
-        yield f"{head.what}: " + (f"{head.module}, {plural(model.dimensions['labels'], 'label')}" if head.module else "no head")
+        none = "no head" if head.is_usual else "its weights are not declared"
+        yield f"{head.what}: " + (f"{head.module}, {plural(model.dimensions['labels'], 'label')}" if head.module else none)
 
 
 def sizes_text(engines: Mapping[str, tuple[int, ...]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from reshard.pages.texts import age_text, count_text, nbytes_text
 
 if TYPE_CHECKING:
     from reshard.models.model import Model
+    from reshard.opening.pipelines import Pipeline
     from reshard.opening.run_folders import Step
 
 # Files that are listed of a checkpoint that cannot be opened.
@@ -47,6 +49,33 @@ def run_sections(run: str, steps: Sequence[Step]) -> Iterator[Section]:
             "",
             Facts([("note", [*(f"{_folder(run, s)}: {s.completeness.reason}" for s in incomplete[:MOST_NAMES]), more])], "Incomplete", 4),
         )
+
+
+def pipeline_sections(pipeline: Pipeline) -> Iterator[Section]:
+    """The components of a diffusers pipeline, and where model_index.json and the folders disagree."""
+    from reshard.health.pipelines import unlike_index
+
+    parts, problems = pipeline.components, [f"{finding.file}: {finding.detail}" for finding in unlike_index(pipeline)]
+    named = pipeline.class_name or "no class named"
+    sizes = [("components", len(parts)), ("bytes", nbytes_text(sum(part.nbytes for part in parts)))]
+    yield Head(pipeline.path, "pipeline", named, "bad" if problems else "good", sizes)
+    version = f", saved by diffusers {pipeline.version}" if pipeline.version else ""
+    yield f"{pipeline.path}: {named}, a pipeline of diffusers with {plural(len(parts), 'component')}{version}"
+    rows = [
+        (
+            part.name,
+            part.stored_class or part.named_class or "-",
+            part.library or "-",
+            ", ".join(part.dtypes) or "-",
+            count_text(part.parameters) if part.format else "-",
+            nbytes_text(part.nbytes),
+        )
+        for part in parts
+    ]
+    yield Rows(("component", "class", "library", "dtypes", "parameters", "bytes"), rows, "Components", optional=(2, 3))
+    first = max(parts, key=lambda part: part.nbytes, default=None)
+    next_one = f"reshard inspect {shlex.quote(first.path)}" if first and first.format else None
+    yield from ("", Facts([("problem", problems), ("next", next_one)]))
 
 
 def _folder(run: str, step: Step) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.geometry.quantities import plural
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from reshard.health.findings import Finding
     from reshard.plans.plan import Plan
 
+# Copied files that a terminal shows.
+_MOST_COPIES = 20
 CHECKED = "has exactly one source; every source tensor is used or listed as skipped"
 
 
@@ -69,6 +71,13 @@ def plan_sections(plan: Plan, stores: Sequence[StoreForecast] = ()) -> Iterator[
     )
     yield Drawing("Who holds what", "value", (plan,))
     yield Drawing("Who reads from whom", "transfers", (plan,))
+
+
+def copies_section(copies: Mapping[str, int]) -> Section:
+    """The files of a pipeline that would be copied beside its new component."""
+    rows = [(path, nbytes_text(nbytes)) for path, nbytes in copies.items()]
+    total = f"copied byte for byte: {plural(len(rows), 'file')}, {nbytes_text(sum(copies.values()))}"
+    return Rows(("copied file", "bytes"), rows, "Copied files", limit=_MOST_COPIES, hint="; --json lists all", notes=[total])
 
 
 def _requests(store: StoreForecast) -> list[str]:

@@ -23,7 +23,7 @@ def without_trainer_prefix(source: Checkpoint, selection: Selection, like: str |
     component = component_class(source.model_files.config)
     if component is None or selection.strip_prefix:
         return selection.strip_prefix, ()
-    names = [tensor.name for tensor in source.index.tensors if tensor.kind in ("weight", "buffer", "master")]
+    names = [tensor.name for tensor in source.of_model(selection).tensors if tensor.kind in ("weight", "buffer", "master")]
     own = _own_names(source, like)
     if own is None:
         words = {name.partition(".")[0] for name in names}

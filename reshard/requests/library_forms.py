@@ -27,6 +27,7 @@ from reshard.models.stored_forms import Component
 
 ReadTensor = Callable[[Tensor], bytes]
 _STATE, _CLASS, _NAMES = ".weight.quant_state.bitsandbytes__", "_weight_", "tensor_names"
+_OF_TORCHAO = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
 _LEFT = "the settings of a weight that is no longer packed"
 _MOST_STATE = 1 << 16
 _OF_127 = 7.874015718698502e-3
@@ -142,13 +143,13 @@ def _class_of(text: str | None) -> dict[str, Any] | None:
 
 
 def _of_torchao(name: str, about: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Tensor:
-    """A weight of torchao's Float8Tensor or Int8Tensor. Raises UnsupportedError for another class."""
+    """A weight of one of torchao's classes in _OF_TORCHAO. Raises UnsupportedError for another class."""
     kind, data = str(about.get("_type")), about.get("_data")
-    if kind not in ("Float8Tensor", "Int8Tensor") or not isinstance(data, dict):
+    if kind not in _OF_TORCHAO or not isinstance(data, dict):
         raise UnsupportedError(
             f"it is a {kind[:60]} of torchao",
             where=name,
-            why="Float8Tensor and Int8Tensor are read",
+            why=f"{', '.join(_OF_TORCHAO)} are read",
             do="Dequantize it with torchao, or convert the model that it was made from",
         )
     front = f"{name.rpartition('.')[0]}.{_CLASS}"

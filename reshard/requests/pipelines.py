@@ -21,6 +21,7 @@ from reshard.plans.manifest import sample_ranges
 from reshard.plans.plan import Plan
 from reshard.storage.files import Files, LocalFiles, leads_elsewhere, read_range
 from reshard.storage.output_file import OutputFile
+from reshard.storage.staging import check_free_space
 from reshard.storage.system_calls import is_url, system_errors
 from reshard.storage.tar import open_files
 
@@ -39,6 +40,8 @@ class WholePipeline:
     """The folder of the component, with a slash at its end."""
     target: str
     """The directory that becomes the pipeline."""
+    written: int
+    """The bytes of the new component's files."""
 
     @staticmethod
     def around(plan: Plan, target: str | os.PathLike[str]) -> WholePipeline:
@@ -61,7 +64,8 @@ class WholePipeline:
                 why="The other components of the pipeline are copied from there",
                 do="Name the component in its pipeline with `model=`, such as `model=Wan2.2-T2V/transformer`",
             )
-        return WholePipeline(files, os.path.basename(component) + "/", os.fspath(target))
+        written = sum(file.nbytes for file in plan.layout.files)
+        return WholePipeline(files, os.path.basename(component) + "/", os.fspath(target), written)
 
     @property
     def component(self) -> str:
@@ -72,7 +76,8 @@ class WholePipeline:
         """Look at what lies in the target before anything is written. is_new: whether nothing may lie there. replaces: whether files of the
         pipeline that lie there with other content are replaced.
 
-        Raises: TargetError if the target is the pipeline itself, or holds what may not be replaced.
+        Raises: TargetError if the target is the pipeline itself, or holds what may not be replaced; SystemRefusal if the disk has too
+        little free space for the copies and a new component.
         """
         root, at = os.path.realpath(self.files.root), os.path.realpath(self.target)
         if self.files.store is None and (at == root or at.startswith(f"{root}/") or root.startswith(f"{at}/")):
@@ -99,14 +104,22 @@ class WholePipeline:
                 id="target-exists",
             )
 
+        above = next(folder for folder in (Path(at), *Path(at).parents) if folder.exists())
+        copies = sum(nbytes for path, nbytes in self.copies().items() if not (entries and self._is_there(path)))
+        # What an earlier run has written of the component counts when it is staged.
+        check_free_space(copies + (0 if os.path.isdir(self.component) else self.written), above, Path(self.target))
+
+    def copies(self) -> dict[str, int]:
+        """The files that are copied, with their bytes."""
+        return {path: self.files.size(path) or 0 for path in self._paths()}
+
     def complete(self) -> str:
         """Copy the files that are not there yet, model_index.json last; a sentence about them. Each has its name only when it is whole."""
-        paths = [*self._paths()]
-        for path in sorted(paths, key=lambda path: path == PIPELINE):
+        copies = self.copies()
+        for path in sorted(copies, key=lambda path: path == PIPELINE):
             if not self._is_there(path):
                 self._copy(path)
-        nbytes = sum(self.files.size(path) or 0 for path in paths)
-        return f"copied from {self.files.root}, byte for byte: {len(paths)} files, {nbytes:,} bytes, such as {PIPELINE}"
+        return f"copied from {self.files.root}, byte for byte: {len(copies)} files, {sum(copies.values()):,} bytes, such as {PIPELINE}"
 
     def _paths(self, folder: str = "") -> Iterator[str]:
         """The files of the pipeline, without those of the component. Raises UnsupportedError for a link that leads out of it."""

@@ -258,15 +258,7 @@ class Staging:
         """Raises SystemRefusal if the disk has too little space. Staged files have their full length, but are sparse at first."""
         staged = (self.work / path for path in self._sizes)
         allocated = sum(min(file.stat().st_size, file.stat().st_blocks * 512) for file in staged if file.exists())
-        needed, free = sum(self._sizes.values()) - allocated, _free_bytes(self.work)
-        if needed > free:
-            raise SystemRefusal(
-                f"{needed:,} bytes are needed, {free:,} are free",
-                where=str(self.root),
-                why="The disk would be full before the conversion ends; nothing was written",
-                do="Free some space, or choose another disk",
-                id="no-space",
-            )
+        check_free_space(sum(self._sizes.values()) - allocated, self.work, self.root)
 
     def _create(self, path: str, size: int) -> None:
         try:
@@ -347,6 +339,19 @@ def _length(folder: Path, path: str) -> int | None:
             return os.fstat(file.fileno()).st_size
     except (FileNotFoundError, ForeignFile):
         return None
+
+
+def check_free_space(needed: int, folder: Path, target: Path) -> None:
+    """Raises SystemRefusal if the disk of a folder has fewer free bytes. target: what the message names."""
+    free = _free_bytes(folder)
+    if needed > free:
+        raise SystemRefusal(
+            f"{needed:,} bytes are needed, {free:,} are free",
+            where=str(target),
+            why="The disk would be full before the conversion ends; nothing was written",
+            do="Free some space, or choose another disk",
+            id="no-space",
+        )
 
 
 # shutil loads every compression module. What only reads a checkpoint imports this module for its names and does without.

@@ -110,9 +110,9 @@ def test_inspect():
 def test_plan_and_convert(tmp_path):
     arguments = (FSDP2 / "checkpoint", tmp_path / "out", "--to", "vllm", "--tp", 2, *MODEL)
     documents = [printed("plan", arguments[0], *arguments[2:], "--full"), printed("convert", *arguments, "--dry-run")]
-    check("plan", *documents, *in_a_store(*arguments))
+    check("plan", *documents, *in_a_store(*arguments), into_a_pipeline(tmp_path))
     result = printed("convert", *arguments, "--overwrite", "--full")
-    check("plan", {"schema_version": 1, **result["plan"]}, *in_a_store(*arguments))
+    check("plan", {"schema_version": 1, **result["plan"]}, *in_a_store(*arguments), into_a_pipeline(tmp_path))
     check("convert", printed("convert", *arguments, "--overwrite"), {**result, "plan": {}})
     parts = [printed("convert", *arguments[:1], tmp_path / "parts", *arguments[2:], "--part", part) for part in ("0/2", "1/2")]
     check("convert --part", *({**part, "result": None} for part in parts))
@@ -131,6 +131,21 @@ def test_delta_and_apply(tmp_path):
     check("delta", printed("delta", LLAMA, LLAMA, tmp_path / "none"))
     plan = printed("apply", LLAMA, tmp_path / "none", tmp_path / "out", "--to", "hf", "--dry-run")
     assert [each.keys() for each in plan["deltas"]] == [{"path", "version", "fingerprint"}]
+
+
+def pipeline(folder):
+    """A diffusers pipeline of one component."""
+    folder.mkdir(exist_ok=True)
+    shutil.copytree(LLAMA, folder / "text_encoder", dirs_exist_ok=True)
+    index = {"_class_name": "X", "_diffusers_version": "0.42.1", "text_encoder": ["transformers", "LlamaForCausalLM"]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
+def into_a_pipeline(folder):
+    """A plan that also copies the other files of a pipeline."""
+    model = pipeline(folder / "pipeline") / "text_encoder"
+    return printed("convert", LLAMA, folder / "tuned", "--to", "hf", "--model", model, "--whole-pipeline", "--dry-run")
 
 
 def in_a_store(source, target, *options):
@@ -181,7 +196,7 @@ def test_digests(tmp_path):
 def test_a_run_and_its_watch(tmp_path):
     for step in (1, 2):
         shutil.copytree(FSDP2 / "checkpoint", tmp_path / "run" / f"step-{step}")
-    check("inspect RUN", printed("inspect", tmp_path / "run"))
+    check("inspect RUN", printed("inspect", tmp_path / "run"), printed("inspect", pipeline(tmp_path / "pipeline")))
     lines = reshard("watch", tmp_path / "run", "--to", "hf", "--into", tmp_path / "out/{step}", *MODEL, "--all", "--json").out
     kept = reshard("delta", "--of", tmp_path / "run", tmp_path / "kept", *MODEL, "--json").out
     check("watch", *map(json.loads, (lines + kept).splitlines()))

@@ -131,6 +131,37 @@ def test_an_unknown_prefix_is_said(tmp_path):
     assert same(stored(tmp_path / "out"), weights(WAN))
 
 
+@pytest.mark.parametrize("file", [False, True])
+def test_a_prefix_of_the_chosen_model_is_removed(file, tmp_path):
+    """Distillation of DiTs (Self-Forcing, CausVid) saves {"generator": ..., "critic": ..., "generator_ema": ...}; none is the main one."""
+    model, own = component(tmp_path / "model", WAN), weights(WAN)
+    roots = {
+        root: {f"model.{key}": tensor + shift for key, tensor in own.items()} for shift, root in enumerate(("generator_ema", "critic"))
+    }
+    saved = {**roots, "optimizer": {"state": {}, "param_groups": []}} if file else {"model": own, "ema": roots["generator_ema"]}
+    (torch.save if file else lambda value, path: dcp.save(value, checkpoint_id=path, no_dist=True))(saved, str(tmp_path / "step.pt"))
+    if file:
+        with pytest.raises(RequestError, match="several models: generator_ema, critic"):
+            reshard.plan(tmp_path / "step.pt", to="hf", model=model)
+    plan = reshard.plan(tmp_path / "step.pt", to="hf", model=model, root="generator_ema" if file else "ema")
+    reshard.convert(plan, tmp_path / "out")
+    assert same(stored(tmp_path / "out"), own)
+    assert any("`model.` is removed" in note for note in plan.layout.notes)
+
+
+def test_the_only_model_of_a_file_needs_no_usual_key(tmp_path):
+    model = component(tmp_path / "model", WAN)
+    torch.save({"params_ema": weights(WAN), "rng_states": {"cuda": torch.ones(2, 2)}, "epoch": 3}, tmp_path / "step.pt")
+    reshard.convert(tmp_path / "step.pt", tmp_path / "out", to="hf", model=model)
+    assert same(stored(tmp_path / "out"), weights(WAN))
+
+
+def test_the_index_of_a_variant_is_not_left_as_weights(tmp_path):
+    folder = variant(tmp_path / "model")
+    (folder / SINGLE).unlink()
+    assert reshard.convert(folder, tmp_path / "out", to="hf").left == ()
+
+
 def test_what_is_not_of_the_component_is_said(tmp_path):
     model, step = component(tmp_path / "model", WAN), tmp_path / "step"
     others = {"text_encoder.a": torch.ones(3)}
@@ -253,3 +284,76 @@ def test_without_a_pipeline_nothing_is_written(tmp_path):
     with pytest.raises(UnsupportedError, match="local directory"):
         reshard.convert(step, "memory://bucket/out", to="hf", model=model, whole_pipeline=True)
     assert not (tmp_path / "out").exists()
+
+
+def a_pipeline(folder):
+    """Wan 2.2's parts: two transformers, a VAE, and parts without weights."""
+    for name in ("transformer", "transformer_2"):
+        component(folder / name, WAN)
+    component(folder / "vae", "AutoencoderKL")
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler" / "scheduler_config.json").write_text("{}")
+    named = {"transformer": WAN, "transformer_2": WAN, "vae": "AutoencoderKL", "scheduler": "FlowMatchEulerDiscreteScheduler"}
+    index = {"_class_name": "WanPipeline", "_diffusers_version": "0.42.1", "boundary_ratio": 0.9, "image_encoder": [None, None]}
+    (folder / "model_index.json").write_text(json.dumps(index | {name: ["diffusers", class_name] for name, class_name in named.items()}))
+    return folder
+
+
+def test_a_pipeline_is_inspected_and_checked_as_a_whole(tmp_path):
+    folder = a_pipeline(tmp_path / "pipeline")
+    said = run("inspect", folder).out
+    assert "WanPipeline, a pipeline of diffusers with 4 components" in said and "FlowMatchEulerDiscreteScheduler" in said
+    document = json.loads(run("inspect", folder, "--json").out)
+    assert [step["part"] for step in document["steps"]] == ["transformer", "transformer_2", "vae"]
+    parts = {part["name"]: part for part in document["pipeline"]["components"]}
+    assert (parts["vae"]["class"], parts["vae"]["dtypes"], parts["scheduler"]["format"]) == ("AutoencoderKL", ["F32"], None)
+    assert parts["transformer"]["parameters"] == sum(math.prod(shape) for shape in truth_of(WAN)["shapes"].values())
+    report = reshard.doctor(folder, deep=True)
+    assert report.healthy and report.tensors == sum(part["tensors"] for part in parts.values())
+    served = [finding.detail for finding in reshard.serve_check(folder).findings if finding.id == "not-known"]
+    assert any("SGLang" in text and "has a pipeline of its own for WanPipeline" in text for text in served)
+    assert any("vLLM-Omni" in text for text in served)
+    assert run("doctor", folder, "--component", "vae").code == 0, "one component is chosen as before"
+
+
+def test_where_the_index_and_the_folders_of_a_pipeline_disagree_is_said(tmp_path):
+    folder = a_pipeline(tmp_path / "pipeline")
+    (folder / "transformer_2" / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
+    (folder / "transformer" / SINGLE).unlink()
+    (folder / "vae").rename(folder / "vae_old")
+    findings = {(finding.id, finding.severity, finding.file): finding.detail for finding in reshard.doctor(folder).findings}
+    assert "no file of its weights" in findings["missing-file", "error", "transformer/"]
+    assert "AutoencoderKL" in findings["missing-file", "error", "vae/"]
+    assert "FluxTransformer2DModel" in findings["unlike-pipeline", "warning", "transformer_2/"]
+    assert "does not name the folder" in findings["unlike-pipeline", "warning", "vae_old/"]
+    assert "vae_old/" in run("inspect", folder).out
+    assert run("serve-check", folder).code == 1
+    (folder / "vae_old" / SINGLE).write_bytes(b"12345678")
+    assert any(finding.file == f"vae_old/{SINGLE}" and finding.severity == "error" for finding in reshard.doctor(folder).findings)
+    (folder / "model_index.json").write_text("[]")
+    assert run("doctor", folder).code == 3
+
+
+def test_a_text_encoder_of_a_pipeline_needs_no_tokenizer_beside_it(tmp_path):
+    folder = a_pipeline(tmp_path / "pipeline")
+    (folder / "transformer_2" / "config.json").write_text('{"architectures": ["UMT5EncoderModel"], "model_type": "umt5"}')
+    assert not any(finding.id == "missing-tokenizer" for finding in reshard.doctor(folder / "transformer_2").findings)
+    (folder / "model_index.json").unlink()
+    assert any(finding.id == "missing-tokenizer" for finding in reshard.doctor(folder / "transformer_2").findings)
+
+
+def test_a_dry_run_names_the_copies_and_their_room_is_counted(tmp_path, monkeypatch):
+    folder, step = a_pipeline(tmp_path / "pipeline"), trained(tmp_path / "step", WAN)
+    asked = ("convert", step, tmp_path / "out", "--to", "hf", "--whole-pipeline", "--component", "transformer", "--model", folder)
+    document = json.loads(run(*asked, "--dry-run", "--json").out)
+    copied = {each["path"]: each["bytes"] for each in document["copied_files"]}
+    assert copied.keys() == {str(path.relative_to(folder)) for path in folder.rglob("*.*") if path.is_file()} - {
+        f"transformer/{name}" for name in ("config.json", SINGLE)
+    }
+    assert copied[f"vae/{SINGLE}"] == (folder / "vae" / SINGLE).stat().st_size and not (tmp_path / "out").exists()
+    assert f"vae/{SINGLE}" in run(*asked, "--dry-run").out
+    needed = sum(copied.values()) + sum(file["bytes"] for file in document["files"])
+    for free, code in ((needed - 1, 5), (needed, 0)):
+        monkeypatch.setattr("reshard.storage.staging._free_bytes", lambda _, free=free: free)
+        assert run(*asked).code == code
+        assert (tmp_path / "out").exists() == (code == 0)

@@ -160,6 +160,13 @@ def test_groups_that_are_not_read_are_named(other, expected):
     assert unknown_quantization({"quantization_config": settings}) == expected
 
 
+@pytest.mark.parametrize("sparse", ["sparse-24-bitmask", "dense"])
+def test_sparse_weights_are_named(sparse):
+    settings = {"quant_method": "compressed-tensors", "config_groups": {"group_0": LINEAR}, "sparsity_config": {"format": sparse}}
+    expected = None if sparse == "dense" else "compressed-tensors with sparse weights in the format sparse-24-bitmask"
+    assert unknown_quantization({"quantization_config": settings}) == expected
+
+
 def test_settings_of_an_inner_model_name_its_modules():
     settings = {"quant_method": "compressed-tensors", "config_groups": {"group_0": LINEAR}, "ignore": ["lm_head", "re:model.layers.1.*"]}
     quantization = quantization_of({"text_config": {"quantization_config": settings}})

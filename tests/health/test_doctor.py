@@ -556,6 +556,7 @@ def test_every_kind_of_finding_has_a_test():
     tested |= {"missing-tokenizer", "missing-config"}  # in test_hf.py
     tested |= {"wrong-digest", "unlisted-file", "integrity-not-checked"}  # in test_recorded_digests.py
     tested |= {"unread-weight", "unread-state"}  # in test_arrays.py
+    tested |= {"unlike-pipeline"}  # in test_components.py
     two_saves = {"never-moved", "frozen", "nothing-moved", "other-weights"}
     of_engines = {kind.id for kind in KINDS.values() if kind.needs == "serve-check"}  # in tests/cli/test_serve_check.py
     assert DAMAGES.keys() | tested | two_saves | of_engines == KINDS.keys()

@@ -196,6 +196,8 @@ def test_a_classifier_out_of_rows_of_the_head_is_refused_and_its_folder_is_serve
     with pytest.raises(ReshardError, match="classifier_from_token names"):
         library.plan(folder, to="vllm", tp=2)
     assert reshard("serve-check", folder, "--engine", "vllm").code == 0
+    assert "own part of the vocabulary" not in reshard("serve-check", folder, "--engine", "vllm").out
+    assert "own part of the vocabulary" in reshard("serve-check", folder, "--engine", "vllm", "--tp", "2").out
 
 
 def test_the_mlp_of_a_reward_model_is_shared_by_ranks(tmp_path):
@@ -258,6 +260,36 @@ def test_a_bias_that_the_loader_of_vllm_has_no_place_for_is_said(tmp_path):
     checked = reshard("serve-check", tmp_path / "ranks")
     assert checked.code == 1 and "score.bias" in checked.out and "KeyError" in checked.out
     assert reshard("serve-check", folder, "--engine", "vllm").code == 0, "the Hugging Face folder is served"
+
+
+@pytest.mark.parametrize("named", ["LlamaForRewardModelWithGating", "LlamaForSequenceClassification", "LlamaForRewardModel", "ColLlama"])
+def test_a_head_of_the_class_s_own_code_is_carried_and_not_served(named, tmp_path):
+    """ArmoRM has regression_layer, gating and reward_transform_matrix; nobody has declared them."""
+    folder, tensors = made("reward", tmp_path / "model")
+    del tensors["score.weight"]
+    tensors |= {"regression_layer.weight": ("F32", [2, 64], bytes(512)), "gating.layers.0.bias": ("F32", [2], bytes(8))}
+    write(folder / "model.safetensors", tensors)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [named]}))
+    assert "a head of its own class" in reshard("inspect", folder).out
+    assert not any(finding.severity == "error" for finding in library.doctor(folder).findings)
+    assert library.serve_check(folder).findings[0].id == ("unknown-name" if named.endswith("SequenceClassification") else "no-class")
+    library.convert(folder, tmp_path / "hf", to="hf")
+    assert stored(tmp_path / "hf" / "model.safetensors") == tensors
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == [named]
+    with pytest.raises(ReshardError, match="its class alone knows"):
+        library.plan(folder, to="vllm", tp=2)
+    del tensors["model.embed_tokens.weight"]
+    write(folder / "model.safetensors", tensors)
+    assert any(finding.id == "missing-weight" for finding in library.doctor(folder).findings), "an incomplete save is no head of its own"
+
+
+def test_a_value_head_has_one_output_whatever_labels_the_config_has(tmp_path):
+    folder, tensors = made("trl", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "id2label": {"0": "LABEL_0", "1": "LABEL_1"}}))
+    library.convert(folder, tmp_path / "hf", to="hf")
+    assert stored(tmp_path / "hf" / "model.safetensors") == tensors
 
 
 def test_labels_that_no_config_states_are_written(tmp_path):

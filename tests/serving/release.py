@@ -113,7 +113,7 @@ def taken_names(asked: dict[str, dict[str, Any]], taken: list[dict[str, Any]]) -
 
 def of_sglang(wheel: Path, vllm: dict[str, Any]) -> dict[str, Any]:
     """The document of SGLang's release, from its wheel. It installs the release of transformers that vLLM's document names."""
-    classes: set[str] = set()
+    classes, pipelines = set[str](), set[str]()
     with zipfile.ZipFile(wheel) as archive:
         metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         about = archive.read(metadata).decode()
@@ -122,10 +122,13 @@ def of_sglang(wheel: Path, vllm: dict[str, Any]) -> dict[str, Any]:
         for path in archive.namelist():
             if re.fullmatch(r"sglang/srt/models/\w+\.py", path):
                 classes |= entry_classes(ast.parse(archive.read(path)))
+            if re.fullmatch(r"sglang/multimodal_gen/runtime/pipelines/\w+\.py", path):
+                pipelines |= {*re.findall(r'^    pipeline_name = "(\w+)"$', archive.read(path).decode(), re.M)}
         methods = quantization_methods(ast.parse(archive.read("sglang/srt/layers/quantization/__init__.py")))
     return {
         "release": version[1],
         "classes": sorted(classes),
+        "pipelines": sorted(pipelines - {"DiffusersPipeline"}),
         "removed": {},
         "suffixes": [],
         "refused_quantization": sorted(method for method in vllm["refused_quantization"] if method not in methods),

@@ -15,7 +15,7 @@ from reshard.pages.sections import TreeView
 
 from ... import options
 from ...replies import Output, Reply, Streamed, show_sections
-from ...runs import run_reply
+from ...runs import pipeline_reply, run_reply
 from ...tables import show
 from .following import following
 
@@ -59,7 +59,8 @@ _ADAPTER_SETTINGS = {
 def command(checkpoints: tuple[str, ...], globs: tuple[str, ...], full: bool, **given: Any) -> Reply | None:
     """Show what each CHECKPOINT is, whether it is complete, what it can become, and what it holds. No weight is read.
 
-    If CHECKPOINT is the folder of a run or of models, list the checkpoints in it, at any depth, and which of them are complete.
+    If CHECKPOINT is the folder of a run or of models, list the checkpoints in it, at any depth, and which of them are complete; if it is a
+    diffusers pipeline, its components.
     """
     from reshard.storage.system_calls import gc_paused
 
@@ -85,12 +86,16 @@ def _inspected(checkpoint: str, view: TreeView, globs: tuple[str, ...], full: bo
     import reshard
     from reshard.canonical.globs import check_globs, matches
     from reshard.opening.choice import SeveralCheckpoints
+    from reshard.opening.pipelines import pipeline_at
     from reshard.opening.run_folders import run_at
     from reshard.pages.checkpoints import checkpoint_sections
     from reshard.pages.folders import damaged_sections
     from reshard.verbs.look.inspection import Inspection
 
     run, as_json = run_at(checkpoint) if given["format"] is None else None, Output.current().as_json
+    if pipeline := pipeline_at(checkpoint, given):
+        _refuse_ignored()
+        return pipeline_reply(pipeline)
     if run is not None:
         _refuse_ignored(steps := run.checkpoints())
         return run_reply(checkpoint, steps)

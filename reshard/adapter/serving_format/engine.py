@@ -130,6 +130,10 @@ class ServingEngine(Format):
         """The options with which files of these stages are written; empty for stages that the engine makes itself."""
         return {}
 
+    def about_folder(self, model: Model, parallel: Parallel) -> str | None:
+        """What these sizes do to a model that is served from its Hugging Face folder, beside what its rules say; None: nothing more."""
+        return None
+
     def not_told(self, model: Model, target: Target) -> str | None:
         """What the engine must be told at its start to take files that were written so, and is not told here; None if there is nothing."""
         return None

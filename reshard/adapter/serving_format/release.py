@@ -77,6 +77,9 @@ class Release:
     """Declared model type -> the forms of names that the engine's loader takes beside the published ones, with a question mark those that
     it takes with some configs only; types that are missing were not tried."""
 
+    pipelines: frozenset[str]
+    """The classes of diffusers' pipelines that its diffusion server builds itself; empty if they are not known."""
+
     def has_class(self, name: str) -> bool | None:
         """Whether it serves a class; None if only its code for transformers' classes could tell."""
         stem = next((name.removesuffix(suffix) for suffix in self.suffixes if name.endswith(suffix)), None)
@@ -121,6 +124,7 @@ def release_at(path: Path, engine: str) -> Release | None:
         known_quantization=words("known_quantization") if "known_quantization" in data else frozenset(),
         config_keys=_keys_by_type(data["config_keys"], words("checked_types")),
         config_values={key: frozenset(kinds.split()) for key, kinds in data["config_values"].items()},
+        pipelines=words("pipelines") if "pipelines" in data else frozenset(),
         names={key: frozenset(forms.split()) for key, forms in data["names"].items()},
     )
 

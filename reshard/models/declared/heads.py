@@ -6,6 +6,7 @@
     Qwen2ForRewardModel                score.0 and score.2: an MLP
     RewardModel, CriticModel           OpenRLHF: the module that the config's value_head_prefix names
     LlamaModel                         none: an embedding model, whose names may lack "model."
+    LlamaForRewardModelWithGating      matrices of the class's own code, which are taken as they are
     v_head.summary, stored             TRL: beside lm_head, whatever the class is
 
 Source: transformers 5.24, modeling_layers.py (GenericForSequenceClassification, GenericForTokenClassification) and the classes of the model
@@ -42,11 +43,13 @@ _ROWS: tuple[tuple[str, tuple[str, str], str, tuple[str, ...]], ...] = (
     (".*ForQuestionAnswering", ("a model that answers questions", "a model that answers questions"), "qa_outputs", ("weight", "bias")),
     (".*(?:Model|ForEmbedding|ForTextEncoding)", ("an embedding model", "an embedding model"), "", ()),
 )
+OF_ITS_OWN = "a model with a head of its own class"
 # OpenRLHF makes these classes while it runs. With a head under this name, the class of transformers has the same weights.
 _OF_OPENRLHF = ("RewardModel", "CriticModel", "LLMForSequenceRegression")
 _OF_LANGUAGE = re.compile(r"ForCausalLM$|LMHeadModel$|ForConditionalGeneration$|ChatModel$")
 # The modules of heads, as the row's class, a value of value_head_prefix, or the code of a trainer names them.
 _MODULES = ("score", "classifier", "value_head", "v_head.summary", "qa_outputs")
+_VALUE_HEADS = ("value_head", "v_head.summary")
 # Names in layers have at least as many dots; most of a large checkpoint's names are such.
 _DOTS_IN_LAYERS = 5
 # accelerate's fully_shard puts FSDP before the name of the class; the others are classes that only wrap the model.
@@ -77,7 +80,8 @@ def head_of(config: Mapping[str, Any], declared: Architecture, stored: Mapping[s
     stored = {name: shape for name, shape in stored.items() if name.count(".") < _DOTS_IN_LAYERS}
     module, parts = _stored_head(config, declared, stored)
     has_lm_head = any(name.endswith(declared.tied[0]) for name in stored)
-    labels = _labels(config) or next((stored[name][0] for name in _ends(stored, module, parts) if stored[name]), None)
+    stated = None if module in _VALUE_HEADS else _labels(config)
+    labels = stated or next((stored[name][0] for name in _ends(stored, module, parts) if stored[name]), None)
     is_language = named == declared.class_name or bool(_OF_LANGUAGE.search(named))
     row = next((row for row in _ROWS if re.fullmatch(row[0], named)), None) if not is_language else None
     # Engines compute such a classifier from rows of lm_head, and there are models of their own whose class ends in Model.
@@ -85,11 +89,15 @@ def head_of(config: Mapping[str, Any], declared: Architecture, stored: Mapping[s
     if row is not None and not of_lm_head:
         what = row[1][0] if labels == 1 else row[1][1]
         usual = _prefix(config) or row[2] if "value" in row[2] else row[2]
+        if usual and not module and _has_own_head(declared, stored):
+            return ClassHead(named, OF_ITS_OWN, is_usual=False, labels=labels)
         module, parts = (module, parts) if module and usual else (usual, row[3])
         is_usual = module == usual and (len(parts) > 2) == (len(row[3]) > 2)
         if named in _OF_OPENRLHF and (module, parts) == ("score", ("weight",)) and declared.class_name:
             named = _stem(declared.class_name) + "ForSequenceClassification"
         return ClassHead(named, what, module, parts, is_usual, labels, front=_front(declared, stored, module))
+    if not module and not (is_language or has_lm_head) and row is None and _has_own_head(declared, stored):
+        return ClassHead(named, OF_ITS_OWN, is_usual=False, labels=labels)
     if not module:
         return None
     if module.startswith("v_head") or has_lm_head:
@@ -108,6 +116,14 @@ def _stored_head(config: Mapping[str, Any], declared: Architecture, stored: Mapp
             form = _MLP if there & {*_MLP} else ("weight", "bias")
             return module, tuple(part for part in form if part in there or part.endswith("weight"))
     return "", ()
+
+
+def _has_own_head(declared: Architecture, stored: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a matrix is stored beside the whole language model, under a name that nobody has declared: of a class with code of its own,
+    such as ArmoRM's regression_layer and gating, or ColBERT's projection."""
+    base = _base(declared)
+    outside = [name for name, shape in stored.items() if not name.startswith(base) and len(shape) == 2]
+    return bool(base and outside) and declared.tied[1] in stored
 
 
 def _ends(stored: Mapping[str, tuple[int, ...]], module: str, parts: tuple[str, ...]) -> Iterator[str]:
@@ -178,8 +194,9 @@ def _with_head(declared: Architecture, head: ClassHead) -> Architecture:
         return spelled(new) + text.removeprefix(spelled(old)) if text.startswith(spelled(old)) else text
 
     others = [replace(weight, name=renamed(weight.name)) for weight in declared.weights if weight.role != "head"]
-    keys = () if head.module == "qa_outputs" else (".id2label", ".num_labels")  # its two are the start and the end of an answer
-    labels = Dimension(keys, default=str(head.labels or 2) if keys else "2", counts=True)
+    # The two of qa_outputs are the start and the end of an answer. A critic has one, whatever the labels of the config that it began with.
+    keys = () if head.module == "qa_outputs" or head.module in _VALUE_HEADS else (".id2label", ".num_labels")
+    labels = Dimension(keys, default=str(head.labels or 2) if head.module != "qa_outputs" else "2", counts=True)
     return replace(
         declared,
         weights=(*others, *(of_language if head.beside else ()), *own),

@@ -28,6 +28,7 @@ from reshard.index.index import Index, RunFacts, Tensor
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords, take
 from reshard.opening.open import look, open
+from reshard.opening.pipelines import Pipeline, PipelinePart, pipeline_at
 from reshard.opening.steps import classify
 from reshard.plans.manifest import usable_manifest
 from reshard.storage.files import Files
@@ -215,9 +216,13 @@ def doctor(path: PathLike, *, deep: bool = False, since: PathLike | None = None,
     deep: also read all tensors once, and the checksums of zip files. since: an earlier save of the same run, to find what never moved;
     this reads the weights of both.
 
+    Of the folder of a diffusers pipeline, every component is checked, and whether model_index.json agrees with the folders.
+
     Raises: RequestError if there is no checkpoint at the path, or an option does not apply.
     """
     given: dict[str, Any] = dict(options)
+    if pipeline := pipeline_at(path, given):
+        return _of_pipeline(pipeline, deep=deep, since=since, given=given)
     effort, nbytes = replace(Effort.of(take(given, EffortOptions)), verify_source=False), 0  # `deep` compares all digests
 
     def count(more: int) -> None:
@@ -233,6 +238,27 @@ def doctor(path: PathLike, *, deep: bool = False, since: PathLike | None = None,
     report = Report(str(path), format, deep, tensors, len(paths), nbytes, sorted_findings(findings))
     _log_checked(report)
     return report
+
+
+def _of_pipeline(pipeline: Pipeline, *, deep: bool, since: PathLike | None, given: Mapping[str, Any]) -> Report:
+    """What is wrong with the components of a pipeline. The file of a finding begins with the component's folder."""
+    from reshard.health.pipelines import unlike_index
+
+    findings, reports = [*unlike_index(pipeline)], list[Report]()
+    for component in pipeline.components:
+        if component.format:
+            before = None if since is None else f"{os.fspath(since).rstrip('/')}/{component.name}"
+            reports.append(report := doctor(component.path, deep=deep, since=before, **given))
+            findings += (_of_component(component, finding) for finding in report.findings)
+    formats = ", ".join(sorted({report.format for report in reports if report.format})) or None
+    sizes = (sum(report.tensors for report in reports), sum(report.files for report in reports), sum(report.nbytes for report in reports))
+    return Report(pipeline.path, formats, deep, *sizes, sorted_findings(findings))
+
+
+def _of_component(component: PipelinePart, finding: Finding) -> Finding:
+    file = (finding.file or "").removeprefix(component.path).lstrip("/")
+    do = "The library that loads it compares them" if finding.id == "config-not-checked" else finding.do
+    return replace(finding, file=f"{component.name}/{file}", do=do)
 
 
 def _log_checked(report: Report) -> None:

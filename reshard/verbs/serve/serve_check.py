@@ -8,6 +8,7 @@ type.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Unpack
 
 from reshard.adapter import registry
@@ -28,6 +29,7 @@ from reshard.opening.chains import delta_alone
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import OpenOptions, PathLike, checked_keywords
 from reshard.opening.open import open
+from reshard.opening.pipelines import Pipeline, pipeline_at
 from reshard.plans.layout import Layout, Target
 from reshard.requests.unchanged import damage_of
 from reshard.serving.learned.document import LAYOUT_FILE
@@ -55,13 +57,26 @@ def serve_check(
     Of a LoRA adapter: what the engine would do with it beside the base whose config `model` gives.
     engine: the name of its format; None: the format of the folder, and for a Hugging Face folder the first engine that takes it. tp, pp,
     ep: the sizes at which it will be served; None: those of the folder. engine_version: the engine's version; None: the newest that is
-    known.
+    known. Of the folder of a diffusers pipeline: whether diffusers finds its weights, and what is known of the servers of such pipelines.
     """
     report = doctor(source, **options)
-    findings = list(report.findings)
-    if report.healthy:
+    findings, pipeline = list(report.findings), pipeline_at(source, options)
+    if pipeline:
+        findings += _of_pipeline(pipeline)
+    elif report.healthy:
         findings += _of_engine(open(source, **options), engine, {"tp": tp, "pp": pp, "ep": ep}, engine_version)
     return Report(report.path, report.format, False, report.tensors, report.files, report.nbytes, sorted_findings(findings))
+
+
+def _of_pipeline(pipeline: Pipeline) -> Iterator[Finding]:
+    """Whether diffusers finds the weights of each component that it loads, and what serves the pipeline."""
+    from reshard.health.pipelines import served_by
+
+    for component in pipeline.components:
+        if component.opened and (of_diffusers := component_class(component.opened.model_files.config)):
+            for finding in _of_component(component.opened, of_diffusers):
+                yield replace(finding, file=f"{component.name}/{finding.file or ''}")
+    yield from served_by(pipeline)
 
 
 def _of_engine(checkpoint: Checkpoint, engine: str | None, asked: Mapping[str, int | None], version: str | None) -> Iterator[Finding]:
@@ -149,6 +164,8 @@ def _of_folder(
             yield laid_out
         return
     parallel = Parallel(**given)
+    if about := engine.about_folder(model, parallel):
+        yield found("not-known", about, do="Serve it at TP 1, or store the classifier as score.weight")
     try:
         check_degrees(model, engine.rules(model, Target(engine.name, parallel)), parallel)
     except ReshardError as error:
