@@ -65,7 +65,7 @@ class Peft(Format):
         """What an engine would do with the adapter."""
         from .engines import about_serving
 
-        return about_serving(engine or "vllm", [tensor.name for tensor in index.tensors], settings, base)
+        return about_serving(engine or "vllm", {tensor.name: tensor.shape for tensor in index.tensors}, settings, base)
 
     def detect(self, files: Files) -> str | None:
         listing = [path for path in files.list() if not path.endswith("/")]

@@ -89,6 +89,13 @@ def formed(content: Content, settings: LoraSettings, path: str, form: str, read:
     base = AdaptedBase(content.model, None, path, settings.config.get("base_model_name_or_path"))
     adapter = read_adapter(base, settings, content.tensors)
     updates = [update for update in adapter.updates if isinstance(update, Update)]
+    if other := next((update.module for update in updates if update.expert is None and re.search(r"\.experts\.\w+$", update.module)), None):
+        raise UnsupportedError(
+            f"`experts={form}`: the adapter changes {other}",
+            where=path,
+            why="The other forms hold updates of the matrices of experts alone",
+            do="Merge it: give the base as the source, and this directory with `merge_adapter=`",
+        )
     split = [part for update in updates if update.expert is not None for part in _split(update, base)]
     if not split:
         raise RequestError(f"`experts={form}`: the adapter changes no routed experts", where=path, do="Leave it out")
