@@ -60,7 +60,8 @@ def form_adapter(draft: Draft) -> Draft:
         return LazyTensor(whole(tensor.name, tensor.dtype, tensor.shape), {tensor.name: tensor}, draft.files)[:].words().tobytes()
 
     settings = LoraSettings(draft.companions.adapter_config or {}).with_alpha(draft.request.target.options.get("lora_alpha"))
-    made = formed(draft.content, settings, draft.source.path, form, read)
+    for_engine = draft.request.target.options.get("engine") is not None
+    made = formed(draft.content, settings, draft.source.path, form, read, for_engine=for_engine)
     stored = draft.content.tensors
     others = (tensor for tensor in draft.index.tensors if stored.get(tensor.name) is not tensor)
     target = replace(draft.request.target, options={**draft.request.target.options, "experts": form})
@@ -70,7 +71,7 @@ def form_adapter(draft: Draft) -> Draft:
         content=replace(made.content, recorded=dict),
         companions=replace(draft.companions, adapter_config=made.config),
         request=replace(draft.request, target=target),
-    ).noting(f"the adapter of the experts is written in the form {form}", *made.notes)
+    ).noting(*made.notes)
 
 
 def adapter_in(adapter: Checkpoint, keyword: str) -> tuple[LoraSettings, dict[str, Tensor]]:

@@ -351,6 +351,35 @@ def test_projections_that_tinker_adapts_apart_change_their_rows_of_the_fused_wei
     )
 
 
+@pytest.mark.parametrize("family", SPLIT)
+def test_an_adapter_of_tinker_without_experts_has_the_names_of_the_model(family, tmp_path):
+    """By its base alone, as tinker-cookbook names them; for an engine, what the model has as one module is one, and merges as before."""
+    folder, (fused_name, module, parts) = FIXTURES / "peft/tinker" / family, SPLIT[family]
+    truth = json.loads((folder / "truth.json").read_text())["dense"]
+    held = {n: t for n, t in safetensors.torch.load_file(folder / "adapter" / WEIGHTS).items() if ".experts." not in n}
+    dense = shutil.copytree(folder / "adapter", tmp_path / "dense")
+    safetensors.torch.save_file(held, dense / WEIGHTS)
+    plan = reshard.plan(dense, to="peft", model=folder / "model")
+    assert any("the modules have the names" in note for note in plan.layout.notes)
+    reshard.convert(plan, tmp_path / "out")
+    made = safetensors.torch.load_file(tmp_path / "out" / WEIGHTS)
+    digests = {n: hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in sorted(made.items())}
+    assert len(digests) == truth["tensors"] and hashlib.sha256(json.dumps(digests).encode()).hexdigest() == truth["split"]
+    reshard.convert(reshard.plan(dense, to="peft", model=folder / "model", engine="vllm"), tmp_path / "engine")
+    joined = safetensors.torch.load_file(tmp_path / "engine" / WEIGHTS)
+    assert any(name.endswith(f"{module}.{fused_name.rpartition('.')[2]}.lora_A.weight") for name in joined)
+    assert not any(f"{module}.{part}." in name for name in joined for part in parts)
+    reshard.convert(reshard.plan(dense, to="peft"), tmp_path / "copied")
+    assert safetensors.torch.load_file(tmp_path / "copied" / WEIGHTS).keys() == held.keys()
+    before = find_model(json.loads((folder / "model/config.json").read_text())).weights
+    weights = {name: numbers(i, *weight.shape) for i, (name, weight) in enumerate(before.items())}
+    config = json.loads((folder / "model/config.json").read_text())
+    model = write(tmp_path / "base", weights, "model.safetensors", "config.json", config)
+    one, other = merged(model, dense, tmp_path / "1"), merged(model, tmp_path / "engine", tmp_path / "2")
+    assert one.keys() == other.keys() and all(np.allclose(one[name], other[name], rtol=0, atol=1e-5) for name in one)
+    assert not np.array_equal(one[f"{fused_name}.weight"], weights[f"{fused_name}.weight"])
+
+
 def test_an_adapter_of_tinker_is_copied_bit_by_bit(tmp_path):
     source = FIXTURES / "peft/tinker/adapter"
     reshard.convert(reshard.plan(source, to="peft"), tmp_path / "out")

@@ -12,8 +12,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from reshard.canonical.adapters.base import AdaptedBase
 from reshard.canonical.adapters.forms import form_of
 from reshard.canonical.content import Content
+from reshard.canonical.renaming import adapter_name
 
 # Model types whose class in vLLM 0.32 has is_3d_moe_weight.
 FUSED_IN_VLLM = frozenset({"gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_vl_moe"})
@@ -56,6 +58,15 @@ def form_for(engine: str, content: Content) -> str | None:
     stored = form_of(content.tensors)
     form = _read_by(engine, content.model.architecture.model_type if content.model else None)
     return None if stored in (None, form) else form
+
+
+def has_names_of_tinker(content: Content, *, joins: bool) -> bool:
+    """Whether an adapter of no routed experts has modules that its model has under other names, or that an engine joins with others."""
+    if content.model is None or form_of(content.tensors) is not None:
+        return False
+    base = AdaptedBase(content.model, None, "", None)
+    modules = {name.module for tensor in content.tensors if (name := adapter_name(tensor)) is not None}
+    return any(base.renamed(module) != module or base.joined(module, attention=joins) != module for module in modules)
 
 
 def about_serving(

@@ -118,12 +118,16 @@ class AdaptedBase:
         names = (f"{module}.".replace(old, new, 1)[:-1] for old, new in _OF_TINKER if old in f"{module}.")
         return next((name for name in names if self.find(f"{name}{inner}.weight") is not None), module)
 
-    def joined(self, module: str) -> str:
+    def joined(self, module: str, *, attention: bool) -> str:
         """The fused module in which engines adapt a module of Mamba that Tinker adapts alone, as tinker-cookbook joins them; the module
-        itself for others."""
+        itself for others. attention: also of linear attention, which tinker-cookbook leaves apart."""
         before, *last = module.rsplit(".", 2)
         fused, role = _ROWS_OF.get(".".join(last), ("", ""))
-        return f"{before}.{fused}" if role.startswith("ssm.") and self.find(f"{module}.weight") else module
+        return (
+            f"{before}.{fused}"
+            if role.startswith(("ssm.", "delta.") if attention else "ssm.") and self.find(f"{module}.weight")
+            else module
+        )
 
     def is_in_out(self, array: Mosaic) -> bool | None:
         """Whether an array is [..., in, out], as a Conv1D, by the declaration of its weight; None if that is not declared."""
