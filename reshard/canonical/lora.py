@@ -151,13 +151,15 @@ class LoraSettings:
         """lora_alpha of the module, or the parameter, with that name; `scale` has checked that there is one."""
         return self._of(target, "alpha_pattern", "lora_alpha") or 0.0
 
-    def trained_rows(self, module: str) -> tuple[int, ...]:
-        """The numbers of the rows of an embedding that were trained alone, in the order of the stored ones.
+    def trained_rows(self, module: str, *aliases: str) -> tuple[int, ...]:
+        """The numbers of the rows of an embedding that were trained alone, in the order of the stored ones. aliases: other names of it.
 
         Raises: CheckpointError if the config does not give them. Source: TrainableTokensWrapper of peft 0.21.2, which keeps their order.
         """
-        given = self.config.get("trainable_token_indices")
-        rows = next((rows for key, rows in given.items() if f".{module}".endswith(f".{key}")), None) if isinstance(given, dict) else given
+        given, names = self.config.get("trainable_token_indices"), [f".{name}" for name in (module, *aliases)]
+        rows = given
+        if isinstance(given, dict):
+            rows = next((rows for name in names for key, rows in given.items() if name.endswith(f".{key}")), None)
         if not isinstance(rows, list | tuple) or not all(type(row) is int for row in rows):
             raise CheckpointError(
                 f"single rows of the embedding were trained, and {_CONFIG} does not give their numbers (trainable_token_indices)",
@@ -166,6 +168,11 @@ class LoraSettings:
                 do=f"Copy {_CONFIG} and the adapter from the same save",
             )
         return tuple(rows)
+
+    def saves(self, module: str) -> bool:
+        """Whether modules_to_save names a module: the training had its own copy of it, a tied one included (ensure_weight_tying: not)."""
+        names = self.config.get("modules_to_save") or ()
+        return any(module.endswith(str(name)) for name in names) and not self.config.get("ensure_weight_tying")
 
     def _of(self, target: str, pattern: str, default: str) -> float | None:
         """A setting of one module: by the first matching pattern, as peft's get_pattern_key, otherwise the general one."""

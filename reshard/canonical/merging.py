@@ -5,6 +5,7 @@ weight is read (engine/origins/merged.py).
     bias               b [out]           + scale * lora_B.bias
     DoRA               each row of W + scale * (B x A) is scaled to the length that the magnitude vector gives
     modules_to_save    W is replaced; by a table of another number of tokens, too, and then the model has that many
+    classifiers        the adapter's head takes the place of the base's (adapters/heads.py)
     trained tokens     single rows of W are replaced
 
 Source: peft 0.21.2, lora/layer.py (Linear, Embedding, ParamWrapper), lora/variants.py and trainable_tokens/layer.py; compared with its own
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import field, replace
 
 from reshard.canonical.adapters.base import AdaptedBase, is_quantized
+from reshard.canonical.adapters.heads import with_own_head
 from reshard.canonical.adapters.reading import read_adapter
 from reshard.canonical.adapters.updates import Adapter, part
 from reshard.canonical.content import Content, Drop
@@ -38,6 +40,7 @@ def with_adapter_merged(content: Content, path: str, settings: LoraSettings, ten
     Raises: UnsupportedError for an adapter whose update is not the product of its factors; CheckpointError if the adapter and the base do
     not fit together; RequestError for quantized weights that are not dequantized.
     """
+    content, tensors = with_own_head(content, settings, tensors)
     base = AdaptedBase(content.model, content, path, settings.config.get("base_model_name_or_path"))
     adapter = read_adapter(base, settings, tensors)
     if weight != 1 and (whole := [*adapter.replaced, *adapter.trained_rows]):

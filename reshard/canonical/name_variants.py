@@ -348,9 +348,11 @@ def _with_declared_axes(index: Index, model: Model) -> Index:
     """
     shapes = {weight.name: weight.shape for weight in model.weights.values() if weight.declared.transposed and len(weight.shape) == 3}
     stored = [
-        tensor for tensor in index.tensors if tensor.name in shapes and tensor.kind in ("weight", "master") and len(tensor.shape) == 3
+        tensor
+        for tensor in index.tensors
+        if tensor.kind in ("weight", "master") and len(tensor.shape) == 3 and base_name(tensor.name) in shapes
     ]
-    wanted = [shapes[tensor.name] for tensor in stored]
+    wanted = [shapes[base_name(tensor.name)] for tensor in stored]
     exchanged = [(count, columns, rows) for count, rows, columns in wanted]
     if [tensor.shape for tensor in stored] == wanted or [tensor.shape for tensor in stored] != exchanged:
         return index

@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.canonical.adapters.base import AdaptedBase
+from reshard.canonical.adapters.heads import with_own_head
 from reshard.canonical.adapters.reading import read_adapter
 from reshard.canonical.adapters.updates import Adapter, BiasUpdate, Update
 from reshard.canonical.content import Content
@@ -26,6 +27,7 @@ from reshard.geometry.dtypes import BF16, F16, F32, DType
 from reshard.geometry.low_rank import Float32
 from reshard.geometry.sections import whole
 from reshard.index.index import Tensor
+from reshard.index.origin import Merged
 from reshard.index.provenance import MergedAdapter
 from reshard.storage.files import Files
 
@@ -45,12 +47,13 @@ def adapter_mistakes(
 
     wrong: the weights after the merge. base: the weights before it. path, settings, tensors: the adapter. files: those of base and adapter.
     """
-    content = base.content
+    content, tensors = with_own_head(base.content, settings, tensors)
     merges = {text: _merged(content, path, settings, adapter) for text, adapter in readings(content, path, settings, tensors)}
     changed = [name for name, tensor in merges[RIGHT].tensors.items() if tensor is not content.tensors.get(name)]
     held = wrong.content.tensors
     names = [name for name in changed if name in held and held[name].shape == merges[RIGHT].tensors[name].shape]
-    bad, before = _view(held, names, wrong.files), _view(content.tensors, names, base.files)
+    bad = _view(held, names, wrong.files)
+    before = _view({name: _before(merges[RIGHT].tensors[name], content.tensors[name]) for name in names}, names, files)
     views = {text: _view(merge.tensors, names, files) for text, merge in merges.items()} | {"the adapter was never applied": before}
     fits = {name: _fitting(bad[name], before, {text: view[name] for text, view in views.items()}, held[name].dtype) for name in names}
     return _explained(fits)
@@ -100,6 +103,12 @@ def _exchanged(updates: Iterable[Update | BiasUpdate], base: AdaptedBase) -> Ite
 def _merged(content: Content, path: str, settings: LoraSettings, adapter: Adapter) -> Content:
     base = AdaptedBase(content.model, content, path, None)
     return with_updates(content, base, adapter, MergedAdapter(path, settings.config, 0))
+
+
+def _before(merged: Tensor, base: Tensor) -> Tensor:
+    """A weight before its updates: the base's, or a table of another number of tokens that the adapter holds."""
+    own = merged.origin.base if isinstance(merged.origin, Merged) else merged
+    return base if own.shape == base.shape else own
 
 
 def _view(tensors: Mapping[str, Tensor], names: Iterable[str], files: Files) -> View:

@@ -16,6 +16,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.sections import whole
 from reshard.index.index import Tensor
 from reshard.index.shards import Relocation
+from reshard.models.model import Model
 from reshard.opening.checkpoint import Checkpoint
 from reshard.requests.request import Draft
 from reshard.storage.trees import JoinedFiles
@@ -59,7 +60,8 @@ def form_adapter(draft: Draft) -> Draft:
         return LazyTensor(whole(tensor.name, tensor.dtype, tensor.shape), {tensor.name: tensor}, draft.files)[:].words().tobytes()
 
     settings = LoraSettings(draft.companions.adapter_config or {}).with_alpha(draft.request.target.options.get("lora_alpha"))
-    made = formed(draft.content, settings, draft.source.path, form, read)
+    for_engine = draft.request.target.options.get("engine") is not None
+    made = formed(draft.content, settings, draft.source.path, form, read, for_engine=for_engine)
     stored = draft.content.tensors
     others = (tensor for tensor in draft.index.tensors if stored.get(tensor.name) is not tensor)
     target = replace(draft.request.target, options={**draft.request.target.options, "experts": form})
@@ -69,7 +71,7 @@ def form_adapter(draft: Draft) -> Draft:
         content=replace(made.content, recorded=dict),
         companions=replace(draft.companions, adapter_config=made.config),
         request=replace(draft.request, target=target),
-    ).noting(f"the adapter of the experts is written in the form {form}", *made.notes)
+    ).noting(*made.notes)
 
 
 def adapter_in(adapter: Checkpoint, keyword: str) -> tuple[LoraSettings, dict[str, Tensor]]:
@@ -170,7 +172,8 @@ def _merged(draft: Draft, settings: LoraSettings, tensors: Mapping[str, Tensor],
 
     Raises: RequestError if the content is not the weights of a base model alone.
     """
-    from reshard.canonical.merging import with_adapter_merged, with_vocabulary
+    from reshard.canonical.adapters.heads import with_changes
+    from reshard.canonical.merging import with_adapter_merged
 
     content = draft.content
     if content.states or content.is_adapter:
@@ -185,11 +188,21 @@ def _merged(draft: Draft, settings: LoraSettings, tensors: Mapping[str, Tensor],
     # Digests of the base say nothing about the weights that replace some of it.
     replaced = {name for name, tensor in merged.tensors.items() if tensor is not content.tensors.get(name) and not tensor.is_computed}
     merged = replace(merged, recorded=lambda: {name: text for name, text in content.recorded().items() if name not in replaced})
-    if merged.model is not content.model and merged.model is not None and draft.companions.config is not None:
-        config = with_vocabulary(dict(draft.companions.config), merged.model.dimensions["vocab"])
+    if merged.model is not content.model and merged.model and content.model and draft.companions.config is not None:
+        config = with_changes(draft.companions.config, content.model, merged.model)
         draft = replace(draft, companions=draft.companions.with_settings_of(config))
-        draft = draft.noting(f"the adapter holds tables of {merged.model.dimensions['vocab']} tokens, and config.json says so now")
+        draft = draft.noting(*_notes_on_model(content.model, merged.model))
     return replace(draft, content=merged).noting(*_notes_on_merge(merged, content, path or "of the checkpoint"))
+
+
+def _notes_on_model(before: Model, after: Model) -> Iterator[str]:
+    """Notes on an adapter that makes another model of its base."""
+    if after.architecture.head is not before.architecture.head:
+        yield f"the head of the adapter takes the place of the base's: the merge is {after.noun}, and config.json says so now"
+    elif before.is_tied and not after.is_tied:
+        yield "the training had its own copy of a tied table (modules_to_save): head and embedding differ now, as in PEFT's merge"
+    if before.dimensions["vocab"] != after.dimensions["vocab"]:
+        yield f"the adapter holds tables of {after.dimensions['vocab']} tokens, and config.json says so now"
 
 
 def _notes_on_merge(merged: Content, base: Content, path: str) -> Iterator[str]:
@@ -199,6 +212,6 @@ def _notes_on_merge(merged: Content, base: Content, path: str) -> Iterator[str]:
     yield f"the adapter {path} is merged into {plural(count, 'weight')}: base + scale * (B x A){factor} in float32, rounded once"
     if merged.model and merged.model.is_tied and merged.tensors[merged.model.architecture.tied[1]].origin.changed_by:
         yield "the head is tied to the embedding, so the merge changes both, as PEFT's does"
-    if other := [name for name, tensor in merged.weights.items() if tensor.dtype != base.tensors[name].dtype]:
+    if other := [name for name, tensor in merged.weights.items() if tensor.dtype != base.tensors.get(name, tensor).dtype]:
         dtype = merged.tensors[other[0]].dtype
         yield f"{plural(len(other), 'weight')} of the adapter, such as {other[0]}, keep its element type {dtype}; `dtype=` casts them"

@@ -3,6 +3,7 @@ tests/peft/check.py compares with PEFT and tinker-cookbook themselves."""
 
 import hashlib
 import json
+import shutil
 import time
 
 import numpy as np
@@ -159,6 +160,30 @@ def test_a_form_that_cannot_be_made_is_refused(options, message, tmp_path):
         reshard.plan(folder, to="peft", **options)
 
 
+def test_another_parameter_of_experts_has_no_other_form(tmp_path):
+    model, _ = base("gpt_oss", tmp_path)
+    name = "mlp.experts.lora_"
+    tensors = {f"{name}A.weight": numbers(1, R, 2 * INNER), f"{name}B.weight": numbers(2, E, R)}
+    folder = adapter(tmp_path / "a", tensors, target_parameters=["mlp.experts.gate_up_proj_bias"])
+    with pytest.raises(UnsupportedError, match=r"the adapter changes model.*gate_up_proj_bias"):
+        reshard.plan(folder, to="peft", experts="split", model=model)
+    texts = [finding.detail for finding in reshard.serve_check(folder, model=model).findings]
+    assert any("gate_up_proj_bias, which vLLM takes for a matrix of the experts" in text for text in texts)
+
+
+def test_the_head_of_a_classifier_goes_with_every_form(tmp_path):
+    model, _ = base("qwen3_moe", tmp_path)
+    settings = {"task_type": "SEQ_CLS", "modules_to_save": ["score"], "target_parameters": TARGETS["qwen3_moe"]}
+    folder = adapter(tmp_path / "a", fused(factors(), "qwen3_moe"), **settings)
+    head = {"base_model.model.score.weight": numbers(4, 3, H)}
+    safetensors.numpy.save_file(stored(folder) | head, folder / WEIGHTS)
+    out, _ = rewritten(folder, tmp_path / "out", "split", model)
+    assert np.array_equal(stored(out)["base_model.model.score.weight"], head["base_model.model.score.weight"])
+    reshard.convert(reshard.plan(model, to="hf", merge_adapter=out), tmp_path / "merged")
+    config = json.loads((tmp_path / "merged/config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForSequenceClassification"] and len(config["id2label"]) == 3
+
+
 def test_a_stacked_adapter_of_fewer_experts_than_the_base_has_is_refused(tmp_path):
     model, _ = base("qwen3_moe", tmp_path)
     tensors = {name: tensor[:2] for name, tensor in stacked(factors(), "qwen3_moe").items()}
@@ -232,6 +257,8 @@ SERVED = [  # (family, form, settings, the finding, what it says), as vLLM 0.32'
     ("qwen3_moe", "split", {"use_dora": True}, "not-served", "vLLM has no DoRA"),
     ("qwen3_moe", "split", {"modules_to_save": ["lm_head"]}, "not-served", "modules_to_save has lm_head"),
     ("qwen3_moe", "split", {"trainable_token_indices": [1]}, "not-served", "single rows of the embedding"),
+    ("qwen3_moe", "split", {"init_lora_weights": "pissa_niter_4"}, "not-served", "init_lora_weights is pissa_niter_4"),
+    ("qwen3_moe", "split", {"init_lora_weights": "gaussian"}, "adapter-served", "applies all of it"),
 ]
 
 
@@ -251,6 +278,29 @@ def test_serve_check_says_what_vllm_does_with_an_adapter(family, form, settings,
         assert not [finding for finding in reshard.serve_check(out, model=model).findings if finding.severity == "error"]
     (unknown,) = [finding for finding in reshard.serve_check(folder, engine="sglang", model=model).findings if "adapter-" in finding.id]
     assert unknown.id == "adapter-not-checked"
+
+
+@pytest.mark.parametrize("case, base, text", [
+    ("conv1d", "gpt2", "vLLM's class for gpt2 takes no adapters"),
+    ("tied_saved", "llama-tied", "modules_to_save has embed_tokens"),
+    ("resized", "llama-tied", "trained with 253 tokens, the base has 250"),
+    ("tied_head", "qwen2", "changes lm_head, and vLLM's class for qwen2 adapts no tables of tokens"),
+    ("classifier", "llama", "applies all of it"),
+    ("bias", "llama", "vLLM has no biases of adapters"),
+])  # fmt: skip
+def test_serve_check_says_what_vllm_does_with_an_adapter_of_peft(case, base, text):
+    report = reshard.serve_check(FIXTURES / "peft" / case / "adapter", model=FIXTURES / "hf" / base)
+    assert any(text in finding.detail for finding in report.findings)
+    errors = [finding for finding in report.findings if finding.id == "not-served"]
+    assert bool(errors) == (case != "classifier")
+
+
+def test_whole_tensors_beside_the_factors_are_not_served(tmp_path):
+    folder = shutil.copytree(FIXTURES / "peft/plain/adapter", tmp_path / "a")
+    held = safetensors.torch.load_file(folder / WEIGHTS) | {"base_model.model.model.norm.weight": torch.ones(4)}
+    safetensors.torch.save_file(held, folder / WEIGHTS)
+    (finding,) = reshard.serve_check(folder, model=FIXTURES / "hf/llama").findings
+    assert finding.id == "not-served" and "model.norm.weight, a whole tensor" in finding.detail
 
 
 @pytest.mark.parametrize("family", ["", "qwen3_5_moe", "nemotron_h"])
@@ -299,6 +349,35 @@ def test_projections_that_tinker_adapts_apart_change_their_rows_of_the_fused_wei
     assert np.allclose(after, wanted, rtol=0, atol=1e-5) and not np.array_equal(
         after[: len(rows)], before[f"{fused_name}.weight"][: len(rows)]
     )
+
+
+@pytest.mark.parametrize("family", SPLIT)
+def test_an_adapter_of_tinker_without_experts_has_the_names_of_the_model(family, tmp_path):
+    """By its base alone, as tinker-cookbook names them; for an engine, what the model has as one module is one, and merges as before."""
+    folder, (fused_name, module, parts) = FIXTURES / "peft/tinker" / family, SPLIT[family]
+    truth = json.loads((folder / "truth.json").read_text())["dense"]
+    held = {n: t for n, t in safetensors.torch.load_file(folder / "adapter" / WEIGHTS).items() if ".experts." not in n}
+    dense = shutil.copytree(folder / "adapter", tmp_path / "dense")
+    safetensors.torch.save_file(held, dense / WEIGHTS)
+    plan = reshard.plan(dense, to="peft", model=folder / "model")
+    assert any("the modules have the names" in note for note in plan.layout.notes)
+    reshard.convert(plan, tmp_path / "out")
+    made = safetensors.torch.load_file(tmp_path / "out" / WEIGHTS)
+    digests = {n: hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in sorted(made.items())}
+    assert len(digests) == truth["tensors"] and hashlib.sha256(json.dumps(digests).encode()).hexdigest() == truth["split"]
+    reshard.convert(reshard.plan(dense, to="peft", model=folder / "model", engine="vllm"), tmp_path / "engine")
+    joined = safetensors.torch.load_file(tmp_path / "engine" / WEIGHTS)
+    assert any(name.endswith(f"{module}.{fused_name.rpartition('.')[2]}.lora_A.weight") for name in joined)
+    assert not any(f"{module}.{part}." in name for name in joined for part in parts)
+    reshard.convert(reshard.plan(dense, to="peft"), tmp_path / "copied")
+    assert safetensors.torch.load_file(tmp_path / "copied" / WEIGHTS).keys() == held.keys()
+    before = find_model(json.loads((folder / "model/config.json").read_text())).weights
+    weights = {name: numbers(i, *weight.shape) for i, (name, weight) in enumerate(before.items())}
+    config = json.loads((folder / "model/config.json").read_text())
+    model = write(tmp_path / "base", weights, "model.safetensors", "config.json", config)
+    one, other = merged(model, dense, tmp_path / "1"), merged(model, tmp_path / "engine", tmp_path / "2")
+    assert one.keys() == other.keys() and all(np.allclose(one[name], other[name], rtol=0, atol=1e-5) for name in one)
+    assert not np.array_equal(one[f"{fused_name}.weight"], weights[f"{fused_name}.weight"])
 
 
 def test_an_adapter_of_tinker_is_copied_bit_by_bit(tmp_path):

@@ -9,6 +9,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 from helpers.expert_adapters import ALPHA, FAMILIES, TARGETS, E, R, adapter, base, expected, factors, fused, split, write
+from helpers.fixture_places import FIXTURES
 from helpers.reshard_command import reshard as run
 
 import reshard
@@ -139,6 +140,14 @@ def test_two_mistakes_with_the_same_weights_are_both_named(tmp_path):
     lora = adapter(tmp_path / "lora", split(made, "qwen3_moe"), use_rslora=True, lora_alpha=R)
     (named,) = reshard.explain(merged_folder(folder, expected("qwen3_moe", before, made, 1.0)), folder, adapter=lora).mistakes
     assert IGNORED in named.text and FORGOTTEN in named.text
+
+
+@pytest.mark.parametrize("case, base", [("resized", "llama-tied"), ("tied_head", "llama-tied"), ("tied_tokens", "llama-tied")])
+def test_a_right_merge_of_tables_of_tokens_has_no_mistake(case, base, tmp_path):
+    base, adapter = FIXTURES / "hf" / base, FIXTURES / "peft" / case / "adapter"
+    reshard.convert(reshard.plan(base, to="hf", merge_adapter=adapter, dtype="fp32"), tmp_path / "merged")
+    result = reshard.explain(tmp_path / "merged", base, adapter=adapter)
+    assert not result.mistakes and not result.unexplained
 
 
 def test_a_directory_without_an_adapter_is_refused(tmp_path):

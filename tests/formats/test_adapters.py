@@ -72,7 +72,7 @@ def test_the_merge_is_that_of_peft_in_float32_rounded_once(case, tmp_path):
     plan = reshard.plan(base, to="hf", merge_adapter=PEFT / case / "adapter", dtype="bf16")
     reshard.convert(plan, tmp_path / "out")
     before, after = load(base, "model.safetensors"), load(tmp_path / "out", "model.safetensors")
-    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    changed = {name for name in after if name not in before or not torch.equal(after[name], before[name])}
     assert changed == expected["merged"].keys()
     assert {name: digest(after[name]) for name in changed} == expected["merged"]
     recorded = json.loads((tmp_path / "out" / "reshard.json").read_text())

@@ -94,10 +94,10 @@ def _inspected(checkpoint: str, view: TreeView, globs: tuple[str, ...], full: bo
 
     run, as_json = run_at(checkpoint) if given["format"] is None else None, Output.current().as_json
     if pipeline := pipeline_at(checkpoint, given):
-        _refuse_ignored()
+        _refuse_ignored("a pipeline lies here", "Choose a component with --component NAME")
         return pipeline_reply(pipeline)
     if run is not None:
-        _refuse_ignored(steps := run.checkpoints())
+        _refuse_ignored(*_those(steps := run.checkpoints()))
         return run_reply(checkpoint, steps)
     try:
         opened = Inspection(reshard.open(checkpoint, **given))
@@ -106,7 +106,7 @@ def _inspected(checkpoint: str, view: TreeView, globs: tuple[str, ...], full: bo
             show_sections(damaged_sections(checkpoint))
         raise
     except SeveralCheckpoints as error:
-        _refuse_ignored(error.steps)
+        _refuse_ignored(*_those(error.steps))
         return run_reply(checkpoint, error.steps)
     except RequestError as error:
         if as_json or error.id != "not-found" or not _is_model_alone(checkpoint):
@@ -126,14 +126,19 @@ def _inspected(checkpoint: str, view: TreeView, globs: tuple[str, ...], full: bo
 _OF_ONE = ("globs", "by", "depth", "sort", "limit", "model", "model_wins", "vocab_size", "architecture")
 
 
-def _refuse_ignored(steps: Sequence[Step]) -> None:
+def _those(steps: Sequence[Step]) -> tuple[str, str]:
+    """What lies there in place of one checkpoint, and how to choose one."""
+    if len(steps) > 1:
+        return "several lie here", "Choose one, such as with --step latest or by its path"
+    return "a run lies here", f"Give {steps[0].path}"
+
+
+def _refuse_ignored(there: str, do: str) -> None:
     """Raises RequestError if an option is given that has no meaning for a list of checkpoints."""
     context = click.get_current_context()
     for param in context.command.params:
         if param.name in _OF_ONE and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
-            there = "several lie here" if len(steps) > 1 else "a run lies here"
-            one = "Choose one, such as with --step latest or by its path" if len(steps) > 1 else f"Give {steps[0].path}"
-            raise RequestError(f"{param.opts[0]} is for one checkpoint, and {there}", do=f"{one}, or leave the option out")
+            raise RequestError(f"{param.opts[0]} is for one checkpoint, and {there}", do=f"{do}, or leave the option out")
 
 
 def _is_model_alone(path: str) -> bool:

@@ -53,11 +53,12 @@ class Peft(Format):
         form, engine = target.options.get("experts"), target.options.get("engine")
         if form and engine:
             raise RequestError("`experts=` and `engine=` both name a form", do="Give one of them")
-        if engine is None:
-            return None if form is None else str(form)
-        from .engines import form_for
+        if form is not None:
+            return str(form)
+        from .engines import form_for, has_names_of_tinker
 
-        return form_for(str(engine), content)
+        form = form_for(str(engine), content) if engine else None
+        return "split" if form is None and has_names_of_tinker(content, joins=engine is not None) else form
 
     def about_serving(
         self, index: Index, settings: Mapping[str, Any], engine: str | None, base: Mapping[str, Any] | None
@@ -65,7 +66,7 @@ class Peft(Format):
         """What an engine would do with the adapter."""
         from .engines import about_serving
 
-        return about_serving(engine or "vllm", [tensor.name for tensor in index.tensors], settings, base)
+        return about_serving(engine or "vllm", {tensor.name: tensor.shape for tensor in index.tensors}, settings, base)
 
     def detect(self, files: Files) -> str | None:
         listing = [path for path in files.list() if not path.endswith("/")]

@@ -2,8 +2,8 @@
 
 vLLM has two layers for experts. That of the classes with the flag `is_3d_moe_weight` reads the fused form, all others read the split form,
 and --enable-moe-shared-loras makes them read the stacked one. Source: vllm 0.32.0, lora/model_manager.py (_stack_moe_lora_weights,
-_validate_moe_lora_format), lora/lora_model.py (check_unexpected_modules), lora/peft_helper.py (validate_legal), and the attribute in
-model_executor/models; read, not run.
+_validate_moe_lora_format), lora/lora_model.py (check_unexpected_modules, from_lora_tensors), lora/utils.py, lora/peft_helper.py
+(validate_legal), and the attributes of the classes in model_executor/models; read, not run.
 
 SGLang reads r, lora_alpha, target_modules and use_dora alone of the settings. It joins q, k and v, and gate and up, when it loads. Where a
 part that it counts on is missing, its scheduler stops at the first request, and the server with it. Run with SGLang 0.5.23 on a CPU and a
@@ -14,11 +14,14 @@ dense model; source: srt/lora/lora_config.py, lora.py (normalize_qkv_proj, norma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from reshard.canonical.adapters.base import AdaptedBase
 from reshard.canonical.adapters.forms import form_of
 from reshard.canonical.content import Content
+from reshard.canonical.renaming import adapter_name
 
 # Model types whose class in vLLM 0.32 has is_3d_moe_weight.
 FUSED_IN_VLLM = frozenset({"gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_vl_moe"})
@@ -42,6 +45,25 @@ _REFUSED_BY_SGLANG = {
 # Of modules that SGLang joins, those that must be adapted where the first one is.
 _JOINED_IN_SGLANG = {"q_proj": ("v_proj",), "k_proj": ("q_proj", "v_proj"), "v_proj": ("q_proj",), "up_proj": ("gate_proj",)}
 _OF_CLASSIFIERS = {"classifier", "score"}
+# Initialisations that change no weight of the base (PEFTHelper._init_is_supported).
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+# Model types whose class in vLLM 0.32 lacks SupportsLoRA.
+_WITHOUT_LORA = frozenset({
+    "bailing_hybrid", "bloom", "cohere2_moe", "cohere2_vision", "dbrx", "deepseek_vl_v2", "falcon", "falcon_mamba", "gemma3n_text", "gpt2",
+    "gptj", "kimi_k25", "kimi_vl", "llava_onevision", "mamba", "mamba2", "mimo_v2", "mimo_v2_flash", "paddleocr_vl", "qwen2_audio",
+    "skywork_chat", "stablelm", "step3p5", "step3p7", "zamba2",
+})  # fmt: skip
+# Language models whose class has no embedding_modules: an adapter of an embedding or a head is of no module that it expects.
+_WITHOUT_TABLES = frozenset({
+    "afmoe", "bailing_moe", "chatglm", "deepseek", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "gemma", "gemma2", "gemma3_text",
+    "gemma4_text", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "hy_v3", "internlm2", "kimi_k2", "laguna", "longcat_flash", "mimo",
+    "minimax_m2", "olmo_hybrid", "olmoe", "opt", "panguembedded", "qwen2", "qwen2_moe", "qwen3_next", "sarvam_mla", "sarvam_moe",
+})  # fmt: skip
+_FACTOR = re.compile(r"\.(lora_[AB]\.weight|lora_embedding_[AB])$|(^|\.)(score|classifier)\.(weight|bias)$")
+# The copies of the base's tables that vLLM skips.
+_SKIPPED = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
+_TABLE = re.compile(r"(?:^|\.)(embed_tokens|lm_head)\.lora_(?:A\.weight|B\.weight|embedding_A|embedding_B)$")
+_SAVE_PLAIN = "Save it with PEFT as a plain LoRA adapter (path_initial_model_for_weight_conversion)"
 _MERGE = "Serve the merged model: `merge_adapter=`"
 
 
@@ -52,13 +74,26 @@ def form_for(engine: str, content: Content) -> str | None:
     return None if stored in (None, form) else form
 
 
+def has_names_of_tinker(content: Content, *, joins: bool) -> bool:
+    """Whether an adapter of no routed experts has modules that its model has under other names, or that an engine joins with others."""
+    if content.model is None or form_of(content.tensors) is not None:
+        return False
+    base = AdaptedBase(content.model, None, "", None)
+    modules = {name.module for tensor in content.tensors if (name := adapter_name(tensor)) is not None}
+    return any(base.renamed(module) != module or base.joined(module, attention=joins) != module for module in modules)
+
+
 def about_serving(
-    engine: str, names: Sequence[str], settings: Mapping[str, Any], base: Mapping[str, Any] | None
+    engine: str, tensors: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any], base: Mapping[str, Any] | None
 ) -> Iterator[tuple[str, str, str]]:
-    """What an engine would do with an adapter: findings as (id, text, remedy). names: of its tensors. base: the config of its base."""
-    stored, model_type = form_of(names), str((base or {}).get("model_type"))
-    of_experts = _of_experts(stored, names, model_type) if stored and base else ()
-    problems = [*_of_settings(settings), *of_experts] if engine == "vllm" else [*_of_sglang(names, settings)]
+    """What an engine would do with an adapter: findings as (id, text, remedy). tensors: their shapes. base: the config of its base."""
+    stored, model_type = form_of(tensors), str((base or {}).get("model_type"))
+    if engine == "vllm":
+        problems = [*_of_settings(settings), *(_of_experts(stored, tensors, model_type) if stored and base else ())]
+        problems += _of_class(tensors, settings, base or {}) if base else ()
+        problems += [] if problems else _of_names(tensors)
+    else:
+        problems = [*_of_sglang(tensors, settings)]
     yield from problems
     if stored and engine != "vllm":
         yield "adapter-not-checked", "what SGLang does with adapters of experts was not run; it reads their split form", ""
@@ -83,9 +118,12 @@ def _of_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "not-served", f"modules_to_save has {', '.join(unsupported)}: vLLM takes whole modules of classifiers alone", _MERGE
     if settings.get("trainable_token_indices"):
         yield "not-served", "single rows of the embedding are trained (trainable_token_indices), which vLLM does not read", _MERGE
+    init = settings.get("init_lora_weights")
+    if isinstance(init, str) and init.lower() not in _PLAIN_STARTS:
+        yield "not-served", f"init_lora_weights is {init}: vLLM refuses adapters of a base whose weights the training changed", _SAVE_PLAIN
 
 
-def _of_sglang(names: Sequence[str], settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _of_sglang(names: Iterable[str], settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     for setting, why in _REFUSED_BY_SGLANG.items():
         if settings.get(setting):
@@ -107,7 +145,37 @@ def _of_sglang(names: Sequence[str], settings: Mapping[str, Any]) -> Iterator[tu
             return
 
 
-def _of_experts(stored: str, names: Sequence[str], model_type: str) -> Iterator[tuple[str, str, str]]:
+def _of_class(
+    tensors: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any], base: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str]]:
+    """What vLLM's class for the base lacks."""
+    model_type = str(base.get("model_type"))
+    if model_type in _WITHOUT_LORA:
+        yield "not-served", f"vLLM's class for {model_type} takes no adapters (SupportsLoRA)", _MERGE
+    tables = {name: match[1] for name in tensors if (match := _TABLE.search(name))}
+    if tables and model_type in _WITHOUT_TABLES:
+        yield (
+            "not-served",
+            f"the adapter changes {min(tables.values())}, and vLLM's class for {model_type} adapts no tables of tokens",
+            _MERGE,
+        )
+    vocab = (base.get("text_config") or base).get("vocab_size")
+    sizes = {tensors[name][name.endswith("_A")] for name in tables if name.endswith(("embedding_A", "lm_head.lora_B.weight"))}
+    if isinstance(vocab, int) and sizes - {vocab}:
+        what = f"the adapter was trained with {max(sizes)} tokens, the base has {vocab}: vLLM adapts tables of one size alone"
+        yield "not-served", what, _MERGE
+    others = [name for name in map(str, settings.get("target_parameters") or ()) if ".experts." in f".{name}"]
+    if other := next((name for name in others if name.rpartition(".")[2] not in ("gate_up_proj", "down_proj")), None):
+        yield "not-served", f"the adapter changes {other}, which vLLM takes for a matrix of the experts", _MERGE
+
+
+def _of_names(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """A tensor that is no factor: parse_fine_tuned_lora_name stops at its name."""
+    if other := next((name for name in names if not _FACTOR.search(name) and not name.endswith(_SKIPPED)), None):
+        yield "not-served", f"the file holds {other}, a whole tensor: vLLM reads factors, and the heads of classifiers", _MERGE
+
+
+def _of_experts(stored: str, names: Iterable[str], model_type: str) -> Iterator[tuple[str, str, str]]:
     form = _read_by("vllm", model_type)
     remedy = f"Write it with `to=peft` and `experts={form}`"
     if stored == "fused" and model_type in _RENAMED_IN_VLLM:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from reshard.canonical.content import Content
 from reshard.canonical.name_variants import Names
@@ -54,11 +55,14 @@ class AdaptedBase:
         """The model; None if it is not known."""
         self.path = path
         """The directory of the adapter."""
+        self.has_weights = content is not None
+        """Whether its weights are known, and not only what its config tells of them."""
         self._content, self._trained_on = content, trained_on
         self._names = Names(model) if model else None
 
     def find(self, name: str) -> Place | None:
         """The canonical weights that the model has under a name; None if it has none."""
+        name = self.tied_to(name) or name
         array = self._names.array(name) if self._names else None
         if array is None and self._content is not None and name in self._content.tensors:
             array = Mosaic.of(name, Box.whole(self._content.tensors[name].shape))
@@ -77,6 +81,14 @@ class AdaptedBase:
         whole = self._names.array(f"{before}.{fused}.weight") if self._names and fused else None
         weight = self.model.weights.get(whole.names[0]) if self.model and whole is not None else None
         return next((part.array for part in self.model.parts_of([weight]) if part.role == role), None) if self.model and weight else None
+
+    def tied_to(self, name: str) -> str | None:
+        """The weight that stands for another one, as the embedding does for a tied head; None for other names."""
+        return self.model.aliases.get(name) if self.model else None
+
+    def other_names(self, array: Mosaic) -> Iterator[str]:
+        """Further names of the weight that an array is."""
+        return (alias for alias, name in (self.model.aliases if self.model else {}).items() if array.names == (name,))
 
     def weight(self, name: str, tensor: Tensor) -> Place:
         """The canonical weights that the base has under a name. Raises CheckpointError if it has none."""
@@ -106,12 +118,16 @@ class AdaptedBase:
         names = (f"{module}.".replace(old, new, 1)[:-1] for old, new in _OF_TINKER if old in f"{module}.")
         return next((name for name in names if self.find(f"{name}{inner}.weight") is not None), module)
 
-    def joined(self, module: str) -> str:
+    def joined(self, module: str, *, attention: bool) -> str:
         """The fused module in which engines adapt a module of Mamba that Tinker adapts alone, as tinker-cookbook joins them; the module
-        itself for others."""
+        itself for others. attention: also of linear attention, which tinker-cookbook leaves apart."""
         before, *last = module.rsplit(".", 2)
         fused, role = _ROWS_OF.get(".".join(last), ("", ""))
-        return f"{before}.{fused}" if role.startswith("ssm.") and self.find(f"{module}.weight") else module
+        return (
+            f"{before}.{fused}"
+            if role.startswith(("ssm.", "delta.") if attention else "ssm.") and self.find(f"{module}.weight")
+            else module
+        )
 
     def is_in_out(self, array: Mosaic) -> bool | None:
         """Whether an array is [..., in, out], as a Conv1D, by the declaration of its weight; None if that is not declared."""

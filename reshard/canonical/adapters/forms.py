@@ -74,8 +74,11 @@ def form_of(names: Iterable[str]) -> str | None:
     return None
 
 
-def formed(content: Content, settings: LoraSettings, path: str, form: str, read: Callable[[Tensor], bytes]) -> Formed:
-    """An adapter in the canonical form, without what the form needs once. read: the bytes of a small tensor.
+def formed(
+    content: Content, settings: LoraSettings, path: str, form: str, read: Callable[[Tensor], bytes], *, for_engine: bool = False
+) -> Formed:
+    """An adapter in the canonical form, without what the form needs once. read: the bytes of a small tensor. for_engine: with the modules
+    of linear attention that engines adapt as one.
 
     Raises: RequestError if the model is not known; UnsupportedError if the form cannot hold this adapter; as `read_adapter`.
     """
@@ -89,11 +92,19 @@ def formed(content: Content, settings: LoraSettings, path: str, form: str, read:
     base = AdaptedBase(content.model, None, path, settings.config.get("base_model_name_or_path"))
     adapter = read_adapter(base, settings, content.tensors)
     updates = [update for update in adapter.updates if isinstance(update, Update)]
+    if other := next((update.module for update in updates if update.expert is None and re.search(r"\.experts\.\w+$", update.module)), None):
+        raise UnsupportedError(
+            f"`experts={form}`: the adapter changes {other}",
+            where=path,
+            why="The other forms hold updates of the matrices of experts alone",
+            do="Merge it: give the base as the source, and this directory with `merge_adapter=`",
+        )
     split = [part for update in updates if update.expert is not None for part in _split(update, base)]
-    if not split:
-        raise RequestError(f"`experts={form}`: the adapter changes no routed experts", where=path, do="Leave it out")
     alone = [update for update in updates if update.expert is None]
-    rest = alone if form == "tinker" else list(_joined(alone, base))
+    rest = alone if form == "tinker" else list(_joined(alone, base, attention=for_engine))
+    renamed = next(((name, new) for name in content.tensors if (new := _renamed(name, base, form)) != name), None)
+    if not split and renamed is None and len(rest) == len(alone):
+        raise RequestError(f"`experts={form}`: the adapter changes no routed experts", where=path, do="Leave it out")
     used = {factor.name for update in updates if update.expert is not None or update not in rest for factor in (update.a, update.b)}
     used |= {drop.name for drop in adapter.drops}
     others = {_renamed(name, base, form): tensor for name, tensor in content.tensors.items() if name not in used}
@@ -111,7 +122,14 @@ def formed(content: Content, settings: LoraSettings, path: str, form: str, read:
     drops = tuple(Drop.of(tensors[name], reason, "adapter") for name, reason in kept.left_out.items())
     left = {name: tensor for name, tensor in tensors.items() if name not in kept.left_out}
     modules = {update.module: update for update in (*rest, *_as_parameters(split, form, kept, base))}
-    config, notes = _config(settings, form, modules)
+    config = _config(settings, form, modules)
+    notes = [f"the adapter of the experts is written in the form {form}"] if split else []
+    if renamed is not None and not split:
+        notes.append(f"the modules have the names of the form {form}: {renamed[0]} is {renamed[1]}")
+    if len(rest) < len(alone):
+        notes.append(
+            f"{plural(len(alone), 'module')} became {len(rest)}: those that the model has as one are joined, with the ranks of all"
+        )
     made = replace(content, tensors=left, drops=(*content.drops, *adapter.drops, *drops))
     return Formed(made, tuple(leaf for tensor in tensors.values() for leaf in tensor.leaves), config, (*notes, *kept.notes))
 
@@ -151,9 +169,9 @@ def _split(update: Update, base: AdaptedBase) -> Iterator[Update]:
     yield replace(update, module=_published(update.module, base))
 
 
-def _joined(updates: Sequence[Update], base: AdaptedBase) -> Iterator[Update]:
+def _joined(updates: Sequence[Update], base: AdaptedBase, *, attention: bool) -> Iterator[Update]:
     """The updates of modules, those of the rows of one fused module as one: A has the ranks of all, B has zeros outside of their rows."""
-    for module, parts in grouped(updates, lambda update: base.joined(update.module)).items():
+    for module, parts in grouped(updates, lambda update: base.joined(update.module, attention=attention)).items():
         place = base.find(f"{module}.weight")
         if parts[0].module == module or place is None or len({part.scale for part in parts}) > 1:
             yield from parts
@@ -309,8 +327,8 @@ def _memory_module(module: str, base: AdaptedBase) -> str:
     return other if base.find(f"{other}.down_proj") else module
 
 
-def _config(settings: LoraSettings, form: str, modules: Mapping[str, Update]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The settings of the adapter in a form, and notes. modules: an update for each module, or parameter, with its rank and alpha.
+def _config(settings: LoraSettings, form: str, modules: Mapping[str, Update]) -> dict[str, Any]:
+    """The settings of the adapter in a form. modules: an update for each module, or parameter, with its rank and alpha.
 
     Raises: UnsupportedError if the form has one rank and alpha for all modules, and the adapter has several.
     """
@@ -344,7 +362,7 @@ def _config(settings: LoraSettings, form: str, modules: Mapping[str, Update]) ->
     config |= {"rank_pattern": _pattern(ranks, modules), "alpha_pattern": _pattern(alphas, modules)}
     if config.get("exclude_modules"):
         config["exclude_modules"] = None
-    return config, ()
+    return config
 
 
 def _pattern(values: Mapping[str, float], modules: Mapping[str, Update]) -> dict[str, float]:

@@ -23,8 +23,9 @@ from reshard.canonical.adapters.base import AdaptedBase, Place, by_expert
 from reshard.canonical.adapters.updates import Adapter, BiasUpdate, Update, item, part, transposed
 from reshard.canonical.content import Drop
 from reshard.canonical.lora import LoraSettings
-from reshard.canonical.renaming import PREFIX, TRAINED_TOKENS, adapter_name
+from reshard.canonical.renaming import PREFIX, TRAINED_TOKENS, adapter_name, base_name
 from reshard.errors import CheckpointError, UnsupportedError
+from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.quantities import grouped, plural
 from reshard.index.origin import Tensor
@@ -51,12 +52,14 @@ def read_adapter(base: AdaptedBase, settings: LoraSettings, tensors: Mapping[str
     settings.check_mergeable()
     reading = _Reading(base, settings, expert_slowest)
     modules: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        factor = adapter_name(name)
+    named = {name: adapter_name(name) for name in tensors}
+    reading.replace({name.removeprefix(PREFIX): tensors[name] for name, factor in named.items() if factor is None})
+    for name, factor in named.items():
+        tensor = tensors[name]
         if factor is None:
-            reading.replace(name.removeprefix(PREFIX), tensor)
-        elif factor.parameter == TRAINED_TOKENS:
-            reading.add_rows(factor.module, name, tensor)
+            continue
+        if factor.parameter == TRAINED_TOKENS:
+            reading.add_rows(factor.module.removesuffix(".token_adapter"), name, tensor)
         elif (other := modules.setdefault(factor.module, {}).setdefault(factor.parameter, tensor)) is not tensor:
             raise base.misfit(tensor, f"it is the {factor.parameter} of {factor.module}, as {other.name} is")
     # Adapters of several parameters of one module are nested: `experts`, `experts.base_layer`.
@@ -98,23 +101,42 @@ class _Reading:
         self.rows: dict[str, tuple[Mosaic, Tensor, tuple[int, ...]]] = {}
         self.drops: list[Drop] = []
         self._scales: dict[tuple[str, int], tuple[float, float]] = {}
+        self._tables: dict[str, Mosaic] = {}
 
-    def replace(self, name: str, tensor: Tensor) -> None:
-        """Read a whole tensor of the adapter, in the place of the base's: of modules_to_save, or a trained bias."""
-        array = self.base.weight(name.replace(_BASE_LAYER + ".", "."), tensor).array
-        is_copy = f"{_BASE_LAYER}." in name and name.endswith(".weight")
-        is_resized = not is_copy and self.base.is_resized(array, tensor.shape)
-        if array.shape != tensor.shape and not is_resized:
-            raise self.base.misshapen(tensor, tensor.shape, array, f"its shape is {list(tensor.shape)}, the base has {list(array.shape)}")
-        if is_copy:
-            self.drops.append(Drop.of(tensor, "a copy of a base weight, which is taken from the base", "adapter"))
-        else:
-            self.replaced[name] = array, tensor
+    def replace(self, whole: Mapping[str, Tensor]) -> None:
+        """Read the whole tensors of the adapter, in the place of the base's: of modules_to_save, trained biases, tables of another number
+        of tokens. PEFT saves copies of others with them."""
+        for name, tensor in whole.items():
+            plain = base_name(name.replace(".modules_to_save.", "."))
+            if not self.base.has_weights and self.base.find(plain) is None:
+                continue  # the head of a classifier, which the config of its base does not tell
+            array = self.base.weight(plain, tensor).array
+            is_copy = plain != name and not name.endswith(f"{_BASE_LAYER}.bias")
+            if array.shape != tensor.shape and not self.base.is_resized(array, tensor.shape):
+                what = f"its shape is {list(tensor.shape)}, the base has {list(array.shape)}"
+                raise self.base.misshapen(tensor, tensor.shape, array, what)
+            if is_copy and (array.shape == tensor.shape or plain in whole or array.names[0] in self._tables):
+                self.drops.append(Drop.of(tensor, "a copy of a base weight, which is taken from the base", "adapter"))
+            elif self.base.tied_to(plain) in whole:
+                self.drops.append(Drop.of(tensor, "a copy of the embedding, to which the head is tied", "adapter"))
+            else:
+                self.replaced[name] = array, tensor
+                if array.shape != tensor.shape:
+                    self._tables[array.names[0]] = Mosaic.of(array.names[0], Box.whole(tensor.shape))
+
+    def _weight(self, name: str, tensor: Tensor) -> Place:
+        """The weights of the base under a name, with the number of tokens that the adapter brings. Raises CheckpointError if there is
+        none."""
+        place = self.base.weight(name, tensor)
+        return Place(self._tables.get(place.array.names[0], place.array), place.first_row, place.row_step)
 
     def add_rows(self, module: str, name: str, tensor: Tensor) -> None:
-        """Read single trained rows of an embedding."""
-        array = self.base.weight(f"{module}.weight", tensor).array
-        rows = self.settings.trained_rows(module)
+        """Read single trained rows of an embedding. PEFT lists those of a tied head under the name of the embedding, or of the head."""
+        array = self._weight(f"{module}.weight", tensor).array
+        if any(other.names == array.names for other, _, _ in self.rows.values()):
+            self.drops.append(Drop.of(tensor, "the rows of the embedding, to which the head is tied", "adapter"))
+            return
+        rows = self.settings.trained_rows(module, *(other.removesuffix(".weight") for other in self.base.other_names(array)))
         if tensor.shape != (len(rows), *array.shape[1:]) or not all(0 <= row < array.shape[0] for row in rows):
             what = f"it has the shape {list(tensor.shape)}, for {len(rows)} rows of {list(array.shape)} (trainable_token_indices)"
             raise self.base.misfit(tensor, what)
@@ -130,7 +152,7 @@ class _Reading:
         if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
             shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in factors.items())
             raise self.base.misfit(first, f"the adapter needs two matrices [r, in] and [out, r] here, and has {shapes}")
-        place = self.base.weight(f"{module}.weight", a)
+        place = self._weight(f"{module}.weight", a)
         array, shape = place.array, (b.shape[0] * place.row_step, a.shape[1])
         is_in_out = self.base.is_in_out(array)
         if is_in_out is None:  # PEFT sets fan_in_fan_out by the class of the module, which is not known here

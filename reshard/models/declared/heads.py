@@ -52,6 +52,8 @@ _MODULES = ("score", "classifier", "value_head", "v_head.summary", "qa_outputs")
 _VALUE_HEADS = ("value_head", "v_head.summary")
 # Names in layers have at least as many dots; most of a large checkpoint's names are such.
 _DOTS_IN_LAYERS = 5
+# What PEFT puts into the name of a head that it trains (modules_to_save), and of the one before.
+_OF_PEFT = re.compile(r"\.(?:modules_to_save\.\w+|original_module)\.")
 # accelerate's fully_shard puts FSDP before the name of the class; the others are classes that only wrap the model.
 _FSDP = re.compile(r"^FSDP(?=[A-Z])")
 _PEFT = re.compile(r"Peft(?:Mixed)?Model(For\w+)?")
@@ -77,6 +79,7 @@ def head_of(config: Mapping[str, Any], declared: Architecture, stored: Mapping[s
     stored: the names and shapes of the tensors that are stored; empty if they are not known.
     """
     named = plain_class(stated_class(config) or declared.class_name or "", declared.class_name)
+    stored = {_OF_PEFT.sub(".", name): shape for name, shape in stored.items() if name.count(".") < _DOTS_IN_LAYERS + 1}
     stored = {name: shape for name, shape in stored.items() if name.count(".") < _DOTS_IN_LAYERS}
     module, parts = _stored_head(config, declared, stored)
     has_lm_head = any(name.endswith(declared.tied[0]) for name in stored)
