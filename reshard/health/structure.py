@@ -18,7 +18,8 @@ from reshard.index.index import Index, Kind, Tensor
 from reshard.index.name_parts import family_of, is_scale, layer_of
 from reshard.models.config_values import component_class
 from reshard.models.model import Model
-from reshard.models.quantization import check_has_settings, not_read, quantization_of, quantization_settings, unknown_quantization
+from reshard.models.quantization import check_has_settings, quantization_of, quantization_settings, unknown_quantization
+from reshard.models.stored_forms import not_read
 from reshard.storage.files import Files, read_range
 
 _STEP_WORDS: Mapping[str, str] = {"F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8"}

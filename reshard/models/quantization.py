@@ -102,8 +102,6 @@ def _with_method(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return settings if method == settings.get("quant_method") else {**settings, "quant_method": method}
 
 
-LIBRARIES = ("bitsandbytes", "torchao")
-"""Methods of libraries whose packed weights are values after `dequantize=True` alone (requests/library_forms.py)."""
 _FP8_TYPES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _BYTES, _WORDS = ("U8", "I8"), ("I32",)
 _WHOLE: BlockShape = (None, None)
@@ -134,18 +132,6 @@ def unknown_quantization(config: Mapping[str, Any]) -> str | None:
     except UnknownForm as reason:
         return f"{settings.get('quant_method')}{reason}"
     return None
-
-
-def not_read(method: str) -> str:
-    """What is not known of weights that `unknown_quantization` names."""
-    if method in LIBRARIES:
-        return f"the weights are quantized ({method}) in a form that only `dequantize=True` reads"
-    return f"the weights are quantized ({method}) with a method that reshard does not know"
-
-
-def or_dequantize(method: str, do: str) -> str:
-    """Advice about weights that `unknown_quantization` names."""
-    return f"Add `dequantize=True`, which makes plain weights. Or: {do}" if method in LIBRARIES else do
 
 
 def check_has_settings(config: Mapping[str, Any], element_types: Mapping[str, str]) -> None:

@@ -257,3 +257,19 @@ def _matches(entry: str, module: str) -> bool:
 def _neighbours(features: int, group: int | None) -> bytes:
     """The group of each input feature, as 32-bit integers, where groups are runs of neighbours."""
     return array("i", (feature // (group or features) for feature in range(features))).tobytes()
+
+
+LIBRARIES = ("bitsandbytes", "torchao")
+"""Methods of libraries whose packed weights are values after `dequantize=True` alone (requests/library_forms.py)."""
+
+
+def not_read(method: str) -> str:
+    """What is not known of weights that `unknown_quantization` names."""
+    if method in LIBRARIES:
+        return f"the weights are quantized ({method}) in a form that only `dequantize=True` reads"
+    return f"the weights are quantized ({method}) with a method that reshard does not know"
+
+
+def or_dequantize(method: str, do: str) -> str:
+    """Advice about weights that `unknown_quantization` names."""
+    return f"Add `dequantize=True`, which makes plain weights. Or: {do}" if method in LIBRARIES else do

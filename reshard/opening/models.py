@@ -13,7 +13,8 @@ from reshard.models.architecture import Architecture
 from reshard.models.known_models import known_config, with_known_name
 from reshard.models.lookup import find_model, named_architecture, unknown_architecture
 from reshard.models.model import Model
-from reshard.models.quantization import not_read, unknown_quantization
+from reshard.models.quantization import unknown_quantization
+from reshard.models.stored_forms import not_read
 from reshard.opening.gather import refuse_model_beside_steps
 from reshard.opening.keywords import PathLike
 from reshard.opening.open import open

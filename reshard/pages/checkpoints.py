@@ -12,7 +12,8 @@ from reshard.index.coverage import sharding_text
 from reshard.index.shards import primary_rows
 from reshard.models.config_values import component_class
 from reshard.models.lookup import draft_class
-from reshard.models.quantization import not_read, unknown_quantization
+from reshard.models.quantization import unknown_quantization
+from reshard.models.stored_forms import not_read
 from reshard.pages.sections import Drawing, Facts, Head, OnPage, Rows, Section, Share, Tree, TreeView
 from reshard.pages.texts import count_text, nbytes_text, shape_text, strip_text
 from reshard.plans import summary

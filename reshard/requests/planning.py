@@ -31,14 +31,8 @@ from reshard.geometry.quantities import plural
 from reshard.index.index import Tensor, about_left_out
 from reshard.index.shards import Relocation
 from reshard.models.lookup import find_model
-from reshard.models.quantization import (
-    LIBRARIES,
-    check_has_settings,
-    packed_names,
-    quantization_of,
-    unknown_quantization,
-    without_quantization,
-)
+from reshard.models.quantization import check_has_settings, packed_names, quantization_of, unknown_quantization, without_quantization
+from reshard.models.stored_forms import LIBRARIES
 from reshard.opening.checkpoint import Checkpoint
 from reshard.plans.layout import BesideWeights, Layout
 from reshard.plans.plan import Plan, make_plan

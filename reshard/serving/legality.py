@@ -15,9 +15,10 @@ from reshard.geometry.quantities import plural
 from reshard.models.engine_rules import SIZES, WORDS, EngineRules, version_numbers, words_of
 from reshard.models.lookup import draft_class, unknown_architecture
 from reshard.models.model import Model
-from reshard.models.quantization import not_read, or_dequantize, unknown_quantization
+from reshard.models.quantization import unknown_quantization
 from reshard.models.sizes import evaluate
 from reshard.models.splits import problem
+from reshard.models.stored_forms import not_read, or_dequantize
 from reshard.serving.weights import distinct_parts, split_rules, with_split
 
 

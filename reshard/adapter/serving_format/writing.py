@@ -18,7 +18,8 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.sections import StoredTensor
 from reshard.models.engine_rules import EngineRules
 from reshard.models.model import Model
-from reshard.models.quantization import or_dequantize, unknown_quantization
+from reshard.models.quantization import unknown_quantization
+from reshard.models.stored_forms import or_dequantize
 from reshard.plans.layout import Layout, Sidecar, Target, TargetFile, framed
 from reshard.serving.legality import check_degrees, check_stages, require_model
 from reshard.serving.ranks import rank_tensors

@@ -24,7 +24,8 @@ from reshard.health.findings import Finding, Report, found, sorted_findings
 from reshard.health.release import config_of_release, names_of_release
 from reshard.models.config_values import component_class
 from reshard.models.lookup import unknown_architecture
-from reshard.models.quantization import not_read, unknown_quantization
+from reshard.models.quantization import unknown_quantization
+from reshard.models.stored_forms import not_read
 from reshard.opening.chains import delta_alone
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import OpenOptions, PathLike, checked_keywords
