@@ -274,8 +274,8 @@ class Option:
                 return parse_size(value, self.keyword)
             case "path" if isinstance(value, str | os.PathLike):
                 return os.fspath(value)
-            case "text" if isinstance(value, str):
-                return value
+            case "text" if isinstance(value, str | int | float) and not isinstance(value, bool):
+                return str(value)
             case "choice" if value in self.choices:
                 return value
             case "switch" if isinstance(value, bool):
@@ -289,7 +289,7 @@ class Option:
             "number": "a positive whole number",
             "numbers": "a list of whole numbers such as 7,8,8,7",
             "path": "a path",
-            "text": "a word",
+            "text": "a word or a number",
             "switch": "yes or no (True or False)",
         }
         return words[self.type]

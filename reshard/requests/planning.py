@@ -23,7 +23,7 @@ from reshard.canonical.content import check_against_model, check_counted, check_
 from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs
 from reshard.canonical.optimizer_state import NO_TENSOR
-from reshard.canonical.renaming import adapter_name, adapters_of, is_of_adapter, with_adapter_names
+from reshard.canonical.renaming import adapter_name, adapters_of, base_name, is_of_adapter, with_adapter_names
 from reshard.canonical.stacked_experts import by_expert
 from reshard.errors import CheckpointError, RequestError, UnsupportedError, blaming, some
 from reshard.geometry.dtypes import BF16
@@ -120,7 +120,7 @@ def select(draft: Draft) -> Draft:
         if content.model is not None:
             check_has_settings(content.model.config, source.index.element_types)
         check_against_model(content, partial=content.selection.is_partial, strict=False, optional=content.not_needed)
-    return draft
+    return draft.noting(*_about_tables(draft)) if draft.request.to.holds_adapters else draft
 
 
 def keep_names(draft: Draft) -> Draft:
@@ -491,6 +491,16 @@ def _is_of_adapter(draft: Draft) -> Callable[[Tensor], bool]:
 
     biases = LoraSettings(draft.companions.adapter_config or {}).trains_bias
     return lambda tensor: (is_of_adapter(tensor) and not adapters_of([tensor])) or biases(tensor.name)
+
+
+def _about_tables(draft: Draft) -> Iterator[str]:
+    """A note on each table of tokens that has more rows than the model's: the adapter alone does not hold them."""
+    weights = draft.content.model.as_published() if draft.content.model else {}
+    for tensor in draft.index.tensors:
+        weight = weights.get(base_name(tensor.name))
+        if weight and tensor.kind == "weight" and tensor.shape[1:] == weight.shape[1:] and tensor.shape[0] > weight.shape[0]:
+            rows = f"{tensor.shape[0]:,} rows, and the model {weight.shape[0]:,}: the adapter holds none of them"
+            yield f"{tensor.name} has {rows}. To keep them, merge with `merge_adapter=self` and the config that has their number"
 
 
 def _check_adapter(draft: Draft) -> None:

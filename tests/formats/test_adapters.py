@@ -641,3 +641,27 @@ def test_a_plan_file_refuses_a_merge_instead_of_losing_it(tmp_path):
 def test_the_head_of_gpt_neox_is_known_by_its_name_in_memory():
     model = reshard.open(HF / "gpt_neox").model
     assert Names(model).array("base_model.model.lm_head.weight").names == ("embed_out.weight",)
+
+
+def test_rows_that_the_adapter_does_not_hold_are_told(tmp_path):
+    base = "base_model.model."
+    stored = {
+        f"{base}{name}": torch.cat([tensor, tensor[:6]]) if name in ("model.embed_tokens.weight", "lm_head.weight") else tensor
+        for name, tensor in load(HF / "llama", "model.safetensors").items()
+    }
+    module = f"{base}model.layers.0.self_attn.q_proj"
+    stored[f"{module}.base_layer.weight"] = old = stored.pop(f"{module}.weight")
+    stored |= {
+        f"{module}.lora_A.default.weight": torch.ones(4, old.shape[1]),
+        f"{module}.lora_B.default.weight": torch.ones(old.shape[0], 4),
+    }
+    torch.save(stored, tmp_path / "model.pt")
+    notes = reshard.plan(tmp_path / "model.pt", to="peft", model=HF / "llama", lora_alpha=8).layout.notes
+    tables = [note for note in notes if "has 256 rows, and the model 250: the adapter holds none of them" in note]
+    assert len(tables) == 2 and all("merge_adapter=self" in note for note in tables)
+    config = json.loads((HF / "llama" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 256}))
+    resized = {"model": tmp_path, "lora_alpha": 8}
+    assert not any("rows" in note for note in reshard.plan(tmp_path / "model.pt", to="peft", **resized).layout.notes)
+    reshard.convert(reshard.plan(tmp_path / "model.pt", to="hf", merge_adapter="self", **resized), tmp_path / "merged")
+    assert load(tmp_path / "merged", "model.safetensors")["lm_head.weight"].shape[0] == 256
