@@ -221,7 +221,6 @@ class _Kept:
 
     def __init__(self, tensors: Mapping[str, Tensor], read: Callable[[Tensor], bytes]) -> None:
         self._tensors, self._read = tensors, read
-        self._bytes: dict[tuple[object, ...], bytes] = {}
         self.left_out: dict[str, str] = {}
         """The tensors that are left out, and why."""
         self.notes: list[str] = []
@@ -260,20 +259,23 @@ class _Kept:
             self.left_out |= dict.fromkeys(names[1:], f"equal to the lora_{which} of the first expert, which all use")
 
     def are_equal(self, names: Sequence[str]) -> bool:
-        """Whether tensors hold the same bytes: they are the same pieces of files, or are read."""
+        """Whether tensors hold the same bytes: they are the same pieces of files, or are read, two at a time."""
         first, *others = (self._tensors[name] for name in names)
-        return all(
-            other.shape == first.shape and other.dtype == first.dtype and self._content(other) == self._content(first) for other in others
-        )
+        where, content = _where(first), b""
+        for other in others:
+            if other.shape != first.shape or other.dtype != first.dtype:
+                return False
+            if _where(other) != where:
+                content = content or self._read(first)
+                if self._read(other) != content:
+                    return False
+        return True
 
-    def _content(self, tensor: Tensor) -> bytes:
-        pieces = [tensor.shards.piece(i) for i in range(len(tensor.shards))]
-        where = tuple(
-            (piece.box.offsets, piece.box.sizes, piece.extent.path, piece.extent.byte_offset, piece.extent.strides) for piece in pieces
-        )
-        if where not in self._bytes:
-            self._bytes[where] = self._read(tensor)
-        return self._bytes[where]
+
+def _where(tensor: Tensor) -> list[tuple[object, ...]]:
+    """Where the bytes of a tensor lie in files."""
+    pieces = (tensor.shards.piece(i) for i in range(len(tensor.shards)))
+    return [(piece.box.offsets, piece.box.sizes, piece.extent.path, piece.extent.byte_offset, piece.extent.strides) for piece in pieces]
 
 
 def _as_parameters(split: Sequence[Update], form: str, kept: _Kept, base: AdaptedBase) -> Iterator[Update]:
