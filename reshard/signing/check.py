@@ -14,6 +14,7 @@ from reshard.signing.keys import PublicKey, public_key
 from reshard.signing.signed_files import compare_files
 from reshard.signing.statement import MOST_BYTES, SIGNATURE, Bundle, Statement
 from reshard.storage.files import Files, read_whole
+from reshard.storage.system_calls import is_url
 from reshard.storage.tar import open_files
 
 
@@ -50,15 +51,17 @@ def is_signature(path: str | os.PathLike[str]) -> bool:
 def check_replaces_own(path: str, key: PublicKey) -> None:
     """Raises TargetError if a signature that is not of this key lies at the path: it may be the only one of its owner."""
     folder, _, name = path.rpartition("/")
+    if not is_url(path) and not os.path.isfile(path):
+        return  # a device, or nothing
     files = open_files(folder or ".")
     if files.size(name) is None:
         return
     try:
         of = Bundle.parse(read_whole(files, name, limit=MOST_BYTES), where=path).key
-    except CheckpointError as error:
-        of = error.what
     except UnsupportedError:
         of = "a certificate, or Sigstore"
+    except CheckpointError:
+        return  # no signature
     if of != key.digest:
         raise TargetError(
             f"a signature lies there that is not of this key: {of or 'it names no key'}",

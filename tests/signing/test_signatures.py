@@ -447,7 +447,7 @@ def test_a_signature_of_another_key_is_not_replaced(signed, keys, tmp_path):
     library.sign(signed, key=keys[0], **STEP)
     assert (signed / "model.sig").read_bytes() != first and library.verify(signed, signed_by=keys[1]).equal
     (signed / "model.sig").write_bytes(first[:50])
-    assert "it is no bundle" in reshard("sign", signed, "--key", keys[0], "--model", DCP / "model").err
+    assert library.sign(signed, key=keys[0], **STEP).path == str(signed / "model.sig")
     (signed / "model.sig").unlink()
     assert library.sign(signed, key=other[0], **STEP).path == str(signed / "model.sig")
 
