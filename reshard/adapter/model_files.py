@@ -9,13 +9,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import CheckpointError, RequestError, ReshardError
+from reshard.errors import CheckpointError, RequestError, ReshardError, SystemRefusal
 from reshard.geometry.value import value
 from reshard.models.config_values import component_class, stated_class, with_value
 from reshard.models.quantization import SETTING, SETTINGS_FILES, quantization_settings, settings_key, settings_of_file
@@ -318,7 +318,9 @@ def has_tokenizer(names: Iterable[str]) -> bool:
 def is_in_pipeline(files: Files) -> bool:
     """Whether a folder is one of a diffusers pipeline, whose tokenizers lie in other folders."""
     above = None if files.is_file else files.parent()
-    return above is not None and above.size(PIPELINE) is not None
+    with suppress(SystemRefusal):  # who may read a folder may not read the one above
+        return above is not None and above.size(PIPELINE) is not None
+    return False
 
 
 def _beside(files: Files, folder: str, used: Collection[str] | None) -> BesideWeights:

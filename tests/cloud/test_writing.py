@@ -356,7 +356,8 @@ def test_dry_run_forecasts_the_requests(tmp_path, s3):
         reading["read"] + writing["read"], rel=0.05
     )
     assert s3.requests["PUT"] + s3.requests["POST"] == pytest.approx(writing["writes"], rel=0.1)
-    of_source = sum(count for key, count in s3.by_key.items() if key.startswith("hf/"))
+    # Whether the source lies in a pipeline, whose tokenizers are elsewhere, is asked of the folder above.
+    of_source = sum(count for key, count in s3.by_key.items() if key.startswith("hf/") or key == "model_index.json")
     assert of_source == pytest.approx(reading["reads"], rel=0.1)
     assert sum(s3.requests.values()) - of_source == pytest.approx(writing["reads"] + writing["writes"], rel=0.1)
     text = run("convert", "s3://bucket/hf", "s3://bucket/out2", "--to", "vllm", "--dry-run").out
