@@ -22,7 +22,7 @@ HF, DCP, VLLM = FIXTURES / "hf", FIXTURES / "dcp", FIXTURES / "vllm"
 MODELS = ("llama", "llama-tied", "mistral", "qwen2", "qwen3")
 # Real, but not to be read: its entries went through an extension that only its writer knows.
 UNREADABLE = {"rot"}
-CASES = sorted(path.name for path in DCP.iterdir() if path.is_dir() and path.name not in UNREADABLE)
+CASES = sorted(path.parent.name for path in DCP.glob("*/checkpoint") if path.parent.name not in UNREADABLE)
 # Every checkpoint with a truth that was gathered while training, whatever wrote it. The others have tests of their own.
 _OTHER_TRUTHS = {"consolidated", "diffusers", "hf_library", "hf_packed", "nanotron", "peft", "trainer_names"}
 TRUTHS = sorted(
