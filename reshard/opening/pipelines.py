@@ -93,7 +93,7 @@ class Pipeline:
 
 
 def pipeline_at(path: str | os.PathLike[str], options: Mapping[str, object]) -> Pipeline | None:
-    """The pipeline in a folder, of which no weights are read; None if no model_index.json lies there, or if an option chooses a part of it.
+    """The pipeline in a folder; no weights are read. None if no model_index.json lies there, or if an option chooses a part of it.
 
     Raises: CheckpointError if that file cannot be read.
     """

@@ -92,10 +92,10 @@ def _inspected(checkpoint: str, view: TreeView, globs: tuple[str, ...], full: bo
     from reshard.pages.folders import damaged_sections
     from reshard.verbs.look.inspection import Inspection
 
-    run, as_json = run_at(checkpoint) if given["format"] is None else None, Output.current().as_json
     if pipeline := pipeline_at(checkpoint, given):
         _refuse_ignored("a pipeline lies here", "Choose a component with --component NAME")
         return pipeline_reply(pipeline)
+    run, as_json = run_at(checkpoint) if given["format"] is None else None, Output.current().as_json
     if run is not None:
         _refuse_ignored(*_those(steps := run.checkpoints()))
         return run_reply(checkpoint, steps)
