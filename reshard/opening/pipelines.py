@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from reshard.adapter.model_files import CONFIG, PIPELINE, read_json
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, SystemRefusal
 from reshard.geometry.value import value
 from reshard.models.config_values import component_class, stated_class
 from reshard.opening.checkpoint import Checkpoint
@@ -95,13 +95,15 @@ class Pipeline:
 def pipeline_at(path: str | os.PathLike[str], options: Mapping[str, object]) -> Pipeline | None:
     """The pipeline in a folder; no weights are read. None if no model_index.json lies there, or if an option chooses a part of it.
 
-    Raises: CheckpointError if that file cannot be read.
+    Raises: CheckpointError if that file cannot be read; SystemRefusal if the folder's store or file system does not answer.
     """
     root = os.fspath(path)
     if any(options.get(name) for name in _OF_ONE):
         return None
     try:
         files = open_files(root)
+    except SystemRefusal:  # another question would wait as long
+        raise
     except ReshardError:  # whoever opens it as a checkpoint says what is wrong
         return None
     if files.is_file or files.size(PIPELINE) is None:
