@@ -96,8 +96,10 @@ def test_every_target_and_every_division_into_blocks_gives_the_same_merge(tmp_pa
     assert np.array_equal(rank[name].words(), every[name].words()[:, 66:])
 
 
-def test_half_a_row_of_a_dora_weight_is_scaled_by_the_length_of_the_whole_row(tmp_path):
-    plan = reshard.plan(HF / "llama", to="hf", merge_adapter=PEFT / "dora" / "adapter")
+@pytest.mark.parametrize("before", [(), ("dora",), ("patterns", "dora")])
+def test_half_a_row_of_a_dora_weight_is_scaled_by_the_length_of_the_whole_row(before, tmp_path):
+    adapters = [PEFT / case / "adapter" for case in (*before, "dora")]
+    plan = reshard.plan(HF / "llama", to="hf", merge_adapter=adapters)
     reshard.convert(plan, tmp_path / "out")
     name = "model.layers.1.self_attn.v_proj.weight"
     tensor = plan.content.tensors[name]
