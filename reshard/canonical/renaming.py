@@ -39,6 +39,7 @@ _WITH_PARAMETER = frozenset({"lora_A", "lora_B"})
 TRAINED_TOKENS = "trainable_tokens_delta"
 _WITHOUT_PARAMETER = frozenset({"lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", TRAINED_TOKENS})
 _SAVED = "modules_to_save"
+_OF_ADAPTERS = _WITH_PARAMETER | _WITHOUT_PARAMETER | {_SAVED}
 _MARKS = ("lora_", _SAVED, TRAINED_TOKENS)
 
 
@@ -148,6 +149,8 @@ def adapter_name(name: str) -> AdapterName | None:
         return None
     parts = name.removeprefix(PREFIX).split(".")
     for i, part in enumerate(parts):
+        if part not in _OF_ADAPTERS:
+            continue
         module, rest = ".".join(parts[:i]), parts[i + 1 :]
         if part in _WITH_PARAMETER and len(rest) in (1, 2) and rest[-1] in ("weight", "bias"):
             return AdapterName(module, f"{part}.{rest[-1]}", rest[0] if len(rest) == 2 else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, overload
 
 import numpy as np
@@ -255,7 +255,7 @@ class StoredTensor:
 
 def whole(name: str, dtype: DType, shape: tuple[int, ...]) -> StoredTensor:
     """A canonical tensor, stored unchanged."""
-    return StoredTensor(name, dtype, shape, Sections.of([Section(name, Box.whole(shape), 0, row_major(shape))]))
+    return StoredTensor(name, dtype, shape, Sections((name,), _one_box(Box.whole(shape))))
 
 
 def part(name: str, canonical: str, dtype: DType, shape: tuple[int, ...], box: Box) -> StoredTensor:
@@ -263,8 +263,14 @@ def part(name: str, canonical: str, dtype: DType, shape: tuple[int, ...], box: B
 
     canonical, shape: the name and the global shape of the canonical tensor. An empty box has a section only if the whole tensor is empty.
     """
-    sections = [Section(canonical, box, 0, row_major(box.sizes))] if box.volume or 0 in shape else []
-    return StoredTensor(name, dtype, box.sizes, Sections.of(sections))
+    sections = Sections((canonical,), _one_box(box)) if box.volume or 0 in shape else NO_SECTIONS
+    return StoredTensor(name, dtype, box.sizes, sections)
+
+
+@lru_cache(maxsize=1 << 12)
+def _one_box(box: Box) -> Pattern:
+    """The pattern of a stored tensor that is one box, row-major. Tensors of equal boxes share it."""
+    return Sections.of([Section("", box, 0, row_major(box.sizes))]).pattern
 
 
 def step_count(name: str, number: int) -> StoredTensor:

@@ -3,7 +3,7 @@
 Each mistake is an adapter like the right one, or none, merged into the same base and compared with the wrong weights. A program that merges
 rounds the product, the sum, or both, and adds the terms in its own order. So a tensor fits a reading if each element lies within these
 roundings of it. Where an update is smaller than the rounding, several readings fit a tensor. Then the reading is taken that fits most
-tensors, and of those the nearest one.
+tensors, and of those the nearest one. Mistakes that were made together are tried for the tensors that no single one explains.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import combinations, product
 
 import numpy as np
 
@@ -33,6 +35,7 @@ from reshard.storage.files import Files
 
 RIGHT = ""
 """The reading that is no mistake."""
+_SLOWEST = "lora_B of the experts was read expert-slowest, as by Unsloth before September 2026; PEFT has the expert fastest"
 _OTHER_HALF = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 # The largest relative error of one rounding.
 _ROUNDING = {BF16.name: 2.0**-8, F16.name: 2.0**-11, F32.name: 2.0**-24}
@@ -48,36 +51,71 @@ def adapter_mistakes(
     wrong: the weights after the merge. base: the weights before it. path, settings, tensors: the adapter. files: those of base and adapter.
     """
     content, tensors = with_own_head(base.content, settings, tensors)
-    merges = {text: _merged(content, path, settings, adapter) for text, adapter in readings(content, path, settings, tensors)}
-    changed = [name for name, tensor in merges[RIGHT].tensors.items() if tensor is not content.tensors.get(name)]
+    readings = _Readings(content, path, settings, tensors)
+    right = readings.merged(readings.right)
+    changed = [name for name, tensor in right.tensors.items() if tensor is not content.tensors.get(name)]
     held = wrong.content.tensors
-    names = [name for name in changed if name in held and held[name].shape == merges[RIGHT].tensors[name].shape]
+    names = [name for name in changed if name in held and held[name].shape == right.tensors[name].shape]
     bad = _view(held, names, wrong.files)
-    before = _view({name: _before(merges[RIGHT].tensors[name], content.tensors[name]) for name in names}, names, files)
-    views = {text: _view(merge.tensors, names, files) for text, merge in merges.items()} | {"the adapter was never applied": before}
-    fits = {name: _fitting(bad[name], before, {text: view[name] for text, view in views.items()}, held[name].dtype) for name in names}
-    return _explained(fits)
+    before = _view({name: _before(right.tensors[name], content.tensors[name]) for name in names}, names, files)
+    result: dict[str, str | None] = dict.fromkeys(names)
+    for number in range(1, readings.most + 1):
+        left = [name for name in names if result[name] is None]
+        views = {RIGHT: _view(right.tensors, left, files)} if left else {}
+        views |= {text: _view(readings.merged(adapter).tensors, left, files) for text, adapter in readings.with_mistakes(number) if left}
+        views |= {"the adapter was never applied": before} if number == 1 else {}
+        result |= _explained(
+            {name: _fitting(bad[name], before, {text: view[name] for text, view in views.items()}, held[name].dtype) for name in left}
+        )
+    return result
 
 
-def readings(content: Content, path: str, settings: LoraSettings, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Adapter]]:
-    """The right reading of an adapter, and the wrong ones with what was done."""
-    base = AdaptedBase(content.model, content, path, settings.config.get("base_model_name_or_path"))
-    right = read_adapter(base, settings, tensors)
-    updates = right.updates
-    yield RIGHT, right
-    yield "the scale was forgotten: B x A was added without alpha / r", _scaled(right, lambda update: 1.0)
-    if settings.config.get("use_rslora"):
-        yield "rsLoRA was ignored: the scale is alpha / r instead of alpha / sqrt(r)", _scaled(right, lambda own: own.alpha / own.rank)
+class _Readings:
+    """The right reading of an adapter, and the wrong ones: mistakes of each kind are made alone, or together with those of other kinds."""
+
+    def __init__(self, content: Content, path: str, settings: LoraSettings, tensors: Mapping[str, Tensor]) -> None:
+        self._content, self._path, self._settings = content, path, settings
+        base = AdaptedBase(content.model, content, path, settings.config.get("base_model_name_or_path"))
+        self.right = read_adapter(base, settings, tensors)
+        slowest = read_adapter(base, settings, tensors, expert_slowest=True)
+        self._kinds: tuple[dict[str, Callable[[Adapter], Adapter]], ...] = (
+            {_SLOWEST: lambda _: slowest},
+            {"gate and up were exchanged": lambda adapter: replace(adapter, updates=tuple(_exchanged(adapter.updates, base)))},
+            {text: partial(_scaled, scale_of) for text, scale_of in _wrong_scales(settings)},
+            {"the adapter was applied twice": lambda adapter: replace(adapter, updates=(*adapter.updates, *adapter.updates))},
+        )
+        self.most = len(self._kinds)
+        """The largest number of mistakes that are made together."""
+
+    def with_mistakes(self, number: int) -> Iterator[tuple[str, Adapter]]:
+        """The readings with so many mistakes, and what was done."""
+        for kinds in combinations(self._kinds, number):
+            for mistakes in product(*(kind.items() for kind in kinds)):
+                adapter = self.right
+                for _, mistake in mistakes:
+                    adapter = mistake(adapter)
+                yield ", and ".join(text for text, _ in mistakes), adapter
+
+    def merged(self, adapter: Adapter) -> Content:
+        """The base with a reading merged."""
+        base = AdaptedBase(self._content.model, self._content, self._path, None)
+        return with_updates(self._content, base, adapter, MergedAdapter(self._path, self._settings.config, 0))
+
+
+def _wrong_scales(settings: LoraSettings) -> Iterator[tuple[str, Callable[[Update], float]]]:
+    """Mistakes in the scale of an update, and the scale that they give."""
+    alpha, is_rslora = settings.config.get("lora_alpha"), settings.config.get("use_rslora")
+    yield "the scale was forgotten: B x A was added without alpha / r", lambda update: 1.0
+    if is_rslora:
+        yield "rsLoRA was ignored: the scale is alpha / r instead of alpha / sqrt(r)", lambda update: update.alpha / update.rank
     else:
         text = "the scale is that of rsLoRA, alpha / sqrt(r), and use_rslora is not set"
-        yield text, _scaled(right, lambda update: update.alpha / math.sqrt(update.rank))
-    yield "the adapter was applied twice", replace(right, updates=(*updates, *updates))
-    yield "gate and up were exchanged", replace(right, updates=tuple(_exchanged(updates, base)))
-    slowest = read_adapter(base, settings, tensors, expert_slowest=True)
-    yield "lora_B of the experts was read expert-slowest, as by Unsloth before September 2026; PEFT has the expert fastest", slowest
+        yield text, lambda update: update.alpha / math.sqrt(update.rank)
+    if settings.config.get("alpha_pattern") and isinstance(alpha, int | float):
+        yield "alpha_pattern was ignored: alpha is lora_alpha everywhere", lambda update: update.scale / update.alpha * alpha
 
 
-def _scaled(adapter: Adapter, scale_of: Callable[[Update], float]) -> Adapter:
+def _scaled(scale_of: Callable[[Update], float], adapter: Adapter) -> Adapter:
     """The adapter with other scales of its matrices."""
     scaled = (replace(update, scale=scale_of(update)) if isinstance(update, Update) else update for update in adapter.updates)
     return replace(adapter, updates=tuple(scaled))
@@ -98,11 +136,6 @@ def _exchanged(updates: Iterable[Update | BiasUpdate], base: AdaptedBase) -> Ite
             yield replace(update, array=other.array, first_row=other.first_row, row_step=other.row_step)
         else:
             yield update
-
-
-def _merged(content: Content, path: str, settings: LoraSettings, adapter: Adapter) -> Content:
-    base = AdaptedBase(content.model, content, path, None)
-    return with_updates(content, base, adapter, MergedAdapter(path, settings.config, 0))
 
 
 def _before(merged: Tensor, base: Tensor) -> Tensor:
@@ -134,6 +167,8 @@ def _fitting(bad: LazyTensor, before: View, readings: Mapping[str, LazyTensor], 
                 fits[text] += float(np.square(error, dtype=np.float64).sum())
                 if not (error <= allowed).all():
                     del fits[text]
+        if not fits:
+            break
     return {text: error for text, error in fits.items() if text not in same}
 
 

@@ -90,6 +90,34 @@ def test_a_mistake_of_the_merge_is_named_and_no_other(mistake, family, tmp_path)
     assert differ == set(named.tensors)
 
 
+@pytest.mark.distinct
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "mistakes", [(SLOWEST, FORGOTTEN), (EXCHANGED, TWICE), (SLOWEST, EXCHANGED), (SLOWEST, EXCHANGED, FORGOTTEN, TWICE)]
+)
+def test_mistakes_that_were_made_together_are_all_named(mistakes, family, tmp_path):
+    folder, before = model(family, tmp_path)
+    made = real(factors())
+    lora = adapter(tmp_path / "lora", fused(made, family), target_parameters=TARGETS[family])
+    read = slowest(made, family) if SLOWEST in mistakes else made
+    read = exchanged(read) if EXCHANGED in mistakes else read
+    scale = (1.0 if FORGOTTEN in mistakes else ALPHA / R) * (2 if TWICE in mistakes else 1)
+    result = reshard.explain(merged_folder(folder, expected(family, before, read, scale)), folder, adapter=lora)
+    assert result.unexplained == []
+    assert any(all(mistake in named.text for mistake in mistakes) for named in result.mistakes)
+    texts = "; ".join(mistake.text for mistake in result.mistakes)
+    assert all(other not in texts for other in {FORGOTTEN, TWICE, SLOWEST, EXCHANGED, IGNORED, NEVER} - {*mistakes})
+
+
+def test_an_ignored_alpha_pattern_is_named(tmp_path):
+    folder, before = model("qwen3_moe", tmp_path)
+    made = real(factors())
+    settings = {"alpha_pattern": {"experts.down_proj": 5}}
+    lora = adapter(tmp_path / "lora", fused(made, "qwen3_moe"), target_parameters=TARGETS["qwen3_moe"], **settings)
+    (named,) = reshard.explain(merged_folder(folder, expected("qwen3_moe", before, made, ALPHA / R)), folder, adapter=lora).mistakes
+    assert named.text.startswith("alpha_pattern was ignored") and all("down_proj" in name for name in named.tensors)
+
+
 def rounded(tensor):
     return torch.from_numpy(tensor).bfloat16()
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.geometry.boxes import Box, row_major
-from reshard.geometry.sections import Pattern, Section, Sections, first_overlap
+from reshard.geometry.dtypes import F32
+from reshard.geometry.sections import Pattern, Section, Sections, first_overlap, part, whole
 
 
 @st.composite
@@ -62,3 +63,14 @@ def test_interleaved_columns_of_a_large_tensor_are_proven_quickly():
     assert first_overlap(pattern, 2 * experts * rows * columns) is None
     starts[3] -= 1
     assert first_overlap(Pattern(pattern.offsets, sizes, np.array(starts, np.int64), strides), 2 * experts * rows * columns) == (2, 3)
+
+
+def test_tensors_of_equal_boxes_share_their_pattern():
+    """Of 100,000 tensors, as in an adapter of experts, a pattern for each would need four times the memory, and be proven each time."""
+    half = Box((2, 0), (2, 3))
+    tensors = [whole("a", F32, (4, 3)), whole("b", F32, (4, 3)), part("c", "a", F32, (4, 3), half), part("d", "b", F32, (4, 3), half)]
+    assert [tensor.sections[0] for tensor in tensors] == [
+        Section("a", Box.whole((4, 3)), 0, (3, 1)), Section("b", Box.whole((4, 3)), 0, (3, 1)), Section("a", half, 0, (3, 1)),
+        Section("b", half, 0, (3, 1)),
+    ]  # fmt: skip
+    assert tensors[0].sections.pattern is tensors[1].sections.pattern and tensors[2].sections.pattern is tensors[3].sections.pattern

@@ -326,7 +326,7 @@ def test_sglang_gets_the_tensors_by_http_if_no_folder_is_named(tmp_path, serving
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"use_rslora": True}, r"does not read use_rslora.*Nothing was sent.*lora_alpha to 5\.65685424949238"),
+        ({"use_dora": True}, r"SGLang has no DoRA.*Nothing was sent"),
         ({"rank_pattern": {"q_proj": 3}}, "does not read rank_pattern: its server stops"),
         ({"alpha_pattern": {"q_proj": 8}}, "does not read alpha_pattern"),
         ({"modules_to_save": ["lm_head"]}, "sets modules_to_save"),
@@ -344,6 +344,16 @@ def test_an_adapter_that_stops_sglang_or_is_scaled_wrong_is_refused_before_it_is
     with pytest.raises(ReshardError, match=message):
         reshard.push_adapter(source, server.address)
     assert not [path for path in server.asked if "load_lora_adapter" in path and "from_tensors" not in path] and not server.got
+
+
+def test_sglang_gets_the_scale_of_rslora_as_lora_alpha(tmp_path, serving):
+    server, source = serving(Sglang), adapter(tmp_path / "a")
+    path = source / "adapter_config.json"
+    config = json.loads(path.read_text()) | {"use_rslora": True}
+    path.write_text(json.dumps(config))
+    pushed = reshard.push_adapter(source, server.address, shared_dir=tmp_path / "shared")
+    sent = json.loads((Path(pushed.folder) / "adapter_config.json").read_text())
+    assert not sent["use_rslora"] and sent["lora_alpha"] == config["lora_alpha"] * config["r"] ** 0.5
 
 
 def test_what_goes_on_at_the_server_meanwhile_breaks_no_push(tmp_path, serving, monkeypatch):

@@ -7,7 +7,9 @@
 2. Tiny models of other kinds of loaders (tiny_models.py): the same at TP 1 and 2 against real ranks that are started here, and SGLang's own
    ShardedStateLoader loads the files. The files of `convert --learn`, for a type without a declaration, hold the same as real ranks.
 3. A layout of TP 1, 2 and 4 covers TP 8, and equals the layout that is traced there.
-4. With --long: every type that tiny_models.py makes is traced at TP 1 and 2, and the rows of docs/reference/traced-models.md are printed.
+4. SGLang's loader takes an adapter of experts that `--to peft --engine sglang` writes, and its buffers hold the updates; fused experts stop
+   it, as serve-check says.
+5. With --long: every type that tiny_models.py makes is traced at TP 1 and 2, and the rows of docs/reference/traced-models.md are printed.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(FIXTURES)]
 
 import learned  # noqa: E402
 import makers  # noqa: E402
+import torch  # noqa: E402
 from check import HF  # noqa: E402
 from helpers.framework_environments import LONG, Environment, run_checks  # noqa: E402
 from learned import Sizes  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from reshard.serving.learned.layout import LearnedLayout  # noqa: E402
 from reshard.verbs.look.learn import write_layout  # noqa: E402
@@ -52,6 +56,7 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
     yield from compared(reshard, python, work)
     yield from tiny(reshard, python, work)
     yield from in_one_command(reshard, python, work)
+    yield from experts(reshard, python, work)
     if LONG:
         learned.make_tiny(python, work / "types", learned.TYPES)
         folders = sorted(path.parent for path in (work / "types").glob("*/config.json"))
@@ -116,6 +121,37 @@ def in_one_command(reshard: Path, python: Path, work: Path) -> Iterator[tuple[st
         what = f"{name} with --learn, {times}: files hold what real ranks hold, and one layout is kept"
         is_error = isinstance(found, str) or isinstance(real, str)
         yield what, found == real and not is_error and len(kept) == 1, f"{kept} {found}" if is_error else different(found, real)
+
+
+def experts(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
+    """What SGLang's loader makes of an adapter of experts, as PEFT stores it and as it is written for SGLang."""
+    model, fused, for_sglang = HF / "qwen3_moe", work / "fused-experts", work / "experts-for-sglang"
+    shutil.copytree(FIXTURES / "peft/experts/adapter", fused)
+    # SGLang takes no v_proj without q_proj, and multiplies lora_B by the scale in its element type.
+    tensors = {name: tensor.float() for name, tensor in load_file(fused / "adapter_model.safetensors").items() if ".experts" in name}
+    save_file(tensors, fused / "adapter_model.safetensors")
+    command = [reshard, "convert", fused, for_sglang, "--to", "peft", "--engine", "sglang", "--model", model, "-q"]
+    subprocess.run(list(map(str, command)), check=True)
+    questions, answers = work / "adapters.json", work / "of-adapters.json"
+    questions.write_text(json.dumps([{"model": str(model), "adapter": str(adapter)} for adapter in (for_sglang, fused)]))
+    command = [python, HERE / "sglang_adapters.py", questions, answers]
+    subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    updates, refusal = json.loads(answers.read_text())
+    settings = json.loads((fused / "adapter_config.json").read_text())
+    far, rank, scale = 0.0, settings["r"], settings["lora_alpha"] / settings["r"]
+    for name, a in tensors.items() if isinstance(updates, dict) else ():
+        if "lora_A" not in name:
+            continue
+        number, b = name.partition(".layers.")[2].partition(".")[0], tensors[name.replace("lora_A", "lora_B")]
+        parts = ("gate", "up") if ".base_layer." in name else ("down",)
+        of_experts = zip(a.reshape(-1, rank, a.shape[1]), b.reshape(len(b), rank, -1).permute(2, 0, 1), strict=True)
+        for expert, (own_a, own_b) in enumerate(of_experts):
+            for part, rows in zip(parts, own_b.chunk(len(parts)), strict=True):
+                far = max(far, float((scale * rows @ own_a - torch.tensor(updates.pop(f"{number}.{expert}.{part}"))).abs().max()))
+    is_loaded = isinstance(updates, dict) and not any(torch.tensor(update).any() for update in updates.values())
+    what = "SGLang's buffers hold the updates of experts of `--engine sglang`, and no others"
+    yield what, is_loaded and len(tensors) > 0 and far < 1e-5, str(updates)[:300] if isinstance(updates, str) else f"{far:.1e}"
+    yield "SGLang stops at fused experts", "Cannot find target module name" in str(refusal), str(refusal)[:500]
 
 
 def written(

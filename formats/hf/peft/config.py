@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -22,6 +23,8 @@ _TASKS = {
     "ForTokenClassification": "TOKEN_CLS",
     "ForQuestionAnswering": "QUESTION_ANS",
 }
+
+_OF_SGLANG = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def complete_config(content: Content, options: Mapping[str, Any], companions: ModelFiles) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -56,10 +59,30 @@ def complete_config(content: Content, options: Mapping[str, Any], companions: Mo
     config["task_type"] = _text(config, options, "task_type", _task(companions.config or {}))
     config["base_model_name_or_path"] = _text(config, options, "base_model", _base_of(companions), key="base_model_name_or_path")
     notes += LoraSettings(config).notes
+    if options.get("engine") == "sglang":
+        notes += _as_sglang_reads(config, pairs)
     config.setdefault("use_rslora", False)
     config.setdefault("bias", "none")
     config["inference_mode"] = True
     return config, tuple(notes)
+
+
+def _as_sglang_reads(config: dict[str, Any], modules: Iterable[str]) -> Iterator[str]:
+    """Change settings to those of the same adapter that SGLang 0.5.23 reads right; yields notes.
+
+    It does not read use_rslora. target_modules must be a list (lora/utils.py, get_normalized_target_modules), and it knows w1, w3 and w2 of
+    experts in the names of tensors alone (lora/lora.py, _rename_expert_w_to_proj).
+    """
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    has_patterns = config.get("rank_pattern") or config.get("alpha_pattern")
+    if config.get("use_rslora") and not has_patterns and isinstance(rank, int) and isinstance(alpha, int | float):
+        config |= {"use_rslora": False, "lora_alpha": alpha * math.sqrt(rank)}
+        yield f"use_rslora is off and lora_alpha is {config['lora_alpha']:g}, which is the same scale: SGLang does not read use_rslora"
+    names = config.get("target_modules")
+    if names not in ("all", "all-linear") and (isinstance(names, str) or _OF_SGLANG.keys() & {*(names or ())}):
+        last = {module.rpartition(".")[2] for module in modules}
+        config["target_modules"] = sorted(_OF_SGLANG.get(name, name) for name in last)
+        yield "target_modules is the list of the names that SGLang has for the adapted modules"
 
 
 def _named(content: Content) -> Iterator[tuple[AdapterName, Any]]:

@@ -105,6 +105,8 @@ class Adapter:
 
 def part(tensor: Tensor, at: tuple[int, ...], axes: tuple[tuple[int, int, int], ...]) -> Tensor:
     """A strided part of a tensor, as a tensor of the same name. at, axes: as for `Shards.strided`."""
+    if not any(at) and axes == tuple((size, axis, 1) for axis, size in enumerate(tensor.shape)):
+        return tensor  # all of it: an adapter of many experts has a hundred thousand such factors
     origin = tensor.origin.of_parts(lambda term: part(term, at, axes)) if isinstance(tensor.origin, Weighted) else tensor.origin
     return replace(tensor, shape=tuple(size for size, _, _ in axes), shards=tensor.shards.strided(at, axes), origin=origin)
 
