@@ -20,6 +20,8 @@ from reshard.containers.inert_pickle import Inert, shown
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.value import value
 
+from .hybrid import stages_of_pattern
+
 Args = Mapping[str, Any]
 """The settings of a run, by Megatron's names."""
 
@@ -136,7 +138,9 @@ def chunks_of_run(args: Args, sizes: ParallelSizes, where: str) -> tuple[Chunk, 
     Raises: CheckpointError if they do not add up to the model's layers.
     """
     layers, chunks = args["num_layers"], sizes.pp * sizes.vp
-    if layout := args.get("pipeline_model_parallel_layout"):
+    if len(letters := stages_of_pattern(args)) > 1:
+        counts = [len(of_chunk.partition("/")[0]) for of_chunk in letters]
+    elif layout := args.get("pipeline_model_parallel_layout"):
         counts = [sum(str(kind).lower() in ("t", "decoder") for kind in chunk) for chunk in _chunks_of_layout(layout, where)]
     else:
         counts = _distributed_layers(args, layers, sizes)
