@@ -64,15 +64,16 @@ class ParallelSizes:
         return {"tp": self.tp, "pp": self.pp, "vp": self.vp, "ep": self.ep}
 
     def ranks(self) -> Iterator[Rank]:
-        """The ranks that write files: in each stage one for each pair of tensor-parallel and expert-parallel rank."""
+        """The ranks that write files: in each stage one for each pair of tensor-parallel and expert-parallel rank; and those that have
+        a shard of experts which none of them has, if more ranks share an expert than share the rest of the model."""
         # A stage has at least so many ranks that they are a multiple of tp and of etp * ep.
         ranks_per_stage = math.lcm(self.tp, self.etp * self.ep)
         for pp_rank in range(self.pp):
             seen: set[tuple[str, int, int]] = set()
             for number in range(ranks_per_stage):
                 tp_rank, ep_rank, etp_rank = number % self.tp, number // self.etp % self.ep, number % self.etp
-                if ("file", tp_rank, ep_rank) not in seen:
-                    is_first = ("dense", tp_rank, 0) not in seen, ("experts", ep_rank, etp_rank) not in seen
+                is_first = ("dense", tp_rank, 0) not in seen, ("experts", ep_rank, etp_rank) not in seen
+                if ("file", tp_rank, ep_rank) not in seen or is_first[1]:
                     yield Rank(tp_rank, pp_rank, ep_rank, etp_rank, pp_rank * ranks_per_stage + number, *is_first)
                     seen |= {("file", tp_rank, ep_rank), ("dense", tp_rank, 0), ("experts", ep_rank, etp_rank)}
 
