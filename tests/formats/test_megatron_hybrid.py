@@ -13,6 +13,7 @@ import reshard
 from reshard.adapter.format import Hints
 from reshard.errors import CheckpointError
 from reshard.models.lookup import find_model
+from reshard.storage.files import LocalFiles
 
 hybrid, settings, stages = (import_module(f"reshard.formats.megatron.layout.{name}") for name in ("hybrid", "settings", "stages"))
 describe_model = import_module("reshard.formats.megatron.read.run_model").describe_model
@@ -65,6 +66,19 @@ def test_other_patterns_are_refused_by_name(pattern, given):
     hints = Hints(config=config) if given else Hints(vocabulary=14)
     with pytest.raises(CheckpointError, match="hybrid_layer_pattern"):
         describe_model(args, hints, 16, "a run")
+
+
+def test_parameters_have_the_order_of_the_ranks_files():
+    """Bucket arrays hold no names: the order is all that tells what lies in them."""
+    legacy, ranks, chunks = (import_module(f"reshard.formats.megatron.{name}") for name in ("read.legacy", "read.ranks", "layout.chunks"))
+    case = FIXTURES / "megatron_0_19" / "hybrid-stages"
+    save = ranks.read_ranks(LocalFiles(case / "checkpoint"), "iter_0000002/")
+    model = legacy.legacy_model(save, Hints(vocabulary=14))
+    of_run = stages.chunks_of_run(save.args, save.sizes, "a run")
+    assert of_run == legacy.stored_chunks(save, model.megatron) and [len(chunk.layers) for chunk in of_run] == [3, 1]
+    for rank, chunk in zip(save.ranks, of_run, strict=True):
+        view = chunks.RankView(model.megatron, chunk, save.sizes, stages.Rank(pp_rank=rank.pp_rank), model.spec(save.args, "local"))
+        assert [parameter.name for parameter in view.parameters()] == list(rank.chunks[0])
 
 
 def test_attention_without_positions_is_not_a_llama():

@@ -215,14 +215,14 @@ def check_masters(files: Files, index: Index) -> Index:
 def without_wrong_masters(files: Files, index: Index) -> Index:
     """The index; without its optimizer state and with a note if a master does not round to its weight.
 
-    Megatron-Core 0.16 itself writes shifted values into a fully reshardable checkpoint if a buffer had several buckets (its issue 504).
+    Megatron-Core 0.16 to 0.19 write shifted values into a fully reshardable checkpoint if a buffer had several buckets (its issue 504).
     """
     wrong = _wrong_master(files, index)
     if wrong is None:
         return index
     note = (
         f"the optimizer's state is left out: {wrong.name} in {wrong.weight_path}: its master in {wrong.master_path} is not what the weight "
-        "was rounded from (Megatron-Core 0.16 shifts it if there were several buckets)"
+        "was rounded from (Megatron-Core 0.16 to 0.19 shift it if there were several buckets)"
     )
     weights = tuple(tensor for tensor in index.tensors if tensor.kind == "weight")
     return replace(index, tensors=weights, facts=replace(index.facts, notes=(*index.facts.notes, note)), param_groups=tuple)
