@@ -461,6 +461,16 @@ def test_a_distributed_save_that_was_not_finished_is_told(name, text, tmp_path):
     refused(folder, text)
 
 
+@pytest.mark.parametrize("tp, ep, etp", list(itertools.product((1, 2, 4), (1, 2), (1, 2, 4))))
+def test_every_shard_is_the_first_one_of_some_rank(tp, ep, etp):
+    """A run of megatron-core 0.19.2 with tp 1, ep 2, etp 2 showed it: its bucket arrays of half the experts were left out."""
+    sizes = import_module("reshard.formats.megatron.layout.stages").ParallelSizes(tp=tp, ep=ep, etp=etp)
+    ranks = list(sizes.ranks())
+    dense = [rank.tp_rank for rank in ranks if rank.is_first_dense]
+    experts = [(rank.ep_rank, rank.etp_rank) for rank in ranks if rank.is_first_experts]
+    assert sorted(dense) == list(range(tp)) and sorted(experts) == list(itertools.product(range(ep), range(etp)))
+
+
 def test_a_tracker_that_names_nothing_is_told(tmp_path):
     folder, save = copied("llama-tp2", tmp_path)
     (folder / "latest_checkpointed_iteration.txt").write_text("7")

@@ -90,7 +90,7 @@ def install() -> None:
     """Put them where Megatron-Core looks for the real ones."""
     for name, content in {
         "layernorm_gated": {"RMSNorm": GatedNorm},
-        "ssd_combined": {"mamba_chunk_scan_combined": scan, "mamba_split_conv1d_scan_combined": None},
+        "ssd_combined": {"mamba_chunk_scan_combined": scan, "mamba_split_conv1d_scan_combined": lambda *_: None},
     }.items():
         _module(f"mamba_ssm.ops.triton.{name}", **content)
     kernels = types.ModuleType("tensor_ops")

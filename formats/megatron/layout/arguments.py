@@ -17,6 +17,7 @@ from reshard.errors import CheckpointError
 from reshard.models.lookup import find_architecture
 from reshard.storage.files import Files, read_whole
 
+from .hybrid import gpt_settings
 from .save_folders import NEMO_CONFIG
 from .stages import Args
 
@@ -26,7 +27,7 @@ MODEL_ARGS = (
     "params_dtype", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights",
     "position_embedding_type", "rotary_base", "rotary_percent", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "mtp_num_layers",
     "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+    "hybrid_layer_pattern", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
 # Key of rope_scaling -> Megatron's setting for it in latent attention, in GPTModel (YarnRotaryEmbedding), and what both are by default.
 YARN = {
@@ -104,9 +105,10 @@ def mlp_width(args: Args) -> int:
 def config_from_args(args: Args, vocabulary: int) -> dict[str, Any]:
     """The Hugging Face config of the model that `args` describe. vocabulary: vocabulary size without padding.
 
-    Raises: KeyError if a setting is missing; CheckpointError for layers that no config can describe.
+    Raises: KeyError if a setting is missing; ValueError for a model of another kind; CheckpointError for layers without a config.
     """
-    for setting in ("is_hybrid_model", "hybrid_override_pattern", "experimental_attention_variant"):
+    args = gpt_settings(args)
+    for setting in ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern", "experimental_attention_variant"):
         if args.get(setting):
             raise ValueError(f"{setting} is {args[setting]!r}, and the settings do not tell which such model it is")
     kind = model_type(args)

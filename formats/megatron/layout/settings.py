@@ -19,6 +19,7 @@ from reshard.models.model import Model
 from reshard.models.parts import Part
 
 from .arguments import LLAMA3, YARN
+from .hybrid import gpt_settings, stages_of_pattern
 from .stages import Chunk, ParallelSizes
 from .tensors import computation_of, is_hybrid
 
@@ -101,15 +102,18 @@ def other_setting(args: Mapping[str, Any], model: Model, *, is_inferred: bool) -
     is_inferred: whether the model was inferred from the settings. Then it also has to compute what the run computed.
     """
     own = _hybrid(model) | _declared(model)
+    args = args if is_hybrid(model) else gpt_settings(args)
     for name, change in _OF_LAYOUT.items():
         if name in args and bool(args[name]) != bool(own.get(name)):
             return name, change
     # Megatron-LM's argument and what it sets; a run has either or both.
     if (given := [name for name in _MINUS_ONE if name in args]) and any(args[name] for name in given) != bool(own.get(_MINUS_ONE[0])):
         return given[0], "norms are stored minus one"
-    pattern = args.get("hybrid_override_pattern")
-    if isinstance(pattern, str) and pattern.replace("|", "").partition("/")[0] != own.get("hybrid_override_pattern"):
-        return "hybrid_override_pattern", "the layers are of other kinds"
+    pattern = "".join(stages_of_pattern(args))
+    if pattern and pattern.partition("/")[0] != own.get("hybrid_override_pattern"):
+        return next(name for name in ("hybrid_layer_pattern", "hybrid_override_pattern") if args.get(name)), "the layers are of other kinds"
+    if is_inferred and args.get("position_embedding_type") == "none" and not args.get("multi_latent_attention"):
+        return "position_embedding_type", "the model computes something else"
     defaults = {"moe_router_score_function": "softmax", "softmax_type": "vanilla"}
     for name in _OF_COMPUTATION if is_inferred else ():
         if (args.get(name) or defaults.get(name)) != (own.get(name) or defaults.get(name)):

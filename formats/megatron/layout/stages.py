@@ -20,6 +20,8 @@ from reshard.containers.inert_pickle import Inert, shown
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.value import value
 
+from .hybrid import stages_of_pattern
+
 Args = Mapping[str, Any]
 """The settings of a run, by Megatron's names."""
 
@@ -62,15 +64,16 @@ class ParallelSizes:
         return {"tp": self.tp, "pp": self.pp, "vp": self.vp, "ep": self.ep}
 
     def ranks(self) -> Iterator[Rank]:
-        """The ranks that write files: in each stage one for each pair of tensor-parallel and expert-parallel rank."""
+        """The ranks that write files: in each stage one for each pair of tensor-parallel and expert-parallel rank; and those that have
+        a shard of experts which none of them has, if more ranks share an expert than share the rest of the model."""
         # A stage has at least so many ranks that they are a multiple of tp and of etp * ep.
         ranks_per_stage = math.lcm(self.tp, self.etp * self.ep)
         for pp_rank in range(self.pp):
             seen: set[tuple[str, int, int]] = set()
             for number in range(ranks_per_stage):
                 tp_rank, ep_rank, etp_rank = number % self.tp, number // self.etp % self.ep, number % self.etp
-                if ("file", tp_rank, ep_rank) not in seen:
-                    is_first = ("dense", tp_rank, 0) not in seen, ("experts", ep_rank, etp_rank) not in seen
+                is_first = ("dense", tp_rank, 0) not in seen, ("experts", ep_rank, etp_rank) not in seen
+                if ("file", tp_rank, ep_rank) not in seen or is_first[1]:
                     yield Rank(tp_rank, pp_rank, ep_rank, etp_rank, pp_rank * ranks_per_stage + number, *is_first)
                     seen |= {("file", tp_rank, ep_rank), ("dense", tp_rank, 0), ("experts", ep_rank, etp_rank)}
 
@@ -136,7 +139,9 @@ def chunks_of_run(args: Args, sizes: ParallelSizes, where: str) -> tuple[Chunk, 
     Raises: CheckpointError if they do not add up to the model's layers.
     """
     layers, chunks = args["num_layers"], sizes.pp * sizes.vp
-    if layout := args.get("pipeline_model_parallel_layout"):
+    if len(letters := stages_of_pattern(args)) > 1:
+        counts = [len(of_chunk.partition("/")[0]) for of_chunk in letters]
+    elif layout := args.get("pipeline_model_parallel_layout"):
         counts = [sum(str(kind).lower() in ("t", "decoder") for kind in chunk) for chunk in _chunks_of_layout(layout, where)]
     else:
         counts = _distributed_layers(args, layers, sizes)

@@ -31,7 +31,7 @@ from reshard.storage.json_input import parsed
 
 from ..layout.arguments import NotUnderstoodError, config_from_args, nemo_args, plain_args
 from ..layout.chunks import ChunkTensor, RankView
-from ..layout.names import LayerSpec, is_run_key, is_weight_name, parse_key, strip_wrappers
+from ..layout.names import is_run_key, is_weight_name, parse_key, strip_wrappers
 from ..layout.save_folders import COMMON, METADATA_JSON, folder_of_save
 from ..layout.stages import Args, ParallelSizes, Rank, split_into_chunks
 from ..layout.tensors import EMBEDDING
@@ -156,8 +156,7 @@ def _stored_parameters(stored: StoredFolder, model: RunModel, args: Args) -> lis
     """The stored parameters in the order of the model. The whole model is one chunk, as tensors are stored whole."""
     dtypes = {strip_wrappers(key): item.dtype for key, item in stored.metadata.tensors.items()}
     (chunk,) = split_into_chunks((model.megatron.layers,), 1)
-    spec = LayerSpec.from_args(args, str(args.get("transformer_impl", "local")))
-    parameters = RankView(model.megatron, chunk, ParallelSizes(), Rank(), spec).parameters()
+    parameters = RankView(model.megatron, chunk, ParallelSizes(), Rank(), model.spec(args, "local")).parameters()
     return [replace(parameter, dtype=dtypes[parameter.name]) for parameter in parameters if parameter.name in dtypes]
 
 

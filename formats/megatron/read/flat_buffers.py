@@ -39,7 +39,6 @@ from reshard.storage.files import Files
 
 from ..layout.chunks import ChunkTensor, RankView
 from ..layout.flat_buckets import BUFFER_KINDS, bucket_size, buffer_of, by_buffer, offsets_in_buckets
-from ..layout.names import LayerSpec
 from ..layout.save_folders import DISTRIBUTED_OPTIMIZER
 from ..layout.stages import Args, ParallelSizes, chunks_of_run
 from .arrays import flat_sections
@@ -174,7 +173,7 @@ def _bucketed_buffers(stored: StoredFolder) -> dict[tuple[int | None, int], list
 
 def _groups_of_run(model: RunModel, args: Args, where: str, *, is_chained: bool) -> Iterator[tuple[int, int, list[list[ChunkTensor]]]]:
     """(the optimizer in the chain, the number of the data-parallel group, the parameters of each chunk) of all ranks' buffers."""
-    sizes, spec = ParallelSizes.from_args(args), LayerSpec.from_args(args, args.get("transformer_impl", "transformer_engine"))
+    sizes, spec = ParallelSizes.from_args(args), model.spec(args, "transformer_engine")
     chunks = chunks_of_run(args, sizes, where)
     for rank in sizes.ranks():
         of_chunks = [RankView(model.megatron, chunk, sizes, rank, spec).parameters() for chunk in chunks if chunk.stage == rank.pp_rank]

@@ -23,7 +23,7 @@ from ..layout.arguments import NotUnderstoodError
 from ..layout.chunks import ChunkTensor, shared_tables
 from ..layout.names import ParsedName, parse_name
 from ..layout.parameters import model_tensor, no_such_tensor
-from ..layout.save_folders import folder_of_save, unread_optimizers
+from ..layout.save_folders import LAYER_WISE, folder_of_save, unread_optimizers
 from ..layout.stages import Chunk, ParallelSizes, split_into_chunks
 from ..layout.tensors import EMBEDDING, MegatronModel, QkvOrder
 from .arrays import Shape, local_tensors, shared_expert, state_tensors, stored_shard, whole_tensor
@@ -89,7 +89,10 @@ def _index(files: Files, save: LegacySave, model: RunModel, unread: Sequence[str
     builder.add_notes(notes)
     if unread:
         others = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
-        builder.add_notes([f"the optimizer's state in {unread[0]}{others} is left out: reshard does not read its form"])
+        why = "reshard does not read its form"
+        if LAYER_WISE.fullmatch(unread[0]):
+            why = "there the files of all ranks and of all saves replace each other, so it may be of another step"
+        builder.add_notes([f"the optimizer's state in {unread[0]}{others} is left out: {why}"])
     builder.param_groups = merged_param_groups((optimizer for _, optimizer in optimizers), model.shapes)
     index = builder.build(_facts(save, config=model.config, unanswered=model.unanswered))
     return completed(index, model, files.root, with_optimizer=True)

@@ -251,14 +251,16 @@ def common_optimizer(
     groups: list[ParamGroup] = []
     steps: list[Tensor] = []
     for link in links:
-        members = [dict.fromkeys(part.tensor for part in model.parts() if _is_member(part, link, group)) for group in link.groups]
+        # Megatron stores no copies of the tables in layers for multi-token prediction.
+        parts = [part for part in model.parts() if part.tensor in stored_weights]
+        members = [dict.fromkeys(part.tensor for part in parts if _is_member(part, link, group)) for group in link.groups]
         groups.extend(
             ParamGroup(tuple(names), plain_settings(group, without=("params",))) for names, group in zip(members, link.groups, strict=True)
         )
         step = link.state.get("common_step") if isinstance(link.state, Mapping) else None
         if isinstance(step, LocatedTensor):
             shards = Shards.of([Piece(Box.whole(step.shape), Extent(step.path, step.byte_offset, step.strides, step.dtype))])
-            trained = dict.fromkeys(name for names in members for name in names if name in stored_weights)
+            trained = dict.fromkeys(name for names in members for name in names)
             steps.extend(Tensor(name, step.dtype, step.shape, "step", shards) for name in trained)
     return tuple(groups), steps
 

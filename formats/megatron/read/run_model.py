@@ -17,9 +17,11 @@ from reshard.storage.files import Files
 
 from ..layout.adapters import AdaptedModel, factor_of
 from ..layout.arguments import NotUnderstoodError, check_supported, config_from_args
+from ..layout.hybrid import PairedModel, gpt_settings
+from ..layout.names import LayerSpec
 from ..layout.settings import other_setting
 from ..layout.stages import Args
-from ..layout.tensors import BUFFER_ROLES, MegatronModel, QkvOrder
+from ..layout.tensors import BUFFER_ROLES, MegatronModel, QkvOrder, is_hybrid
 from .arrays import Shape
 
 if TYPE_CHECKING:
@@ -49,10 +51,16 @@ class RunModel:
         """The LoRA adapters beside the weights: r by the name of B, relative to the layer or expert. Empty without any."""
         return self.megatron.ranks if isinstance(self.megatron, AdaptedModel) else {}
 
+    def spec(self, args: Args, transformer_impl: str) -> LayerSpec:
+        """The layer classes of the run. transformer_impl: that of a run whose settings do not name it."""
+        if isinstance(self.megatron, PairedModel):  # whose specs have Transformer Engine's classes only
+            return LayerSpec(te=True, experts="te-grouped")
+        return LayerSpec.from_args(args, str(args.get("transformer_impl", transformer_impl)))
+
     def with_adapters(self, factors: Iterable[tuple[str, Shape]]) -> RunModel:
         """The model with the adapters whose factors are stored, as (name relative to the layer or expert, stored shape).
 
-        Raises: UnsupportedError for an adapter that all experts of a rank share.
+        Raises: UnsupportedError for an adapter that all experts of a rank share, or of a HybridModel.
         """
         of_factors = [(factor_of(name), shape) for name, shape in factors]
         if shared := next((factor.weight for factor, _ in of_factors if factor and factor.weight.startswith("mlp.experts.")), None):
@@ -63,6 +71,12 @@ class RunModel:
                 do="Train with an adapter for each expert (share_expert_adapters=False), or leave the experts out",
             )
         ranks = {factor.name: shape[-1] for factor, shape in of_factors if factor is not None and factor.is_output and shape}
+        if ranks and isinstance(self.megatron, PairedModel):
+            raise UnsupportedError(
+                "it has LoRA adapters beside the layers of a HybridModel, which reshard does not read",
+                where=next(iter(ranks)),
+                do="Merge the adapter with the program that trained it, then convert the result",
+            )
         return replace(self, megatron=AdaptedModel(self.megatron, ranks)) if ranks else self
 
     def as_stored(self, tensor: Tensor) -> Tensor:
@@ -108,13 +122,15 @@ def describe_model(args: Args, hints: Hints, stored_vocab: int | None, where: st
             where=where,
             do="Give the true size with `vocab_size=`, or the config of this model with `model=`",
         )
-    if isinstance(layers, int) and layers != model.dimensions["layers"]:
+    gpt = args if is_hybrid(model) else gpt_settings(args)
+    if isinstance(layers := gpt.get("num_layers"), int) and layers != model.dimensions["layers"]:
         raise CheckpointError(
             f"the run had {layers} layers, the config says {model.dimensions['layers']}",
             where=where,
             do="Give the config that this model was trained with by `model=DIR`",
         )
-    return RunModel(MegatronModel(model, padded_vocab or true_vocab or 1, qkv_order), config, unanswered)
+    kind = MegatronModel if gpt is args else PairedModel
+    return RunModel(kind(model, padded_vocab or true_vocab or 1, qkv_order), config, unanswered)
 
 
 def _config(args: Args, vocabulary: Any, where: str) -> dict[str, Any]:
@@ -199,14 +215,14 @@ def check_masters(files: Files, index: Index) -> Index:
 def without_wrong_masters(files: Files, index: Index) -> Index:
     """The index; without its optimizer state and with a note if a master does not round to its weight.
 
-    Megatron-Core 0.16 itself writes shifted values into a fully reshardable checkpoint if a buffer had several buckets (its issue 504).
+    Megatron-Core 0.16 to 0.19 write shifted values into a fully reshardable checkpoint if a buffer had several buckets (its issue 504).
     """
     wrong = _wrong_master(files, index)
     if wrong is None:
         return index
     note = (
         f"the optimizer's state is left out: {wrong.name} in {wrong.weight_path}: its master in {wrong.master_path} is not what the weight "
-        "was rounded from (Megatron-Core 0.16 shifts it if there were several buckets)"
+        "was rounded from (Megatron-Core 0.16 to 0.19 shift it if there were several buckets)"
     )
     weights = tuple(tensor for tensor in index.tensors if tensor.kind == "weight")
     return replace(index, tensors=weights, facts=replace(index.facts, notes=(*index.facts.notes, note)), param_groups=tuple)

@@ -23,6 +23,7 @@ from reshard.plans.layout import Sidecar, Target
 
 from ..layout.arguments import sparse_layers
 from ..layout.chunks import ChunkTensor, Entry, RankView
+from ..layout.hybrid import gpt_settings
 from ..layout.names import LayerSpec
 from ..layout.save_folders import TRACKER
 from ..layout.settings import model_settings, namespace, rank_settings
@@ -382,7 +383,7 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
             do="Leave out `optimizer=True`",
         )
     options, parallel, args = target.options, target.parallel, content.facts.state.get("args")
-    args = args if isinstance(args, Mapping) else {}
+    args = gpt_settings(args) if isinstance(args, Mapping) else {}
     _refuse_unused(options, content, model)
     sizes = ParallelSizes(parallel.tp, parallel.pp, parallel.ep, options.get("vp") or 1, options.get("etp") or parallel.tp)
     check_sizes(model, sizes)
