@@ -132,7 +132,7 @@ def _check_packed(model: Model, version: str, parallel: Parallel) -> None:
         raise UnsupportedError("the weights are quantized by GPTQ with zero points (sym: false), which vLLM does not load", do=_TO_HF)
     if quantization.method == "intel/auto-round":
         raise UnsupportedError("the config names the method intel/auto-round, and vLLM knows it as auto-round alone", do=_TO_HF)
-    if len(quantization.forms) > 1:
+    if len(quantization.forms) > 1 and quantization.library is None:
         _check_joined(model)
     heads = {model.dimensions_in(layer).get("kv_heads") for layer in range(model.dimensions["layers"])}
     if any(scale.is_vector for scale in quantization.cache_scales) and len(heads) > 1:

@@ -1,8 +1,8 @@
 """The quantization that a config describes: how the quantized weights of the model are stored (stored_forms.py).
 
 Sources: transformers 5.23, quantizers (finegrained_fp8, compressed_tensors, mxfp4); compressed-tensors 0.20, compressors; vLLM 0.32,
-layers/quantization; NVIDIA ModelOpt 0.47; AutoAWQ 0.2.9; GPTQModel 7.7; published configs of DeepSeek-V3, Qwen3-FP8 and gpt-oss. MLX is in
-mlx.py.
+layers/quantization; NVIDIA ModelOpt 0.47; AutoAWQ 0.2.9; GPTQModel 7.7; published configs of DeepSeek-V3, Qwen3-FP8 and gpt-oss. MLX and
+AutoRound are in libraries/.
 
 Where the settings stand:
 
@@ -69,7 +69,7 @@ def with_stored_modules(config: Mapping[str, Any] | None, names: Iterable[str]) 
     settings = _settings_of_mlx(config or {})
     if config is None or settings is None:
         return config
-    from reshard.models import mlx
+    from reshard.models.libraries import mlx
 
     return {**config, _MLX_SETTING: mlx.with_modules(settings, names)}
 
@@ -165,7 +165,7 @@ def packed_names(element_types: Mapping[str, str]) -> Iterator[str]:
 def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Quantization:
     method = settings.get("quant_method")
     if method == "mlx":
-        from reshard.models import mlx
+        from reshard.models.libraries import mlx
 
         return mlx.quantization(settings, config)
     if method == "modelopt" and isinstance(settings.get("quantization"), Mapping):
@@ -187,7 +187,7 @@ def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Qua
     dynamic = settings.get("dynamic")  # of GPTQModel, which leaves these modules as they are
     entries += ["re:" + key.removeprefix("-:") for key in dynamic if key.startswith("-:")] if isinstance(dynamic, Mapping) else []
     if read is _auto_round:
-        from reshard.models import auto_round
+        from reshard.models.libraries import auto_round
 
         entries += auto_round.left_out(settings)
     scales = _cache_scales_of_quark(settings) if method == "quark" else _cache_scales(settings, str(method))
@@ -393,7 +393,7 @@ def _gptq(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
 
 
 def _auto_round(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
-    from reshard.models import auto_round
+    from reshard.models.libraries import auto_round
 
     readers = {"auto_round:auto_gptq": _gptq, "auto_round:auto_awq": lambda known: _awq({**known, "zero_point": True})}
     return auto_round.forms(settings, readers)
