@@ -132,6 +132,8 @@ def _check_packed(model: Model, version: str, parallel: Parallel) -> None:
         raise UnsupportedError("the weights are quantized by GPTQ with zero points (sym: false), which vLLM does not load", do=_TO_HF)
     if quantization.method == "intel/auto-round":
         raise UnsupportedError("the config names the method intel/auto-round, and vLLM knows it as auto-round alone", do=_TO_HF)
+    if len(quantization.forms) > 1 and quantization.library is None:
+        _check_joined(model)
     heads = {model.dimensions_in(layer).get("kv_heads") for layer in range(model.dimensions["layers"])}
     if any(scale.is_vector for scale in quantization.cache_scales) and len(heads) > 1:
         raise UnsupportedError("the KV cache has a scale for each head, and the layers have different numbers of heads", do=_TO_HF)
@@ -156,6 +158,22 @@ def _check_packed(model: Model, version: str, parallel: Parallel) -> None:
     else:
         return
     raise UnsupportedError(f"the experts are stored in {form.name}", where=experts[0].name, why=why, do=_TO_HF)
+
+
+def _check_joined(model: Model) -> None:
+    """Raises UnsupportedError if weights that vLLM joins into one differ in the number of bits or the size of their groups."""
+    from reshard.canonical.quantizing import fused_sets
+
+    forms = {name: weight.form for name, weight in model.weights.items() if weight.form and weight.component is weight.form.codes}
+    for names in fused_sets(model, forms).values():
+        for name in names:
+            if forms[name].components != forms[names[0]].components:
+                raise UnsupportedError(
+                    f"it is stored in {forms[name].name}, and {names[0]} in {forms[names[0]].name}",
+                    where=name,
+                    why="vLLM joins the two into one weight, and refuses such models as well",
+                    do=_TO_HF,
+                )
 
 
 def _has_input_scales(form: StoredForm) -> bool:

@@ -4,6 +4,7 @@ they are written. The config is that of llm-compressor's schemes, which vLLM and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, replace
 from functools import partial
@@ -216,13 +217,20 @@ def requantized(content: Content, config: Mapping[str, Any] | None, form: str) -
 
 
 def _with_settings(config: Mapping[str, Any], form: str, content: Content, chosen: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The config with the settings of compressed-tensors for the chosen weights."""
-    ignored = sorted(
-        name.removesuffix(".weight")
-        for name, tensor in content.weights.items()
-        if name.endswith(".weight") and len(tensor.shape) == 2 and name not in chosen
-    )
-    return {**config, SETTING: {**FORMS[form].settings, "ignore": ignored}}
+    """The config with the settings of compressed-tensors for the chosen weights.
+
+    Libraries take a linear layer that is not named for a quantized one, find no scale, and compute with whatever memory held. So layers are
+    left out under all their names. A head that is the embedding has no weight of its own, and transformers 5 calls every head lm_head. What
+    lies in another module than the quantized layers, such as a tower for images, has other names in transformers 5 than in the files.
+    """
+    weights = {name for name, tensor in content.weights.items() if len(tensor.shape) == 2 and name not in chosen}
+    if content.model and not content.model.architecture.head:
+        weights |= {"lm_head.weight", content.model.architecture.tied[0]} - chosen.keys()
+    ignored = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
+    below = {name.removeprefix("model.").partition(".") for name in ignored}
+    others = {module for module, _, rest in below if rest} - {name.removeprefix("model.").partition(".")[0] for name in chosen}
+    patterns = [rf"re:(model\.)?{re.escape(module)}\..*" for module in sorted(others)]
+    return {**config, SETTING: {**FORMS[form].settings, "ignore": [*sorted(ignored), *patterns]}}
 
 
 def _quantized(
@@ -255,7 +263,11 @@ def fused_sets(model: Model, names: Iterable[str]) -> dict[str, tuple[str, ...]]
     fusions = [*FUSED, *(fusion.roles for rules in quirks if rules for fusion in rules.fusions)]
     set_of = {role: roles for roles in fusions for role in roles}
     weights = model.weights
-    keys = {name: (name.rsplit(".", 2)[0], set_of.get(weights[name].role, (name,))) for name in names if name in weights}
+    keys = {}
+    for name in names:
+        if name in weights:
+            roles = (weights[name].role, *weights[name].declared.fuses)
+            keys[name] = name.rsplit(".", 2)[0], next((set_of[role] for role in roles if role in set_of), (name,))
     sets: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name, key in keys.items():
         sets.setdefault(key, []).append(name)

@@ -1,8 +1,8 @@
 """The quantization that a config describes: how the quantized weights of the model are stored (stored_forms.py).
 
 Sources: transformers 5.23, quantizers (finegrained_fp8, compressed_tensors, mxfp4); compressed-tensors 0.20, compressors; vLLM 0.32,
-layers/quantization; NVIDIA ModelOpt 0.47; AutoAWQ 0.2.9; GPTQModel 7.7; published configs of DeepSeek-V3, Qwen3-FP8 and gpt-oss. MLX is in
-mlx.py.
+layers/quantization; NVIDIA ModelOpt 0.47; AutoAWQ 0.2.9; GPTQModel 7.7; published configs of DeepSeek-V3, Qwen3-FP8 and gpt-oss. MLX and
+AutoRound are in libraries/.
 
 Where the settings stand:
 
@@ -69,7 +69,7 @@ def with_stored_modules(config: Mapping[str, Any] | None, names: Iterable[str]) 
     settings = _settings_of_mlx(config or {})
     if config is None or settings is None:
         return config
-    from reshard.models import mlx
+    from reshard.models.libraries import mlx
 
     return {**config, _MLX_SETTING: mlx.with_modules(settings, names)}
 
@@ -165,7 +165,7 @@ def packed_names(element_types: Mapping[str, str]) -> Iterator[str]:
 def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Quantization:
     method = settings.get("quant_method")
     if method == "mlx":
-        from reshard.models import mlx
+        from reshard.models.libraries import mlx
 
         return mlx.quantization(settings, config)
     if method == "modelopt" and isinstance(settings.get("quantization"), Mapping):
@@ -186,7 +186,10 @@ def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Qua
     entries = [entry for listed in excluded for entry in _entries(str(listed), str(method))]
     dynamic = settings.get("dynamic")  # of GPTQModel, which leaves these modules as they are
     entries += ["re:" + key.removeprefix("-:") for key in dynamic if key.startswith("-:")] if isinstance(dynamic, Mapping) else []
-    entries += _left_by_auto_round(settings) if read is _auto_round else ()
+    if read is _auto_round:
+        from reshard.models.libraries import auto_round
+
+        entries += auto_round.left_out(settings)
     scales = _cache_scales_of_quark(settings) if method == "quark" else _cache_scales(settings, str(method))
     # compressed-tensors quantizes the modules of linear layers, and its producers make each expert such a module.
     return Quantization(str(method), forms, tuple(entries), scales, by_expert=method == "compressed-tensors")
@@ -390,58 +393,10 @@ def _gptq(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
 
 
 def _auto_round(settings: Mapping[str, Any]) -> tuple[StoredForm, ...]:
-    """AutoRound's own format, whose tensors are those of GPTQ, mostly without g_idx, or of AWQ.
+    from reshard.models.libraries import auto_round
 
-    Source: auto-round 0.16, export_to_autoround; vLLM 0.32, quantization/inc.
-    """
-    packing, bits = str(settings.get("packing_format") or "auto_round:auto_gptq"), settings.get("bits")
-    read = {"auto_round:auto_gptq": _gptq, "auto_round:auto_awq": _awq}.get(packing)
-    if read is None or settings.get("data_type", "int") != "int":
-        raise UnknownForm(f" in the format {packing[:40]} of the type {str(settings.get('data_type', 'int'))[:20]}")
-    if (settings.get("act_bits") or 16) < 16:
-        raise UnknownForm(" with quantized activations")
-    for name, of_module in _extra_config(settings).items():
-        if of_module.get("bits", bits) < 16 and any(
-            of_module.get(key, settings.get(key)) != settings.get(key) for key in ("bits", "group_size", "sym", "data_type")
-        ):
-            raise UnknownForm(f" with settings of single modules (extra_config, {str(name)[:40]})")
-    blocks = settings.get("block_name_to_quantize") or settings.get("to_quant_block_names") or ()
-    listed = blocks.split(",") if isinstance(blocks, str) else blocks
-    if not isinstance(listed, list | tuple) or not all(isinstance(block, str) for block in listed):
-        raise UnknownForm(f" with the blocks {str(blocks)[:40]}")
-    known = {"bits": bits, "group_size": settings.get("group_size")}
-    forms = read(known | ({} if read is _gptq else {"zero_point": True}))
-    targets = tuple(block.strip() for block in listed)
-    return tuple(
-        replace(
-            form,
-            name=form.name.replace("GPTQ", "AutoRound").replace("AWQ", "AutoRound, AWQ"),
-            components=tuple(replace(each, may_lack=each.use == "group index") for each in form.components),
-            targets=targets,
-        )
-        for form in forms
-    )
-
-
-def _extra_config(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What AutoRound says of single modules, by name or regular expression. Raises UnknownForm if it is no such mapping."""
-    extra = settings.get("extra_config") or {}
-    if not isinstance(extra, Mapping) or not all(isinstance(of_module, Mapping) for of_module in extra.values()):
-        raise UnknownForm(f" with the extra_config {str(extra)[:40]}")
-    if not all(isinstance(of_module.get("bits", 4), int) for of_module in extra.values()):
-        raise UnknownForm(" with an extra_config without numbers of bits")
-    return extra
-
-
-_REGEX = re.compile(r"[*+?^$()\[\]{}|\\]")
-
-
-def _left_by_auto_round(settings: Mapping[str, Any]) -> Iterator[str]:
-    """The patterns of the modules that AutoRound leaves as they are. A name may be the end of a longer one, and a regular expression may
-    fit any part of a name (vLLM 0.32, inc/config_parser.py)."""
-    for name, of_module in _extra_config(settings).items():
-        if of_module.get("bits", settings.get("bits")) >= 16:
-            yield from (f"re:.*(?:{name})",) if _REGEX.search(str(name)) else (str(name), f"*.{name}")
+    readers = {"auto_round:auto_gptq": _gptq, "auto_round:auto_awq": lambda known: _awq({**known, "zero_point": True})}
+    return auto_round.forms(settings, readers)
 
 
 def _groups_of(group: int | None) -> str:
@@ -529,11 +484,11 @@ def _compressed_int8(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> S
     block: BlockShape = {"tensor": _WHOLE, "channel": (1, None)}.get(strategy, ())
     if not block or (weights.get("type"), weights.get("num_bits")) != ("int", 8) or not weights.get("symmetric", True):
         raise UnknownForm(f" with {str(weights.get('num_bits'))[:20]} bits and the strategy {strategy[:20]}")
-    if is_static and not inputs.get("symmetric", True):
-        raise UnknownForm(" with zero points of activations")
     codes = Component("weight", "codes", packing=signed_byte(), element_type="I8")
     scale = Component("weight_scale", "scale", block, single_shape=(1,), element_type="F32")
-    beside = (replace(_INPUT_SCALE, single_shape=(1,)),) if is_static else ()
+    beside = [replace(_INPUT_SCALE, single_shape=(1,), kept_once=True)] if is_static else []
+    if is_static and not inputs.get("symmetric", True):
+        beside.append(replace(beside[0], kind="input_zero_point", element_type="I8"))
     return StoredForm("INT8", "INT8 weight", (codes, scale, *beside), ("I8",), keeps_scale_type=True)
 
 

@@ -58,6 +58,8 @@ class Component:
     its own."""
     may_lack: bool = False
     """Whether loaders do without it, as it is implied."""
+    kept_once: bool = False
+    """Whether of weights that engines join, which have the same inputs, one is kept for all."""
     element_type: str | None = None
     """The element type in which engines hold it; None: in that of the model's other weights, or as it is stored."""
 

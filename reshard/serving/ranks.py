@@ -186,7 +186,7 @@ class EngineRank:
     def _rank_tensor(self, name: str, parts: list[Part]) -> RankTensor:
         """The shards of some parts, joined to one tensor, with rows of zeros at its end up to a multiple."""
         component = parts[0].component
-        if component and component.use == "shape":
+        if component and (component.use == "shape" or component.kept_once):
             parts = parts[-1:]
         array = self._joined_shards(parts)
         if step := self.rules.padded_rows.get(parts[0].role):

@@ -132,8 +132,13 @@ def layers_not_served(model: Model) -> dict[str, str]:
 
 
 def scale_aliases(model: Model, rules: EngineRules) -> dict[str, str]:
-    """Scale -> the equal scale that an engine stores in its place, where it stores one scale for the fused weights of an expert."""
-    scales = _last_of_fused(model, rules, lambda part: part.expert is not None and part.parameter in rules.scales_kept_once)
+    """Scale -> the equal scale that an engine stores in its place, where it stores one scale for fused weights."""
+
+    def is_kept_once(part: Part) -> bool:
+        of_expert = part.expert is not None and part.parameter in rules.scales_kept_once
+        return of_expert or (part.component is not None and part.component.kept_once)
+
+    scales = _last_of_fused(model, rules, is_kept_once)
     return {name: stored for name, stored in scales if name != stored}
 
 

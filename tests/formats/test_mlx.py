@@ -16,8 +16,8 @@ from reshard.errors import UnsupportedError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import bit_run
 from reshard.geometry.mosaics import Mosaic, stacked
+from reshard.models.libraries.mlx import MODELS
 from reshard.models.lookup import find_model
-from reshard.models.mlx import MODELS
 from reshard.models.quantization import quantization_of, unknown_quantization
 
 FOLDER = FIXTURES / "hf_packed" / "llama-mlx"

@@ -103,7 +103,8 @@ def test_a_rank_holds_the_scales_of_its_own_heads(tp, heads, tmp_path):
 
 
 @pytest.mark.parametrize(("form", "change", "why"), [
-    ("auto-round", {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": 8}}}, "extra_config, model.layers.0.mlp.up_proj"),
+    ("auto-round", {"extra_config": {"model.layers.0.mlp.up_proj": {"sym": False}}}, "extra_config, model.layers.0.mlp.up_proj"),
+    ("auto-round", {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": "8"}}}, "without numbers of bits"),
     ("auto-round", {"extra_config": ["lm_head"]}, "extra_config"),
     ("auto-round", {"packing_format": "auto_round:fp8"}, "auto_round:fp8"),
     ("auto-round", {"data_type": "mx_fp"}, "mx_fp"),
@@ -129,6 +130,62 @@ def test_modules_that_auto_round_leaves_are_named_by_expressions(tmp_path):
     assert {name.split(".")[-2] for name in source if name.endswith("qweight")} == {"k_proj", "v_proj", "o_proj"}
     reshard.convert(reshard.plan(tmp_path / "source", to="hf", dequantize=True), tmp_path / "values")
     assert torch.equal(stored(tmp_path / "values" / "model.safetensors")["lm_head.weight"], source["lm_head.weight"])
+
+
+def test_modules_of_auto_round_with_their_own_widths(tmp_path):
+    """By name before any expression, then by the first expression; each rank holds its share of each width."""
+    settings = seeded_models.LINEAR["auto-round-widths"]
+    wider = {
+        name: of_module | {"bits": 8}
+        for name, of_module in settings["extra_config"].items()
+        if not name.startswith(".") and "o_proj" not in name
+    }
+    settings = settings | {"extra_config": settings["extra_config"] | wider}
+    source = made("auto-round", tmp_path / "source", quantization_config=settings)
+    front, widths = "model.layers.0.", {"self_attn.q_proj": (8, 64), "mlp.gate_proj": (4, 128), "mlp.down_proj": (8, 64)}
+    reshard.convert(reshard.plan(tmp_path / "source", to="hf", dequantize=True), tmp_path / "values")
+    values = stored(tmp_path / "values" / "model.safetensors")
+    for module, (bits, group) in widths.items():
+        words, zeros, scales = (source[f"{front}{module}.{kind}"] for kind in ("qweight", "qzeros", "scales"))
+        shifts, mask = range(0, 32, bits), (1 << bits) - 1
+        codes = torch.stack([words >> shift & mask for shift in shifts], 1).flatten(0, 1)
+        offsets = torch.stack([zeros >> shift & mask for shift in shifts], 2).flatten(1) + 1
+        assert len(codes) == group * len(scales)
+        expected = scales.float().repeat_interleave(group, 0) * (codes - offsets.repeat_interleave(group, 0))
+        assert torch.equal(values[f"{front}{module}.weight"], expected.T.half()), module
+    assert torch.equal(values[f"{front}self_attn.o_proj.weight"], source[f"{front}self_attn.o_proj.weight"])
+    reshard.convert(reshard.plan(tmp_path / "source", to="vllm", tp=2), tmp_path / "ranks")
+    for rank in range(2):
+        held = stored(tmp_path / "ranks" / f"model-rank-{rank}-part-0.safetensors")
+        for kind in ("qweight", "scales"):
+            assert torch.equal(held[f"{front}mlp.down_proj.{kind}"], source[f"{front}mlp.down_proj.{kind}"].chunk(2)[rank])
+            parts = [source[f"{front}self_attn.{name}_proj.{kind}"].chunk(2, 1)[rank] for name in "qkv"]
+            assert torch.equal(held[f"{front}self_attn.qkv_proj.{kind}"], torch.cat(parts, 1))
+    assert reshard.verify(tmp_path / "source", tmp_path / "ranks").equal
+
+
+def test_widths_that_differ_within_a_joined_weight_are_refused(tmp_path):
+    settings = seeded_models.LINEAR["auto-round"] | {"extra_config": {"up_proj": {"bits": 8}}}
+    made("auto-round", tmp_path / "source", quantization_config=settings)
+    with pytest.raises(UnsupportedError, match=r"up_proj\.qweight: it is stored in INT8 .*gate_proj\.qweight in INT4"):
+        reshard.plan(tmp_path / "source", to="vllm", tp=2)
+
+
+def test_zero_points_of_activations_are_held_by_every_rank(tmp_path):
+    source = made("w8a8-zero-points", tmp_path / "source")
+    reshard.convert(reshard.plan(tmp_path / "source", to="vllm", tp=2), tmp_path / "ranks")
+    for rank in range(2):
+        held = stored(tmp_path / "ranks" / f"model-rank-{rank}-part-0.safetensors")
+        for joined, name in (("qkv", "k"), ("o", "o")):
+            for kind in ("input_scale", "input_zero_point"):  # vLLM keeps one for q, k and v
+                ours, theirs = (tensors[f"model.layers.0.self_attn.{key}_proj.{kind}"] for tensors, key in ((held, joined), (source, name)))
+                assert ours.dtype == theirs.dtype and ours.shape == (1,) and torch.equal(ours, theirs)
+    assert reshard.verify(tmp_path / "source", tmp_path / "ranks").equal
+    reshard.convert(reshard.plan(tmp_path / "ranks", to="hf"), tmp_path / "back")
+    back = stored(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == source.keys() and all(torch.equal(back[key], source[key]) for key in source)
+    reshard.convert(reshard.plan(tmp_path / "source", to="hf", dequantize=True), tmp_path / "values")
+    assert not [name for name in stored(tmp_path / "values" / "model.safetensors") if "input_zero" in name]
 
 
 @pytest.mark.parametrize(("change", "why"), [

@@ -3,6 +3,7 @@ as engines fuse weights, and MXFP4 as NVFP4 without loss."""
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -13,11 +14,13 @@ import safetensors.torch
 import torch
 
 import reshard
+from reshard.canonical.quantizing import fused_sets
 from reshard.engine.origins.encoded import RECIPES
 from reshard.engine.origins.recipe import NotRepresentable
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry import boxes
 from reshard.geometry.dtypes import BF16, F16
+from reshard.models.lookup import find_model
 
 FIXTURES = Path(__file__).resolve().parent.parent.parent / "fixtures" / "hf_packed"
 sys.path.insert(0, str(FIXTURES))
@@ -166,6 +169,36 @@ def test_weights_that_engines_fuse_share_a_global_scale(tmp_path):
             assert scales == {(448.0 * 6.0 / largest).item()}
     all_scales = {tensor.item() for name, tensor in ours.items() if name.endswith("global_scale")}
     assert len(all_scales) == 6
+
+
+def test_weights_that_are_stored_joined_share_with_what_engines_join_them_to():
+    """Qwen3.5 stores q, k and v of linear attention as one weight, and vLLM joins it and that of z."""
+    heads = {f"linear_num_{kind}_heads": 4 for kind in ("key", "value")} | {f"linear_{kind}_head_dim": 16 for kind in ("key", "value")}
+    config = seeded_models.CONFIGS["llama"] | heads | {"model_type": "qwen3_5_text", "layer_types": ["linear_attention"]}
+    model = find_model(config | {"architectures": ["Qwen3_5ForCausalLM"]})
+    names = [f"model.layers.0.linear_attn.in_proj_{kind}.weight" for kind in ("qkv", "z", "b", "a")]
+    sets = fused_sets(model, names)
+    assert [set(sets[name]) for name in names] == [set(names[:2])] * 2 + [set(names[2:])] * 2
+
+
+def left_out(folder, module):
+    """Whether the settings leave a module out, as compressed-tensors and vLLM match it."""
+    entries = settings(folder)["ignore"]
+    return any(re.match(entry[3:], module) if entry.startswith("re:") else entry == module for entry in entries)
+
+
+@pytest.mark.parametrize("form", ("fp8-channel", "nvfp4"))
+def test_linear_layers_without_scales_are_left_out_under_all_their_names(form, tmp_path):
+    """A head that is the embedding has no weight, and transformers 5 calls `visual` model.visual: it would find no scales for them."""
+    config = seeded_models.CONFIGS["llama"] | {"tie_word_embeddings": True, "model_type": "qwen2_5_vl"}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+    config |= {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": vision}
+    seeded_models.write_random(config, tmp_path / "source")
+    out = converted(tmp_path / "source", tmp_path / "out", quantize=form)
+    for module in ("lm_head", "visual.blocks.0.attn.qkv", "model.visual.blocks.0.attn.qkv"):
+        assert left_out(out, module), module
+    for module in ("self_attn.q_proj", "mlp.down_proj"):
+        assert not left_out(out, f"model.layers.0.{module}") and not left_out(out, f"model.language_model.layers.0.{module}")
 
 
 def test_the_type_of_a_conversion_is_that_of_the_arithmetic(tmp_path):

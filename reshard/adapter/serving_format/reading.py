@@ -64,7 +64,10 @@ def read(serving_format: ServingEngine, files: Files, hints: Hints) -> Index:
         expected = partial(rank_tensors, model, placeholder_dtypes(model, rules), rules)
         try:
             check_degrees(model, rules, parallel)
-            placed = _placed(headers, partial(expected, parallel), {stored: name for name, stored in scale_aliases(model, rules).items()})
+            twins: dict[str, list[str]] = {}
+            for name, stored in scale_aliases(model, rules).items():
+                twins.setdefault(stored, []).append(name)
+            placed = _placed(headers, partial(expected, parallel), twins)
         except ReshardError:
             if stated is None:
                 legal = partial(check_degrees, model, rules)
@@ -181,7 +184,7 @@ def _with_stored_experts(parallel: Parallel, model: Model, headers: RankHeaders)
 
 
 def _placed(
-    headers: RankHeaders, expected: Callable[[int, int], tuple[StoredTensor, ...]], aliases: Mapping[str, str]
+    headers: RankHeaders, expected: Callable[[int, int], tuple[StoredTensor, ...]], aliases: Mapping[str, list[str]]
 ) -> list[tuple[TargetFile, PlacedTensor]]:
     """The tensors of all ranks where the files have them. expected: the tensors of a rank, by tp_rank and pp_rank.
 
@@ -195,7 +198,9 @@ def _placed(
             placed.append((file, item))
             # Again, under the names of aliases: canonical tensors with the same values that are not stored.
             named = item.tensor.sections if aliases else ()
-            if sections := [replace(section, name=aliases[section.name]) for section in named if section.name in aliases]:
+            names = [(section, aliases[section.name]) for section in named if section.name in aliases]
+            for number in range(max((len(twins) for _, twins in names), default=0)):
+                sections = [replace(section, name=twins[number]) for section, twins in names if number < len(twins)]
                 placed.append((file, replace(item, tensor=replace(item.tensor, sections=Sections.of(sections)))))
     return placed
 
