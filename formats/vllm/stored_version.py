@@ -50,7 +50,7 @@ def _stored_layers_per_stage(headers: RankHeaders, model: Model, pp: int) -> tup
     quirks = model.quirks_of("vllm")
     lists = {f"{module}.": sorted(model.layer_sets[of]) for of, module in (quirks.layer_lists if quirks else {}).items()}
     words |= {module.split(".")[-2] for module in lists}
-    layer_number = re.compile(rf"\.(?:{'|'.join(sorted(words))})\.(\d+)\.")
+    layer_number = re.compile(rf"(?:^|\.)(?:{'|'.join(sorted(words))})\.(\d+)\.")
     # The blocks of towers have numbers, too.
     counted = [weight.name.partition("{")[0] for weight in model.architecture.weights if weight.counted_by]
     towers = tuple({rules.renamed(name) for rules in all_rules(model).values() for name in counted})

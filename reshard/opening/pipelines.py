@@ -110,10 +110,12 @@ def pipeline_at(path: str | os.PathLike[str], options: Mapping[str, object]) -> 
         return None
     index = read_json(files, PIPELINE)
     named = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)}
+    # A pipeline with code of its own names a file with the class (diffusers 0.42.1, _resolve_custom_pipeline_and_cls).
+    own_code = named.pop("_class_name", None)
     folders = {folder.rstrip("/"): FolderFiles(files, folder) for folder in files.list() if folder.endswith("/") and folder[0] != "."}
     others = [name for name, folder in folders.items() if name not in named and (folder.size(CONFIG) is not None or format_of(folder))]
     components = (_component(root, name, named.get(name), folders.get(name)) for name in (*named, *others))
-    return Pipeline(root, _text(index, "_class_name"), _text(index, "_diffusers_version"), tuple(components))
+    return Pipeline(root, own_code[1] if own_code else _text(index, "_class_name"), _text(index, "_diffusers_version"), tuple(components))
 
 
 def _component(root: str, name: str, entry: list[str] | None, files: Files | None) -> PipelinePart:

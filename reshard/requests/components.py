@@ -5,10 +5,11 @@ No model is known here by name. The component's own names are those in the folde
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 
 from reshard.canonical.content import Selection
-from reshard.errors import ReshardError
+from reshard.errors import CheckpointError, ReshardError
 from reshard.geometry.quantities import plural
 from reshard.models.config_values import component_class
 from reshard.opening.checkpoint import Checkpoint
@@ -18,7 +19,9 @@ from reshard.opening.open import look
 def without_trainer_prefix(source: Checkpoint, selection: Selection, like: str | None) -> tuple[str, tuple[str, ...]]:
     """The prefix to remove from the names of a component, and sentences about it. like: the folder that `like=` names.
 
-    A prefix is removed if all own names of the component follow it. If they are not known, it is kept, and a sentence says so.
+    A prefix is removed if it stands before the component's own names. If they are not known, it is kept, and a sentence says so.
+
+    Raises: CheckpointError if some of the component's own weights are missing.
     """
     component = component_class(source.model_files.config)
     if component is None or selection.strip_prefix:
@@ -34,7 +37,18 @@ def without_trainer_prefix(source: Checkpoint, selection: Selection, like: str |
         return "", (
             f"all names of {component} begin with `{word}.`, and {why}: `strip_prefix={word}.` removes it, if the trainer added it",
         )
-    prefix = next((prefix for prefix in _prefixes(names, min(own)) if {prefix + name for name in own} <= {*names}), "")
+    prefix, stored = _prefix(names, own), {*names}
+    lacking = sorted(name for name in own if prefix + name not in stored)
+    if 2 * len(lacking) > len(own):  # names of another repository, or an adapter
+        unlike = f"{plural(len(lacking), 'weight')} of {component} are not there under its names, such as {lacking[0]}: names stay"
+        return "", (unlike,) if names else ()
+    if lacking and not (selection.include or selection.exclude):
+        raise CheckpointError(
+            f"the source lacks {plural(len(lacking), 'weight')} of {component}, such as {lacking[0]}",
+            where=source.path,
+            why="diffusers would load the folder with random values in their place",
+            do="Check that the trainer saved all of the model; `include='*'` writes the tensors that are there",
+        )
     if not prefix:
         return "", ()
     others = [name for name in names if name.removeprefix(prefix) not in own]
@@ -44,9 +58,13 @@ def without_trainer_prefix(source: Checkpoint, selection: Selection, like: str |
     return prefix, tuple(about)
 
 
-def _prefixes(names: Sequence[str], own: str) -> Iterator[str]:
-    """What stands before an own name, the shortest first."""
-    return iter(sorted((name.removesuffix(own) for name in names if name == own or name.endswith(f".{own}")), key=len))
+def _prefix(names: Sequence[str], own: Collection[str]) -> str:
+    """What stands before most of the own names; the shortest of several."""
+    prefixes: Counter[str] = Counter()
+    for name in names:
+        places = [0, *(place + 1 for place, letter in enumerate(name) if letter == ".")]
+        prefixes.update(name[:place] for place in places if name[place:] in own)
+    return min(prefixes, key=lambda prefix: (-prefixes[prefix], len(prefix)), default="")
 
 
 def _own_names(source: Checkpoint, like: str | None) -> Collection[str] | None:

@@ -59,7 +59,10 @@ def has_engine(module: str) -> bool:
 def check_served(model: Model, rules: EngineRules) -> None:
     """Raises RequestError if the engine does not load the model, or would answer differently from the model that the config describes."""
     engine, model_type = rules.engine, model.architecture.model_type
+    head = model.architecture.head
     for key, assumed in rules.assumes.items():
+        if key == "tie_word_embeddings" and head and not head.beside:  # no head of the language model, which it would tie
+            continue
         is_dimension = key in model.architecture.dimensions
         value = evaluate(str(assumed), model.dimensions, exact=False) if is_dimension else assumed
         setting = model.dimensions[key] if is_dimension else model.setting(key)

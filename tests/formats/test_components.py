@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from helpers.reshard_command import reshard as run
 
 import reshard
-from reshard.errors import RequestError, TargetError, UnsupportedError
+from reshard.errors import CheckpointError, RequestError, TargetError, UnsupportedError
 
 FIXTURES = Path(__file__).resolve().parent.parent.parent / "fixtures" / "diffusers"
 CLASSES = sorted(path.parent.name for path in FIXTURES.glob("*/truth.json"))
@@ -160,6 +160,27 @@ def test_the_index_of_a_variant_is_not_left_as_weights(tmp_path):
     folder = variant(tmp_path / "model")
     (folder / SINGLE).unlink()
     assert reshard.convert(folder, tmp_path / "out", to="hf").left == ()
+
+
+@pytest.mark.parametrize("prefix", ["", "dit."])
+def test_a_weight_of_the_component_that_was_not_saved_is_named(prefix, tmp_path):
+    model, step = component(tmp_path / "model", WAN), tmp_path / "step"
+    saved = {prefix + key: tensor for key, tensor in weights(WAN).items() if key != "proj_out.bias"}
+    dcp.save({"model": saved}, checkpoint_id=str(step), no_dist=True)
+    with pytest.raises(CheckpointError, match=r"lacks 1 weight of WanTransformer3DModel, such as proj_out\.bias"):
+        reshard.plan(step, to="hf", model=model)
+    reshard.convert(reshard.plan(step, to="hf", model=model, include="*"), tmp_path / "out")
+    assert stored(tmp_path / "out").keys() == weights(WAN).keys() - {"proj_out.bias"}, "without the prefix"
+
+
+def test_names_of_another_repository_are_kept_and_said(tmp_path):
+    model, step = component(tmp_path / "model", WAN), tmp_path / "step"
+    saved = {f"double_blocks.{number}.weight": torch.ones(3) for number in range(4)} | {"proj_out.bias": torch.ones(3)}
+    dcp.save({"model": saved}, checkpoint_id=str(step), no_dist=True)
+    plan = reshard.plan(step, to="hf", model=model)
+    assert any("weights of WanTransformer3DModel are not there under its names" in note for note in plan.layout.notes)
+    reshard.convert(plan, tmp_path / "out")
+    assert stored(tmp_path / "out").keys() == saved.keys()
 
 
 def test_what_is_not_of_the_component_is_said(tmp_path):
@@ -314,6 +335,14 @@ def test_a_pipeline_is_inspected_and_checked_as_a_whole(tmp_path):
     assert any("SGLang" in text and "has a pipeline of its own for WanPipeline" in text for text in served)
     assert any("vLLM-Omni" in text for text in served)
     assert run("doctor", folder, "--component", "vae").code == 0, "one component is chosen as before"
+
+
+def test_a_pipeline_with_code_of_its_own_names_a_file_and_a_class(tmp_path):
+    folder = a_pipeline(tmp_path / "pipeline")
+    index = json.loads((folder / "model_index.json").read_text()) | {"_class_name": ["pipeline", "OwnPipeline"]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    assert reshard.doctor(folder).healthy
+    assert "OwnPipeline, a pipeline of diffusers with 4 components" in run("inspect", folder).out
 
 
 def test_where_the_index_and_the_folders_of_a_pipeline_disagree_is_said(tmp_path):

@@ -4,6 +4,7 @@ vLLM makes of it holds it (compared with real ranks by tests/serving/head_ranks.
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 
 import pytest
@@ -178,7 +179,8 @@ def rewritten(folder, **keys):
         ("reward", {"architectures": ["Qwen2ForRewardModel"]}, "is an MLP, where the model has one matrix"),
         ("mlp", {"architectures": ["Qwen2ForProcessRewardModel"]}, "has 2 labels, where the model has 1"),
         ("reward", {"head_dtype": "int8"}, "head_dtype 'int8'"),
-        ("embedding", {"architectures": ["Gemma3TextModel"]}, "own class Gemma3TextModel was not compared"),
+        ("embedding", {"architectures": ["Gemma3TextModel"]}, "takes no names with `model.`"),
+        ("reward", {"architectures": ["Gemma3TextForSequenceClassification"]}, "takes Gemma3TextModel for it, whose names lack `model.`"),
     ],
 )
 def test_what_vllm_does_not_take_is_refused_by_name(base, keys, message, tmp_path):
@@ -208,6 +210,33 @@ def test_the_mlp_of_a_reward_model_is_shared_by_ranks(tmp_path):
     width = tensors["score.0.weight"][1][0]
     shapes = {"score.0.weight": [width // 2, width], "score.0.bias": [width // 2], "score.2.weight": [1, width // 2], "score.2.bias": [1]}
     assert [{name: held[rank][name][1] for name in shapes} for rank in (0, 1)] == [shapes, shapes]
+    assert library.verify(folder, tmp_path / "ranks").equal
+
+
+def test_ranks_of_a_bare_class_hold_names_without_the_front(tmp_path):
+    folder = rewritten(made("embedding-bare", tmp_path / "model")[0], architectures=["Gemma3TextModel"])
+    library.convert(library.plan(folder, to="vllm", tp=2), tmp_path / "ranks")
+    held = [stored(tmp_path / "ranks" / f"model-rank-{rank}-part-0.safetensors") for rank in (0, 1)]
+    assert all("norm.weight" in names and not any(name.startswith("model.") for name in names) for names in held)
+    assert library.verify(folder, tmp_path / "ranks").equal
+    library.convert(library.plan(tmp_path / "ranks", to="hf"), tmp_path / "hf")
+    assert same(tmp_path / "hf", stored(folder / "model.safetensors"))
+
+
+def test_a_class_of_which_vllm_takes_the_bare_model_is_not_served(tmp_path):
+    folder = rewritten(made("reward", tmp_path / "model")[0], architectures=["Gemma3TextForSequenceClassification"])
+    checked = reshard("serve-check", folder, "--engine", "vllm")
+    assert checked.code == 1 and "Gemma3TextModel" in checked.out
+
+
+def test_a_tie_that_the_class_assumes_does_not_matter_without_a_head_of_the_language_model(tmp_path):
+    folder = rewritten(shutil.copytree(HF / "gemma2", tmp_path / "model"), tie_word_embeddings=False)
+    tensors = stored(folder / "model.safetensors")
+    dtype, (_, width), raw = tensors["model.embed_tokens.weight"]
+    tensors["score.weight"] = dtype, (1, width), raw[: len(raw) // tensors["model.embed_tokens.weight"][1][0]]
+    write(folder / "model.safetensors", tensors)
+    rewritten(folder, architectures=["Gemma2ForSequenceClassification"], num_labels=1)
+    library.convert(library.plan(folder, to="vllm", tp=2), tmp_path / "ranks")
     assert library.verify(folder, tmp_path / "ranks").equal
 
 

@@ -45,6 +45,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[Any, ...]], str
     "gpt2": ("gpt2", "GPT2ForSequenceClassification", ONE, {"score.weight": (1, "hidden")}, ""),
     "gpt2-tokens": ("gpt2", "GPT2ForTokenClassification", THREE, {"classifier.weight": (3, "hidden"), "classifier.bias": (3,)}, ""),
     "gemma2": ("gemma2", "Gemma2ForSequenceClassification", ONE, {"score.weight": (1, "hidden")}, ""),
+    "gemma2-untied": ("gemma2", "Gemma2ForSequenceClassification", {"tie_word_embeddings": False} | ONE,
+                      {"score.weight": (1, "hidden")}, ""),
     "mlp": ("qwen2", "Qwen2ForRewardModel", ONE, MLP, ""),
     "mlp-llama": ("llama", "LlamaForRewardModel", ONE, MLP, ""),
     "process": ("qwen2", "Qwen2ForProcessRewardModel", {"num_labels": 2},

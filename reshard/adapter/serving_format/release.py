@@ -82,10 +82,23 @@ class Release:
 
     def has_class(self, name: str) -> bool | None:
         """Whether it serves a class; None if only its code for transformers' classes could tell."""
-        stem = next((name.removesuffix(suffix) for suffix in self.suffixes if name.endswith(suffix)), None)
-        if name in self.classes or (stem and any(stem + suffix in self.classes for suffix in self.suffixes)):
+        if self.class_for(name):
             return True
         return None if name in self.of_transformers else False
+
+    def class_for(self, name: str) -> str | None:
+        """The class of its own that it takes for a class, such as LlamaForCausalLM for LlamaForTokenClassification, or None."""
+        stem = next((name.removesuffix(suffix) for suffix in self.suffixes if name.endswith(suffix)), "")
+        names = (name, *(stem + suffix for suffix in self.suffixes if stem))
+        return next((own for own in names if own in self.classes), None)
+
+    def lacks_front(self, name: str) -> str | None:
+        """The class that it takes for a class with a head, if that is a bare model, whose names lack "model."; else None.
+
+        vLLM 0.32 takes Gemma3TextModel for Gemma3TextForSequenceClassification, and ends with "no module or parameter named 'model'".
+        """
+        own = self.class_for(name)
+        return own if own and own != name and own.endswith("Model") and not own.endswith(("LMHeadModel", "ChatModel")) else None
 
     def refused_method(self, config: Mapping[str, Any]) -> str | None:
         """The method by which a config says that the weights are quantized, if the release does not know it."""
