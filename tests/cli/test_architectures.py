@@ -6,7 +6,7 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
-from helpers.fixture_places import DCP, FIXTURES, HF, VLLM, ranks
+from helpers.fixture_places import DCP, FIXTURES, HF, VLLM, ranks, read_reference
 from helpers.reshard_command import reshard
 
 from reshard.errors import RequestError
@@ -88,7 +88,7 @@ def test_a_model_with_the_names_and_shapes_of_a_declared_one_extends_it(model, t
     (tmp_path / "my.yaml").write_text(text)
     made = reshard("convert", tmp_path / "m", tmp_path / "out", "--to", "vllm", "--tp", 2, "--architecture", tmp_path / "my.yaml")
     if model in CLEAR:
-        assert ranks(tmp_path / "out") == json.loads((VLLM / model / "tp2.json").read_text())["ranks"], made.err
+        assert ranks(tmp_path / "out") == read_reference(VLLM / model / "tp2.json")["ranks"], made.err
 
 
 def test_a_draft_states_only_what_differs_from_its_nearest_relative(tmp_path):
@@ -142,7 +142,7 @@ def test_where_no_question_is_open_the_draft_is_a_complete_declaration(model, tm
     target = ("--to", "vllm", "--tp", 4)
     made = reshard("convert", source, tmp_path / "out", *target, "--architecture", tmp_path / "my.yaml")
     assert made.code == 0, made.err
-    expected = json.loads((VLLM / model / "tp4.json").read_text())["ranks"]
+    expected = read_reference(VLLM / model / "tp4.json")["ranks"]
     assert ranks(tmp_path / "out") == {
         number: {unrelated_name(name): facts for name, facts in rank.items()} for number, rank in expected.items()
     }

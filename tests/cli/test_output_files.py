@@ -7,6 +7,7 @@ import resource
 import shutil
 import stat
 import subprocess
+import sys
 import threading
 from importlib import import_module
 from pathlib import Path
@@ -213,6 +214,7 @@ def test_without_room_nothing_half_written_has_the_name(tmp_path: Path, name: st
     words = [*words_of(name, tmp_path / "new"), *(["--overwrite"] if name == "export" else [])]
 
     def work() -> str:
+        sys.dont_write_bytecode = True  # Python does not see that a .pyc is cut, and every later process would read it
         resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
         found = reshard(name, *words, option, path)
         return f"{found.code}|{found.err}"

@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from helpers.fixture_places import DCP, FIXTURES, FSDP, HF, VLLM, has_a_layer_per_stage, ranks, stored
+from helpers.fixture_places import DCP, FIXTURES, FSDP, HF, VLLM, has_a_layer_per_stage, ranks, read_reference, stored
 from helpers.reshard_command import command, reshard, tree
 
 import reshard as library
@@ -90,7 +90,7 @@ DECLARED = sorted(path for model in DECLARATIONS for path in VLLM.glob(f"{model}
 
 @pytest.mark.parametrize("reference", list(filter(has_a_layer_per_stage, DECLARED)), ids=str)
 def test_every_rank_holds_what_real_vllm_holds(reference, files, tmp_path):
-    expected = json.loads(reference.read_text())
+    expected = read_reference(reference)
     source = renamed(HF / expected["model"], tmp_path / "m")
     degrees = {"tp": expected["tp"], "pp": expected["pp"], "ep": expected.get("ep", 1)}
     plan = library.plan(source, to="vllm", architecture=files[expected["model"]], **degrees)
@@ -101,7 +101,7 @@ def test_every_rank_holds_what_real_vllm_holds(reference, files, tmp_path):
 def test_a_declared_name_stands_in_for_the_configs(tmp_path):
     source = renamed(HF / "qwen2", tmp_path / "m")
     library.convert(library.plan(source, to="vllm", tp=2, architecture="qwen2"), tmp_path / "out")
-    assert ranks(tmp_path / "out") == json.loads((VLLM / "qwen2" / "tp2.json").read_text())["ranks"]
+    assert ranks(tmp_path / "out") == read_reference(VLLM / "qwen2" / "tp2.json")["ranks"]
 
 
 @pytest.mark.parametrize("model", ["qwen2", "gpt_neox", "gpt2", "qwen3_moe"])
@@ -155,7 +155,7 @@ def test_every_command_takes_the_declaration(files, tmp_path):
         said = own.out.replace("mymodel", "gpt_neox").replace(str(source), str(HF / "gpt_neox"))
         assert (own.code, said.replace('    "reshard.architecture.yaml",\n', "")) == (0, built_in.out)
     assert reshard("convert", tmp_path / "out", tmp_path / "tp2", "--to", "vllm", "--tp", 2, *option).code == 0
-    assert ranks(tmp_path / "tp2") == json.loads((VLLM / "gpt_neox" / "tp2.json").read_text())["ranks"]
+    assert ranks(tmp_path / "tp2") == read_reference(VLLM / "gpt_neox" / "tp2.json")["ranks"]
     # What was written has the declaration beside it.
     assert reshard("inspect", tmp_path / "out").code == reshard("verify", source, tmp_path / "out").code == 0
     refused = reshard("convert", source, tmp_path / "no", *target)
@@ -396,7 +396,7 @@ def test_a_package_declares_models_by_an_entry_point(package, tmp_path):
     for target, arguments in (("out", ()), ("theirs", ("--architecture", "theirs"))):
         made = run("convert", source, tmp_path / target, "--to", "vllm", "--tp", 2, *arguments)
         assert made.returncode == 0, made.stderr
-        assert ranks(tmp_path / target) == json.loads((VLLM / "qwen2" / "tp2.json").read_text())["ranks"]
+        assert ranks(tmp_path / target) == read_reference(VLLM / "qwen2" / "tp2.json")["ranks"]
     assert "extends: mymodel" in run("architectures", "theirs").stdout
     broken = run("inspect", source, "--architecture", "broken")
     assert broken.returncode == 2 and "their_models:BROKEN: the entry point broken of the group" in broken.stderr

@@ -41,8 +41,12 @@ def models():
     return [names for names in found.values() if len(names) > 1]
 
 
+@pytest.mark.slow
 def test_there_are_many_pairs():
     assert sum(len(names) * (len(names) - 1) for names in models()) > 2500
+
+
+def test_every_written_format_has_sizes_here():
     assert SIZES.keys() | WITH_OPTIMIZER == {name for name, format in registry.formats().items() if format.can_write} - {"peft"}
 
 

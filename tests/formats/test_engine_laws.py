@@ -1,9 +1,7 @@
 """The laws of reshard.testing, run on every serving engine, with what its own ranks hold."""
 
-import json
-
 import pytest
-from helpers.fixture_places import FIXTURES, HF
+from helpers.fixture_places import FIXTURES, HF, read_reference
 
 from reshard.testing import EngineCase, EngineLaws
 
@@ -20,6 +18,6 @@ class TestEngine(EngineLaws):
     @pytest.fixture(params=ENGINES)
     def case(self, request):
         model, legal, reference, file = ENGINES[request.param]
-        expected = json.loads((FIXTURES / request.param / model / f"{reference}.json").read_text())["ranks"]
+        expected = read_reference(FIXTURES / request.param / model / f"{reference}.json")["ranks"]
         held = {file.format(rank): tensors for rank, tensors in expected.items()}
         return EngineCase(request.param, HF / model, legal, [{"tp": 3}, {"tp": 16}, {"dp": 2}], [(legal[-1], held)])

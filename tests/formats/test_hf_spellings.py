@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers.fixture_places import HF, VLLM, described, ranks, stored
+from helpers.fixture_places import HF, VLLM, described, ranks, read_reference, stored
 
 import reshard
 from reshard.errors import CheckpointError, RequestError
@@ -197,7 +197,7 @@ def test_from_fused_experts_every_rank_holds_what_real_vllm_holds(model, degree,
             tensors[f"{at}.mlp.experts.down_proj"] = torch.stack([held[down] for held in each])
         return tensors
 
-    fused, expected = edited(model, tmp_path / "fused", fuse), json.loads((VLLM / model / f"{degree}.json").read_text())
+    fused, expected = edited(model, tmp_path / "fused", fuse), read_reference(VLLM / model / f"{degree}.json")
     assert not any(".experts.0." in name for name in weights(fused))
     plan = reshard.plan(fused, to="vllm", tp=expected["tp"], ep=expected.get("ep", 1))
     reshard.convert(plan, tmp_path / "out")

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers.fixture_places import FIXTURES, HF, MODELS, config_of, patch_stored, ranks, rules_of, stored
+from helpers.fixture_places import FIXTURES, HF, MODELS, config_of, patch_stored, ranks, read_reference, rules_of, stored
 
 import reshard
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
@@ -34,7 +34,7 @@ def test_there_are_references_for_every_model_and_degree():
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_rank_holds_bit_by_bit_what_real_sglang_holds(reference, tmp_path):
     """And what was written is told from vLLM's files, and reads back: of one conversion."""
-    expected = json.loads(reference.read_text())
+    expected = read_reference(reference)
     model, tp, ep = (expected[key] for key in ("model", "tp", "ep"))
     reshard.convert(plan(model, tp, ep), tmp_path / "out")
     assert ranks(tmp_path / "out") == expected["ranks"]
@@ -77,7 +77,7 @@ def test_vllms_own_is_still_vllms(tmp_path):
 def test_the_degree_can_be_changed(tmp_path):
     reshard.convert(plan("mixtral-narrow", 4, 4), tmp_path / "a")
     reshard.convert(reshard.plan(tmp_path / "a", to="sglang", tp=2), tmp_path / "b")
-    expected = json.loads((FIXTURES / "sglang" / "mixtral-narrow" / "tp2.json").read_text())
+    expected = read_reference(FIXTURES / "sglang" / "mixtral-narrow" / "tp2.json")
     assert ranks(tmp_path / "b") == expected["ranks"]
 
 

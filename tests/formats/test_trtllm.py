@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from helpers.fixture_places import FIXTURES, HF, patch_stored, stored
+from helpers.fixture_places import FIXTURES, HF, patch_stored, read_reference, stored
 
 import reshard
 from reshard.adapter import registry
@@ -54,7 +54,7 @@ OTHERWISE = {"gpt2": {"position_embedding_type"}, "qwen2_moe": MOE, "qwen3_moe-s
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_rank_and_the_config_are_those_of_nvidias_writer(reference, tmp_path):
     """Bit by bit; and what was written reads back: of one conversion."""
-    expected = json.loads(reference.read_text())
+    expected = read_reference(reference)
     made = plan(expected["model"], expected["tp"], expected["pp"])
     reshard.convert(made, tmp_path / "out")
     assert held(tmp_path / "out") == expected["ranks"]

@@ -20,6 +20,7 @@ from helpers.fixture_places import (
     open_case,
     patch_stored,
     ranks,
+    read_reference,
     rules_of,
     served,
     stored,
@@ -52,7 +53,7 @@ QUANTIZED = [(said["model"], said["tp"], said.get("ep", 1)) for said in _FP8]
 @pytest.mark.parametrize("reference", list(filter(has_a_layer_per_stage, REFERENCES)), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_rank_holds_bit_by_bit_what_real_vllm_holds(reference, tmp_path):
     """And what was written reads back, and the digests of a server are those of the real ranks: of one conversion."""
-    expected = json.loads(reference.read_text())
+    expected = read_reference(reference)
     sizes = {"tp": expected["tp"], "pp": expected["pp"], "ep": expected.get("ep", 1)}
     exclude = UNPLACED.get(("vllm", expected["model"]), ())
     plan = reshard.plan(served(expected["model"]), to="vllm", **sizes, exclude=exclude)
@@ -79,7 +80,7 @@ def reads_back(model, plan, printed, folder):
 @pytest.mark.parametrize("reference", OLDER, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_rank_holds_bit_by_bit_what_an_older_vllm_holds(reference, tmp_path):
     """And the last version before the next change of that model's keys holds the same."""
-    expected = json.loads(reference.read_text())
+    expected = read_reference(reference)
     plan = reshard.plan(served(expected["model"]), to="vllm", tp=expected["tp"], engine_version=expected["vllm"])
     reshard.convert(plan, tmp_path / "out")
     assert ranks(tmp_path / "out") == expected["ranks"]

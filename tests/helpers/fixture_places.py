@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from reshard.models.model import Model
 from reshard.plans.layout import Target
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+sys.path.insert(0, str(FIXTURES))
+from engine_ranks import document_of  # noqa: E402
+
 HF, DCP, VLLM = FIXTURES / "hf", FIXTURES / "dcp", FIXTURES / "vllm"
 MODELS = ("llama", "llama-tied", "mistral", "qwen2", "qwen3")
 # Real, but not to be read: its entries went through an extension that only its writer knows.
@@ -42,6 +46,11 @@ UNPLACED = {("vllm", "qwen3-biased"): ("model.layers.*.self_attn.o_proj.bias",),
 def served(model: str) -> Path:
     """The Hugging Face folder of a reference's model."""
     return next(folder for folder in (HF / model, FIXTURES / "hf_fp8" / model) if folder.is_dir())
+
+
+def read_reference(path: Path) -> dict[str, Any]:
+    """What real ranks of a serving engine hold: under "ranks" rank -> key -> dtype, shape, sha256."""
+    return document_of(path.read_text())
 
 
 def digests_of(reference: dict[str, Any]) -> dict[str, str]:

@@ -30,6 +30,7 @@ import learned  # noqa: E402
 import makers  # noqa: E402
 import torch  # noqa: E402
 from check import HF  # noqa: E402
+from helpers.fixture_places import read_reference  # noqa: E402
 from helpers.framework_environments import LONG, Environment, run_checks  # noqa: E402
 from learned import Sizes  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -70,7 +71,7 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
 def compared(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
     """Files by a learned layout against the references of real ranks."""
     also = makers.load("sglang").ALSO
-    references = [json.loads(path.read_text()) for path in sorted((FIXTURES / "sglang").glob("*/*.json"))]
+    references = [read_reference(path) for path in sorted((FIXTURES / "sglang").glob("*/*.json"))]
     chosen = [each for each in references if LONG or (each["tp"], each["ep"]) == (2, 1)]
     cases: dict[Path, list[Sizes]] = {}
     for each in chosen:

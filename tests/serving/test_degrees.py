@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import pytest
 import safetensors.torch
 import torch
-from helpers.fixture_places import DCP, FIXTURES, HF, REFERENCES, UNPLACED, has_a_layer_per_stage, open_case, served
+from helpers.fixture_places import DCP, FIXTURES, HF, REFERENCES, UNPLACED, has_a_layer_per_stage, open_case, read_reference, served
 from helpers.published_configs import DEEPSEEK_V3, DEEPSEEK_V3_OF_4_LAYERS, LLAMA_70B, parameters_of_deepseek_v3
 
 import reshard
@@ -82,7 +82,7 @@ def test_every_engine_serves_a_llama_and_experts_at_some_degree(to):
 
 @pytest.mark.parametrize("reference", list(filter(has_a_layer_per_stage, REFERENCES)), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_fullest_rank_holds_as_much_as_one_of_real_vllm(reference):
-    expected = json.loads(reference.read_text())
+    expected = read_reference(reference)
     ep = expected.get("ep", 1) > 1
     (row,) = reshard.degrees(served(expected["model"]), to="vllm", tp=(expected["tp"],), pp=(expected["pp"],), ep=ep).rows
     sizes = {"BF16": 2, "F32": 4, "F8_E4M3": 1}

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers.fixture_places import FIXTURES, HF, VLLM, digests_of
+from helpers.fixture_places import FIXTURES, HF, VLLM, digests_of, read_reference
 from helpers.reshard_command import reshard
 
 from reshard.adapter import registry
@@ -13,7 +13,7 @@ from reshard.adapter import registry
 @pytest.fixture
 def answer(tmp_path):
     def written(change):
-        held = digests_of(json.loads((VLLM / "llama" / "tp2.json").read_text()))
+        held = digests_of(read_reference(VLLM / "llama" / "tp2.json"))
         path = tmp_path / "server.json"
         path.write_text(json.dumps({"checksums": change(dict(held))}))
         return path
@@ -68,7 +68,7 @@ SGLANG = sorted((FIXTURES / "sglang").glob("*/*.json"))
 def sglang_answer(path):
     """What the weight checker of real SGLang ranks on a CPU answers: of each parameter the first 8 bytes of its SHA-256. Each rank has a
     draft model, too."""
-    document = json.loads(path.read_text())
+    document = read_reference(path)
 
     def model(role, rank):
         return {"role": role, "tp_rank": int(rank.removeprefix("rank-")), "pp_rank": 0, "dp_rank": 0}
