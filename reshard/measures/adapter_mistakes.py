@@ -43,20 +43,22 @@ _ORDER = 2.0**-20
 def adapter_mistakes(
     wrong: Side, base: Side, path: str, settings: LoraSettings, tensors: Mapping[str, Tensor], files: Files
 ) -> dict[str, str | None]:
-    """The mistake by which each weight that an adapter changes was merged: RIGHT for none, None for one that is not known.
+    """The mistake by which each weight that an adapter changes was merged: RIGHT for none, None for one that is not known. RIGHT also for
+    weights of the base that the right merge does not have, and the wrong one neither.
 
     wrong: the weights after the merge. base: the weights before it. path, settings, tensors: the adapter. files: those of base and adapter.
     """
     content, tensors = with_own_head(base.content, settings, tensors)
     merges = {text: _merged(content, path, settings, adapter) for text, adapter in readings(content, path, settings, tensors)}
-    changed = [name for name, tensor in merges[RIGHT].tensors.items() if tensor is not content.tensors.get(name)]
+    changed = [name for name, tensor in merges[RIGHT].tensors.items() if tensor is not base.content.tensors.get(name)]
     held = wrong.content.tensors
     names = [name for name in changed if name in held and held[name].shape == merges[RIGHT].tensors[name].shape]
     bad = _view(held, names, wrong.files)
     before = _view({name: _before(merges[RIGHT].tensors[name], content.tensors[name]) for name in names}, names, files)
     views = {text: _view(merge.tensors, names, files) for text, merge in merges.items()} | {"the adapter was never applied": before}
     fits = {name: _fitting(bad[name], before, {text: view[name] for text, view in views.items()}, held[name].dtype) for name in names}
-    return _explained(fits)
+    gone = base.content.tensors.keys() - merges[RIGHT].tensors.keys() - held.keys()
+    return _explained(fits) | dict.fromkeys(sorted(gone), RIGHT)
 
 
 def readings(content: Content, path: str, settings: LoraSettings, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Adapter]]:
