@@ -20,7 +20,7 @@ from dataclasses import field, replace
 from reshard.canonical.adapters.base import AdaptedBase, is_quantized
 from reshard.canonical.adapters.heads import with_own_head
 from reshard.canonical.adapters.reading import read_adapter
-from reshard.canonical.adapters.updates import Adapter, part
+from reshard.canonical.adapters.updates import Adapter, item, part
 from reshard.canonical.content import Content, Drop
 from reshard.canonical.lora import LoraSettings
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
@@ -93,20 +93,28 @@ class _Merge:
 
     def replace(self, name: str, array: Mosaic, tensor: Tensor) -> None:
         """Put a whole tensor of the adapter in the place of the base's."""
-        tile = array.tiles[0]
-        if len(array.tiles) > 1 or tile.axes != tuple(range(len(array.shape))) or tile.box.sizes != self.before.tensors[tile.name].shape:
-            raise UnsupportedError(
-                "the adapter replaces a weight that the base stores fused with others, or stacked",
-                where=tensor.name,
-                why="Such a replacement is not implemented",
-                do="Merge it with PEFT (merge_and_unload), then convert the result",
-            )
-        old = self.before.tensors[tile.name]
-        self.drops += [
-            Drop.of(leaf, "replaced by the weight of the adapter (modules_to_save, or a trained bias)")
-            for leaf in ((old,) if not old.is_computed else old.leaves)
-        ]
-        self.tensors[tile.name] = replace(tensor, name=tile.name, kind="weight")
+        for tile in array.tiles:
+            old, axes = self.before.tensors[tile.name], [axis for axis in tile.axes if axis is not None]
+            of_expert = axes in ([1, 2], [2, 1]) and len(tensor.shape) == 3
+            is_whole = tile.box.sizes == old.shape and len(axes) == len(tile.axes) == len(tensor.shape) - of_expert
+            if not is_whole and not (len(array.tiles) == 1 and self.base.is_resized(array, tensor.shape)):
+                raise UnsupportedError(
+                    "the adapter replaces a part of a weight",
+                    where=tensor.name,
+                    why="Such a replacement is not implemented",
+                    do="Merge it with PEFT (merge_and_unload), then convert the result",
+                )
+            self.drops += [
+                Drop.of(leaf, "replaced by the weight of the adapter (modules_to_save, or a trained bias)")
+                for leaf in ((old,) if not old.is_computed else old.leaves)
+            ]
+            own = tensor
+            if len(array.tiles) > 1 or axes != list(range(len(tensor.shape))):
+                matrix = item(tensor, tile.at[0]) if of_expert else tensor
+                own_axes = tuple((size, axis - of_expert, 1) for size, axis in zip(tile.box.sizes, axes, strict=True))
+                own = part(matrix, tile.at[of_expert:], own_axes)
+                own = replace(own, origin=Merged(own, ()))  # a part of the tensor, such as gate of one expert
+            self.tensors[tile.name] = replace(own, name=tile.name, kind="weight")
 
     def replace_rows(self, array: Mosaic, tensor: Tensor, numbers: tuple[int, ...]) -> None:
         """Put single rows of the adapter in the place of the base's."""

@@ -46,14 +46,15 @@ _ORDER = 2.0**-20
 def adapter_mistakes(
     wrong: Side, base: Side, path: str, settings: LoraSettings, tensors: Mapping[str, Tensor], files: Files
 ) -> dict[str, str | None]:
-    """The mistake by which each weight that an adapter changes was merged: RIGHT for none, None for one that is not known.
+    """The mistake by which each weight that an adapter changes was merged: RIGHT for none, None for one that is not known. RIGHT also for
+    weights of the base that the right merge does not have, and the wrong one neither.
 
     wrong: the weights after the merge. base: the weights before it. path, settings, tensors: the adapter. files: those of base and adapter.
     """
     content, tensors = with_own_head(base.content, settings, tensors)
     readings = _Readings(content, path, settings, tensors)
     right = readings.merged(readings.right)
-    changed = [name for name, tensor in right.tensors.items() if tensor is not content.tensors.get(name)]
+    changed = [name for name, tensor in right.tensors.items() if tensor is not base.content.tensors.get(name)]
     held = wrong.content.tensors
     names = [name for name in changed if name in held and held[name].shape == right.tensors[name].shape]
     bad = _view(held, names, wrong.files)
@@ -67,7 +68,8 @@ def adapter_mistakes(
         result |= _explained(
             {name: _fitting(bad[name], before, {text: view[name] for text, view in views.items()}, held[name].dtype) for name in left}
         )
-    return result
+    gone = base.content.tensors.keys() - right.tensors.keys() - held.keys()
+    return result | dict.fromkeys(sorted(gone), RIGHT)
 
 
 class _Readings:

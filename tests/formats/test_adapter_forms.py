@@ -20,6 +20,7 @@ from helpers.expert_adapters import (
     E,
     H,
     R,
+    W,
     adapter,
     base,
     expected,
@@ -476,3 +477,32 @@ def test_a_hostile_adapter_is_refused_in_a_moment_and_nothing_is_written(case, t
         with pytest.raises((CheckpointError, RequestError, UnsupportedError)):
             plan()
     assert time.process_time() - began < 20
+
+
+@pytest.mark.distinct
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_the_adapter_saves_whole_take_the_place_of_the_bases(family, tmp_path):
+    """modules_to_save=["experts"]: PEFT saves the parameters of the module, stacked as transformers 5 has them."""
+    folder, before = base(family, tmp_path)
+    module, prefix = FAMILIES[family][1:]
+    whole = {"gate_up_proj": numbers(7, E, 2 * INNER, H), "down_proj": numbers(8, E, H, INNER)}
+    stored = {name: tensor.swapaxes(1, 2) if family in ("gpt_oss", "llama4_text") else tensor for name, tensor in whole.items()}
+    k = "base_model.model.model.layers.0.self_attn.k_proj"
+    tensors = {f"base_model.model.model.layers.0.{module}.{name}": tensor for name, tensor in stored.items()}
+    tensors |= {f"{k}.lora_A.weight": numbers(9, R, H), f"{k}.lora_B.weight": np.zeros((8, R), np.float32)}
+    config = {"peft_type": "LORA", "r": R, "lora_alpha": ALPHA, "modules_to_save": ["experts"], "target_modules": ["k_proj"]}
+    lora = write(tmp_path / "lora", tensors, WEIGHTS, "adapter_config.json", config)
+    reshard.convert(reshard.plan(folder, to="hf", merge_adapter=lora), tmp_path / "out")
+    must = dict(before)
+    for (e, name), _ in factors().items():
+        plain = f"model.layers.0.{prefix}.{e}.{W[name] if family == 'mixtral' else f'{name}_proj'}.weight"
+        if plain in before:
+            must[plain] = {"gate": whole["gate_up_proj"][e, :INNER], "up": whole["gate_up_proj"][e, INNER:]}.get(
+                name, whole["down_proj"][e]
+            )
+    must |= {f"model.layers.0.{prefix}.{name}": tensor for name, tensor in stored.items() if f"model.layers.0.{prefix}.{name}" in before}
+    merged = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    assert merged.keys() == must.keys()
+    assert [name for name in merged if not np.array_equal(merged[name], must[name])] == []
+    changed = [name for name in merged if not np.array_equal(merged[name], before[name])]
+    assert len(changed) == (2 if family in ("gpt_oss", "llama4_text") else 3 * E)

@@ -182,3 +182,22 @@ def test_a_directory_without_an_adapter_is_refused(tmp_path):
     folder, _ = model("qwen3_moe", tmp_path)
     with pytest.raises(RequestError, match=r"`adapter=`: there is no adapter in PEFT's form"):
         reshard.explain(folder, folder, adapter=folder)
+
+
+@pytest.mark.parametrize("case", ["classifier", "tied_saved"])
+def test_a_head_that_the_adapter_brings_is_no_difference(case, tmp_path):
+    """score.weight in place of lm_head.weight; a head of its own beside a tied embedding."""
+    lora = FIXTURES / "peft" / case / "adapter"
+    folder = FIXTURES / "hf" / json.loads((FIXTURES / "peft" / case / "truth.json").read_text())["base"]
+    reshard.convert(reshard.plan(folder, to="hf", merge_adapter=lora), tmp_path / "merged")
+    brought = {"classifier": ["lm_head.weight", "score.weight"], "tied_saved": ["lm_head.weight"]}[case]
+    shown = run("explain", tmp_path / "merged", folder, "--adapter", lora)
+    assert shown.code == 0 and sorted(shown.out.split("\n")[1:-1]) == [f"  by adapter   {name}" for name in brought], shown.out
+    done = run("explain", tmp_path / "merged", folder, "--adapter", lora, "--json").document
+    assert (done["missing"], sorted(done["brought"]), done["equal"]) == ([], brought, True)
+    tensors = safetensors.torch.load_file(tmp_path / "merged" / "model.safetensors")
+    name = brought[-1]
+    (tmp_path / "merged" / "reshard.json").unlink()
+    safetensors.torch.save_file({**tensors, name: tensors[name] * 2}, tmp_path / "merged" / "model.safetensors")
+    done = run("explain", tmp_path / "merged", folder, "--adapter", lora, "--json").document
+    assert (done["unexplained"], done["missing"], done["equal"]) == ([name], [], False)

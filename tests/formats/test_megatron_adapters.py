@@ -3,6 +3,7 @@
 import json
 import shutil
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,10 +23,16 @@ from reshard.storage.files import LocalFiles
 layout = import_module("reshard.formats.megatron.layout.adapters")
 by_halves, with_factors = layout.by_halves, layout.with_factors
 MegatronTensor = import_module("reshard.formats.megatron.layout.tensors").MegatronTensor
-RunModel = import_module("reshard.formats.megatron.read.run_model").RunModel
+ParallelSizes = import_module("reshard.formats.megatron.layout.stages").ParallelSizes
+legacy, parse_name = (
+    import_module("reshard.formats.megatron.read.legacy"),
+    import_module("reshard.formats.megatron.layout.names").parse_name,
+)
+GROUPED = ["qwen3-moe-grouped", "qwen3-moe-shared"]
 CASES = sorted(path.parent.name for path in (FIXTURES / "megatron_lora").glob("*/truth.json"))
 GIVEN = {"lora_alpha": "6", "base_model": "the base"}
-assert len(CASES) >= 6
+ALONE = ["llama-alone", "llama-swift", *GROUPED]
+assert len(CASES) >= 10
 
 
 def adapter_of(case):
@@ -46,7 +53,7 @@ def test_an_adapter_is_written_as_megatron_bridge_exports_it(case, tmp_path):
     assert config["target_modules"] == sorted({name.split(".")[-3] for name in adapter_of(case)})
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("llama-alone", "llama-swift")])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ALONE])
 def test_base_and_adapter_are_separated(case, tmp_path):
     folder = FIXTURES / "megatron_lora" / case
     plan = reshard.plan(open_case(folder), to="hf", drop_adapter=True)
@@ -172,9 +179,44 @@ def test_what_peft_has_no_module_for_is_refused():
         with_factors(linear(joined([fused])), {"mlp.linear_fc1.adapter.adapter_up.linear_out.weight": 2})
 
 
-def test_an_adapter_that_experts_share_is_refused():
-    with pytest.raises(UnsupportedError, match="all experts of a rank share one LoRA adapter"):
-        RunModel(None, {}).with_adapters([("mlp.experts.linear_fc1.adapter.linear_out.weight", (2, 24, 4))])
+@pytest.mark.parametrize("case", GROUPED)
+def test_adapters_of_grouped_experts_are_merged_into_each_expert(case, tmp_path):
+    """The values are those of numpy on whole matrices: base + 6 / 4 * (B x A), rounded once."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    reshard.convert(reshard.plan(open_case(FIXTURES / "megatron_lora" / "qwen3-moe"), to="hf", drop_adapter=True), base)
+    reshard.convert(reshard.plan(open_case(FIXTURES / "megatron_lora" / case), to="peft", **GIVEN), adapter)
+    reshard.convert(reshard.plan(base, to="hf", merge_adapter=adapter), tmp_path / "merged")
+    stored, factors = load_file(base / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    adapted = [name for name in stored if f"{PREFIX}{name.removesuffix('.weight')}.lora_B.weight" in factors]
+    assert len(adapted) == 4 * 3
+    of_down = {value["sha256"] for name, value in adapter_of(case).items() if name.endswith("down_proj.lora_B.weight")}
+    assert len(of_down) == (1 if case == "qwen3-moe-shared" else 4)
+    for name in adapted:
+        a, b = (factors[f"{PREFIX}{name.removesuffix('.weight')}.lora_{which}.weight"].float() for which in "AB")
+        assert torch.equal(merged[name], (stored[name].float() + b @ a * 1.5).bfloat16()), name
+
+
+@pytest.mark.parametrize(("size", "said"), [(None, "mixes the adapters of several ranks"), (1, "each gets a copy"), (2, None)])
+def test_an_adapter_that_all_experts_share_is_taken_of_one_expert_parallel_rank(size, said, tmp_path):
+    """Those of several ranks are saved as copies of each other, factor by factor, and are none."""
+    case = shutil.copytree(FIXTURES / "megatron_lora" / "qwen3-moe-shared", tmp_path / "case")
+    if size:
+        settings = f"model:\n  _target_: a.Provider\n  expert_model_parallel_size: {size}\npeft:\n  dim: 4\n"
+        (case / "checkpoint" / "iter_0000002" / "run_config.yaml").write_text(settings)
+    if said is None:
+        with pytest.raises(UnsupportedError, match="2 expert-parallel ranks had a LoRA adapter each"):
+            open_case(case)
+    else:
+        (note,) = open_case(case).index.facts.notes
+        assert note.startswith("the experts of a layer share one LoRA adapter") and said in note
+        assert ("mixes" in note) is (size is None)
+
+
+def test_an_adapter_of_a_ranks_experts_is_refused_in_a_legacy_save():
+    parsed, rank = parse_name("decoder.layers.0.mlp.experts.linear_fc1.adapter.linear_in.weight"), SimpleNamespace(ep_rank=0, tp_rank=0)
+    with pytest.raises(UnsupportedError, match="all experts of a rank have one LoRA adapter"):
+        legacy._array(parsed, rank, SimpleNamespace(experts=4), ParallelSizes(), (4, 8), "a file")
 
 
 @pytest.mark.parametrize("name", ["adapter.weight_magnitude", "adapter.linear_no.weight"])

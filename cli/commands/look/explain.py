@@ -61,4 +61,5 @@ def _sections(explanation: Explanation) -> Iterator[Section]:
     yield summary_of(explanation)
     for mistake in explanation.mistakes:
         yield Note(f"  {mistake.text}", mistake.name.split(", "), limit=_MOST, hint="; --json lists all")
-    yield Facts([("unexplained", explanation.unexplained), ("only in one", explanation.missing)], width=11, limit=_MOST)
+    rows = [("unexplained", explanation.unexplained), ("only in one", explanation.missing), ("by adapter", explanation.brought)]
+    yield Facts(rows, width=11, limit=_MOST)

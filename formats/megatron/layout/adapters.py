@@ -9,11 +9,14 @@
 One A serves all projections of a fused layer. PEFT has an A for each of them, with the same values. A factor is described as the tensor
 that it adapts, so that its canonical tensors and its shards follow from those of the weight.
 
+    mlp.experts.experts.linear_fc1.adapter.linear_in.weight      [experts, r, in], or [r, in]: one for all experts (0.3.1); the factors of
+                                                                 grouped experts, whose keys are those of experts one by one
+
 A distributed save of ms-swift joins the rows of B as the ranks have them: gate and up of rank 0, gate and up of rank 1, ...
 
-Source: megatron/bridge/peft (utils.py, ParallelLinearAdapter; canonical_lora.py) of Megatron Bridge 0.3.1 and of main in Aug 2026;
-mcore_bridge/tuners/lora.py (LoraParallelLinear) of mcore-bridge 1.6.5 and swift/megatron/utils/megatron_lm_utils.py of ms-swift 4 in
-Aug 2026; measured on fixtures/megatron_lora.
+Source: megatron/bridge/peft (utils.py, ParallelLinearAdapter, GroupedExpertLinearAdapter; canonical_lora.py) of Megatron Bridge 0.3.1 and
+of main in Aug 2026; mcore_bridge/tuners/lora.py (LoraParallelLinear) of mcore-bridge 1.6.5 and swift/megatron/utils/megatron_lm_utils.py of
+ms-swift 4 in Aug 2026; measured on fixtures/megatron_lora.
 """
 
 from __future__ import annotations

@@ -284,6 +284,7 @@ def _latent(args: Args, kind: str) -> dict[str, Any]:
 # megatron_gpt_config.yaml.
 
 _NEMO2 = "context/model.yaml"
+_BRIDGE = "run_config.yaml"
 _NEMO_LIMIT = 1 << 22
 # NeMo's name for a setting -> Megatron's name.
 _NEMO_NAMES = {
@@ -311,6 +312,13 @@ def nemo_args(files: Files, folder: str) -> Args:
             settings = _parse(files, path)
             return _from_nemo(settings["config"] if isinstance(settings.get("config"), Mapping) else settings)
     return {}
+
+
+def bridge_expert_parallel(files: Files, folder: str) -> int | None:
+    """The expert-parallel size in run_config.yaml, which Megatron Bridge writes beside the weights; None if it is not told."""
+    model = _parse(files, folder + _BRIDGE).get("model") if files.size(folder + _BRIDGE) is not None else None
+    size = model.get("expert_model_parallel_size") if isinstance(model, Mapping) else None
+    return size if type(size) is int else None
 
 
 class _Loader(yaml.SafeLoader):

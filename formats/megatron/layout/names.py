@@ -146,6 +146,8 @@ class ParsedName:
     """Whether the tensor's first axis counts the layers."""
     stacks_experts: bool = False
     """Whether the tensor's first axis, after that of the layers, counts the experts."""
+    shares_experts: bool = False
+    """Whether all experts share it: a factor of a LoRA adapter of grouped experts, without an axis of experts."""
     half: int | None = None
     """For linear_fc1, if gate and up are stored separately: 0 for gate, 1 for up. Otherwise None."""
     segment: str = ""
@@ -159,16 +161,16 @@ class ParsedName:
     @property
     def is_expert(self) -> bool:
         """Whether it belongs to an expert, or to all experts of a rank."""
-        return self.stacks_experts or self.expert is not None or self.name.startswith("mlp.experts.")
+        return self.stacks_experts or self.shares_experts or self.expert is not None or self.name.startswith("mlp.experts.")
 
     def in_model(self, layers: int, first: int = 0) -> ParsedName:
         """The name with the layer's number in a model of so many layers. first: the layer that the name calls 0."""
         return self if self.layer is None else replace(self, layer=self.layer + (layers if self.is_mtp else first))
 
-    def factor_name(self, shape: tuple[int, ...]) -> str:
-        """The name that tells a factor of an adapter, relative to the layer, or to the expert if it has an axis of experts."""
-        has_no_experts = self.stacks_experts and len(shape) == self.stacked_axes + 1
-        return f"mlp.experts.{self.name}" if has_no_experts else self.name
+    def in_shape(self, shape: tuple[int, ...]) -> ParsedName:
+        """The name of a stored matrix of this shape: without an axis of experts, it is a factor of an adapter that they share."""
+        shares = self.stacks_experts and (".adapter." in self.name or ".lora_" in self.name) and len(shape) == self.stacked_axes + 1
+        return replace(self, stacks_experts=False, shares_experts=True) if shares else self
 
 
 # Tensors that are not weights: state of FP8 recipes, and buffers that the model computes again.

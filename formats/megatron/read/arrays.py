@@ -53,7 +53,7 @@ def shared_expert(where: str) -> UnsupportedError:
     return UnsupportedError(
         "tensor-parallel ranks shared the adapter of this expert",
         where=where,
-        why="Megatron Bridge 0.3.1 computes something else than the product of the two factors there",
+        why="Megatron Bridge (0.3.1, and main of August 2026) computes something else than the product of the two factors there",
         do="Train experts whole on each rank (expert tensor-parallel size 1), or leave the experts out",
     )
 

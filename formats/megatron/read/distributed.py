@@ -22,14 +22,14 @@ from reshard.adapter.index_builder import IndexBuilder
 from reshard.canonical.optimizer_state import is_unnamed, plain_settings
 from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import shown
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
 from reshard.models.lookup import changed_keys
 from reshard.storage.files import Files, read_whole
 from reshard.storage.json_input import parsed
 
-from ..layout.arguments import NotUnderstoodError, config_from_args, nemo_args, plain_args
+from ..layout.arguments import NotUnderstoodError, bridge_expert_parallel, config_from_args, nemo_args, plain_args
 from ..layout.chunks import ChunkTensor, RankView
 from ..layout.names import is_run_key, is_weight_name, parse_key, strip_wrappers
 from ..layout.save_folders import COMMON, METADATA_JSON, folder_of_save
@@ -65,9 +65,9 @@ def read(files: Files, hints: Hints) -> Index:
     builder.add_files(file.path for file in stored.files)
     try:
         items = stored.metadata.tensors.items()
-        named = ((parse_key(key), item.shape) for key, item in items if is_weight_name(key) and not is_run_key(key))
+        named = [(parse_key(key).in_shape(item.shape), item.shape) for key, item in items if is_weight_name(key) and not is_run_key(key)]
         base = describe_model(args, hints, _stored_vocab(stored), folder + COMMON)
-        model = base.with_adapters((parsed.factor_name(shape), shape) for parsed, shape in named)
+        model = base.with_adapters((parsed.name, shape) for parsed, shape in named)
     except NotUnderstoodError as error:
         for key, item in stored.metadata.tensors.items():
             builder.add_tensor(Tensor(key, item.dtype, item.shape, "state" if is_run_key(key) else "weight", stored.shards(item)))
@@ -77,6 +77,8 @@ def read(files: Files, hints: Hints) -> Index:
     tensors = list(keyed_tensors(stored, model, numbered.states, sizes if form == _FSDP else None))
     if model.adapters:
         builder.add_notes([OF_ADAPTER] if any(map(is_run_key, stored.metadata.tensors)) else [])
+        shared = next((parsed.name for parsed, _ in named if parsed.shares_experts), None)
+        builder.add_notes([] if shared is None else _of_shared(shared, files, folder, args))
     else:
         weights = {tensor.name for tensor in tensors if tensor.kind == "weight"}
         groups, steps = common_optimizer(stored, common, model.megatron.model, weights)
@@ -120,6 +122,24 @@ def _without_names(tensors: Iterable[Tensor]) -> Iterator[str]:
             f"the model has no parameter for {plural(len(unnamed), 'tensor')} of the optimizer, such as "
             f"{unnamed[0].name.removeprefix('optim.state.')}; the weights are whole without them"
         )
+
+
+def _of_shared(name: str, files: Files, folder: str, args: Args) -> Iterator[str]:
+    """A note on an adapter that all experts share.
+
+    Raises: UnsupportedError if several expert-parallel ranks had one each. Megatron Bridge 0.3.1 marks them as copies of each other, so a
+    save takes some factors of one rank and some of another (measured with expert-parallel size 2).
+    """
+    size = args.get("expert_model_parallel_size") or bridge_expert_parallel(files, folder)
+    if isinstance(size, int) and size > 1:
+        raise UnsupportedError(
+            f"{size} expert-parallel ranks had a LoRA adapter each for all of their experts, and the save holds one",
+            where=f"{name} in {folder}",
+            why="Megatron Bridge 0.3 saves some of its factors from one rank and some from another, so no rank trained it",
+            do="Train with an adapter for each expert (share_expert_adapters=False of later versions), or leave the experts out",
+        )
+    told = "" if size else "; if the run had an expert-parallel size above 1, it mixes the adapters of several ranks, and is worth nothing"
+    yield f"the experts of a layer share one LoRA adapter, as Megatron Bridge 0.3 trains them: each gets a copy{told}"
 
 
 def read_memory(memory: KeyedFolder, settings: Args, hints: Hints) -> Index:

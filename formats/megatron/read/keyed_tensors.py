@@ -68,7 +68,7 @@ def keyed_tensors(
         if not is_weight_name(key) or (is_run_key(key) and (model.adapters or not _NAMED_STATE.fullmatch(key))):
             continue
         weight_key, kind = (_parameter_and_kind(key, parameters) or ("", key)) if is_run_key(key) else (key, None)
-        parsed = parse_key(weight_key)
+        parsed = parse_key(weight_key).in_shape(item.shape)
         try:
             tensors = list(locator.tensors(parsed, item, items.get(weight_key, item), kind))
         except CheckpointError:
@@ -181,16 +181,21 @@ class _Locator:
         for i, offsets, sizes in _boxes(item):
             inner = *offsets[lead:], *sizes[lead:]
             for position in product(*(range(size) for size in sizes[:lead])):
-                here = _at(parsed, [offset + step for offset, step in zip(offsets, position, strict=False)])
-                first = self._first_alike(here)
-                if (first, inner) not in parts:
-                    array = self._array(first, item, where)
-                    if array.shape != item.shape[lead:]:
-                        raise wrong_shape((*stacked, *array.shape), item.shape, where)
-                    parts[first, inner] = _cut(array, offsets[lead:], sizes[lead:])
-                for tile in parts[first, inner].tiles:
-                    builder.add_tile(i, self.model.name_in(tile.name, here.layer, here.expert), tile, position)
+                at = _at(parsed, [offset + step for offset, step in zip(offsets, position, strict=False)])
+                for here in self._sharing(at):
+                    first = self._first_alike(here)
+                    if (first, inner) not in parts:
+                        array = self._array(first, item, where)
+                        if array.shape != item.shape[lead:]:
+                            raise wrong_shape((*stacked, *array.shape), item.shape, where)
+                        parts[first, inner] = _cut(array, offsets[lead:], sizes[lead:])
+                    for tile in parts[first, inner].tiles:
+                        builder.add_tile(i, self.model.name_in(tile.name, here.layer, here.expert), tile, position)
         return builder.build()
+
+    def _sharing(self, parsed: ParsedName) -> list[ParsedName]:
+        """The key for each expert, if all of a layer share the tensor; otherwise the key itself."""
+        return [replace(parsed, expert=expert) for expert in range(self.model.experts)] if parsed.shares_experts else [parsed]
 
     def _flat_runs(self, parsed: ParsedName, item: TensorItem, weight: TensorItem, where: str) -> SubviewsByTensor:
         """The sections in each stored box of state in blocks."""

@@ -13,7 +13,7 @@ from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.canonical.optimizer_state import plain_settings, state_kind
 from reshard.containers.torch_zip import AnyTensor
-from reshard.errors import CheckpointError, IncompleteError
+from reshard.errors import CheckpointError, IncompleteError, UnsupportedError
 from reshard.geometry.mosaics import Mosaic
 from reshard.index.index import Index, RunFacts
 from reshard.storage.files import Files
@@ -65,7 +65,7 @@ def legacy_model(save: LegacySave, hints: Hints) -> RunModel:
     # Each tensor-parallel rank has an equal shard of the embedding.
     vocab = next((stored.shape[0] * save.sizes.tp for parsed, stored in save.tensors() if parsed.name == EMBEDDING and stored.shape), None)
     model = describe_model(save.args, hints, vocab, save.first.path, qkv_order=qkv_order)
-    return model.with_adapters((parsed.factor_name(stored.shape), stored.shape) for parsed, stored in save.tensors())
+    return model.with_adapters((parsed.name, stored.shape) for parsed, stored in save.tensors())
 
 
 def _index(files: Files, save: LegacySave, model: RunModel, unread: Sequence[str]) -> Index:
@@ -217,6 +217,13 @@ def _array(parsed: ParsedName, rank: MegatronRank, model: MegatronModel, sizes: 
     if parsed.name in _GROUPED_EXPERTS:
         tensor = model.grouped_experts(parsed.layer, experts, _GROUPED_EXPERTS[parsed.name])
         return stored_shard(tensor, shape, sizes.etp, etp_rank, where)
+    if parsed.expert is None and factor_of(parsed.name):
+        raise UnsupportedError(
+            "all experts of a rank have one LoRA adapter, or one array of them",
+            where=where,
+            why="Megatron Bridge saves adapters of grouped experts as torch_dist, and no other form of them was seen",
+            do="Save the adapter as torch_dist",
+        )
     if parsed.expert is None:
         raise no_such_tensor({}, parsed.name, where)  # in a rank's file, every expert has its number
     if parsed.expert >= len(experts):

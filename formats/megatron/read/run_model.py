@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.adapter.format import Hints
 from reshard.canonical.renaming import adapter_name
-from reshard.errors import CheckpointError, IncompleteError, MixedSaves, UnsupportedError
+from reshard.errors import CheckpointError, IncompleteError, MixedSaves
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor
 from reshard.models.lookup import find_model, known_model_types, model_type_of
@@ -60,16 +60,9 @@ class RunModel:
     def with_adapters(self, factors: Iterable[tuple[str, Shape]]) -> RunModel:
         """The model with the adapters whose factors are stored, as (name relative to the layer or expert, stored shape).
 
-        Raises: UnsupportedError for an adapter that all experts of a rank share, or of a HybridModel.
+        Raises: UnsupportedError for an adapter of a HybridModel.
         """
         of_factors = [(factor_of(name), shape) for name, shape in factors]
-        if shared := next((factor.weight for factor, _ in of_factors if factor and factor.weight.startswith("mlp.experts.")), None):
-            raise UnsupportedError(
-                "all experts of a rank share one LoRA adapter",
-                where=shared,
-                why="Its factors have no axis of experts, and which experts share them follows from the run's expert-parallel size",
-                do="Train with an adapter for each expert (share_expert_adapters=False), or leave the experts out",
-            )
         ranks = {factor.name: shape[-1] for factor, shape in of_factors if factor is not None and factor.is_output and shape}
         if ranks and isinstance(self.megatron, PairedModel):
             raise UnsupportedError(

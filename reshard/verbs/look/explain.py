@@ -52,7 +52,7 @@ class Mistake:
 class Explanation:
     """Why two checkpoints differ."""
 
-    JSON = "equal tensors mistakes unexplained missing"
+    JSON = "equal tensors mistakes unexplained missing brought"
 
     tensors: int = 0
     """The number of tensors that both have."""
@@ -62,6 +62,8 @@ class Explanation:
     """The tensors that differ and that no known mistake explains."""
     missing: list[str] = field(default_factory=list)
     """The tensors that only one of the checkpoints has."""
+    brought: list[str] = field(default_factory=list)
+    """The tensors that only one of them has because the adapter brings them, as the head of a classifier, or takes them away."""
 
     @property
     def equal(self) -> bool:
@@ -101,6 +103,9 @@ def explain(
     for name, text in ({} if adapter is None else _of_merge(wrong_side, right_side, opened(adapter))).items():
         if name in different:
             different.remove(name)
+        if name in result.missing:
+            result.missing.remove(name)
+            result.brought += [name] if text == "" else []
         if text is None:
             result.unexplained.append(name)
         elif text:
@@ -127,7 +132,7 @@ def explain(
 
 
 def _of_merge(wrong: Side, base: Side, adapter: Checkpoint) -> dict[str, str | None]:
-    """The mistake by which each weight that an adapter changes was merged: "" for none, None for one that is not known."""
+    """The mistake by which each weight that an adapter changes or takes away was merged: "" for none, None for one that is not known."""
     from reshard.measures.adapter_mistakes import adapter_mistakes
     from reshard.requests.adapters import adapter_in
 
