@@ -36,7 +36,7 @@ class Merger(Reader):
             return put(merged_words(base, *factors, term.product.scale).reshape(strip.sizes), out)
         # A copy, because the factors are read into the worker's buffers.
         values = self._source.read(worker, pieces, strip).copy().view(np.float32).reshape(strip.box.sizes)
-        self._add(worker, strip.box, values, self._products)
+        self._add(worker, strip.box, values)
         return put(cast(values.view(F32.word), F32, self.dtype).reshape(strip.sizes), out)
 
     def _only(self, box: Box) -> _Product | None:
@@ -44,10 +44,10 @@ class Merger(Reader):
         terms = [term for term in self._products if term.product.box.intersect(box) is not None]
         return terms[0] if len(terms) == 1 and terms[0].is_added_to(box) else None
 
-    def _add(self, worker: Worker, box: Box, values: Float32, products: Sequence[_Product]) -> None:
-        """Add products to the values of a box."""
+    def _add(self, worker: Worker, box: Box, values: Float32) -> None:
+        """Add the products to the values of a box."""
         with np.errstate(all="ignore"):
-            for term in products:
+            for term in self._products:
                 shared = term.product.box.intersect(box)
                 if shared is None:
                     continue
@@ -68,9 +68,7 @@ class Merger(Reader):
         """The factor of each row of a box with DoRA: its magnitude by the length of the whole row. updated: the values of the box."""
         rows = Box((box.offsets[0], 0), (box.sizes[0], self.tensor.shape[1]))
         if rows != box:
-            updated = _values(self._source, worker, rows)
-            self._add(worker, rows, updated, self._products[: self._products.index(product)])
-            updated += product.of(worker, rows)
+            updated = _values(self._source, worker, rows) + product.of(worker, rows)
         return product.magnitude(worker, box) / row_lengths(updated)[:, None]
 
 
