@@ -55,8 +55,8 @@ def read(files: Files, hints: Hints) -> Index:
             names = optimizer.add_groups(builder, parameters)
             for parameter, kind, local in optimizer.tensors:
                 builder.add(*state_kind(names.get(parameter), parameter, kind), local, path, local.rank or 0)
-    if beside := optimizer_beside(files):
-        builder.add_notes([f"the optimizer in {beside.rstrip('/')} beside this folder is not read with it"])
+    if other := optimizer_beside(files):
+        builder.add_notes([f"the optimizer in {other.rstrip('/')} beside this folder is not read with it"])
     index = builder.build(RunFacts("torch.save", step=step_of(files.root), config=hints.config, roots=tuple(beside)))
     if not index.tensors:
         raise CheckpointError("it holds no dict of tensors", where=paths[0], do="Give the file that holds the model's state dict")
