@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 _METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
 _METADATA_LIMIT = 4 << 30
+# What the names begin with in an optimizer's state dict.
+_BARE = ("state.", "param_groups.")
 # Most bytes of an entry that are not elements: the framing of torch.save, about 1.5 kB, and padding.
 _FRAMING = 1 << 16
 # Of a plain tensor: 1,063 to 1,626 bytes by torch 2.2 to 2.13 (fixtures/dcp, fixtures/torch_versions), 2,089 by a class around one.
@@ -67,7 +70,7 @@ class DcpFolder:
         self._tree = files
         self.prefix = prefix
         """What the paths of its files start with: empty, or a folder with a slash at its end."""
-        self.metadata = _metadata(files, prefix)
+        self.metadata = _under_its_root(_metadata(files, prefix))
         """The content of .metadata, or of the ranks' metadata files merged."""
         self.paths = tuple(inside(prefix + path, where=prefix + _METADATA) for path in self.metadata.paths)
         """The data files, in the order in which the metadata numbers them."""
@@ -193,6 +196,15 @@ def _metadata(files: Files, folder: str) -> DcpMetadata:
             do="Copy it from where the checkpoint was written, or take an earlier checkpoint",
         )
     return dcp_metadata.merge([_read(files, path) for path in parts])
+
+
+def _under_its_root(metadata: DcpMetadata) -> DcpMetadata:
+    """The metadata of an optimizer's state dict that was saved without a key around it, as Composer does, with the key "optim"."""
+    names = (*metadata.tensors, *metadata.objects)
+    if not names or any(not name.startswith(_BARE) for name in names) or not any(name.startswith(_BARE[1]) for name in names):
+        return metadata
+    planner = metadata.planner or {}
+    return replace(metadata, planner={name: ("optim", *planner.get(name, (name,))) for name in names})
 
 
 def _read(files: Files, path: str) -> DcpMetadata:

@@ -16,6 +16,7 @@ from itertools import islice, product
 from math import prod
 from typing import TYPE_CHECKING, NoReturn
 
+from reshard.adapter.save_folders import step_of
 from reshard.errors import (
     CheckpointError,
     IncompleteError,
@@ -40,7 +41,7 @@ _OF_RUN = re.compile(r"rng|random|sched|dataloader|sampler")
 # Deeper folders belong to something else; a message needs no more paths.
 _DEPTH, _MOST_PATHS = 8, 20_000
 # Not those of steps and of element types.
-_NUMBER = re.compile(r"(?<!step)(?<!step[-_])(?<!iter_)(?<!checkpoint-)(?<!bf)(?<!fp)(?<!\d)\d+")
+_NUMBER = re.compile(r"(?<!step)(?<!step[-_])(?<!iter_)(?<!checkpoint-)(?<!-ba)(?<!bf)(?<!fp)(?<!\d)(?!\d+-ba\d)\d+")
 _PATH = re.compile(r"[\w./*-]*\w")
 _OF_RANKS = re.compile(r"rank|expert|consolidated\.|shard-|[^/.\d]_\d+\.(pt|json)$")
 _FROM_ONE = re.compile(r"shard-\d|-of-\d")
@@ -170,6 +171,7 @@ def run_files(files: Files) -> RunFiles:
         if len(same_kind) > 1:
             same_kind[:] = [one for one in same_kind if not all(_is_link_here(files, path) for path in one.paths.values())] or same_kind
         if len(same_kind) > 1:
+            _refuse_several_saves(files, same_kind)
             single = all(len(each.paths) == 1 for each in same_kind)
             raise CheckpointError(
                 f"there are {len(same_kind)} sets of files, such as {' and '.join(rank_files.first for rank_files in same_kind[:2])}",
@@ -183,6 +185,18 @@ def run_files(files: Files) -> RunFiles:
             raise CheckpointError(f"a run of {world} ranks has no such rank", where=beyond[0], do="Move the file away")
     others = tuple(rank_files for rank_files in sets if not (rank_files.is_model or rank_files.is_optimizer))
     return RunFiles(models[0] if models else None, optimizers[0] if optimizers else None, others)
+
+
+def _refuse_several_saves(files: Files, sets: Sequence[RankFiles]) -> None:
+    """Raises RequestError if the files are of several steps, as their names tell: Composer's ep0-ba4-rank0.pt, ep0-ba8-rank0.pt."""
+    steps = sorted((step, one.first) for one in sets if (step := step_of(one.kind)) is not None)
+    if len(steps) > 1:
+        raise RequestError(
+            f"{len(steps)} saves lie here: {', '.join(path for _, path in steps[:4])}{', ...' * (len(steps) > 4)}",
+            where=files.root,
+            do=f"Give one of them, such as {files.root.rstrip('/')}/{steps[-1][1]}",
+            id="ambiguous",
+        )
 
 
 def _is_link_here(files: Files, path: str) -> bool:

@@ -26,8 +26,8 @@ WEIGHTS = ("weights/", "weights/model/", "model/", "pretrained_model/pytorch_mod
 OPTIMIZERS = ("optimizer/", "optimizer/optim/", "optim/", "training_state/optimizer_0/")
 # Where whole weights or an adapter lie beside an optimizer: in the model's folder of AutoModel, NeMo RL, LeRobot, Colossal-AI.
 _WHOLE = (*WEIGHTS, "model/consolidated/", "weights/model/consolidated/", "pretrained_model/", "modeling/")
-# Of torch.distributed.checkpoint, of Colossal-AI, and of LeRobot on one process.
-_MARKS = (".metadata", "pytorch_optim.bin.index.json", "optimizer_state.safetensors")
+# Of torch.distributed.checkpoint, of Colossal-AI, of LeRobot on one process, and of Composer in one file.
+_MARKS = (".metadata", "pytorch_optim.bin.index.json", "optimizer_state.safetensors", "optim.pt")
 _SHARD = re.compile(r"(?:.*/)?shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
 
 # global_step_20, step-20, epoch_0_step_20, checkpoint-20, iter_0000020; Lightning, NeMo: epoch=0-step=20, m--val_loss=1.23-step=20-last;

@@ -17,7 +17,7 @@ heads of a query group behind one another, [kv_heads, heads / kv_heads + 2, head
 
 Source: torchtitan 0.2.2 and 0.3.0 (models/*/state_dict_adapter.py, models/common/attention.py: FusedQKVLinear), Meta's model code (llama,
 llama3) and transformers' convert_llama_weights_to_hf.py, mistral-inference (transformer_layers.py, moe.py), litgpt 0.5.13
-(scripts/convert_hf_checkpoint.py), OLMo-core 3.0.0 (nn/hf/convert.py), nanotron 0.4 (models/llama.py); compared with them in
+(scripts/convert_hf_checkpoint.py), OLMo-core 3.0.0 (nn/hf/convert.py), nanotron 0.4 (models/llama.py), prime-rl 0.8; compared with them in
 fixtures/trainer_names, fixtures/trainer_folders, fixtures/consolidated and fixtures/nanotron.
 """
 
@@ -64,6 +64,8 @@ class TrainerNames:
     """Stored names, as globs, of tensors without a place in the published model, such as those that follow from the config: left out."""
     by_group: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name of the optimizer's state -> the roles of the weights in it, concatenated for one query group after the other."""
+    others_published: bool = False
+    """Whether what has no row keeps its published name."""
 
     def leaves_out(self, name: str) -> bool:
         """Whether a stored name is that of a tensor without a place in the published model."""
@@ -175,6 +177,18 @@ _NANOTRON = {
     "model.final_layer_norm.pp_block.weight": ("final_norm",),
     "model.lm_head.pp_block.weight": ("head",),
 }
+# What prime-rl's own classes name otherwise than transformers' (trainer/models/*/converting_*.py).
+_PRIME = {
+    "model.layers.{layer}.mlp.router.gate.weight": ("router",),
+    "model.layers.{layer}.mlp.expert_bias": ("router.correction",),
+    "model.layers.{layer}.mlp.experts.w1": ("expert.gate",),
+    "model.layers.{layer}.mlp.experts.w2": ("expert.down",),
+    "model.layers.{layer}.mlp.experts.w3": ("expert.up",),
+    "model.layers.{layer}.mlp.shared_expert.w1": ("shared_expert.gate",),
+    "model.layers.{layer}.mlp.shared_expert.w2": ("shared_expert.down",),
+    "model.layers.{layer}.mlp.shared_expert.w3": ("shared_expert.up",),
+}
+_PRIME_BIAS = ("model.layers.*.mlp.expert_bias",)
 # torchtitan balances the experts of every model with it. Where the published router has none, its adapter leaves it out.
 _ROUTER_BIAS = ("layers.*.moe.expert_bias_E",)
 _COMPUTED = ("rope.freqs", "freqs_cis")
@@ -190,6 +204,7 @@ TRAINERS = (
     TrainerNames("olmo-core", _OLMO_CORE, halves=("llama",)),
     TrainerNames("olmo-core", _OLMO_CORE_2, halves=("olmo2",)),
     TrainerNames("nanotron", _NANOTRON, halves=("llama",)),
+    TrainerNames("prime-rl", _PRIME, halves=("qwen3_moe", "glm4_moe", "minimax_m2", "afmoe"), computed=_PRIME_BIAS, others_published=True),
 )
 
 
@@ -235,6 +250,10 @@ class Places:
                     stacks.setdefault(numbered(name, layer, expert), []).append(joined(arrays))
             is_stack = roles[0].startswith("expert.") and "{expert}" not in name
             result |= {own: stacked(arrays) if is_stack else arrays[0] for own, arrays in stacks.items()}
+        if self.table.others_published:
+            named = {name for array in result.values() for name in array.names}
+            whole = {name: Mosaic.of(name, Box.whole(weight.shape)) for name, weight in self.model.weights.items() if name not in named}
+            result = whole | result
         return result
 
     @cached_property
@@ -322,7 +341,7 @@ def trainer_of(names: Collection[str]) -> str | None:
 
     What else these names mean is not known: the model may be one that no table of the trainer holds for.
     """
-    for table in TRAINERS:
+    for table in (table for table in TRAINERS if not table.others_published):
         judged = (name for name, (role, *_) in table.rows.items() if role in ("embedding", "final_norm") or role.startswith("attention."))
         if all(numbered(name, 0) in names for name in judged):
             return table.trainer
@@ -377,7 +396,9 @@ def places_in(index: Index, model: Model) -> Places | None:
     """The places of the trainer whose names all weights of an index have; None if they are none's."""
     names = {tensor.name for tensor in index.tensors if tensor.kind in ("weight", "master")}
     for table in TRAINERS:
-        if table.holds(model) and any(numbered(name, 0, 0) in names for name in table.rows if "{layer}" in name):
+        # The first layers may have no experts.
+        layers = (0, model.dimensions["layers"] - 1) if table.others_published else (0,)
+        if table.holds(model) and any(numbered(name, layer, 0) in names for name in table.rows for layer in layers if "{layer}" in name):
             places = Places(table, model)
             if all(name in places.arrays or table.leaves_out(name) for name in names):
                 return places

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 
 import pytest
@@ -13,6 +14,7 @@ from helpers.fixture_places import FIXTURES, HF
 import reshard
 from reshard.canonical.trainer_names import TRAINERS
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
+from reshard.models.lookup import find_model
 
 FOLDER = FIXTURES / "trainer_names"
 BASE = FOLDER / "llama"
@@ -160,3 +162,33 @@ def test_a_model_that_a_trainers_table_does_not_hold_is_told_by_the_trainers_nam
     (tmp_path / "llama" / "reshard.json").unlink()
     with pytest.raises(UnsupportedError, match=r"qkv\.bias: the names are those of litgpt, and its .*qkv\.bias is not known"):
         reshard.plan(tmp_path / "llama", to="hf")
+
+
+PROJECTIONS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+PRIME = {"mlp.gate.weight": "mlp.router.gate.weight", "block_sparse_moe.gate.weight": "mlp.router.gate.weight"}
+PRIME |= {f"{old}.e_score_correction_bias": "mlp.expert_bias" for old in ("mlp.gate", "block_sparse_moe")}
+PRIME |= {f"mlp.shared_experts.{old}.weight": f"mlp.shared_expert.{new}" for old, new in PROJECTIONS.items()}
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "minimax_m2", "afmoe"])
+def test_prime_rl_names_the_experts_and_keeps_the_published_names_of_the_rest(model_type, tmp_path):
+    """Dense layers first, biases, shared experts. prime-rl's own conversion was compared with the same rules once."""
+    config = json.loads((FIXTURES / "vllm_declared" / f"{model_type}.json").read_text())["config"]
+    weights = {name: torch.randn(weight.shape) for name, weight in find_model(config).weights.items() if not weight.optional}
+    (tmp_path / "hf").mkdir()
+    safetensors.torch.save_file(weights, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    expected, stacks = {}, {}
+    for name, value in weights.items():
+        expert = re.fullmatch(r"(.*layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)\.weight", name)
+        if expert:
+            kind = PROJECTIONS.get(expert[2], expert[2])
+            stacks.setdefault(f"{expert[1]}.mlp.experts.{kind}", []).append(value)
+        else:
+            end = next((end for end in PRIME if name.endswith(end)), "")
+            expected[name.removesuffix(end) + PRIME.get(end, "")] = value
+    expected |= {name: torch.stack(values) for name, values in stacks.items()}
+    assert digests(written("prime-rl", tmp_path / "prime", tmp_path / "hf")) == digests(expected)
+    assert reshard.verify(tmp_path / "hf", tmp_path / "prime").equal
+    dcp.save({"app": {"model": expected}}, checkpoint_id=tmp_path / "step_2" / "trainer", no_dist=True)
+    assert reshard.verify(tmp_path / "hf", reshard.open(tmp_path / "step_2", model=tmp_path / "hf")).equal

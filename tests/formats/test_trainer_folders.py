@@ -205,6 +205,30 @@ def test_composers_shards(tmp_path):
     assert [(found.number, found.complete) for found in find_steps(tmp_path, quiet=0)] == [(4, True)]
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_an_optimizer_saved_without_a_key_around_it(tmp_path, flat):
+    """composer.checkpoint, and get_optimizer_state_dict of torch as it is: ("state", name, "exp_avg"), or "state.<name>.exp_avg"."""
+    step = tmp_path / "ep0-ba4"
+    weights = {"model.embed_tokens.weight": torch.randn(2, 3), "lm_head.weight": torch.randn(2, 3)}
+    state = {name: {"step": torch.tensor(2.0), "exp_avg": value + 1, "exp_avg_sq": value + 2} for name, value in weights.items()}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.5, "params": list(weights)}]}
+    if flat:
+        optimizer = {f"state.{name}.{key}": value for name, of_one in state.items() for key, value in of_one.items()}
+        optimizer |= {f"param_groups.{name}.lr": 0.5 for name in weights}
+    dcp.save(weights, checkpoint_id=step / "model", no_dist=True)
+    dcp.save(optimizer, checkpoint_id=step / "optim", no_dist=True)
+    opened = reshard.open(step)
+    kinds = ("weight", "moment1", "moment2", "step")
+    assert {(tensor.name, tensor.kind) for tensor in opened.index.tensors} == {(name, kind) for name in weights for kind in kinds}
+    reshard.convert(reshard.plan(step, to="fsdp", optimizer=True), tmp_path / "fsdp")
+    (path,) = (tmp_path / "fsdp").glob("optim*.pt")
+    moments = [state["exp_avg"].to_local().tolist() for state in torch.load(path, weights_only=False)["state"].values()]
+    assert sorted(moments) == sorted((value + 1).tolist() for value in weights.values())
+    assert [(set(group.names), group.settings["lr"]) for group in opened.index.param_groups()] == [({*weights}, 0.5)]
+    reshard.convert(reshard.plan(step, to="hf"), tmp_path / "hf")
+    assert {tensor.name for tensor in reshard.open(tmp_path / "hf").index.tensors} == {*weights}
+
+
 def test_an_adapter_in_the_folder_of_a_step(tmp_path):
     """NeMo AutoModel: the adapter is in the model's folder, the optimizer beside it by torch.distributed.checkpoint."""
     step = tmp_path / "epoch_0_step_2"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import reshard as library
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
+from reshard.opening.run_folders import find_steps
 
 LLAMA = HF / "llama"
 DCP, MODEL = FIXTURES / "dcp" / "fsdp2" / "checkpoint", FIXTURES / "dcp" / "fsdp2" / "model"
@@ -127,8 +129,11 @@ def test_composers_file_is_read_alone_and_in_its_folder(link, tmp_path):
     assert len(plan.content.states) == 3 * len(llama()) and plan.content.param_groups()[0].settings["lr"] == 0.5
     composer(tmp_path / "two", link=False)
     shutil.copy(tmp_path / "two" / "ep0-ba4-rank0.pt", tmp_path / "two" / "ep0-ba8-rank0.pt")
-    done = reshard("inspect", tmp_path / "two")
-    assert done.code == 3 and "2 sets of files" in done.err, "two files are two saves, unless one is a link to the other"
+    steps = find_steps(tmp_path / "two", quiet=0)
+    assert [(step.number, Path(step.path).name) for step in steps] == [(4, "ep0-ba4-rank0.pt"), (8, "ep0-ba8-rank0.pt")]
+    assert_is_llama(tmp_path / "two", tmp_path / "newest", "--model", LLAMA, "--step", "8")
+    done = reshard("convert", tmp_path / "two", tmp_path / "none", "--to", "hf")
+    assert done.code == 2 and "2 checkpoints of 2 steps lie here" in done.err, "two files are two saves, unless one is a link to the other"
 
 
 def test_weights_without_elements_were_not_gathered(tmp_path):
