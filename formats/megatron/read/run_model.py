@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.adapter.format import Hints
 from reshard.canonical.renaming import adapter_name
-from reshard.errors import CheckpointError, IncompleteError, MixedSaves
+from reshard.errors import CheckpointError, IncompleteError, MixedSaves, UnsupportedError
 from reshard.geometry.value import value
 from reshard.index.index import Index, Tensor
 from reshard.models.lookup import find_model, known_model_types, model_type_of
