@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Unpack
 from reshard.adapter import registry
 from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.content import Content, Selection, check_selected, content_of, tensors_by_key
+from reshard.canonical.stacked_experts import by_expert
 from reshard.engine.checks.recorded_digests import check_digests
 from reshard.engine.checks.written_files import (
     KnownDigests,
@@ -32,6 +33,7 @@ from reshard.geometry.meshes import Parallel
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Tensor
 from reshard.models.model import Model
+from reshard.models.quantization import quantization_settings, without_quantization
 from reshard.opening.checkpoint import Checkpoint
 from reshard.opening.keywords import EffortOptions, OpenOptions, PathLike, checked_keywords
 from reshard.opening.open import look, open_both, opened
@@ -64,7 +66,8 @@ def verify(
 
     Where only one of them has a config, it speaks for both. cast: where element types differ, compare after casting the left's. Without
     `right`, a folder that reshard wrote is compared with its own record, reshard.json (`verify_written`). If `right` is the address of a
-    server, such as http://localhost:8000, it is asked what its ranks hold (`verify_server`); the result is a ServerComparison.
+    server, such as http://localhost:8000, it is asked what its ranks hold (`verify_server`); the result is a ServerComparison. If one of
+    them holds a form that `quantize=` computes, and the other one plain weights, these are quantized to it first, as its config says.
 
     signed_by: a public key in a PEM file. `left` must be a folder that its owner has signed, as it is, or the file of a signature: then
     `right` must hold the weights of which it tells the fingerprint. signature_file: of `left`; None: model.sig in it.
@@ -93,6 +96,9 @@ def verify(
         return verify_written(left, effort)
     left_side, right_side = sides_of(left, right, selection)
     result = Comparison()
+    left_side, as_stored = _quantized_as(right_side, left_side, with_cast=cast)
+    right_side, other = _quantized_as(left_side, right_side)
+    result.notes.extend(filter(None, (as_stored, other)))
     result.notes.extend(check_digests(effort, *((side.files, side.index.tensors) for side in (left_side, right_side))).notes())
     held_as = {} if cast else types_of_engine(left_side, right_side)
     compare(left_side, right_side, result, with_cast=cast, held_as=held_as, effort=effort)
@@ -162,6 +168,35 @@ def _models_of(left: Checkpoint, right: Checkpoint) -> tuple[Model | None, Model
     if len(heads) == 2 and replace(heads[0], front=heads[1].front) == heads[1]:
         return left.model, left.model
     return left.model or right.model, right.model or left.model
+
+
+def _quantized_as(stored: Side, values: Side, *, with_cast: bool = False) -> tuple[Side, str]:
+    """The side with plain weights in the quantized form of the other one, if `quantize=` computes it, and a sentence about it.
+
+    with_cast: the weights are cast to the element type of most weights that the other side holds as they are.
+    """
+    plain, model = values.content, stored.content.model
+    if model is None or model.quantization is None or plain.model is None or plain.model.quantization is not None:
+        return values, ""
+    from reshard.canonical.quantizing import form_of_settings, quantized
+
+    if (form := form_of_settings(model.config)) is None:
+        return values, ""
+    index, tensors, single = values.index, plain.tensors, plain.model
+    if form not in single.architecture.quantized_as:
+        index, tensors, single = by_expert(index, tensors, single)
+    held = Counter(tensor.dtype for name, tensor in stored.content.tensors.items() if name in tensors and tensor.dtype.itemsize > 1)
+    cast_to = held.most_common(1)[0][0] if with_cast and held else None
+    content = replace(plain, tensors=tensors, model=single)
+    settings = quantization_settings(model.config)
+    try:
+        made, _ = quantized(content, without_quantization(model.config), form, settings, lambda tensor: cast_to or tensor.dtype)
+    except RequestError:  # other shapes: the comparison tells
+        return values, ""
+    kept = {name for name, tensor in made.tensors.items() if tensor is plain.tensors.get(name)}
+    made = replace(made, recorded=lambda: {name: text for name, text in plain.recorded().items() if name in kept})
+    text = f"compared after {values.files.root} was quantized to {form}, the form of {stored.files.root}"
+    return replace(values, index=index, content=made), text
 
 
 def types_of_engine(left: Side, right: Side) -> dict[str, DType]:

@@ -212,6 +212,30 @@ def test_the_type_of_a_conversion_is_that_of_the_arithmetic(tmp_path):
             assert described(stored(at_once)) == described(stored(in_steps))
 
 
+@pytest.mark.parametrize("form", ["fp8-block", "mxfp4", *NEW])
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
+def test_a_result_is_compared_with_the_weights_that_it_was_made_from(model, form, tmp_path):
+    source = tmp_path / "source"
+    seeded_models.write(model, source, "float32")
+    out = converted(source, tmp_path / "out", quantize=form)
+    narrow = converted(source, tmp_path / "narrow", quantize=form, dtype="bf16")
+    for left, right, options in ((source, out, {}), (out, source, {}), (source, narrow, {"cast": True})):
+        result = reshard.verify(left, right, **options)
+        assert result.equal, result.differences
+        assert f"compared after {source} was quantized to {form}, the form of {right if right != source else left}" in result.notes
+    assert not reshard.verify(source, narrow).equal
+    if form != "fp8-block":  # its blocks are no parts of these ranks
+        ranks = converted(source, tmp_path / "ranks", quantize=form, to="vllm", tp=2)
+        assert reshard.verify(source, ranks).equal
+    wrong = shutil.copytree(out, tmp_path / "wrong", ignore=shutil.ignore_patterns("reshard*"))
+    file = wrong / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    name = next(name for name in tensors if name.endswith("q_proj.weight_scale"))
+    tensors[name].view(torch.uint8)[0, 0] ^= 1
+    safetensors.torch.save_file(tensors, file)
+    assert [difference.name for difference in reshard.verify(source, wrong).differences] == [name]
+
+
 def test_the_values_of_mxfp4_stay_when_they_are_quantized_again(tmp_path):
     """Those of MXFP8 and NVFP4 may not: the largest magnitude of a group is rounded, and another scale follows from it."""
     seeded_models.write("llama", tmp_path / "source", "bfloat16")
