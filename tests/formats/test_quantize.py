@@ -219,10 +219,13 @@ def test_a_result_is_compared_with_the_weights_that_it_was_made_from(model, form
     seeded_models.write(model, source, "float32")
     out = converted(source, tmp_path / "out", quantize=form)
     narrow = converted(source, tmp_path / "narrow", quantize=form, dtype="bf16")
-    for left, right, options in ((source, out, {}), (out, source, {}), (source, narrow, {"cast": True})):
-        result = reshard.verify(left, right, **options)
-        assert result.equal, result.differences
-        assert f"compared after {source} was quantized to {form}, the form of {right if right != source else left}" in result.notes
+    trained = converted(source, tmp_path / "trained", to="dcp")
+    (trained / "config.json").unlink()
+    for plain, result, options in ((source, out, {}), (source, narrow, {"cast": True}), (trained, out, {})):
+        compared = reshard.verify(plain, result, **options)
+        assert compared.equal, compared.differences
+        assert f"compared after {plain} was quantized to {form}, the form of {result}" in compared.notes
+    assert reshard.verify(out, source).equal
     assert not reshard.verify(source, narrow).equal
     if form != "fp8-block":  # its blocks are no parts of these ranks
         ranks = converted(source, tmp_path / "ranks", quantize=form, to="vllm", tp=2)
