@@ -40,7 +40,8 @@ def _what_to_add(steps: Sequence[Step]) -> str:
     numbers = sorted({step.number for step in steps if step.number is not None})
     parts = sorted({step.part for step in steps if step.part not in ("", HERE)})
     is_here = any(step.part == HERE for step in steps)
-    named = [f"`step={LATEST!r}` or `step={numbers[-1]}`"] if len(numbers) > 1 or (numbers and is_here) else []
+    offered = sorted({step.number for step in steps if step.number is not None and step.complete}) or numbers
+    named = [f"`step={LATEST!r}` or `step={offered[-1]}`"] if len(numbers) > 1 or (numbers and is_here) else []
     if len(parts) > 1 or not named:
         last = f" or `part={parts[-1]}`" if len(parts) > 1 else ""
         named += [f"`part={parts[0]}`{last}"] if parts else ["the path of one"]

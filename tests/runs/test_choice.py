@@ -177,6 +177,15 @@ def test_megatrons_tracker_is_followed_without_a_choice(tmp_path):
     assert chosen.out.split()[0] == taken.out.split()[0]
 
 
+def test_the_step_to_add_is_a_complete_one(tmp_path):
+    """The newest save was interrupted: the number that is offered opens."""
+    for step in (100, 200, 300):
+        copy(DCP, tmp_path / f"step-{step}", seconds=1000)
+    (tmp_path / "step-300" / ".metadata").unlink()
+    with pytest.raises(SeveralCheckpoints, match=r"Add `step='latest'` or `step=200`"):
+        library.open(tmp_path)
+
+
 def test_deepspeeds_latest_is_followed_without_a_choice(tmp_path):
     for step in (2, 4):
         copy(DEEPSPEED / "global_step2", tmp_path / f"global_step{step}")
