@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from reshard.adapter.serving_format.release import release_at
+from reshard.adapter.serving_format.release import BARE, release_at
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import BF16, F16, F32, DType
 from reshard.geometry.quantities import plural
@@ -29,8 +29,6 @@ SINCE: Version = (0, 32)
 _OF_THEIR_OWN = {"GPT2ForSequenceClassification": 0, "Qwen2ForRewardModel": 1, "Qwen2ForProcessRewardModel": 2}
 # Classes under whose names vLLM has the class of a language model, which it serves as that unless it is told otherwise.
 _OF_LANGUAGE = ("Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model")
-# Classes of bare models, whose ranks hold names without "model.".
-_BARE = ("Gemma3TextModel",)
 # What a config's head_dtype may say; "model": the type of the model.
 _HEAD_DTYPES: dict[object, DType | None] = {"model": None, "float32": F32, "float": F32, "float16": F16, "half": F16, "bfloat16": BF16}
 _TIED = "its class holds the embedding on the last stage as well where the config ties it to a head, which was not compared"
@@ -41,7 +39,7 @@ def pooling_rules(model: Model, head: ClassHead) -> EngineRules:
     if head.beside:  # the class of the language model, which has no slot for it
         return EngineRules(unsupported=frozenset({("class_head", "weight"), ("class_head", "bias")}))
     old, new = head.front
-    is_bare = head.class_name in _BARE
+    is_bare = head.class_name in BARE
     return EngineRules(
         since=SINCE,
         names=(Rename(rf"^{re.escape(new)}(?!{re.escape(old)})", old),) if old and not head.module and not is_bare else (),
@@ -83,11 +81,11 @@ def _refusals(model: Model, head: ClassHead) -> Iterator[str]:
         yield "its class alone knows what its further weights are"
     if own is None and release and release.has_class(named) is not True:
         yield f"{release.engine} has no class {named}"
-    if own is None and release and named in release.classes and named not in (*_OF_LANGUAGE, *_BARE):
+    if own is None and release and named in release.classes and named not in (*_OF_LANGUAGE, *BARE):
         yield f"vLLM's own class {named} was not compared"
     if release and head.module and (bare := release.lacks_front(named)):
         yield f"vLLM takes {bare} for it, whose names lack `model.`"
-    if named in _BARE and not head.front[0]:
+    if named in BARE and not head.front[0]:
         yield "vLLM's class takes no names with `model.`"
     if own is None and head.module and (head.module != "score" or "weight" not in head.parts):
         yield f"the head of the class that vLLM makes is one matrix, score.weight, where the model has {head.module}.{head.parts[0]}"

@@ -191,5 +191,12 @@ def with_adapter_names(index: Index, adapter: str | None = None) -> Index:
     names = {stored: name.in_file for stored, name in by_stored.items() if adapter is None or name.adapter == adapter}
     if all(stored == new for stored, new in names.items()):
         return index
-    tensors = (replace(tensor, name=names[tensor.name]) if tensor.name in names else tensor for tensor in index.tensors)
-    return renamed(index, tensors, lambda name: (names.get(name, name),))
+    # The new name of a module that is saved whole is one of the base: its kind alone tells whose it is. ZeRO-3 has its master alone.
+    copies = {tensor.name for tensor in index.tensors if tensor.kind == "adapter"}
+    only_masters = {name for name, new in names.items() if name not in copies and adapter_name(new) is None}
+
+    def of_file(tensor: Tensor) -> Tensor:
+        is_only = tensor.kind == "master" and tensor.name in only_masters
+        return replace(tensor, name=names.get(tensor.name, tensor.name), kind="adapter" if is_only else tensor.kind)
+
+    return renamed(index, map(of_file, index.tensors), lambda name: (names.get(name, name),))

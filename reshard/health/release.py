@@ -115,9 +115,10 @@ def _head(release: Release, model: Model) -> Iterator[Finding]:
     head = model.architecture.head
     assert head is not None
     one_matrix = head.module == "score" and "weight" in head.parts
-    if head.module and (bare := release.lacks_front(head.class_name)):
+    if (head.module or not head.front[0]) and (bare := release.lacks_front(head.class_name)):
         detail = f"{release.engine} takes {bare} for the class {head.class_name}, and {bare} has no names with `model.`"
-        yield found("unknown-name", detail, do="Serve it with the library that trained it")
+        do = "Serve it with the library that trained it" if head.module else "Take `model.` off the names"
+        yield found("unknown-name", detail, do=do)
     if not (head.module or head.is_usual) and release.has_class(head.class_name):
         detail = f"{release.engine}'s class {head.class_name} has no such head as the files have"
         yield found("unknown-name", detail, do="Serve it with the library that trained it")

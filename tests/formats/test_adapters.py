@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +24,7 @@ import reshard
 from reshard.canonical import lora
 from reshard.canonical.lora import _is_match
 from reshard.canonical.name_variants import Names
+from reshard.canonical.renaming import with_adapter_names
 from reshard.engine.views import LazyTensor
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.sections import whole
@@ -437,6 +439,19 @@ def test_base_and_adapter_of_one_checkpoint_are_separated(tmp_path):
     again = reshard.plan(base, to="hf", merge_adapter=PEFT / "fsdp2" / "adapter")
     reshard.convert(again, tmp_path / "again")
     assert reshard.verify(tmp_path / "merged", tmp_path / "again").equal
+
+
+def test_a_module_saved_whole_of_which_zero3_has_the_master_alone_is_of_the_adapter():
+    """Such as the head of a classifier: its name in PEFT's file is that of the base weight, so its kind has to tell it."""
+    index = reshard.open(PEFT / "zero3" / "checkpoint", model=FIXTURES / "trainer_names" / "llama").index
+    factor = next(tensor for tensor in index.tensors if tensor.kind == "master" and ".lora_A." in tensor.name)
+    master = replace(factor, name="base_model.model.score.modules_to_save.default.weight")
+    for stored, kinds in (([master], ["adapter"]), ([master, replace(master, kind="adapter")], ["master", "adapter"])):
+        named = with_adapter_names(replace(index, tensors=(*index.tensors, *stored))).tensors
+        assert [tensor.kind for tensor in named if tensor.name == "base_model.model.score.weight"] == kinds
+        assert {tensor.kind for tensor in named if ".lora_A." in tensor.name} == {
+            tensor.kind for tensor in index.tensors if ".lora_A." in tensor.name
+        }
 
 
 @pytest.mark.parametrize("files", ["checkpoint", "excluded"])

@@ -85,6 +85,7 @@ def litter(folder):
         "rng_state_0.pth": "random-state",
         "scheduler.pt": "trainer-state",
         "trainer_state.json": "trainer-state",
+        "zero_to_torch.py": "trainer-state",
         "training_args.bin": "trainer-state",
         "train.log": "log",
         "events.out.tfevents.17.host": "log",

@@ -223,6 +223,14 @@ def test_ranks_of_a_bare_class_hold_names_without_the_front(tmp_path):
     assert same(tmp_path / "hf", stored(folder / "model.safetensors"))
 
 
+@pytest.mark.parametrize(("base", "code"), [("embedding", 1), ("embedding-bare", 0)])
+def test_a_bare_class_is_served_without_the_front_alone(base, code, tmp_path):
+    folder = rewritten(made(base, tmp_path / "model")[0], architectures=["Gemma3TextModel"])
+    checked = reshard("serve-check", folder, "--engine", "vllm")
+    assert checked.code == code
+    assert ("has no names with `model.`" in checked.out) == (code == 1)
+
+
 def test_a_class_of_which_vllm_takes_the_bare_model_is_not_served(tmp_path):
     folder = rewritten(made("reward", tmp_path / "model")[0], architectures=["Gemma3TextForSequenceClassification"])
     checked = reshard("serve-check", folder, "--engine", "vllm")

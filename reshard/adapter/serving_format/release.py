@@ -28,6 +28,8 @@ FORMS: Mapping[str, tuple[str, str]] = {
     "pretrained_model": ("pretrained_model.{base}", "pretrained_model."),
 }
 """Form of names -> what stands in place of the first word of the language model, such as "model.", and before the other names."""
+BARE = ("Gemma3TextModel",)
+"""Classes that are the bare model: they take no names with "model.", where other classes in `Model` are language models (vLLM 0.32)."""
 _IN_MEMORY: Mapping[str, str] = {
     "language_model.model.": "model.language_model.",
     "language_model.lm_head.": "lm_head.",
@@ -93,12 +95,13 @@ class Release:
         return next((own for own in names if own in self.classes), None)
 
     def lacks_front(self, name: str) -> str | None:
-        """The class that it takes for a class with a head, if that is a bare model, whose names lack "model."; else None.
+        """The class that it takes for a class, if that is a bare model, whose names lack "model."; else None.
 
         vLLM 0.32 takes Gemma3TextModel for Gemma3TextForSequenceClassification, and ends with "no module or parameter named 'model'".
         """
         own = self.class_for(name)
-        return own if own and own != name and own.endswith("Model") and not own.endswith(("LMHeadModel", "ChatModel")) else None
+        is_bare = own and own != name and own.endswith("Model") and not own.endswith(("LMHeadModel", "ChatModel"))
+        return own if is_bare or own in BARE else None
 
     def refused_method(self, config: Mapping[str, Any]) -> str | None:
         """The method by which a config says that the weights are quantized, if the release does not know it."""
