@@ -100,3 +100,16 @@ def test_its_state_arrives(tmp_path, kind, form, target):
     assert settings.items() >= group.items()
     about = [line for line in result.out.splitlines() if "no tensor" in line]
     assert bool(about) == bool(plain) and all(name in about[0] for name in list(plain)[:1])
+
+
+@pytest.mark.parametrize("target", ["deepspeed", "universal"])
+@pytest.mark.parametrize(("kind", "state", "other"), [("SOAP", "GG.0", "GG.0"), ("Adafactor", "variance", "row_var")])
+def test_state_of_another_shape_is_the_reason_where_deepspeed_has_no_place_for_it(tmp_path, monkeypatch, kind, state, other, target):
+    """One matrix is square: factors of SOAP have its shape, and not that of the other. Before, a file was said to be lost."""
+    monkeypatch.setitem(SHAPES, "1.weight", (6, 6))
+    monkeypatch.setitem(SHAPES, "1.bias", (6,))
+    saved("pt", kind, tmp_path / "source")
+    result = run("convert", tmp_path / "source", tmp_path / "out", "--to", target, "--optimizer")
+    assert result.code and not (tmp_path / "out").exists()
+    assert f"0.weight: the optimizer's state has no {state} of this parameter's shape" in result.err
+    assert f"such as {other}:" in result.err and "lost" not in result.err and "--to dcp" in result.err

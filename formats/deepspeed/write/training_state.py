@@ -137,7 +137,7 @@ class TrainingState:
 def training_state(content: Content, target: Target, what: str) -> TrainingState:
     """The training state of the content. what: the target, for messages.
 
-    Raises: RequestError if the source lacks optimizer state that DeepSpeed needs.
+    Raises: RequestError if the source lacks optimizer state that DeepSpeed needs; UnsupportedError for state that its files cannot hold.
     """
     if target.dtype is not None:
         raise RequestError(f"`dtype=` does not apply to {what}: masters and moments are full-precision", do="Leave it out")
@@ -173,6 +173,14 @@ def training_state(content: Content, target: Target, what: str) -> TrainingState
             name, kind = lacking[0]
             if unread := next((drop.reason for drop in content.drops if drop.name == name and drop.is_unread), None):
                 raise UnsupportedError(f"its {kind} is {unread}", where=name, do="Write `to=dcp` or `to=fsdp`, which leave it out")
+            if other := next((other for of, other in map(parameter_and_kind, left_out) if of == name), None):
+                raise UnsupportedError(
+                    f"the optimizer's state has no {kind} of this parameter's shape, which other parameters of its param group have",
+                    where=name,
+                    why=f"Some of its state has another shape, such as {other}: {what} has a place only for states of their parameter's "
+                    "shape, and needs the same kinds for all of a group",
+                    do="Write `to=dcp` or `to=fsdp`, which keep all of the state, or leave out the optimizer",
+                )
             raise CheckpointError(
                 f"the optimizer's state has no {kind}, which other parameters of its param group have",
                 where=name,
