@@ -113,3 +113,18 @@ def test_state_of_another_shape_is_the_reason_where_deepspeed_has_no_place_for_i
     assert result.code and not (tmp_path / "out").exists()
     assert f"0.weight: the optimizer's state has no {state} of this parameter's shape" in result.err
     assert f"such as {other}:" in result.err and "lost" not in result.err and "--to dcp" in result.err
+
+
+@pytest.mark.parametrize("target", ["deepspeed", "universal"])
+def test_a_step_count_of_a_group_without_moments_stays_in_the_group(tmp_path, target):
+    """Lion of bitsandbytes, Muon of pytorch_optimizer: no state of a parameter takes the count. Before, it was lost."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: filled(shape, generator) for name, shape in SHAPES.items()}
+    state = {number: {"momentum_buffer": filled(shape, generator)} for number, shape in enumerate(SHAPES.values())}
+    groups = [{"lr": 0.01, "step": 3, "params": [0, 1]}, {"lr": 0.02, "step": 5, "params": [2, 3]}]
+    (tmp_path / "source").mkdir()
+    torch.save({"model": weights, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "source" / "model.pt")
+    assert run("convert", tmp_path / "source", tmp_path / "out", "--to", target, "--optimizer").code == 0
+    index = reshard.open(tmp_path / "out").index
+    assert [(group.settings["lr"], group.settings["step"]) for group in index.param_groups()] == [(0.01, 3), (0.02, 5)]
+    assert not any(tensor.kind == "step" for tensor in index.tensors)

@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content
-from reshard.canonical.optimizer_state import is_plain, parameter_and_kind
+from reshard.canonical.optimizer_state import STEP, is_plain, parameter_and_kind
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_torch
@@ -115,8 +115,9 @@ class TrainingState:
         return {"loss_scaler": instance, "dynamic_loss_scale": bool(scaler.get("dynamic")), "overflow": False}
 
     def settings(self, group: ParamGroup, numbers: Sequence[int]) -> dict[str, Any]:
-        """A param group as a dict. numbers: the numbers of its flat groups, for "params"."""
-        return {**{key: value for key, value in group.settings.items() if key != "step"}, "params": list(numbers)}
+        """A param group as a dict, with its step count if no state of its parameters has it. numbers: of its flat groups, for "params"."""
+        is_counted = any(STEP in self.states[name] or name in self.content.step_counts for name in group.names)
+        return {**{key: value for key, value in group.settings.items() if key != STEP or not is_counted}, "params": list(numbers)}
 
     def layout(
         self, files: list[TargetFile], target: Target, companions: ModelFiles, tracker: Sidecar, note: str, aliases: Mapping[str, str]
