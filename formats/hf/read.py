@@ -10,7 +10,7 @@ import numpy as np
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
-from reshard.adapter.save_folders import optimizer_beside
+from reshard.adapter.save_folders import notes_on_optimizer
 from reshard.containers import safetensors
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.boxes import row_major
@@ -60,8 +60,7 @@ def read_folder(files: Files, hints: Hints, optimizers: Sequence[str] = ()) -> I
     optimizer = next((path for path in files.list() if path in optimizers), None)
     left = [path for path in OPTIMIZERS if path != optimizer and files.size(path)]
     builder.add_notes(f"{path} lies beside the weights; it is not read here" for path in left)
-    if beside := optimizer_beside(files):
-        builder.add_notes([f"the optimizer in {beside.rstrip('/')} beside this folder is not read with it"])
+    builder.add_notes(notes_on_optimizer(files))
     if weights.tensors and optimizer:
         from .optimizer import add_optimizer
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
-from reshard.adapter.save_folders import optimizer_beside, step_of
+from reshard.adapter.save_folders import notes_on_optimizer, step_of
 from reshard.adapter.state_dicts import beside_model, decoded, model_part, parameter_shapes, saved_optimizer
 from reshard.canonical.optimizer_state import state_kind
 from reshard.canonical.tensor_classes import root_of
@@ -55,8 +55,7 @@ def read(files: Files, hints: Hints) -> Index:
             names = optimizer.add_groups(builder, parameters)
             for parameter, kind, local in optimizer.tensors:
                 builder.add(*state_kind(names.get(parameter), parameter, kind), local, path, local.rank or 0)
-    if other := optimizer_beside(files):
-        builder.add_notes([f"the optimizer in {other.rstrip('/')} beside this folder is not read with it"])
+    builder.add_notes(notes_on_optimizer(files))
     index = builder.build(RunFacts("torch.save", step=step_of(files.root), config=hints.config, roots=tuple(beside)))
     if not index.tensors:
         raise CheckpointError("it holds no dict of tensors", where=paths[0], do="Give the file that holds the model's state dict")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.errors import IncompleteError, RequestError
@@ -53,16 +53,16 @@ def whole_weights(files: Files) -> str | None:
     return next((path for path in listing if path.endswith((".safetensors", ".bin")) and not _SHARD.fullmatch(path)), None)
 
 
-def optimizer_beside(files: Files) -> str | None:
-    """The folder of the optimizer beside a folder of weights, from the folder above both on; None if there is none."""
+def notes_on_optimizer(files: Files) -> Iterator[str]:
+    """A note on the optimizer in another folder beside a folder of weights, named from the folder above both on."""
     root = f"/{files.root.strip('/')}/"
     for folder in (folder for folder in _WHOLE if root.endswith(f"/{folder}")):
         above: Files | None = files
         for _ in range(folder.count("/")):
             above = above.parent() if above else None
         if above and (beside := next((path for mark in _MARKS for path in below(above, (*OPTIMIZERS, "training_state/"), mark)), None)):
-            return beside
-    return None
+            yield f"the optimizer in {beside.rstrip('/')} beside this folder is not read with it"
+            return
 
 
 def without_optimizers(parts: Sequence[str]) -> list[str]:

@@ -108,8 +108,7 @@ def _served_form(config: Mapping[str, Any], descriptions: Sequence[RankDescripti
     quantization = quantization_of(config)
     if quantization is None:
         return config, None
-    beside = tuple(f".{kind}" for kind in quantization.kinds)
-    if any(box.key.endswith(beside) for description in descriptions for box in description.boxes):
+    if quantization.is_stored(box.key for description in descriptions for box in description.boxes):
         return config, None
     if (form := form_of_settings(config)) is None:
         forms = [name for name, form in FORMS.items() if not form.has_shared_scale]

@@ -90,7 +90,7 @@ class _Readings:
         """The largest number of mistakes that are made together."""
 
     def with_mistakes(self, number: int) -> Iterator[tuple[str, Adapter]]:
-        """The readings with so many mistakes, and what was done."""
+        """Yield the readings with `number` mistakes, each with a description of its mistakes."""
         for kinds in combinations(self._kinds, number):
             for mistakes in product(*(kind.items() for kind in kinds)):
                 adapter = self.right

@@ -18,7 +18,7 @@ import math
 import re
 import struct
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal
@@ -225,6 +225,11 @@ class Quantization:
         """The last words of the names of all scales and other components beside the codes."""
         beside = (*(component for form in self.forms for component in form.beside), *self.cache_scales)
         return frozenset(component.kind.rpartition(".")[2] for component in beside)
+
+    def is_stored(self, names: Iterable[str]) -> bool:
+        """Whether one of these is the name of a component beside the codes, so that they are of quantized weights."""
+        beside = tuple(f".{kind}" for kind in self.kinds)
+        return any(name.endswith(beside) for name in names)
 
     def is_cache_scale(self, name: str) -> bool:
         """Whether a tensor of this name is a scale of cached keys or values."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Unpack
 
@@ -172,15 +172,9 @@ def _models_of(left: Checkpoint, right: Checkpoint) -> tuple[Model | None, Model
 
 def _model_of_other(side: Checkpoint, other: Model | None) -> Model | None:
     """The other side's model for a side without a config: not quantized, if the side has plain weights."""
-    if other is None or other.quantization is None or _is_quantized((tensor.name for tensor in side.index.tensors), other):
+    if other is None or other.quantization is None or other.quantization.is_stored(tensor.name for tensor in side.index.tensors):
         return other
     return Model(other.architecture, without_quantization(other.config))
-
-
-def _is_quantized(names: Iterable[str], model: Model) -> bool:
-    """Whether one of these is the name of scales, or of what else belongs to the codes of a quantized model."""
-    beside = tuple(f".{kind}" for kind in model.quantization.kinds) if model.quantization else ()
-    return any(name.endswith(beside) for name in names)
 
 
 def _quantized_as(stored: Side, values: Side, *, with_cast: bool = False) -> tuple[Side, str]:
@@ -189,7 +183,9 @@ def _quantized_as(stored: Side, values: Side, *, with_cast: bool = False) -> tup
     with_cast: the weights are cast to the element type of most weights that the other side holds as they are.
     """
     plain, model = values.content, stored.content.model
-    if model is None or not _is_quantized(stored.content.tensors, model) or plain.model is None or plain.model.quantization is not None:
+    if model is None or model.quantization is None or not model.quantization.is_stored(stored.content.tensors):
+        return values, ""
+    if plain.model is None or plain.model.quantization is not None:
         return values, ""
     from reshard.canonical.quantizing import form_of_settings, quantized
 

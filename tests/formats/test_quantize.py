@@ -227,7 +227,7 @@ def test_a_result_is_compared_with_the_weights_that_it_was_made_from(model, form
         assert f"compared after {plain} was quantized to {form}, the form of {result}" in compared.notes
     assert reshard.verify(out, source).equal
     assert not reshard.verify(source, narrow).equal
-    if form != "fp8-block":  # its blocks are no parts of these ranks
+    if form != "fp8-block":  # these ranks would cut its blocks
         ranks = converted(source, tmp_path / "ranks", quantize=form, to="vllm", tp=2)
         assert reshard.verify(source, ranks).equal
     wrong = shutil.copytree(out, tmp_path / "wrong", ignore=shutil.ignore_patterns("reshard*"))

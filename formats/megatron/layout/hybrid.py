@@ -48,7 +48,7 @@ def gpt_settings(args: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class PairedModel(MegatronModel):
-    """A model of which Megatron counts every layer as two: that of its attention, and that of its MLP or experts."""
+    """A model whose layers Megatron splits in two: a layer with the attention, then a layer with the MLP or experts."""
 
     def __init__(self, model: Model, padded_vocab: int, qkv_order: QkvOrder = "by_group") -> None:
         super().__init__(model, padded_vocab, qkv_order)

@@ -17,6 +17,7 @@ from reshard.containers import safetensors
 from reshard.errors import CheckpointError, IncompleteError, ReshardError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Parallel
+from reshard.geometry.quantities import grouped
 from reshard.geometry.sections import Sections, StoredTensor
 from reshard.index.index import Index, RunFacts, about_left_out
 from reshard.models.lookup import find_model
@@ -64,10 +65,8 @@ def read(serving_format: ServingEngine, files: Files, hints: Hints) -> Index:
         expected = partial(rank_tensors, model, placeholder_dtypes(model, rules), rules)
         try:
             check_degrees(model, rules, parallel)
-            twins: dict[str, list[str]] = {}
-            for name, stored in scale_aliases(model, rules).items():
-                twins.setdefault(stored, []).append(name)
-            placed = _placed(headers, partial(expected, parallel), twins)
+            aliases = scale_aliases(model, rules)
+            placed = _placed(headers, partial(expected, parallel), grouped(aliases, aliases.__getitem__))
         except ReshardError:
             if stated is None:
                 legal = partial(check_degrees, model, rules)

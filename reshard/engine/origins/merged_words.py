@@ -32,7 +32,7 @@ _ROUNDOFF, _OTHERS, _LONGEST = 1.01 * 2.0**-24, 10, 1 << 14
 # The least reach, so that the interval holds the error of numbers that are too small for the relative accuracy of float32. And numbers that
 # are far from its end.
 _SHORT, _LARGE = np.float32(2.0**-50), 2.0**100
-# The rule computes all elements where more than one in so many is uncertain: that is faster.
+# If more than one element in four is uncertain, it is faster to compute all elements by the rule.
 _FEW = 4
 # How many of them are computed at once, and how many numbers of a vector are fetched together: one fetch takes as long as that of one.
 _PLACES, _RUN = 1 << 13, 8

@@ -59,7 +59,7 @@ def _settled(settings: Mapping[str, Any], usual: Mapping[str, Any]) -> list[tupl
 
 
 def _extra_config(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What AutoRound says of single modules, by name or regular expression. Raises UnknownForm if it is no such mapping."""
+    """The settings of single modules, by name or regular expression. Raises UnknownForm if they are not a mapping of this form."""
     extra = settings.get("extra_config") or {}
     if not isinstance(extra, Mapping) or not all(isinstance(of_module, Mapping) for of_module in extra.values()):
         raise UnknownForm(f" with the extra_config {str(extra)[:40]}")
